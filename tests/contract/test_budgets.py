@@ -1,0 +1,69 @@
+"""Sizes that stay small on purpose."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from .source import PACKAGE, REPOSITORY
+
+CORE_LINES = 2500
+CORE_FILE_LINES = 350
+README_LINES = 150
+
+
+def load_tool(name: str) -> ModuleType:
+    """Import a script of `tools/`, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+loc = load_tool("loc")
+
+
+def over_budget(counts: dict[Path, int], each: int, total: int) -> list[str]:
+    """Say which file, or whether the sum, is over its budget of code lines."""
+    found = [f"{path}: {lines} lines of code, of {each}" for path, lines in counts.items() if lines > each]
+    if sum(counts.values()) > total:
+        found.append(f"together: {sum(counts.values())} lines of code, of {total}")
+    return found
+
+
+def test_the_core_is_within_its_budget() -> None:
+    counts = loc.count_tree(PACKAGE / "core")
+    assert Path("zero.py") in counts
+    assert over_budget(counts, CORE_FILE_LINES, CORE_LINES) == []
+
+
+def test_the_readme_is_within_its_budget() -> None:
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) < README_LINES
+
+
+def test_a_budget_can_be_exceeded() -> None:
+    counts = {Path("a.py"): 4, Path("b.py"): 3}
+    assert over_budget(counts, 4, 7) == []
+    assert over_budget(counts, 3, 7) == ["a.py: 4 lines of code, of 3"]
+    assert over_budget(counts, 4, 6) == ["together: 7 lines of code, of 6"]
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ('"""Module."""\n\nimport os  # why\n', 1),
+        ('def f():\n    """Doc\n\n    of four lines.\n    """\n    return 1\n', 2),
+        ('class A:\n    """Doc."""\n\n    # comment\n    x = 1\n', 2),
+        ('text = """not\na docstring"""\n', 2),
+        ("f(\n    1,\n\n    2,\n)\n", 4),
+        ('x = 1\n"""No docstring: code."""\n', 2),
+        ('def f(): "doc"\n', 1),
+        ("a = 1; b = 2\n", 1),
+        ("", 0),
+    ],
+)
+def test_code_lines_are_counted_as_defined(source: str, lines: int) -> None:
+    assert loc.count_code_lines(source) == lines

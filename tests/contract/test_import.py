@@ -1,0 +1,125 @@
+"""`import zeroshard` is light: no extras, no network, no process group, nothing changed behind the user's back."""
+
+import subprocess
+import sys
+
+import pytest
+
+from .source import REPOSITORY, package_modules
+
+HEAVY = ("transformers", "peft", "typer", "rich", "pydantic", "pandas", "deepspeed", "lightning", "matplotlib", "pyarrow")
+# What a module needs beside torch, numpy and safetensors, by layer; the others must do without any extra.
+NEED_EXTRAS = ("zeroshard.cli", "zeroshard.train", "zeroshard.integrations")
+
+# What happens around `import zeroshard` in a fresh interpreter; `{planted}` stands after the import.
+PROGRAM = """
+import os, random, sys, threading
+import numpy, torch, torch.distributed
+
+def state():
+    return dict(
+        environment=dict(os.environ),
+        random=(random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),
+        torch=(torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()),
+        python_threads=threading.active_count(),
+        process_group=torch.distributed.is_initialized(),
+        cuda=torch.cuda.is_initialized(),
+    )
+
+def audit(event, arguments):
+    if event in watched:
+        print("EVENT", event, arguments)
+
+watched = {{"socket.connect", "socket.bind", "socket.getaddrinfo", "socket.gethostbyname", "subprocess.Popen"}}
+before, modules = state(), set(sys.modules)
+sys.addaudithook(audit)
+import zeroshard
+{planted}
+watched.clear()
+after = state()
+print(*("CHANGED " + key for key in before if before[key] != after[key]), sep="\\n")
+print(*("LOADED " + name for name in sorted({{m.partition(".")[0] for m in set(sys.modules) - modules}})), sep="\\n")
+"""
+
+BLOCKED = """
+import importlib, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}} (blocked by the test)", name=name)
+
+sys.meta_path.insert(0, Blocker())
+for name in {names!r}:
+    importlib.import_module(name)
+    print("IMPORTED", name)
+"""
+
+
+def run(program: str) -> list[str]:
+    """Run a program in a fresh interpreter at the root of the repository and return the lines it prints."""
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line]
+
+
+def loaded(lines: list[str]) -> set[str]:
+    """Return the top-level modules that the import added."""
+    return {line.split()[1] for line in lines if line.startswith("LOADED ")}
+
+
+def side_effects(lines: list[str]) -> list[str]:
+    """Return what the import did besides importing."""
+    return [line for line in lines if line.startswith(("EVENT ", "CHANGED "))]
+
+
+def third_party(names: set[str]) -> set[str]:
+    """Keep the modules that come from neither Python, nor torch's compiled parts, nor this package."""
+    return {name for name in names if name not in sys.stdlib_module_names} - {"zeroshard"}
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    """What a plain import does."""
+    return run(PROGRAM.format(planted=""))
+
+
+def test_import_loads_no_extra(lines: list[str]) -> None:
+    assert "zeroshard" in loaded(lines)
+    assert third_party(loaded(lines)) <= {"torch", "numpy", "safetensors"}
+
+
+def test_import_has_no_side_effect(lines: list[str]) -> None:
+    assert side_effects(lines) == []
+
+
+def test_planted_side_effects_are_found() -> None:
+    planted = """
+import socket
+socket.socket().bind(("127.0.0.1", 0))
+socket.getaddrinfo("127.0.0.1", 1)
+os.environ["ZEROSHARD"] = "1"
+torch.rand(1)
+torch.set_grad_enabled(False)
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+"""
+    found = {" ".join(line.split()[:2]) for line in side_effects(run(PROGRAM.format(planted=planted)))}
+    changed = {f"CHANGED {key}" for key in ("environment", "random", "torch", "python_threads", "process_group")}
+    assert found >= {"EVENT socket.bind", "EVENT socket.getaddrinfo"} | changed
+
+
+def test_a_planted_extra_is_found() -> None:
+    names = loaded(run(PROGRAM.format(planted="import pytest")))
+    assert "pytest" in third_party(names)
+
+
+def test_all_but_the_command_line_imports_without_extras() -> None:
+    names = [m.name for m in package_modules() if not m.name.startswith(NEED_EXTRAS)]
+    assert "zeroshard.core.zero" in names
+    assert run(BLOCKED.format(blocked=HEAVY, names=names)) == [f"IMPORTED {name}" for name in names]
+
+
+def test_a_blocked_extra_is_found() -> None:
+    with pytest.raises(AssertionError, match="No module named 'typer'"):
+        run(BLOCKED.format(blocked=HEAVY, names=["typer"]))

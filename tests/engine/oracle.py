@@ -1,0 +1,376 @@
+"""Oracles of the engine's tests, and the one way to compare with them.
+
+Owns: training scripts run twice, plainly and sharded, and exact comparison. Must not know the engine beyond its public
+interface. Read `Run` first: a test writes an ordinary training loop against it, once, and `assert_matches` runs that
+loop as plain data parallelism (`Plain`) and through `zs.shard` (`Sharded`) and compares everything bit for bit.
+
+Note: what plain data parallelism is here
+    After each backward every rank's gradients are summed in rank order 0, 1, ... N-1, then scaled by 1/N, and added to
+    what the parameter had accumulated. A parameter that no rank used keeps None; one that some rank used counts as
+    zeros on the others. That is the arithmetic that design.md promises, written without shards, buckets or overlap.
+    `single_run` is the same in one process, and `ddp_run` is torch's own DistributedDataParallel.
+"""
+
+import contextlib
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zeroshard as zs
+from zeroshard.testing import run_ranks
+
+STAGES: Final = (0, 1, 2, 3)
+WORLDS: Final = (1, 2, 3, 4)
+WATCHDOG_S: Final = 5.0
+TIMEOUT_S: Final = 30.0
+
+Script = Callable[["Run"], None]
+
+
+def seed(*key: int) -> None:
+    """Seed torch's generator from a key, such as (step, rank)."""
+    torch.manual_seed(_mix(key))
+
+
+def randn(*shape: int, key: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw normal numbers that depend on the key alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(_mix(key)), dtype=dtype)
+
+
+def randint(high: int, *shape: int, key: Sequence[int]) -> Tensor:
+    """Draw integers in [0, high) that depend on the key alone."""
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(_mix(key)))
+
+
+def _mix(key: Sequence[int]) -> int:
+    value = 17
+    for part in key:
+        value = value * 1009 + part + 1
+    return value % (2**31)
+
+
+class Run(ABC):
+    """One execution of a training script on one rank: the loop is the script's, the parallelism is the subclass's."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.models: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self.records: list[dict[str, Any]] = []
+
+    @abstractmethod
+    def shard(self, model: nn.Module, *optimizers: Optimizer, **options: Any) -> None:
+        """Prepare a model for training on all ranks."""
+
+    @abstractmethod
+    def attach(self, optimizer: Optimizer) -> None:
+        """Prepare an optimizer built after `shard`."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run backward, and reduce the gradients unless inside `no_sync`."""
+
+    @abstractmethod
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        """Leave the gradients unreduced."""
+
+    @abstractmethod
+    def gathered(self, *, writeback: bool = False, states: bool = False) -> contextlib.AbstractContextManager[Any]:
+        """Make everything whole."""
+
+    @abstractmethod
+    def grad_norm(self, p: float = 2.0) -> Tensor:
+        """Return the norm of all gradients of the last model."""
+
+    def record(self, **values: Any) -> None:
+        """Keep what the script observed, by value."""
+        self.records.append({name: _copied(value) for name, value in values.items()})
+
+    def result(self) -> dict[str, Any]:
+        """Return what the script recorded and the state it ended in, by value."""
+        with self.gathered(states=True):
+            return {
+                "records": self.records,
+                "parameters": [
+                    {name: _copied(p) for name, p in model.named_parameters(remove_duplicate=False)}
+                    for model in self.models
+                ],
+                "buffers": [{name: _copied(b) for name, b in model.named_buffers()} for model in self.models],
+                "states": [_copied(optimizer.state_dict()) for optimizer in self.optimizers],
+            }
+
+
+@final
+class Plain(Run):
+    """Data parallelism without an engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reduction = "mean"
+        self._is_unsynced = False
+        self._held: dict[nn.Parameter, Tensor] | None = None  # what was accumulated before an open no_sync
+
+    def shard(self, model: nn.Module, *optimizers: Optimizer, **options: Any) -> None:
+        self._reduction = options.get("reduction", "mean")
+        for p in model.parameters():
+            if self.world > 1:
+                dist.broadcast(p.data, 0)
+        self.models.append(model)
+        self.optimizers.extend(optimizers)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        self.optimizers.append(optimizer)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        if self._held is None:
+            self._held = {p: p.grad for p in self._parameters() if p.grad is not None}
+            for p in self._parameters():
+                p.grad = None
+        try:
+            loss.backward(**options)
+        except Exception:
+            self._held = None
+            raise
+        if self._is_unsynced:
+            return
+        for p in self._parameters():
+            reduced = reduce_in_rank_order(p, self._reduction)
+            held = self._held.get(p)
+            p.grad = held if reduced is None else reduced if held is None else held + reduced
+        self._held = None
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._is_unsynced = True
+        try:
+            yield
+        finally:
+            self._is_unsynced = False
+
+    @contextlib.contextmanager
+    def gathered(self, *, writeback: bool = False, states: bool = False) -> Iterator[None]:
+        yield
+
+    def grad_norm(self, p: float = 2.0) -> Tensor:
+        grads = [q.grad for q in self.models[-1].parameters() if q.grad is not None]
+        return nn.utils.get_total_norm(grads, p)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for model in self.models:
+            yield from model.parameters()
+
+
+def reduce_in_rank_order(p: nn.Parameter, reduction: str) -> Tensor | None:
+    """Sum one parameter's gradients over the ranks, in rank order, or return None if no rank has one."""
+    if not dist.is_initialized():
+        return p.grad
+    mine = torch.zeros_like(p) if p.grad is None else p.grad
+    used = torch.tensor([p.grad is not None])
+    all_used = [torch.empty_like(used) for _ in range(dist.get_world_size())]
+    all_grads = [torch.empty(mine.shape, dtype=mine.dtype) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_used, used)
+    dist.all_gather(all_grads, mine.contiguous())
+    return torch.empty_like(p).copy_(sum_in_order(all_grads, reduction)) if any(all_used) else None
+
+
+def sum_in_order(grads: Sequence[Tensor], reduction: str = "mean") -> Tensor:
+    """Sum tensors from the first to the last, then scale by one over their number if the reduction is a mean."""
+    total = grads[0].clone()
+    for grad in grads[1:]:
+        total += grad
+    return total * (1 / len(grads)) if reduction == "mean" else total
+
+
+@final
+class Sharded(Run):
+    """The engine under test."""
+
+    def __init__(self, stage: int, options: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.stage = stage
+        self.zeros: list[zs.Zero] = []
+        self._options = dict(options or {})
+
+    def shard(self, model: nn.Module, *optimizers: Optimizer, **options: Any) -> None:
+        which = optimizers[0] if len(optimizers) == 1 else list(optimizers) or None
+        options = {"watchdog_s": WATCHDOG_S, **self._options, **options}
+        self.zeros.append(zs.shard(model, which, stage=self.stage, **options))
+        self.models.append(model)
+        self.optimizers.extend(optimizers)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        self.zeros[-1].attach(optimizer)
+        self.optimizers.append(optimizer)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        loss.backward(**options)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for zero in self.zeros:
+                stack.enter_context(zero.no_sync())
+            yield
+
+    @contextlib.contextmanager
+    def gathered(self, *, writeback: bool = False, states: bool = False) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for zero in self.zeros:
+                stack.enter_context(zero.gathered(writeback=writeback, states=states))
+            yield
+
+    def grad_norm(self, p: float = 2.0) -> Tensor:
+        return self.zeros[-1].grad_norm(p)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A plain training loop as data, for the oracles that must own the loop themselves.
+
+    Args:
+        build: returns the model, always with the same initial parameters.
+        loss: of a model and a (step, rank).
+        optimizer: of the model.
+        steps: number of optimizer steps.
+    """
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, int, int], Tensor]
+    optimizer: Callable[[nn.Module], Optimizer]
+    steps: int = 10
+
+
+def single_run(case: Case, world: int) -> dict[str, Any]:
+    """Train in this process alone: the ranks' gradients in turn, summed in rank order, scaled by one over N."""
+    model = case.build()
+    optimizer = case.optimizer(model)
+    losses: list[list[float]] = [[] for _ in range(world)]
+    for step in range(case.steps):
+        grads: list[dict[str, Tensor]] = []
+        for rank in range(world):
+            loss = case.loss(model, step, rank)
+            loss.backward()
+            losses[rank].append(loss.item())
+            grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+            model.zero_grad()
+        for name, p in model.named_parameters():
+            held = [grad.get(name) for grad in grads]
+            if any(grad is not None for grad in held):
+                p.grad = sum_in_order([torch.zeros_like(p) if grad is None else grad for grad in held])
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "parameters": _parameters(model), "states": _copied(optimizer.state_dict())}
+
+
+def ddp_run(case: Case) -> dict[str, Any]:
+    """Train this rank under torch's DistributedDataParallel."""
+    model = case.build()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    optimizer = case.optimizer(model)
+    losses = _loop(case, ddp, optimizer)
+    return {"losses": losses, "parameters": _parameters(model), "states": _copied(optimizer.state_dict())}
+
+
+def engine_run(case: Case, stage: int, **options: Any) -> dict[str, Any]:
+    """Train this rank through the engine."""
+    model = case.build()
+    optimizer = case.optimizer(model)
+    zero = zs.shard(model, optimizer, stage=stage, watchdog_s=WATCHDOG_S, **options)
+    losses = _loop(case, model, optimizer)
+    with zero.gathered(states=True):
+        return {"losses": losses, "parameters": _parameters(model), "states": _copied(optimizer.state_dict())}
+
+
+def _loop(case: Case, model: nn.Module, optimizer: Optimizer) -> list[float]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    losses = []
+    for step in range(case.steps):
+        loss = case.loss(model, step, rank)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _copied(value: Any) -> Any:
+    """Copy an observation so that later steps do not change it."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copied(entry) for entry in value]
+    return value
+
+
+def assert_same(expected: Any, actual: Any, where: str = "") -> None:
+    """Require two observations to be equal bit for bit, and name the first place where they are not."""
+    if isinstance(expected, Tensor):
+        assert isinstance(actual, Tensor), f"{where}: expected a tensor, got {type(actual).__name__}"
+        assert expected.dtype == actual.dtype, f"{where}: dtype {actual.dtype}, expected {expected.dtype}"
+        assert expected.shape == actual.shape, f"{where}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+        assert torch.equal(expected, actual), f"{where}: {_difference(expected, actual)}"
+    elif isinstance(expected, Mapping):
+        assert set(expected) == set(actual), f"{where}: keys {list(actual)}, expected {list(expected)}"
+        for key in expected:
+            assert_same(expected[key], actual[key], f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(expected) == len(actual), f"{where}: {len(actual)} entries, expected {len(expected)}"
+        for index, (one, other) in enumerate(zip(expected, actual, strict=True)):
+            assert_same(one, other, f"{where}[{index}]")
+    else:
+        assert expected == actual, f"{where}: {actual!r}, expected {expected!r}"
+
+
+def _difference(expected: Tensor, actual: Tensor) -> str:
+    difference = (expected.double() - actual.double()).abs()
+    wrong = int((expected != actual).sum())
+    return f"{wrong} of {expected.numel()} elements differ, by at most {difference.max().item():.3e}"
+
+
+def assert_matches(
+    script: Script, world: int, stages: Sequence[int] = STAGES, options: Mapping[str, Any] | None = None
+) -> list[list[Any]]:
+    """Run a script plainly and at each stage on `world` ranks and require every observation to be equal.
+
+    Returns:
+        By rank, then by stage: the engine's result, for what a test wants to look at besides.
+    """
+    by_rank = run_ranks(
+        both, world, script, tuple(stages), dict(options or {}), timeout_s=TIMEOUT_S, process_group=world > 1
+    )
+    for rank, (expected, actual) in enumerate(by_rank):
+        for stage in stages:
+            assert_same(expected, actual[stage], f"[rank {rank}/{world}] stage {stage}")
+    return [[actual[stage] for stage in stages] for _, actual in by_rank]
+
+
+def both(script: Script, stages: Sequence[int], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, Any]]:
+    """Run a script on this rank plainly, then at each stage."""
+    expected = _execute(Plain(), script)
+    actual = {}
+    for stage in stages:
+        try:
+            actual[stage] = _execute(Sharded(stage, options), script)
+        except Exception as error:
+            error.add_note(f"at stage {stage}")
+            raise
+    return expected, actual
+
+
+def _execute(run: Run, script: Script) -> dict[str, Any]:
+    seed(0)
+    script(run)
+    return run.result()

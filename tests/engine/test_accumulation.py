@@ -1,0 +1,246 @@
+"""Accumulation means what it means in torch: with and without `no_sync`, both `zero_grad`s, both forms, each stage."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from . import models
+from .oracle import WORLDS, Run, assert_matches
+
+
+def start(run: Run, **options: Any) -> tuple[nn.Module, Optimizer]:
+    """Build and shard a stack with AdamW."""
+    model = models.build(models.Stack)
+    optimizer = models.adamw(model)
+    run.shard(model, optimizer, **options)
+    return model, optimizer
+
+
+def backward(run: Run, model: nn.Module, step: int, micro: int = 0) -> None:
+    """Run one micro-batch forward and backward."""
+    loss = models.stack_loss(model, step, run.rank, micro)
+    run.backward(loss)
+    run.record(loss=loss)
+
+
+def each_backward_reduces(run: Run) -> None:
+    model, optimizer = start(run)
+    for step in range(3):
+        for micro in range(3):
+            backward(run, model, step, micro)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def only_the_last_backward_reduces(run: Run) -> None:
+    model, optimizer = start(run)
+    for step in range(3):
+        with run.no_sync():
+            for micro in range(2):
+                backward(run, model, step, micro)
+        backward(run, model, step, 2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def reduced_and_unreduced_mixed(run: Run) -> None:
+    """Reduce, then hold back, then reduce again, within one step."""
+    model, optimizer = start(run)
+    for step in range(3):
+        backward(run, model, step, 0)
+        with run.no_sync():
+            backward(run, model, step, 1)
+        backward(run, model, step, 2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def unsynced_then_dropped(run: Run) -> None:
+    """Zero the gradients while they are unreduced: they must not come back at the next reduction."""
+    model, optimizer = start(run)
+    with run.no_sync():
+        backward(run, model, 0, 0)
+    optimizer.zero_grad()
+    backward(run, model, 0, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def forward_inside_no_sync_backward_outside(run: Run) -> None:
+    """What counts is where the backward runs."""
+    model, optimizer = start(run)
+    with run.no_sync():
+        backward(run, model, 0, 0)
+        loss = models.stack_loss(model, 0, run.rank, 1)
+    run.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def two_losses_of_one_forward_each(run: Run) -> None:
+    """Several backwards before one step, of forwards that all ran before."""
+    model, optimizer = start(run)
+    for step in range(2):
+        first = models.stack_loss(model, step, run.rank, 0)
+        second = models.stack_loss(model, step, run.rank, 1)
+        run.backward(first)
+        run.backward(second)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def never_zeroed(run: Run) -> None:
+    model, optimizer = start(run)
+    for step in range(4):
+        backward(run, model, step)
+        optimizer.step()
+
+
+def zeroed_before_backward(run: Run) -> None:
+    model, optimizer = start(run)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(run, model, step)
+        optimizer.step()
+
+
+def uneven_micro_batches_per_step(run: Run) -> None:
+    model, optimizer = start(run)
+    for step in range(4):
+        for micro in range(1 + step % 3):
+            backward(run, model, step, micro)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def summed(run: Run) -> None:
+    model, optimizer = start(run, reduction="sum")
+    for step in range(3):
+        backward(run, model, step, 0)
+        with run.no_sync():
+            backward(run, model, step, 1)
+        backward(run, model, step, 2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+SCRIPTS = [
+    each_backward_reduces,
+    only_the_last_backward_reduces,
+    reduced_and_unreduced_mixed,
+    unsynced_then_dropped,
+    forward_inside_no_sync_backward_outside,
+    two_losses_of_one_forward_each,
+    never_zeroed,
+    zeroed_before_backward,
+    uneven_micro_batches_per_step,
+    summed,
+]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_accumulation(script: Callable[[Run], None], world: int) -> None:
+    assert_matches(script, world)
+
+
+class Branches(nn.Module):
+    """Two blocks, of which a call runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, models.WIDTH)
+        self.blocks = nn.ModuleList(models.Block() for _ in range(2))
+        self.head = nn.Linear(models.WIDTH, 3)
+
+    def forward(self, x: Tensor, which: int = 0) -> Tensor:
+        return self.head(self.blocks[which](self.stem(x)))
+
+
+def zero_by(model: nn.Module, optimizer: Optimizer, how: str) -> None:
+    """Clear the gradients in one of the ways that loops do."""
+    if how == "p.grad = None":
+        for p in model.parameters():
+            p.grad = None
+    else:
+        owner = model if how.startswith("model") else optimizer
+        owner.zero_grad(set_to_none=how.endswith("None"))
+
+
+HOWS = ["model, None", "model, zeros", "optimizer, None", "optimizer, zeros", "p.grad = None"]
+
+
+def zeroed(run: Run, how: str) -> None:
+    """Run block 0, then block 1: with zeros block 0 goes on moving by its momentum and decay, with None it rests."""
+    model = models.build(Branches)
+    optimizer = models.adamw(model)
+    run.shard(model, optimizer)
+    for step, which in enumerate((0, 1, 1, 0)):
+        loss = model(models.features(step, run.rank), which).square().mean()
+        run.backward(loss)
+        optimizer.step()
+        zero_by(model, optimizer, how)
+        run.record(loss=loss, kept=[p.grad is not None for p in model.parameters()])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("how", HOWS)
+def test_zero_grad(how: str, world: int) -> None:
+    assert_matches(functools.partial(zeroed, how=how), world)
+
+
+def zeroed_between_micro_batches(run: Run, how: str) -> None:
+    model, optimizer = start(run)
+    for step in range(2):
+        backward(run, model, step, 0)
+        zero_by(model, optimizer, how)
+        backward(run, model, step, 1)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_zero_grad_between_backwards_forgets_what_was_reduced(how: str) -> None:
+    assert_matches(functools.partial(zeroed_between_micro_batches, how=how), 2)
+
+
+def grads_tell_the_truth(run: Run) -> None:
+    model = models.build(Branches)
+    optimizer = models.adamw(model)
+    run.shard(model, optimizer)
+    run.record(before=[p.grad is None for p in model.parameters()])
+    for step in range(2):
+        run.backward(model(models.features(step, run.rank), 0).square().mean())
+        run.record(
+            is_none=[p.grad is None for p in model.parameters()],
+            shapes=[None if p.grad is None else tuple(p.grad.shape) for p in model.parameters()],
+            dtypes=[None if p.grad is None else p.grad.dtype for p in model.parameters()],
+            devices=[None if p.grad is None else p.grad.device for p in model.parameters()],
+            numels=[None if p.grad is None else p.grad.numel() for p in model.parameters()],
+            is_tensor=[isinstance(p.grad, torch.Tensor) for p in model.parameters()],
+        )
+        optimizer.step()
+        run.record(after_step=[p.grad is None for p in model.parameters()])
+        optimizer.zero_grad(set_to_none=step == 1)
+        run.record(after_zero=[p.grad is None for p in model.parameters()])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_grad_has_the_global_shape_and_is_none_when_torchs_is(world: int) -> None:
+    assert_matches(grads_tell_the_truth, world)
+
+
+def norms_of_single_grads(run: Run) -> None:
+    """Take the norm of each gradient by itself: every rank asks, and gets the norm of the reduced whole."""
+    model, _ = start(run)
+    run.backward(models.stack_loss(model, 0, run.rank))
+    run.record(infinity=[p.grad.norm(float("inf")) for p in model.parameters()])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_norm_of_one_grad_is_that_of_the_whole(world: int) -> None:
+    assert_matches(norms_of_single_grads, world)

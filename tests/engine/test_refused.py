@@ -1,0 +1,674 @@
+"""What the engine refuses, each with an error that names the culprit and the way out."""
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard as zs
+from zeroshard.testing import run_ranks
+
+from . import models
+from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S
+
+
+def shard(model: nn.Module, *optimizers: Optimizer, **options: Any) -> zs.Zero:
+    """Shard with the watchdog's limit of the tests."""
+    which = optimizers[0] if len(optimizers) == 1 else list(optimizers) or None
+    return zs.shard(model, which, watchdog_s=WATCHDOG_S, **options)
+
+
+def sharded(stage: int = 3) -> tuple[nn.Module, Optimizer, zs.Zero]:
+    """Return a stack that has made one step."""
+    model = models.build(models.Stack)
+    optimizer = models.adamw(model)
+    zero = shard(model, optimizer, stage=stage)
+    step_once(model, optimizer, 0)
+    return model, optimizer, zero
+
+
+def step_once(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """Take one ordinary step."""
+    models.stack_loss(model, step, dist.get_rank()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Trust(Optimizer):
+    """An optimizer that looks at the norm of each whole parameter, as LARS and LAMB do."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * p.norm() / (p.grad.norm() + 1e-6), alpha=group["lr"])
+
+
+# ---- at shard(): each refusal is a function that raises, and what its text must hold
+
+
+def not_elementwise() -> None:
+    model = models.build(models.Stack)
+    shard(model, Trust(model.parameters()))
+
+
+def adafactor() -> None:
+    model = models.build(models.Stack)
+    shard(model, torch.optim.Adafactor(model.parameters()))
+
+
+def muon() -> None:
+    model = models.build(models.Stack)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    shard(model, torch.optim.Muon(matrices), torch.optim.AdamW(others))
+
+
+def lbfgs() -> None:
+    model = models.build(models.Stack)
+    shard(model, torch.optim.LBFGS(model.parameters()))
+
+
+def sparse_adam() -> None:
+    model = models.build(models.Stack)
+    shard(model, torch.optim.SparseAdam(model.parameters()))
+
+
+def parameter_in_no_optimizer() -> None:
+    model = models.build(models.Stack)
+    shard(model, torch.optim.AdamW([p for name, p in model.named_parameters() if name != "blocks.1.up.bias"]))
+
+
+def parameter_not_in_the_model() -> None:
+    model = models.build(models.Stack)
+    stray = nn.Parameter(torch.zeros(3, 7))
+    shard(model, torch.optim.AdamW([*model.parameters(), stray]))
+
+
+def parameter_in_two_optimizers() -> None:
+    model = models.build(models.Stack)
+    shard(model, torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.head.parameters()))
+
+
+def scripted_module() -> None:
+    model = models.build(models.Stack)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model.head = torch.jit.script(model.head)
+    shard(model, models.adamw(model))
+
+
+def sharded_twice() -> None:
+    model, optimizer, _ = sharded()
+    shard(model, optimizer)
+
+
+def part_of_a_sharded_model() -> None:
+    model, _, _ = sharded()
+    outer = nn.Sequential(model)
+    shard(outer)
+
+
+def unknown_stage() -> None:
+    model = models.build(models.Stack)
+    shard(model, models.adamw(model), stage=4)
+
+
+def stage_and_residency() -> None:
+    model = models.build(models.Stack)
+    shard(model, models.adamw(model), stage=2, residency=zs.Residency())
+
+
+def unknown_cut() -> None:
+    model = models.build(models.Stack)
+    shard(model, models.adamw(model), cut="column")
+
+
+def unknown_reduction() -> None:
+    model = models.build(models.Stack)
+    shard(model, models.adamw(model), reduction="median")
+
+
+def unknown_unit_name() -> None:
+    model = models.build(models.Stack)
+    shard(model, models.adamw(model), units=["Blok"])
+
+
+def unit_of_another_model() -> None:
+    model = models.build(models.Stack)
+    shard(model, models.adamw(model), units=[models.Block()])
+
+
+def unit_of_a_wrong_kind() -> None:
+    model = models.build(models.Stack)
+    shard(model, models.adamw(model), units=[3])
+
+
+def unknown_forward_method() -> None:
+    model = models.build(models.Stack)
+    shard(model, models.adamw(model), forward_methods=("generate",))
+
+
+def not_a_module() -> None:
+    shard([nn.Linear(2, 2)])  # type: ignore[arg-type]
+
+
+def not_an_optimizer() -> None:
+    model = models.build(models.Stack)
+    zs.shard(model, 1e-3)  # type: ignore[arg-type]
+
+
+AT_SHARD: dict[str, tuple[Callable[[], None], tuple[type[Exception], ...], list[str]]] = {
+    "not element-wise": (not_elementwise, (ValueError, TypeError), ["Trust", "element", "elementwise=True"]),
+    "Adafactor": (adafactor, (ValueError, TypeError), ["Adafactor", "element"]),
+    "Muon": (muon, (ValueError, TypeError), ["Muon", "element"]),
+    "LBFGS": (lbfgs, (ValueError, TypeError), ["LBFGS"]),
+    "SparseAdam": (sparse_adam, (ValueError, TypeError), ["SparseAdam"]),
+    "in no optimizer": (
+        parameter_in_no_optimizer,
+        (ValueError,),
+        [r"blocks\.1\.up\.bias", "optimizer", "requires_grad"],
+    ),
+    "not in the model": (parameter_not_in_the_model, (ValueError,), [r"\(3, 7\)", "not in the model|model"]),
+    "in two optimizers": (parameter_in_two_optimizers, (ValueError,), [r"head\.weight", "AdamW", "SGD"]),
+    "TorchScript": (scripted_module, (ValueError, TypeError), ["head", "TorchScript|torch.jit"]),
+    "sharded twice": (sharded_twice, (ValueError, RuntimeError), ["already"]),
+    "part sharded": (part_of_a_sharded_model, (ValueError, RuntimeError), ["already", "0"]),
+    "stage": (unknown_stage, (ValueError,), ["stage", "0.*1.*2.*3", "4"]),
+    "stage and residency": (stage_and_residency, (ValueError, TypeError), ["stage", "residency"]),
+    "cut": (unknown_cut, (ValueError,), ["cut", "element.*row.*tensor", "column"]),
+    "reduction": (unknown_reduction, (ValueError,), ["reduction", "mean", "sum", "median"]),
+    "unit name": (unknown_unit_name, (ValueError,), ["units", "Blok", "Block"]),
+    "unit elsewhere": (unit_of_another_model, (ValueError,), ["units", "Block"]),
+    "unit kind": (unit_of_a_wrong_kind, (TypeError,), ["units", "3"]),
+    "forward method": (unknown_forward_method, (ValueError, AttributeError), ["generate"]),
+    "no module": (not_a_module, (TypeError,), ["Module", "list"]),
+    "no optimizer": (not_an_optimizer, (TypeError,), ["Optimizer", "float"]),
+}
+
+
+def caught(action: Callable[[], Any]) -> tuple[list[str], str]:
+    """Run something that must raise; return the error's classes and its text."""
+    try:
+        action()
+    except Exception as error:
+        return [kind.__name__ for kind in type(error).__mro__], str(error)
+    return [], "nothing was raised"
+
+
+@pytest.mark.parametrize("what", AT_SHARD)
+def test_refused_by_shard(what: str) -> None:
+    action, kinds, words = AT_SHARD[what]
+    for names, text in run_ranks(caught, 2, action, timeout_s=TIMEOUT_S):
+        assert any(kind.__name__ in names for kind in kinds), f"{names[:1]}: {text}"
+        assert_words(text, words)
+
+
+def assert_words(text: str, words: list[str]) -> None:
+    """Require that a text matches each of some patterns."""
+    missing = [word for word in words if not re.search(word, text, re.DOTALL)]
+    assert not missing, f"the text lacks {missing}: {text}"
+
+
+def shard_then_go_on() -> float:
+    """After a refusal the model is as it was: plain training goes on."""
+    model = models.build(models.Stack)
+    with pytest.raises((ValueError, TypeError)):
+        shard(model, Trust(model.parameters()))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    optimizer = models.adamw(model)
+    zero = shard(model, optimizer)
+    step_once(model, optimizer, 0)
+    with zero.gathered():
+        return float(sum(p.detach().double().sum() for p in model.parameters()))
+
+
+def test_a_refused_model_is_as_it_was() -> None:
+    first, second = run_ranks(shard_then_go_on, 2, timeout_s=TIMEOUT_S)
+    assert first == second
+
+
+# ---- later: each refusal is a function of (model, optimizer, zero)
+
+
+def closure(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    optimizer.step(lambda: 0.0)
+
+
+def create_graph(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    models.stack_loss(model, 1, dist.get_rank()).backward(create_graph=True)
+
+
+def reentrant_checkpoint(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    x = models.features(1, dist.get_rank()).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoint(model, x, use_reentrant=True).square().mean().backward()
+
+
+def to_double(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    model.to(torch.float64)
+
+
+def to_half(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    model.half()
+
+
+def to_meta(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    model.to("meta")
+
+
+def block_to_bfloat16(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    model.blocks[1].bfloat16()
+
+
+def assign_data(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    model.stem.weight.data = torch.zeros(models.WIDTH, 5)
+
+
+def replace_parameter(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    model.head.weight = nn.Parameter(torch.zeros(3, models.WIDTH))
+    models.stack_loss(model, 1, dist.get_rank())
+
+
+def replace_module(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    model.blocks[1].up = nn.Linear(models.WIDTH, 2 * models.WIDTH)
+    models.stack_loss(model, 1, dist.get_rank())
+
+
+def backward_under_gathered(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    with zero.gathered():
+        models.stack_loss(model, 1, dist.get_rank()).backward()
+
+
+def step_unreduced(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    with zero.no_sync():
+        models.stack_loss(model, 1, dist.get_rank()).backward()
+    optimizer.step()
+
+
+def norm_unreduced(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    with zero.no_sync():
+        models.stack_loss(model, 1, dist.get_rank()).backward()
+    zero.grad_norm()
+
+
+def model_state_dict(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    model.state_dict()
+
+
+def block_state_dict(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    model.blocks[1].state_dict()
+
+
+def model_load(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    model.load_state_dict(models.Stack().state_dict())
+
+
+def model_load_without_writeback(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    with zero.gathered():
+        model.load_state_dict(models.Stack().state_dict())
+
+
+def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    optimizer.state_dict()
+
+
+def optimizer_state_dict_without_states(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    with zero.gathered():
+        optimizer.state_dict()
+
+
+def optimizer_load(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    optimizer.load_state_dict(models.adamw(models.Stack()).state_dict())
+
+
+def optimizer_load_without_writeback(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    with zero.gathered(states=True):
+        optimizer.load_state_dict(models.adamw(models.Stack()).state_dict())
+
+
+def foreign_group(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, 7))]})
+
+
+def thawed_without_an_optimizer(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    other = models.build(models.Stack)
+    other.head.requires_grad_(False)
+    adam = models.adamw(other)
+    shard(other, adam)
+    other.head.requires_grad_(True)
+    step_once(other, adam, 0)
+
+
+def attach_twice(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    zero.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def unattached_optimizer(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    stray = torch.optim.SGD(model.parameters(), lr=0.1)
+    models.stack_loss(model, 1, dist.get_rank()).backward()
+    stray.step()
+
+
+LATER: dict[str, tuple[Callable[..., None], str, list[str]]] = {
+    "closure": (closure, "RuntimeError TypeError ValueError", ["closure"]),
+    "create_graph": (create_graph, "RuntimeError", ["create_graph"]),
+    "reentrant checkpoint": (reentrant_checkpoint, "RuntimeError", ["eentrant", "use_reentrant=False"]),
+    "to(float64)": (to_double, "RuntimeError", [r"'stem\.weight'", r"model\.to\(\)", r"before zs\.shard\(\)"]),
+    "half()": (to_half, "RuntimeError", [r"'stem\.weight'", r"half\(\)", r"before zs\.shard\(\)"]),
+    "to(meta)": (to_meta, "RuntimeError", [r"stem\.weight", r"before zs\.shard\(\)"]),
+    "bfloat16() of a block": (block_to_bfloat16, "RuntimeError", [r"blocks\.1\.", r"before zs\.shard\(\)"]),
+    "p.data =": (assign_data, "RuntimeError", [r"'stem\.weight'", r"writeback=True", r"\(12, 5\)"]),
+    "replaced parameter": (replace_parameter, "RuntimeError", ["head", "weight", "replaced", r"writeback=True"]),
+    "replaced module": (replace_module, "RuntimeError", [r"blocks\.1", "up", "replaced"]),
+    "backward under gathered": (backward_under_gathered, "RuntimeError", ["gathered", "backward"]),
+    "step unreduced": (step_unreduced, "RuntimeError", ["no_sync", "step"]),
+    "norm unreduced": (norm_unreduced, "RuntimeError", ["no_sync", "norm"]),
+    "state_dict": (model_state_dict, "RuntimeError", ["state_dict", r"with zero\.gathered\("]),
+    "state_dict of a block": (block_state_dict, "RuntimeError", [r"zero\.gathered\("]),
+    "load_state_dict": (model_load, "RuntimeError", ["load_state_dict", r"gathered\(writeback=True"]),
+    "load_state_dict, no writeback": (model_load_without_writeback, "RuntimeError", [r"gathered\(.*writeback=True"]),
+    "optimizer.state_dict": (optimizer_state_dict, "RuntimeError", ["state_dict", r"gathered\(states=True"]),
+    "optimizer.state_dict, no states": (
+        optimizer_state_dict_without_states,
+        "RuntimeError",
+        ["state_dict", r"gathered\(states=True"],
+    ),
+    "optimizer.load_state_dict": (optimizer_load, "RuntimeError", ["load_state_dict", "states=True", "writeback=True"]),
+    "optimizer.load_state_dict, no writeback": (
+        optimizer_load_without_writeback,
+        "RuntimeError",
+        ["load_state_dict", "writeback=True"],
+    ),
+    "foreign group": (foreign_group, "ValueError", [r"\(3, 7\)", "model"]),
+    "thawed, in no optimizer": (
+        thawed_without_an_optimizer,
+        "RuntimeError ValueError",
+        [r"head\.(weight|bias)", "optimizer|add_param_group"],
+    ),
+    "attached twice": (attach_twice, "ValueError RuntimeError", [r"stem\.weight", "AdamW", "SGD"]),
+    "unattached optimizer": (unattached_optimizer, "RuntimeError", [r"attach\("]),
+}
+
+
+def refuse_later(action: Callable[..., None], stage: int) -> tuple[list[str], str]:
+    return caught(lambda: action(*sharded(stage)))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("what", LATER)
+def test_refused_later(what: str, stage: int) -> None:
+    action, kinds, words = LATER[what]
+    for rank, (names, text) in enumerate(run_ranks(refuse_later, 2, action, stage, timeout_s=TIMEOUT_S)):
+        if (what, stage) == ("state_dict of a block", 2):
+            continue  # the parameters are whole
+        assert set(kinds.split()) & set(names), f"rank {rank}: {names[:1]}: {text}"
+        assert_words(text, words)
+
+
+# ---- reading a released parameter
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "norm": lambda p: p.norm(),
+    "index": lambda p: p[0],
+    "add": lambda p: p + 1,
+    "reversed add": lambda p: torch.ones(models.WIDTH, 5) + p,
+    "clone": lambda p: p.clone(),
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "tolist": lambda p: p.tolist(),
+    "numpy": lambda p: p.detach().numpy(),
+    "numpy by protocol": lambda p: np.asarray(p),
+    "item": lambda p: p[0, 0].item(),
+    "view": lambda p: p.view(-1),
+    "transpose": lambda p: p.t(),
+    "T": lambda p: p.T,
+    "functional": lambda p: nn.functional.linear(torch.ones(1, 5), p),
+    "matmul": lambda p: torch.ones(1, models.WIDTH) @ p,
+    "stack": lambda p: torch.stack([p, p]),
+    "equal": lambda p: torch.equal(p, p),
+    "comparison": lambda p: (p == 0).all(),
+    "iteration": list,
+    "contains": lambda p: 1.0 in p,
+    "deepcopy": copy.deepcopy,
+    "copy from": lambda p: torch.empty(models.WIDTH, 5).copy_(p),
+    "copy into": lambda p: p.detach().copy_(torch.zeros(models.WIDTH, 5)),
+    "init": lambda p: nn.init.normal_(p),
+    "in place": lambda p: torch.no_grad()(p.mul_)(2.0),
+    "write by index": lambda p: torch.no_grad()(p.__setitem__)(0, 1.0),
+    "to": lambda p: p.to(torch.float64),
+    "double": lambda p: p.double(),
+    "storage": lambda p: p.untyped_storage(),
+    "data_ptr": lambda p: p.data_ptr(),
+    "foreach": lambda p: torch._foreach_norm([p]),
+    "parameters_to_vector": lambda p: nn.utils.parameters_to_vector([p]),
+    "isnan": lambda p: p.isnan().any(),
+    "format": lambda p: f"{p.sum():.3f}",
+}
+
+
+def read_all_released() -> dict[str, tuple[list[str], str]]:
+    model, _, _ = sharded()
+    return {what: caught(lambda read=read: read(model.stem.weight)) for what, read in READS.items()}
+
+
+@pytest.fixture(scope="module")
+def reads() -> dict[str, tuple[list[str], str]]:
+    """What each way of reading a released parameter comes to."""
+    return run_ranks(read_all_released, 2, timeout_s=TIMEOUT_S)[1]
+
+
+@pytest.mark.parametrize("what", READS)
+def test_reading_a_released_parameter_raises_by_name(what: str, reads: dict[str, tuple[list[str], str]]) -> None:
+    names, text = reads[what]
+    assert "RuntimeError" in names, f"{names[:1]}: {text}"
+    assert_words(text, [r"'stem\.weight'", r"`with zero\.gathered\(\):`", r"\[rank 1/2\]"])
+
+
+def harmless() -> str:
+    """What reads no values is answered also while released."""
+    model, _, _ = sharded()
+    p = model.stem.weight
+    assert (p.shape, p.dtype, p.numel(), p.ndim) == ((models.WIDTH, 5), torch.float32, models.WIDTH * 5, 2)
+    assert p.requires_grad and p.is_leaf and len(p) == models.WIDTH
+    assert isinstance(p, nn.Parameter) and p in set(model.parameters())
+    assert sum(q.numel() for q in model.parameters()) == sum(q.numel() for q in models.Stack().parameters())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in models.Stack().named_parameters()]
+    assert p.grad is None
+    repr(model), str(p)
+    return repr(p)
+
+
+def test_what_reads_no_values_works_while_released() -> None:
+    for text in run_ranks(harmless, 2, timeout_s=TIMEOUT_S):
+        assert "stem.weight" in text and "(12, 5)" in text, text
+
+
+def copy_released() -> tuple[list[str], str]:
+    model, _, _ = sharded()
+    return caught(lambda: copy.deepcopy(model))
+
+
+def test_copying_a_released_model_raises() -> None:
+    for names, text in run_ranks(copy_released, 2, timeout_s=TIMEOUT_S):
+        assert "RuntimeError" in names, f"{names[:1]}: {text}"
+        assert_words(text, [r"zero\.gathered\(\)"])
+
+
+def training_goes_on(stage: int) -> list[float]:
+    """Refusals leave the engine as it was: the next steps are those of an undisturbed run."""
+    losses = []
+    for is_disturbed in (False, True):
+        model, optimizer, zero = sharded(stage)
+        for step in range(1, 4):
+            for action in (model_state_dict, optimizer_state_dict, closure, assign_data, to_double) * is_disturbed:
+                with pytest.raises((RuntimeError, TypeError, ValueError)):
+                    action(model, optimizer, zero)
+            step_once(model, optimizer, step)
+        with zero.gathered():
+            losses.append(float(sum(p.detach().double().square().sum() for p in model.parameters())))
+    return losses
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_refusals_do_not_disturb_training(stage: int) -> None:
+    for plain, disturbed in run_ranks(training_goes_on, 2, stage, timeout_s=TIMEOUT_S):
+        assert plain == disturbed
+
+
+# ---- ranks that differ
+
+
+def other_width() -> None:
+    model = models.build(models.Stack, width=12 + 4 * dist.get_rank())
+    shard(model, models.adamw(model))
+
+
+def other_depth() -> None:
+    model = models.build(models.Stack, depth=3 + dist.get_rank())
+    shard(model, models.adamw(model))
+
+
+def other_order() -> None:
+    model = models.build(models.Stack)
+    if dist.get_rank() == 1:
+        model.stem = model._modules.pop("stem")  # registered last, now
+    shard(model, models.adamw(model))
+
+
+def other_dtype() -> None:
+    model = models.build(models.Stack)
+    if dist.get_rank() == 1:
+        model.double()
+    shard(model, models.adamw(model))
+
+
+def other_trainability() -> None:
+    model = models.build(models.Stack)
+    model.blocks[1].requires_grad_(dist.get_rank() == 0)
+    shard(model, models.adamw(model))
+
+
+def other_stage() -> None:
+    model = models.build(models.Stack)
+    shard(model, models.adamw(model), stage=2 + dist.get_rank())
+
+
+def other_units() -> None:
+    model = models.build(models.Stack)
+    shard(model, models.adamw(model), units=[["Block"], []][dist.get_rank()])
+
+
+def other_reduction() -> None:
+    model = models.build(models.Stack)
+    shard(model, models.adamw(model), reduction=["mean", "sum"][dist.get_rank()])
+
+
+def other_cut() -> None:
+    model = models.build(models.Stack)
+    shard(model, models.adamw(model), cut=["element", "tensor"][dist.get_rank()])
+
+
+def other_torch() -> None:
+    if dist.get_rank() == 1:
+        torch.__version__ = "2.99.0"  # type: ignore[assignment]
+    model = models.build(models.Stack)
+    shard(model, models.adamw(model))
+
+
+def other_optimizer() -> None:
+    model = models.build(models.Stack)
+    shard(model, (models.adamw, models.sgd)[dist.get_rank()](model))
+
+
+def other_learning_rate() -> None:
+    model = models.build(models.Stack)
+    shard(model, models.adamw(model, lr=1e-3 * (1 + dist.get_rank())))
+
+
+def other_groups() -> None:
+    model = models.build(models.Stack)
+    parameters = list(model.parameters())
+    cut = 4 + dist.get_rank()
+    shard(model, torch.optim.AdamW([{"params": parameters[:cut]}, {"params": parameters[cut:]}]))
+
+
+def existing_state_on_one_rank() -> None:
+    model = models.build(models.Stack)
+    optimizer = models.adamw(model)
+    if dist.get_rank() == 1:
+        models.stack_loss(model, 0, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    shard(model, optimizer)
+
+
+def refused_on_one_rank() -> None:
+    """Rank 1's model is refused by itself: the others must end, too, at once and by its error."""
+    model = models.build(models.Stack)
+    optimizer = Trust(model.parameters()) if dist.get_rank() == 1 else models.adamw(model)
+    shard(model, optimizer)
+
+
+MISMATCHES: dict[str, tuple[Callable[[], None], list[str]]] = {
+    "width": (other_width, [r"stem\.weight", "12", "16"]),
+    "depth": (other_depth, [r"blocks\.3|\b26\b.*\b32\b|parameters"]),
+    "order": (other_order, ["stem"]),
+    "dtype": (other_dtype, ["float32", "float64"]),
+    "trainability": (other_trainability, [r"blocks\.1|requires_grad|trainab"]),
+    "stage": (other_stage, ["stage", "2", "3"]),
+    "units": (other_units, ["unit"]),
+    "reduction": (other_reduction, ["reduction", "mean", "sum"]),
+    "cut": (other_cut, ["cut", "element", "tensor"]),
+    "torch": (other_torch, ["torch", r"2\.99\.0", re.escape(torch.__version__.split("+")[0])]),
+    "optimizer": (other_optimizer, ["AdamW", "SGD"]),
+    "learning rate": (other_learning_rate, ["lr|learning"]),
+    "groups": (other_groups, ["group"]),
+    "existing state": (existing_state_on_one_rank, ["state"]),
+    "refused by one": (refused_on_one_rank, ["Trust"]),
+}
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_ranks_that_differ_are_told_how(what: str) -> None:
+    action, words = MISMATCHES[what]
+    for rank, (names, text) in enumerate(run_ranks(caught, 2, action, timeout_s=TIMEOUT_S)):
+        if what == "refused by one" and rank == 1:
+            assert names, text
+        else:
+            assert "RankMismatchError" in names, f"rank {rank}: {names[:1]}: {text}"
+            assert_words(text, ["rank 0", "rank 1"] if what != "refused by one" else ["rank 1"])
+        assert_words(text, words)
+
+
+def collective_of_one_process() -> list[str]:
+    """Without any process group everything works for one rank."""
+    model = models.build(models.Stack)
+    optimizer = models.adamw(model)
+    zero = zs.shard(model, optimizer)
+    models.stack_loss(model, 0, 0).backward()
+    zero.grad_norm()
+    optimizer.step()
+    optimizer.zero_grad()
+    with zero.gathered(states=True):
+        optimizer.state_dict()
+        return list(model.state_dict())
+
+
+def test_one_process_needs_no_process_group() -> None:
+    (keys,) = run_ranks(collective_of_one_process, 1, timeout_s=TIMEOUT_S, process_group=False)
+    assert keys == list(models.Stack().state_dict())

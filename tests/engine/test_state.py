@@ -1,0 +1,346 @@
+"""Whole state under `gathered()`, truth outside it: state dicts, writing back, copies, identity, deletion."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroshard.testing import run_ranks
+
+from . import models
+from .oracle import STAGES, TIMEOUT_S, WORLDS, Run, Sharded, assert_matches, assert_same
+
+
+def start(run: Run, kind: type[nn.Module] = models.Stack, **options: Any) -> tuple[nn.Module, Optimizer]:
+    """Build and shard a model with AdamW."""
+    model = models.build(kind)
+    optimizer = models.adamw(model)
+    run.shard(model, optimizer, **options)
+    return model, optimizer
+
+
+def step_once(run: Run, model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """Take one ordinary step."""
+    loss = models.stack_loss(model, step, run.rank)
+    run.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    run.record(loss=loss)
+
+
+def state_dicts(run: Run) -> None:
+    model, optimizer = start(run)
+    for step in range(2):
+        step_once(run, model, optimizer, step)
+        with run.gathered():
+            run.record(model=model.state_dict(), plain=[type(v) is Tensor for v in model.state_dict().values()])
+        with run.gathered(states=True):
+            run.record(optimizer=optimizer.state_dict())
+
+
+def tied_state_dict(run: Run) -> None:
+    model, optimizer = start(run, models.GPT)
+    run.backward(models.gpt_loss(model, 0, run.rank))
+    optimizer.step()
+    optimizer.zero_grad()
+    with run.gathered():
+        state = model.state_dict()
+        run.record(state=state, is_tied=state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr())
+
+
+def loaded_model(run: Run) -> None:
+    """Load other parameters in the middle of training."""
+    model, optimizer = start(run)
+    step_once(run, model, optimizer, 0)
+    torch.manual_seed(77)
+    other = models.Stack().state_dict()
+    with run.gathered(writeback=True):
+        run.record(report=str(model.load_state_dict(other)))
+    with run.gathered():
+        run.record(loaded=model.state_dict())
+    for step in range(1, 3):
+        step_once(run, model, optimizer, step)
+
+
+def loaded_optimizer(run: Run) -> None:
+    """Go back to the states of two steps ago."""
+    model, optimizer = start(run)
+    step_once(run, model, optimizer, 0)
+    with run.gathered(states=True):
+        kept = copy.deepcopy(optimizer.state_dict())
+    for step in range(1, 3):
+        step_once(run, model, optimizer, step)
+    with run.gathered(writeback=True, states=True):
+        optimizer.load_state_dict(kept)
+    for step in range(3, 5):
+        step_once(run, model, optimizer, step)
+
+
+def loaded_from_elsewhere(run: Run) -> None:
+    """A fresh model and optimizer resume from state dicts that a plain process wrote, learning rate and all."""
+    plain = models.build(models.Stack)
+    writer = models.adamw(plain, lr=3e-3)
+    for step in range(2):
+        models.stack_loss(plain, step, 0).backward()
+        writer.step()
+        writer.zero_grad()
+    model, optimizer = start(run)
+    with run.gathered(writeback=True, states=True):
+        model.load_state_dict(plain.state_dict())
+        optimizer.load_state_dict(writer.state_dict())
+    run.record(lr=[group["lr"] for group in optimizer.param_groups])
+    for step in range(2, 4):
+        step_once(run, model, optimizer, step)
+
+
+def changed_in_place(run: Run) -> None:
+    model, optimizer = start(run)
+    step_once(run, model, optimizer, 0)
+    with run.gathered(writeback=True), torch.no_grad():
+        model.blocks[1].up.weight.mul_(0.5)
+        nn.init.constant_(model.head.bias, 0.125)
+        model.stem.weight[0].zero_()
+        model.blocks[0].down.bias.copy_(torch.arange(models.WIDTH).float())
+    for step in range(1, 3):
+        step_once(run, model, optimizer, step)
+
+
+def exponential_average(run: Run) -> None:
+    """Keep an average of the weights on the side, from reads under `gathered`."""
+    model, optimizer = start(run)
+    average: dict[str, Tensor] = {}
+    for step in range(3):
+        step_once(run, model, optimizer, step)
+        with run.gathered(), torch.no_grad():
+            for name, p in model.named_parameters():
+                average.setdefault(name, torch.zeros_like(p)).lerp_(p, 0.3)
+    run.record(average=average, kinds=[type(value) is Tensor for value in average.values()])
+
+
+def forward_and_backward_are_for_outside(run: Run) -> None:
+    """Under `gathered` forwards are plain, also several and uneven; training goes on as before."""
+    model, optimizer = start(run)
+    for step in range(2):
+        with run.gathered(), torch.no_grad():
+            for micro in range(1 + run.rank):
+                run.record(loss=models.stack_loss(model, 50 + step, run.rank, micro))
+        step_once(run, model, optimizer, step)
+
+
+def gathered_twice_and_nested(run: Run) -> None:
+    model, optimizer = start(run)
+    for step in range(2):
+        with run.gathered(), run.gathered():
+            run.record(inner=model.head.weight)
+        with run.gathered():
+            run.record(second=model.head.weight)
+        step_once(run, model, optimizer, step)
+
+
+def gathered_while_gradients_wait(run: Run) -> None:
+    """Between backward and step: the gradients must survive."""
+    model, optimizer = start(run)
+    for step in range(3):
+        run.backward(models.stack_loss(model, step, run.rank))
+        with run.gathered(states=True):
+            run.record(before=model.state_dict(), states=optimizer.state_dict())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+SCRIPTS = [
+    state_dicts,
+    tied_state_dict,
+    loaded_model,
+    loaded_optimizer,
+    loaded_from_elsewhere,
+    changed_in_place,
+    exponential_average,
+    forward_and_backward_are_for_outside,
+    gathered_twice_and_nested,
+    gathered_while_gradients_wait,
+]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_state(script: Callable[[Run], None], world: int) -> None:
+    assert_matches(script, world)
+
+
+def copies(run: Run) -> None:
+    model, optimizer = start(run)
+    step_once(run, model, optimizer, 0)
+    with run.gathered():
+        copied = copy.deepcopy(model)
+        same = [p.detach().clone() for p in model.parameters()]
+    assert [type(p) for p in copied.parameters()] == [nn.Parameter] * len(same)
+    hooks = [
+        table
+        for module in copied.modules()
+        for table in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)
+    ]
+    assert not any(hooks), "the copy still has hooks"
+    run.record(copied=dict(copied.named_parameters()), same=same)
+    # The copy trains by itself, without the other ranks, and the sharded model does not notice.
+    alone = models.adamw(copied)
+    for step in range(1 + run.rank):
+        models.stack_loss(copied, step, run.rank).backward()
+        alone.step()
+        alone.zero_grad()
+    run.record(trained=dict(copied.named_parameters()))
+    step_once(run, model, optimizer, 1)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_copy_made_under_gathered_is_a_plain_model(world: int) -> None:
+    assert_matches(copies, world)
+
+
+def truth(stage: int) -> None:
+    """Check at each point of two steps that names, identity, shapes, dtypes and flags are what they were."""
+    run = Sharded(stage)
+    model = models.build(models.GPT)
+    model.blocks[0].norm.requires_grad_(False)
+    optimizer = models.adamw(model)
+
+    def look() -> list[Any]:
+        return [
+            (name, id(p), tuple(p.shape), p.ndim, p.numel(), p.dtype, p.device, p.requires_grad, p.stride(), p.is_leaf)
+            for name, p in model.named_parameters(remove_duplicate=False)
+        ]
+
+    before = look()
+    run.shard(model, optimizer)
+    assert look() == before, "after shard"
+    for step in range(2):
+        loss = models.gpt_loss(model, step, run.rank)
+        assert look() == before, "after forward"
+        loss.backward()
+        assert look() == before, "after backward"
+        optimizer.step()
+        assert look() == before, "after step"
+        optimizer.zero_grad()
+        with run.gathered():
+            assert look() == before, "under gathered"
+        assert look() == before, "after gathered"
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+    assert all(p.shape != torch.Size([0]) for p in model.parameters())
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in models.build(models.GPT).parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_tell_the_truth_at_all_times(stage: int) -> None:
+    run_ranks(truth, 2, stage, timeout_s=TIMEOUT_S)
+
+
+def equal_on_all_ranks(stage: int) -> dict[str, Tensor]:
+    run = Sharded(stage)
+    model, optimizer = start(run)
+    for step in range(3):
+        step_once(run, model, optimizer, step)
+    with run.gathered():
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathered_parameters_are_equal_on_all_ranks(stage: int) -> None:
+    first, *others = run_ranks(equal_on_all_ranks, 4, stage, timeout_s=TIMEOUT_S)
+    for rank, other in enumerate(others, 1):
+        assert_same(first, other, f"[rank {rank}/4]")
+
+
+def state_dict_on_rank_zero_alone() -> list[str]:
+    """Every rank enters `gathered`; only rank 0 takes the state dict out, which sends nothing."""
+    run = Sharded(3)
+    model, optimizer = start(run)
+    step_once(run, model, optimizer, 0)
+    with run.gathered(states=True):
+        keys = list(model.state_dict()) + list(optimizer.state_dict()) if run.rank == 0 else []
+    step_once(run, model, optimizer, 1)
+    return keys
+
+
+def test_one_rank_alone_may_read_under_gathered() -> None:
+    keys, nothing = run_ranks(state_dict_on_rank_zero_alone, 2, timeout_s=TIMEOUT_S)
+    assert keys == [*models.Stack().state_dict(), "state", "param_groups"]
+    assert nothing == []
+
+
+def delete(stage: int) -> None:
+    """Shard, train and drop a model: it, its handle, its optimizer and all large tensors must go."""
+    watched: list[weakref.ref[Any]] = []
+    gc.collect()
+    before = _tensor_bytes()
+    train_and_drop(stage, watched)
+    gc.collect()
+    alive = [type(reference()).__name__ for reference in watched if reference() is not None]
+    assert not alive, f"still alive: {alive}"
+    after = _tensor_bytes()
+    assert after <= before, f"{after - before} bytes of tensors are still alive"
+
+
+def train_and_drop(stage: int, watched: list[weakref.ref[Any]]) -> None:
+    run = Sharded(stage)
+    model, optimizer = start(run)
+    for step in range(2):
+        step_once(run, model, optimizer, step)
+    watched += [weakref.ref(target) for target in (model, run.zeros[0], model.blocks[0], model.blocks[0].up.weight)]
+    watched.append(weakref.ref(optimizer))
+
+
+def _tensor_bytes() -> int:
+    storages = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor) and type(thing).__name__ != "LogicalGradient":  # which has no storage
+            with torch._C.DisableTorchFunctionSubclass():
+                storages[thing.untyped_storage()._cdata] = thing.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_deleting_the_model_frees_its_memory(stage: int, world: int) -> None:
+    run_ranks(delete, world, stage, timeout_s=TIMEOUT_S, process_group=world > 1)
+
+
+def shard_after_another() -> list[float]:
+    """One model after another in one process: nothing of the first is in the way of the second."""
+    losses = []
+    for stage in (3, 0, 2, 3):
+        run = Sharded(stage)
+        model, optimizer = start(run)
+        for step in range(2):
+            step_once(run, model, optimizer, step)
+        losses.append(float(run.records[-1]["loss"]))
+        del run, model, optimizer
+        gc.collect()
+    return losses
+
+
+def test_models_may_be_sharded_one_after_another() -> None:
+    for losses in run_ranks(shard_after_another, 2, timeout_s=TIMEOUT_S):
+        assert len(set(losses)) == 1, losses
+
+
+def full_gradients(run: Run) -> None:
+    """The values of a gradient, where the user asks for them."""
+    model, _ = start(run)
+    for micro in range(2):
+        run.backward(models.stack_loss(model, 0, run.rank, micro))
+        whole = []
+        for p in model.parameters():
+            grad = p.grad
+            whole.append(grad.full_tensor() if hasattr(grad, "full_tensor") else grad)
+        run.record(grads=whole)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_gradients_can_be_read_in_full(world: int) -> None:
+    assert_matches(full_gradients, world)

@@ -1,0 +1,273 @@
+"""Parameters without gradients: unused here or there, branches, frozen, adapted, frozen and thawed between steps."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from torch import Tensor, nn
+
+from . import models
+from .models import WIDTH
+from .oracle import WORLDS, Run, assert_matches
+
+
+class Routed(nn.Module):
+    """A stack that runs the blocks it is told to run, in that order."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(models.Block() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 3)
+        self.spare = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, route: list[int]) -> Tensor:
+        x = self.stem(x)
+        for index in route:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+def routed(run: Run, route: Callable[[int, int], list[int]], steps: int = 4) -> None:
+    """Train a routed model and record which gradients are None at each step."""
+    model = models.build(Routed)
+    optimizer = models.adamw(model)
+    run.shard(model, optimizer)
+    for step in range(steps):
+        output = model(models.features(step, run.rank), route(step, run.rank))
+        loss = (output - models.targets(step, run.rank)).square().mean()
+        run.backward(loss)
+        run.record(loss=loss, unused=[name for name, p in model.named_parameters() if p.grad is None])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def never_used_by_any_rank(run: Run) -> None:
+    routed(run, lambda step, rank: [0, 1])
+
+
+def other_blocks_on_each_rank(run: Run) -> None:
+    """Rank r skips block r: every block is used by some rank."""
+    routed(run, lambda step, rank: [block for block in range(4) if block != rank])
+
+
+def one_block_on_one_rank_only(run: Run) -> None:
+    routed(run, lambda step, rank: [0, 1, 2, 3] if rank == 0 else [0])
+
+
+def other_blocks_at_each_step(run: Run) -> None:
+    routed(run, lambda step, rank: [[0, 1], [2, 3], [0, 1, 2, 3], [3]][step])
+
+
+def other_blocks_on_each_rank_at_each_step(run: Run) -> None:
+    routed(run, lambda step, rank: [block for block in range(4) if (block + rank + step) % 3], steps=6)
+
+
+def other_orders_on_each_rank(run: Run) -> None:
+    """The ranks run the same blocks in different orders."""
+    routed(run, lambda step, rank: [0, 1, 2, 3] if rank % 2 == 0 else [3, 2, 1, 0])
+
+
+def no_block_on_some_ranks(run: Run) -> None:
+    routed(run, lambda step, rank: [] if rank else [0, 1, 2, 3])
+
+
+def a_block_twice_on_some_ranks(run: Run) -> None:
+    routed(run, lambda step, rank: [0, 1, 0, 2] if rank else [0, 1, 2, 3])
+
+
+def new_blocks_after_the_order_was_recorded(run: Run) -> None:
+    """The first steps teach an order that later ones leave."""
+    routed(run, lambda step, rank: [0, 1] if step < 2 else [3, 1, 2], steps=5)
+
+
+class Conditional(nn.Module):
+    """A block whose second layer runs only for some inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(WIDTH, WIDTH)
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.always(x)
+        return x + (self.sometimes(y).tanh() if y.sum() > 0 else y.sigmoid())
+
+
+def branches_that_depend_on_the_data(run: Run) -> None:
+    model = models.build(models.Stack, depth=0)
+    model.blocks.extend(models.build(Conditional) for _ in range(4))
+    optimizer = models.adamw(model)
+    run.shard(model, optimizer)
+    for step in range(5):
+        loss = models.stack_loss(model, step, run.rank)
+        run.backward(loss)
+        run.record(loss=loss, unused=[name for name, p in model.named_parameters() if p.grad is None])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def accumulated_over_branches(run: Run) -> None:
+    """A block that only the second micro-batch of one rank uses."""
+    model = models.build(Routed)
+    optimizer = models.adamw(model)
+    run.shard(model, optimizer)
+    for step in range(3):
+        for micro in range(2):
+            route = [0, 1, 2] if (micro, run.rank) == (1, 0) else [0]
+            run.backward(model(models.features(step, run.rank, micro), route).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def accumulated_over_branches_without_sync(run: Run) -> None:
+    """Blocks that only unreduced micro-batches use: they must reach the reduction all the same."""
+    model = models.build(Routed)
+    optimizer = models.adamw(model)
+    run.shard(model, optimizer)
+    for step in range(3):
+        with run.no_sync():
+            run.backward(model(models.features(step, run.rank, 0), [1] if run.rank == 0 else [2]).square().mean())
+        run.backward(model(models.features(step, run.rank, 1), [0]).square().mean())
+        run.record(unused=[name for name, p in model.named_parameters() if p.grad is None])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train(run: Run, model: nn.Module, steps: int = 3, first: int = 0) -> Iterator[int]:
+    """Train a stack, yielding before each step."""
+    optimizer = models.adamw(model)
+    run.shard(model, optimizer)
+    for step in range(first, first + steps):
+        yield step
+        loss = models.stack_loss(model, step, run.rank)
+        run.backward(loss)
+        run.record(loss=loss, unused=[name for name, p in model.named_parameters() if p.grad is None])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def a_frozen_block(run: Run) -> None:
+    model = models.build(models.Stack)
+    model.blocks[1].requires_grad_(False)
+    for _ in train(run, model):
+        assert not any(p.requires_grad for p in model.blocks[1].parameters())
+
+
+def partly_frozen_blocks(run: Run) -> None:
+    model = models.build(models.Stack)
+    for block in model.blocks:
+        block.norm.requires_grad_(False)
+        block.up.bias.requires_grad_(False)
+    list(train(run, model))
+
+
+def everything_frozen_but_the_head(run: Run) -> None:
+    model = models.build(models.Stack)
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    list(train(run, model))
+
+
+def the_first_blocks_frozen(run: Run) -> None:
+    """No gradient flows into the first blocks at all, so their backward never runs."""
+    model = models.build(models.Stack)
+    model.stem.requires_grad_(False)
+    model.blocks[:2].requires_grad_(False)
+    list(train(run, model))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank trainable addition."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def adapters(run: Run) -> None:
+    model = models.build(models.Stack)
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.up, block.down = Adapted(block.up), Adapted(block.down)
+    list(train(run, model))
+
+
+def frozen_and_thawed_between_steps(run: Run) -> None:
+    """All parameters are the optimizer's; what is frozen has no gradient and rests."""
+    model = models.build(models.Stack)
+    for step in train(run, model, steps=6):
+        model.blocks[0].requires_grad_(step % 2 == 0)
+        model.blocks[1].up.weight.requires_grad_(step % 3 != 1)
+        model.head.bias.requires_grad_(step > 2)
+
+
+def frozen_on_the_way_through_accumulation(run: Run) -> None:
+    """Freeze between two backwards of one step: what was accumulated before stays and is applied."""
+    model = models.build(models.Stack)
+    optimizer = models.adamw(model)
+    run.shard(model, optimizer)
+    for step in range(3):
+        run.backward(models.stack_loss(model, step, run.rank, 0))
+        model.blocks[1].requires_grad_(False)
+        run.backward(models.stack_loss(model, step, run.rank, 1))
+        model.blocks[1].requires_grad_(True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def frozen_parameters_in_the_optimizer(run: Run) -> None:
+    model = models.build(models.Stack)
+    model.blocks[1].requires_grad_(False)
+    optimizer = models.torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.shard(model, optimizer)
+    for step in range(3):
+        run.backward(models.stack_loss(model, step, run.rank))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+SCRIPTS = [
+    never_used_by_any_rank,
+    other_blocks_on_each_rank,
+    one_block_on_one_rank_only,
+    other_blocks_at_each_step,
+    other_blocks_on_each_rank_at_each_step,
+    other_orders_on_each_rank,
+    no_block_on_some_ranks,
+    a_block_twice_on_some_ranks,
+    new_blocks_after_the_order_was_recorded,
+    branches_that_depend_on_the_data,
+    accumulated_over_branches,
+    accumulated_over_branches_without_sync,
+    a_frozen_block,
+    partly_frozen_blocks,
+    everything_frozen_but_the_head,
+    the_first_blocks_frozen,
+    adapters,
+    frozen_and_thawed_between_steps,
+    frozen_on_the_way_through_accumulation,
+    frozen_parameters_in_the_optimizer,
+]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_unused_and_frozen(script: Callable[[Run], None], world: int) -> None:
+    assert_matches(script, world)
+
+
+def test_the_routes_leave_some_parameters_unused() -> None:
+    """The scripts above mean what they say: None where no rank used a parameter, and only there."""
+    stages = assert_matches(never_used_by_any_rank, 2)[0]
+    for result in stages:
+        unused = set(result["records"][0]["unused"])
+        names = set(result["parameters"][0])
+        assert unused == {n for n in names if n.startswith(("blocks.2", "blocks.3", "spare"))}
+    stages = assert_matches(one_block_on_one_rank_only, 2)[1]
+    for result in stages:
+        assert set(result["records"][0]["unused"]) == {"spare.weight", "spare.bias"}

@@ -1,0 +1,123 @@
+"""The configuration: names, types, limits, TOML there and back."""
+
+import pytest
+
+from zeroshard.train.config import Config, load_config, to_toml
+
+
+def test_defaults_are_valid_and_resolved():
+    config = load_config()
+    assert config.run.ranks == 2
+    assert config.train.batch == config.gpt.batch
+    assert config.train.learning_rate == config.gpt.learning_rate
+
+
+def test_toml_round_trip_keeps_every_value(tmp_path):
+    text = 'a "quoted" \\ path\twith ünïcode \x7f and\nlines'
+    config = load_config(overrides=["model.depth=3", "train.learning_rate=1e-5", "zero.no_sync=true"])
+    config = config.model_copy(update={"run": config.run.model_copy(update={"prompt": text})})
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config), "utf-8")
+    assert load_config(path) == config
+
+
+def test_file_overrides_defaults_and_overrides_file(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text("[train]\nsteps = 7\nclip = 0.5\n", "utf-8")
+    config = load_config(path, ["train.steps=8", "train.steps=9"])
+    assert (config.train.steps, config.train.clip, config.model.depth) == (9, 0.5, Config().model.depth)
+
+
+def test_what_follows_from_the_depth_can_be_set():
+    config = load_config(overrides=["model.depth=2", "train.batch=6", "train.learning_rate=0.25"])
+    assert (config.train.batch, config.train.learning_rate) == (6, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.stepz=3", r"unknown key 'train\.stepz'; did you mean 'train\.steps'\?"),
+        ("trian.steps=3", r"unknown section 'trian'; did you mean 'train'\?"),
+        ("train.depth=3", r"unknown key 'train\.depth'; did you mean 'model\.depth'\?"),
+        ("train.qqqqqqqq=3", r"unknown key 'train\.qqqqqqqq'; there are: .*train\.steps"),
+    ],
+)
+def test_unknown_names_are_errors_with_a_suggestion(override, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        load_config(overrides=[override])
+    section, rest = override.split(".", 1)
+    path = tmp_path / "config.toml"
+    path.write_text(f"[{section}]\n{rest.replace('=', ' = ')}\n", "utf-8")
+    with pytest.raises(ValueError, match=message):
+        load_config(path)
+
+
+def test_key_outside_a_section_is_an_error(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text("qqqqqqqq = 3\n", "utf-8")
+    with pytest.raises(ValueError, match=r"^qqqqqqqq=3 stands in no section"):
+        load_config(path)
+    path.write_text("train = 3\n", "utf-8")
+    with pytest.raises(ValueError, match=r"^train=3 stands in no section"):
+        load_config(path, ["train.steps=4"])
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("train.steps=5", "train", "steps", 5),
+        ("train.clip=2", "train", "clip", 2.0),
+        ("train.clip=1e-2", "train", "clip", 0.01),
+        ("zero.no_sync=true", "zero", "no_sync", True),
+        ("run.name=123", "run", "name", "123"),
+        ("run.name=true", "run", "name", "true"),
+        ('run.prompt="a = b"', "run", "prompt", "a = b"),
+        ("run.prompt=a = b", "run", "prompt", "a = b"),
+        ("data.path=/a/b c.txt", "data", "path", "/a/b c.txt"),
+    ],
+)
+def test_overrides_are_typed(override, section, key, value):
+    got = getattr(getattr(load_config(overrides=[override]), section), key)
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps=2.5", r"^train\.steps=2\.5: .*integer"),
+        ("train.steps=many", r"^train\.steps='many': .*integer"),
+        ("train.steps=0", r"^train\.steps=0: .*greater than or equal to 1"),
+        ("zero.no_sync=1", r"^zero\.no_sync=1: .*boolean"),
+        ("train.clip=nan", r"^train\.clip=nan: .*finite"),
+        ("zero.stage=4", r"^zero\.stage=4: stage must be one of"),
+        ("zero.cut=diagonal", r"^zero\.cut='diagonal': .*'element', 'row' or 'tensor'"),
+        ("run.name=a/b", r"^run\.name='a/b': must be one plain folder name"),
+        ("run.name=..", r"^run\.name='\.\.': must be one plain folder name"),
+        ("train.batch=3", r"^train\.batch=3 windows cannot be shared out evenly over run\.ranks=2 .* multiple of 2"),
+        ("train.steps", r"an override reads section\.key=value"),
+        ("steps=3", r"an override reads section\.key=value"),
+    ],
+)
+def test_wrong_values_are_named(override, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(overrides=[override])
+
+
+def test_every_wrong_value_is_told_at_once():
+    with pytest.raises(ValueError, match=r"train\.steps=0.*\n.*train\.clip=-1"):
+        load_config(overrides=["train.steps=0", "train.clip=-1"])
+
+
+def test_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read .*missing\.toml.*No such file"):
+        load_config(tmp_path / "missing.toml")
+    path = tmp_path / "broken.toml"
+    path.write_text("[train\n", "utf-8")
+    with pytest.raises(ValueError, match=r"broken\.toml.* is not TOML: .*line 1"):
+        load_config(path)
+
+
+def test_configuration_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        load_config().train.steps = 3

@@ -1,0 +1,32 @@
+"""zeroshard: train PyTorch models that do not fit, by ZeRO, in one call.
+
+`zs.shard(model, optimizer)` replaces the copies that data parallelism keeps by shards; the training loop stays as it is.
+Start with `shard` and `Zero`; `docs/design.md` explains the whole.
+"""
+
+from zeroshard.core.comm import gather_across_ranks, mean_across_ranks
+from zeroshard.core.errors import CheckpointError, RankMismatchError
+from zeroshard.core.mesh import Mesh, init
+from zeroshard.core.residency import Replicated, Residency, Sharded
+from zeroshard.core.trace import Event, Memory, Trace, Traffic
+from zeroshard.core.version import VERSION as __version__
+from zeroshard.core.zero import Zero, shard
+
+__all__ = [
+    "CheckpointError",
+    "Event",
+    "Memory",
+    "Mesh",
+    "RankMismatchError",
+    "Replicated",
+    "Residency",
+    "Sharded",
+    "Trace",
+    "Traffic",
+    "Zero",
+    "__version__",
+    "gather_across_ranks",
+    "init",
+    "mean_across_ranks",
+    "shard",
+]

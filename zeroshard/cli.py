@@ -1,0 +1,266 @@
+"""The command line: `zeroshard train` and `zeroshard version`.
+
+Owns the terminal: arguments in, text out. Thin on purpose: what it runs is in `zeroshard/train`. Needs typer, rich and
+pydantic (the extra `zeroshard[cli]`), and says so where they are missing. Read `train` first, then `Terminal`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, NoReturn, Self, final
+
+import zeroshard
+from zeroshard.train.launch import StopSignal, joined_world_size, launch_ranks
+from zeroshard.train.metrics import EvalRecord, RankBytes, Start, StepRecord, Summary
+
+try:
+    import pydantic  # noqa: F401
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    _MISSING: str | None = error.name
+else:
+    _MISSING = None
+
+if TYPE_CHECKING:
+    from zeroshard.train.config import Config
+
+__all__ = ["Terminal", "main"]
+
+_COLUMNS: Final = ("states", "gradients", "parameters", "padding", "transient")
+_PLAIN_WIDTH: Final = 100
+
+
+def main() -> None:
+    """Run the command line, and end the process with its exit status."""
+    if _MISSING is not None:
+        _fail(f'the command line needs {_MISSING!r}; install it with: pip install "zeroshard[cli]"')
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        help="Train PyTorch models that do not fit.",
+    )
+    app.command()(train)
+    app.command()(version)
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def train(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings; --dry-run prints one.")] = None,
+    depth: Annotated[int | None, typer.Option(help="Blocks; width, batch and learning rate follow.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Processes to start; torchrun's own number wins.")] = None,
+    stage: Annotated[int | None, typer.Option(help="Row of the residency table, 0 to 3.")] = None,
+    data: Annotated[str | None, typer.Option(help="Text file or folder; default: CPython's documentation.")] = None,
+    name: Annotated[str | None, typer.Option(help="Files go to runs/NAME/; an earlier run's are replaced.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Updates of the parameters.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of parameters, data order and sample.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and stop.")] = False,
+) -> None:
+    """Train a GPT on text, its states sharded over ranks."""
+    from zeroshard.train.config import load_config, to_toml
+
+    options = {
+        "model.depth": depth,
+        "run.ranks": ranks,
+        "zero.stage": stage,
+        "data.path": data,
+        "run.name": name,
+        "train.steps": steps,
+        "run.seed": seed,
+    }
+    settings = [f"{key}={value}" for key, value in options.items() if value is not None] + (overrides or [])
+    joined = joined_world_size()
+    if joined is not None:
+        settings.append(f"run.ranks={joined}")
+    try:
+        resolved = load_config(config, settings)
+    except ValueError as error:
+        _fail(str(error))
+    if dry_run:
+        print(to_toml(resolved), end="")
+    elif joined is None and resolved.run.ranks > 1:
+        _check_text(resolved)
+        sys.exit(launch_ranks(resolved.run.ranks, sys.argv[1:]))
+    else:
+        _check_text(resolved)
+        _train(resolved)
+
+
+def version() -> None:
+    """Print the version."""
+    print(f"zeroshard {zeroshard.__version__}")
+
+
+def _train(config: Config) -> NoReturn:
+    """Train as one rank: the only one, or one of those that were launched."""
+    from zeroshard.train.loop import train as run
+
+    with StopSignal() as stop, Terminal(log_every=config.run.log_every) as terminal:
+        summary = run(config, terminal, stop.is_wanted)
+    sys.exit(stop.exit_status if summary.is_interrupted else 0)
+
+
+def _check_text(config: Config) -> None:
+    """Read the text once before anything starts, so that one process says what is wrong with it."""
+    from zeroshard.train.data import load_corpus
+
+    try:
+        load_corpus(config.data.path, context=config.model.context, heldout_fraction=config.data.heldout_fraction)
+    except ValueError as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    """End with a message about something that only the user can put right."""
+    print(f"zeroshard: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+@final
+class Terminal:
+    """The reporter that a person watches: a banner, a progress bar or lines, evaluations, and the closing tables.
+
+    As a context it leaves the terminal as it was, whatever happens.
+
+    Args:
+        log_every: steps between lines where the output is no terminal.
+        console: where to write; standard output by default.
+    """
+
+    def __init__(self, *, log_every: int, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        if not self._console.is_terminal:
+            self._console.width = _PLAIN_WIDTH
+        self._log_every = log_every
+        self._steps = 0
+        self._train_s = 0.0
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def started(self, start: Start) -> None:
+        """Print the banner, and start the progress bar where there is a terminal."""
+        self._steps = start.steps
+        facts = {"model": start.model, "mesh": start.mesh, "data": start.data, "files": f"{start.folder}/"}
+        for label, fact in facts.items():
+            self._console.print(f"[bold]{label:<6}[/bold] {fact}", soft_wrap=True)
+        table = Table(title="Residency", title_justify="left")
+        for heading in ("", *start.cells):
+            table.add_column(heading, justify="right" if heading else "left")
+        table.add_row(start.row, *start.cells.values())
+        for rank, predicted in enumerate(start.predicted_bytes):
+            held = [f"{predicted[cell]:,}" if cell in predicted else "" for cell in start.cells]
+            table.add_row(f"rank {rank}, predicted bytes", *held)
+        self._console.print(table)
+        if self._console.is_terminal:
+            self._progress = _make_progress(self._console)
+            self._progress.start()
+            self._progress.add_task("train", total=start.steps, status="")
+
+    def stepped(self, record: StepRecord) -> None:
+        """Move the bar, or print a line every so many steps."""
+        self._train_s += record.step_s
+        held_bytes = sum(record.resident_bytes.values())
+        status = f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s  {held_bytes / 1e6:.1f} MB/rank"
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=record.step, status=status)
+        elif record.step % self._log_every == 0 or record.step in (1, self._steps):
+            left_s = self._train_s / record.step * (self._steps - record.step)
+            line = f"step {record.step:>5}/{self._steps}  {status}  {_minutes(left_s)} left"
+            self._console.print(line, soft_wrap=True)
+
+    def evaluated(self, record: EvalRecord) -> None:
+        """Print one evaluation."""
+        self._console.print(
+            f"[bold]eval[/bold] after step {record.step}: [bold]{record.bits_per_byte:.4f} bits per byte[/bold]"
+            f" on {record.scored_bytes:,} held-out bytes, {record.eval_s:.1f} s",
+            soft_wrap=True,
+        )
+
+    def finished(self, summary: Summary) -> None:
+        """Print the sample and the closing tables."""
+        if self._progress is not None:
+            self._progress.stop()
+        if summary.sample:
+            self._console.rule("sample")
+            self._console.print(summary.sample, markup=False)
+            self._console.rule()
+        self._console.print(_memory_table(summary.ranks))
+        self._console.print(_traffic_table(summary.ranks))
+        self._console.print(_closing_line(summary), soft_wrap=True)
+
+
+def _make_progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def _memory_table(ranks: Sequence[RankBytes]) -> Table:
+    """Set what each rank should hold against what it held."""
+    table = _make_table("Bytes in memory (transient: at most)", _COLUMNS)
+    for rank, of_rank in enumerate(ranks):
+        held = {**of_rank.resident_bytes, "transient": of_rank.peak_bytes["transient"]}
+        _add_pair(table, rank, of_rank.predicted_bytes, held, _COLUMNS)
+    return table
+
+
+def _traffic_table(ranks: Sequence[RankBytes]) -> Table:
+    """Set what each rank should send in training steps against what it sent, and show what else it sent."""
+    kinds = tuple(dict.fromkeys((*ranks[0].predicted_sent_bytes, *ranks[0].sent_bytes)))
+    table = _make_table("Bytes sent in training steps", kinds)
+    for rank, of_rank in enumerate(ranks):
+        _add_pair(table, rank, of_rank.predicted_sent_bytes, of_rank.sent_bytes, kinds)
+        table.add_row("  outside steps", *(f"{of_rank.other_sent_bytes.get(kind, 0):,}" for kind in kinds))
+    return table
+
+
+def _make_table(title: str, columns: Iterable[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _add_pair(
+    table: Table, rank: int, predicted: Mapping[str, int], measured: Mapping[str, int], columns: Iterable[str]
+) -> None:
+    """Add two rows of one rank: what was predicted (nothing, where nothing can be), and what was measured."""
+    columns = tuple(columns)
+    table.add_row(f"rank {rank} predicted", *(f"{predicted[c]:,}" if c in predicted else "-" for c in columns))
+    table.add_row("  measured", *(f"{measured.get(c, 0):,}" for c in columns))
+
+
+def _closing_line(summary: Summary) -> str:
+    """Say in one line how it went."""
+    state = f"interrupted after {summary.steps} steps" if summary.is_interrupted else f"{summary.steps} steps"
+    bits = "not evaluated" if summary.bits_per_byte is None else f"{summary.bits_per_byte:.4f} bits per byte held out"
+    return f"[bold]{bits}[/bold], {state}, {summary.tokens_per_s:,.0f} tokens/s, {_minutes(summary.wall_s)} in all"
+
+
+def _minutes(seconds: float) -> str:
+    """Write a duration as minutes:seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Bytes: what a rank holds, what it will hold, what a step sends.
+
+Owns the sums behind `zero.memory()` and `zero.traffic()`. Measured numbers come from the tensors that are there,
+predicted ones from layouts, the residency row and the schedule alone.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from zeroshard.core import schedule
+from zeroshard.core.buffer import Bucket
+from zeroshard.core.engine import Engine
+from zeroshard.core.optimizer import ShardedOptimizer, is_cut
+from zeroshard.core.parameter import slot_of
+from zeroshard.core.trace import Memory
+from zeroshard.core.unit import Unit
+
+__all__ = ["measure", "predict_step_bytes"]
+
+
+def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
+    """Return the bytes held now, held at most, and predicted, by column."""
+    buckets = [bucket for unit in engine.units for bucket in unit.buckets]
+    parameters, padding = _owned([(b, b.resident_range) for b in buckets])
+    gradients, more = (sum(column) for column in zip((0, 0), *(b.grads.nbytes for b in buckets), strict=True))
+    states, counters = _count_states(optimizers)
+    now = {
+        "parameters": parameters,
+        "gradients": gradients,
+        "states": states,
+        "padding": padding + more + counters,
+        "transient": engine.ledger.now["transient"],
+    }
+    for column, nbytes in now.items():
+        engine.ledger.note(column, nbytes)
+    return Memory(now, {column: engine.ledger.peak[column] for column in now}, _predict(engine, optimizers, buckets))
+
+
+def predict_step_bytes(units: Sequence[Unit]) -> int:
+    """Return what this rank gathers, reduces and publishes in a step with one micro-batch.
+
+    Source: Rajbhandari et al. 2020, section 7.
+    """
+    gathers = 2 * any(not unit.is_whole for unit in units)
+    return sum(u.sent_bytes("gather") * gathers + u.sent_bytes("reduce") + u.sent_bytes("publish") for u in units)
+
+
+def _predict(engine: Engine, optimizers: Sequence[ShardedOptimizer], buckets: Sequence[Bucket]) -> dict[str, int]:
+    trained = [bucket for unit in engine.units for bucket in unit.reducible()]
+    parameters, padding = _owned([(b, b.resident_range) for b in buckets])
+    gradients, more = _owned([(b, b.grads.range) for b in trained])
+    states = counters = 0
+    for one in optimizers:
+        per_element, counter = one.state_cost or (0, 0)
+        masters = [m for m in one.masters if any(slot_of(m).bucket is b for b in trained)]
+        states += per_element * sum(m.nbytes for m in masters)
+        counters += counter * len(masters)
+    return {
+        "parameters": parameters,
+        "gradients": gradients,
+        "states": states,
+        "padding": padding + more + counters,
+        "transient": _predict_transient(engine.units, trained, engine.mesh.world_size),
+    }
+
+
+def _predict_transient(units: Sequence[Unit], trained: Sequence[Bucket], world_size: int) -> int:
+    """Return the most bytes of whole units, gradients on their way and wire buffers.
+
+    Pools keep their buffers, so each size counts: of a size that several buckets have, two stages (one filled while the
+    other is reduced), and the wire buffers of one reduction, one for each other rank.
+    """
+    full = tuple(unit.full_bytes for unit in units)
+    passes = schedule.plain_marks(len(units))
+    whole = max(schedule.peak_units(schedule.replay(record, marks), full) for record, marks in passes)
+    pooled: Counter[tuple[str, int]] = Counter()
+    for bucket in trained if world_size > 1 else ():
+        stage, wire = (size * bucket.dtype.itemsize for size in (bucket.layout.full_numel, bucket.layout.shard_numel))
+        if not bucket.grads.is_whole:
+            pooled["stage", stage] = min(2, pooled["stage", stage] + 1)
+        pooled["wire", wire] = world_size - 1
+    return whole + sum(nbytes * count for (_, nbytes), count in pooled.items())
+
+
+def _owned(parts: Sequence[tuple[Bucket, tuple[int, int]]]) -> tuple[int, int]:
+    """Return the bytes of ranges of buckets as (of parameters, padding)."""
+    owned = total = 0
+    for bucket, (start, stop) in parts:
+        owned += bucket.layout.owned_numel(start, stop) * bucket.dtype.itemsize
+        total += (stop - start) * bucket.dtype.itemsize
+    return owned, total - owned
+
+
+def _count_states(optimizers: Sequence[ShardedOptimizer]) -> tuple[int, int]:
+    """Return the bytes of states as (one element for each of a slice, counters)."""
+    states = counters = 0
+    for one in optimizers:
+        for master in one.masters:
+            for key, value in one.optimizer.state.get(master, {}).items():
+                if is_cut(key, value, master):
+                    states += value.nbytes
+                elif isinstance(value, torch.Tensor):
+                    counters += value.nbytes
+    return states, counters

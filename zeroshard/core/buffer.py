@@ -1,0 +1,301 @@
+"""Flat tensors: the pool of constant buffers, and the bucket whose views are the parameters.
+
+Owns the storage of parameters and of gradients on their way, and the flags that say which gradients are there. It must
+not know passes or hooks. Read `core/layout.py` (where elements lie) and `core/residency.py` (what is kept) first.
+
+Note: the life of a parameter's bytes
+    `Bucket.full` holds the whole bucket; the model's parameters are views of it for good. Where parameters are kept
+    whole, `shard` is a view of `full`, and nothing ever moves. Where they are sharded, `shard` is a tensor of its own
+    and the storage of `full` is empty between uses: `open()` gives it memory and copies the own shard in, a gather
+    fills the rest, `close()` takes the memory back. The views stay valid throughout, also those that autograd saved.
+
+Note: the life of a gradient
+    Autograd accumulates into its own slot; a hook moves the tensor into `GradientBuffer.stage` (whole bucket) and
+    empties the slot. A reduction turns the stage into this rank's shard of the sum, which is added to `held`. Where
+    whole gradients are kept, the stage is `held` itself until something reduced lies there, so nothing is copied. Under
+    `no_sync` the stage simply stays, and the next backward adds to it.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.core.layout import Layout
+from zeroshard.core.residency import Residency
+from zeroshard.core.trace import Ledger
+
+__all__ = ["Bucket", "GradientBuffer", "Pool", "Staged", "flatten"]
+
+Tensor = torch.Tensor
+
+
+class Pool:
+    """Flat buffers that are used again and again, so that a step touches no fresh pages (C_B in the paper).
+
+    Only for tensors that autograd never saves: a saved tensor would see its buffer's next content.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+        self._ledger = ledger
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return (numel,) with any content."""
+        free = self._free[numel, dtype, device]
+        if free:
+            return free.pop()
+        buffer = torch.empty(numel, dtype=dtype, device=device)
+        self._ledger.add("transient", buffer.nbytes)
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Take `buffer` back; the caller must not use it any more."""
+        self._free[buffer.numel(), buffer.dtype, buffer.device].append(buffer)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A stage handed over for reduction, and which parameters had a sum in `held` then."""
+
+    full: Tensor
+    filled: tuple[bool, ...]
+
+
+class GradientBuffer:
+    """The gradients of one bucket, from autograd's slots to what the optimizer reads.
+
+    Flags are by parameter of the bucket: `staged` (the stage holds a gradient of this rank that was not reduced yet),
+    `landed` (a gradient came since ranks last agreed on who used what), `used` (some rank used it since `zero_grad`),
+    `filled` (what is held of it is a sum, possibly of nothing; else it is left over from before `zero_grad`).
+    """
+
+    def __init__(self, bucket: "Bucket", row: Residency, pool: Pool, rank: int) -> None:
+        self._layout, self._pool = bucket.layout, pool
+        self._dtype, self._device = bucket.dtype, bucket.device
+        self._shapes, self._strides = bucket.shapes, bucket.strides
+        self.range = row.gradients.kept_range(self._layout, rank)
+        self.shard_range = self._layout.shard_range(rank)
+        self.is_whole = row.gradients.is_whole(self._layout, rank)
+        self.sums_are_whole = row.states.is_whole(self._layout, rank)
+        count = len(self._shapes)
+        self.staged, self.landed, self.used, self.filled = ([False] * count for _ in range(4))
+        self.held: Tensor | None = None
+        self.stage: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._viewed: Tensor | None = None
+        self._base = [False] * count
+        """Whether the stage holds a sum already, to which this rank's gradient is added."""
+
+    @property
+    def has_stage(self) -> bool:
+        """Whether this rank holds gradients that were not reduced yet."""
+        return True in self.staged
+
+    def hold(self) -> Tensor:
+        """Return the buffer that gradients are held in, made at its first use."""
+        if self.held is None:
+            start, stop = self.range
+            self.held = torch.zeros(stop - start, dtype=self._dtype, device=self._device)
+        return self.held
+
+    def land(self, index: int, grad: Tensor) -> None:
+        """Move one gradient of this rank, of any strides, into the stage; add it to what lies there unreduced."""
+        if self.stage is None:
+            self._begin_stage()
+        view = self._views[index]
+        if self.staged[index] or self._base[index]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+        self.staged[index] = self.landed[index] = True
+
+    def _begin_stage(self) -> None:
+        # Whole gradients are staged in place as long as nothing reduced lies there; those of a single rank always.
+        self._base = [False] * len(self.staged)
+        if self.shard_range == (0, self._layout.full_numel):
+            stage, self._base = self.hold(), list(self.filled)
+        elif self.is_whole and True not in self.filled:
+            stage = self.hold()
+        else:
+            stage = self._pool.take(self._layout.full_numel, self._dtype, self._device)
+        if stage is not self._viewed:
+            self._views, self._viewed = self.views_of(stage), stage
+        self.stage = stage
+
+    def views_of(self, full: Tensor) -> list[Tensor]:
+        """Return the parameters' views of a whole-bucket tensor, with the parameters' shapes and strides."""
+        layout = zip(self._shapes, self._strides, self._layout.offsets, strict=True)
+        return [full.as_strided(shape, stride, offset) for shape, stride, offset in layout]
+
+    def take_stage(self) -> "Staged":
+        """Hand over the stage for a reduction, complete: zeros where this rank has no gradient.
+
+        What lands from now on is staged anew, so that a late gradient never touches a message under way.
+        """
+        if self.stage is None:
+            self._begin_stage()
+        assert self.stage is not None
+        for index, (is_staged, has_base) in enumerate(zip(self.staged, self._base, strict=True)):
+            if not is_staged and not has_base:
+                self._views[index].zero_()
+        staged = Staged(self.stage, tuple(self.filled))
+        self.stage, self._viewed = None, None
+        self.staged, self.filled = [False] * len(self.staged), [True] * len(self.filled)
+        return staged
+
+    def add_reduced(self, staged: "Staged") -> Tensor:
+        """Add the reduced shard that now lies in the stage to what is held; return `held`.
+
+        Invariant: what is left over from before `zero_grad` is overwritten, not added to.
+        """
+        held = self.hold()
+        if staged.full.data_ptr() != held.data_ptr():
+            start, stop = self.shard_range
+            own = held[start - self.range[0] : stop - self.range[0]]
+            if True in staged.filled:
+                for index, is_filled in enumerate(staged.filled):
+                    if not is_filled:
+                        self.slice(index, held).zero_()
+                own.add_(staged.full[start:stop])
+            else:
+                own.copy_(staged.full[start:stop])
+            self._pool.give(staged.full)
+        return held
+
+    def slice(self, index: int, held: Tensor) -> Tensor:
+        """Return what the optimizer reads of parameter `index` from `held`: (numel of it that this rank updates,)."""
+        bounds = (0, self._layout.full_numel) if self.sums_are_whole else self.shard_range
+        start, stop = self._layout.overlap(index, *bounds)
+        return held[start - self.range[0] : stop - self.range[0]]
+
+    def staged_view(self, index: int) -> Tensor:
+        """Return the unreduced gradient of parameter `index`, which must be staged."""
+        return self._views[index]
+
+    def set_reduced(self, index: int, value: Tensor) -> None:
+        """Make `value`, equal on all ranks, the reduced gradient of parameter `index`."""
+        flat = flatten(value.to(self._dtype), self._shapes[index], self._strides[index])
+        part = self.slice(index, self.hold())
+        bounds = (0, self._layout.full_numel) if self.sums_are_whole else self.shard_range
+        start, stop = self._layout.overlap(index, *bounds)
+        offset = self._layout.offsets[index]
+        part.copy_(flat[start - offset : stop - offset] if stop > start else flat[:0])
+        self.used[index] = self.filled[index] = True
+
+    def clear(self, index: int) -> None:
+        """Forget the gradient of one parameter, reduced or not."""
+        self.used[index] = self.landed[index] = self.filled[index] = False
+        if True not in self.used:
+            self.filled = [False] * len(self.filled)
+        if self.staged[index]:
+            self.staged[index] = False
+            if True not in self.staged and self.stage is not None:
+                if self.stage is not self.held:
+                    self._pool.give(self.stage)
+                self.stage = None
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes held as (of parameters, padding)."""
+        if self.held is None:
+            return 0, 0
+        owned = self._layout.owned_numel(*self.range) * self.held.itemsize
+        return owned, self.held.nbytes - owned
+
+
+class Bucket:
+    """One flat tensor of a unit, of one dtype and trainability; the unit's parameters are views of it.
+
+    Args:
+        name: for messages: the unit's name, with the dtype where a unit has several buckets.
+        number: this bucket's number in the model; part of every message's tag.
+        names, parameters: the parameters in registration order.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        layout: Layout,
+        row: Residency,
+        rank: int,
+        pool: Pool,
+        ledger: Ledger,
+    ) -> None:
+        self.name, self.number, self.names, self.layout = name, number, tuple(names), layout
+        self.dtype, self.device = parameters[0].dtype, parameters[0].device
+        self.shapes = [tuple(p.shape) for p in parameters]
+        self.strides = [_dense_strides(p) for p in parameters]
+        self.is_whole = row.parameters.is_whole(layout, rank)
+        self.states_are_whole = row.states.is_whole(layout, rank)
+        self._rank, self._ledger = rank, ledger
+        self.full = torch.zeros(layout.full_numel, dtype=self.dtype, device=self.device)
+        self.grads = GradientBuffer(self, row, pool, rank)
+        self.views = self.grads.views_of(self.full)
+        start, stop = layout.shard_range(rank)
+        self.own = self.full[start:stop]
+        self.shard = self.own if self.is_whole else torch.empty_like(self.own)
+        self.has_states = False
+        """Whether an optimizer updates it."""
+        self.updates = 0
+        """How often the parameters changed; a tensor that autograd saved before a change must not be used after it."""
+        if not self.is_whole:
+            ledger.add("transient", self.full.nbytes)
+
+    def open(self) -> None:
+        """Give `full` its memory and put the own shard in its place."""
+        nbytes = self.full.nbytes
+        self.full.untyped_storage().resize_(nbytes)
+        self._ledger.add("transient", nbytes)
+        with torch.no_grad():
+            self.own.copy_(self.shard)
+
+    def close(self) -> None:
+        """Take the memory of `full` back; views stay, and are empty."""
+        self.full.untyped_storage().resize_(0)
+        self._ledger.add("transient", -self.full.nbytes)
+
+    def keep(self) -> None:
+        """Copy the own part of `full` into the shard: after a change to the whole parameters."""
+        if not self.is_whole:
+            with torch.no_grad():
+                self.shard.copy_(self.own)
+
+    def master_range(self, index: int) -> tuple[int, int]:
+        """Return the elements of parameter `index` that this rank updates, as (start, stop) in the bucket."""
+        bounds = (0, self.layout.full_numel) if self.states_are_whole else self.layout.shard_range(self._rank)
+        return self.layout.overlap(index, *bounds)
+
+    def master(self, index: int) -> Tensor:
+        """Return what the optimizer updates of parameter `index`: a flat view, possibly of 0 elements."""
+        start, stop = self.master_range(index)
+        if self.states_are_whole:
+            return self.full[start:stop]
+        first = self.layout.shard_range(self._rank)[0]
+        return self.shard[start - first : stop - first]
+
+    @property
+    def is_published(self) -> bool:
+        """Whether updated parameters must be gathered after a step: kept whole, but updated in parts."""
+        return self.is_whole and self.has_states and not self.states_are_whole and self.layout.full_numel > 0
+
+    @property
+    def resident_range(self) -> tuple[int, int]:
+        """Elements of the bucket that this rank keeps between passes, as (start, stop)."""
+        return (0, self.layout.full_numel) if self.is_whole else self.layout.shard_range(self._rank)
+
+
+def flatten(value: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """Return the elements of `value` in the order in which a tensor of these dense strides has them in memory."""
+    dense = torch.empty_strided(tuple(shape), tuple(strides), dtype=value.dtype, device=value.device)
+    dense.copy_(value)
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    """Return the strides that a dense copy of `parameter` has: its own order of dimensions where that is dense."""
+    return tuple(torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride())

@@ -1,0 +1,389 @@
+"""What happens when: modules enter and exit, gradients land, backward passes begin and end.
+
+Owns the state of one sharded model and answers its hooks (`core/hooks.py`) and its parameters (`core/parameter.py`). It
+decides what a call means for the pass under way and leaves the rest to `core/order.py`. Read that and `core/unit.py`
+first.
+
+Note: hints
+    Hooks on the gradients of a unit's outputs and inputs say when its backward begins and ends. They are hints: a loss
+    taken from inside a unit, or a returned view changed in place, bypasses them. Nothing is wrong without them:
+    unpacking a saved tensor gathers its unit, and the end of the pass releases and reduces what is left.
+"""
+
+import sys
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+
+from zeroshard.core import gradient
+from zeroshard.core.comm import Comm
+from zeroshard.core.mesh import Mesh
+from zeroshard.core.order import Order, Pass
+from zeroshard.core.parameter import Slot, slot_of
+from zeroshard.core.saved import SavedTensors
+from zeroshard.core.schedule import ROOT
+from zeroshard.core.trace import Ledger
+from zeroshard.core.unit import Unit
+
+__all__ = ["Engine", "Frame", "Gathered"]
+
+Tensor = torch.Tensor
+
+KEPT_FORWARDS = 64
+
+
+@dataclass
+class Frame:
+    """One entered module: what its exit must undo."""
+
+    module: torch.nn.Module
+    units: tuple[int, ...]
+    is_recompute: bool
+    exception: BaseException | None
+    has_grad: bool
+    saved: Any = None
+    taken: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The `gathered()` context that is open: what may be changed and read in it."""
+
+    writeback: bool
+    states: bool
+
+
+@final
+class Engine:
+    """The state of one sharded model.
+
+    Args:
+        slots: all parameters by name, in registration order.
+    """
+
+    def __init__(self, mesh: Mesh, comm: Comm, units: list[Unit], ledger: Ledger) -> None:
+        self.mesh, self.comm, self.units, self.ledger = mesh, comm, units, ledger
+        self.slots: dict[str, Slot] = {}
+        self.order = Order(units, comm)
+        self.is_sharded = any(not unit.is_whole for unit in units)
+        self.gathered: Gathered | None = None
+        self.syncs = True
+        self._frames: list[Frame] = []
+        self._forwards: list[Hashable] = []
+        self._used: set[int] = set()
+        self._task = -1
+        self._norms: dict[float, dict[str, Tensor]] = {}
+        buckets = [(unit.number, b) for unit in units for b in unit.buckets if not b.is_whole]
+        self._saved = SavedTensors(buckets, self._need_in_backward)
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def enter(self, module: torch.nn.Module, name: str, units: tuple[int, ...], inputs: Any) -> None:
+        """Begin a module's forward: make its units whole, and in the outermost one begin a pass."""
+        if self.gathered is not None:
+            return
+        is_recompute = _graph_task() != -1
+        if not is_recompute and not self._frames:
+            self.complete()
+        if not self.is_sharded:
+            return
+        has_grad = torch.is_grad_enabled()
+        frame = Frame(module, units, is_recompute, sys.exception(), has_grad)
+        if is_recompute:
+            self._enter_backward()
+        elif not self._frames:
+            self._open_forward(frame, name)
+        self._frames.append(frame)
+        for number in units:
+            self.order.need(number)
+            frame.taken.append(number)
+            self.units[number].users += 1
+        if is_recompute:
+            for number in units:
+                self.units[number].is_recomputed = True
+        elif has_grad:
+            self._note_use(units)
+            self._hint_end(units, inputs)
+
+    def exit(self, module: torch.nn.Module, outputs: Any) -> None:
+        """End a module's forward: release its units, and in the outermost one end the pass."""
+        if self.gathered is not None or not self._frames or self._frames[-1].module is not module:
+            return
+        frame = self._frames.pop()
+        has_failed = sys.exception() is not frame.exception
+        for number in frame.taken:
+            self.units[number].users -= 1
+        if frame.is_recompute:
+            # What was recomputed saved plain aliases: the unit stays whole until its backward is over.
+            return
+        if has_failed:
+            # Ranks may fail alone, so nothing is communicated here; the next entry completes the pass.
+            if not self._frames and frame.saved is not None:
+                frame.saved.__exit__(None, None, None)
+            return
+        for number in frame.taken:
+            if not self.units[number].users:
+                self.order.leave(number)
+        if frame.has_grad:
+            self._hint_begin(frame.units, outputs)
+        if not self._frames:
+            if frame.saved is not None:
+                frame.saved.__exit__(None, None, None)
+            self.order.close()
+
+    def _open_forward(self, frame: Frame, name: str) -> None:
+        kind = "training" if frame.has_grad else "no-grad"
+        place = f"the beginning of a {kind} forward of '{name}'" if name else f"the beginning of a {kind} forward"
+        self.order.barrier(place)
+        key = ("forward", name, frame.has_grad)
+        if frame.has_grad:
+            # Forwards without a backward would make ever new keys; the last ones tell kinds apart well enough.
+            self._forwards = [*self._forwards[1 - KEPT_FORWARDS :], key]
+            frame.saved = self._saved.context()
+            frame.saved.__enter__()
+        self.order.open("forward", key)
+
+    def _note_use(self, units: tuple[int, ...]) -> None:
+        for number in units:
+            self._used.add(number)
+            self.units[number].calls += 1
+
+    def check_outside_pass(self, what: str) -> None:
+        """Raise inside a forward or a backward."""
+        if self._frames or _graph_task() != -1:
+            raise RuntimeError(f"{self.mesh} {what} inside a forward or backward of the model: leave it first.")
+
+    def complete(self) -> None:
+        """Complete a pass that an exception left open. Collective: if there is one, on every rank."""
+        if self.order.current is not None:
+            for frame in self._frames:
+                if frame.saved is not None:
+                    frame.saved.__exit__(None, None, None)
+            self._frames = []
+            for unit in self.units:
+                unit.users = 0
+            self._close(self.order.current)
+
+    def _close(self, pass_: Pass) -> None:
+        self.order.close()
+        if pass_.phase == "backward":
+            self._task = -1
+            self._forwards, self._used = [], set()
+            for unit in self.units:
+                unit.end_backward()
+        self.gradients_changed()
+
+    def demand(self, number: int) -> bool:
+        """Make a unit whole for code outside its modules, to the end of the pass; False where no pass is open."""
+        if _graph_task() != -1 and self.is_sharded:
+            self._need_in_backward(number)
+            return True
+        if self.order.current is None or not self._frames:
+            return False
+        self.order.need(number)
+        if torch.is_grad_enabled():
+            self._used.add(number)
+        return True
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def _enter_backward(self) -> None:
+        """Open a backward pass at the first event in it."""
+        if self._task == (task := _graph_task()) and self.order.current is not None:
+            return
+        if _is_inside_reentrant_checkpoint():
+            raise RuntimeError(
+                "Reentrant checkpointing runs a backward pass inside another, so gradients would be reduced several "
+                "times. Use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for Transformers models: "
+                "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
+            )
+        if self._frames:
+            raise RuntimeError(
+                f"{self.mesh} A backward pass began inside the forward of a sharded model. Compute inner gradients "
+                "outside it, "
+                "or under `with zero.gathered():`."
+            )
+        self.complete()
+        self._task = task
+        key = ("backward", tuple(self._forwards), self.syncs)
+        pass_ = self.order.open("backward", key, reduces=self.syncs, expected=set(self._used))
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(pass_))
+        if ROOT in self._used:
+            self.order.need(ROOT)
+
+    def _end_backward(self, pass_: Pass) -> None:
+        if self.order.current is pass_:
+            self._close(pass_)
+
+    def _need_in_backward(self, number: int) -> None:
+        if self.gathered is not None or _graph_task() == -1:
+            if not self.units[number].is_open:
+                raise RuntimeError(
+                    f"{self.mesh} A tensor saved from {self.units[number]} was read outside a backward pass while the "
+                    "unit is "
+                    "released. Use `with zero.gathered():` around the code that reads it."
+                )
+            return
+        self._enter_backward()
+        self.order.need(number)
+
+    def landed(self, parameter: Tensor) -> None:
+        """Take a gradient out of autograd's slot. Called by the parameter's hook, once in each backward."""
+        slot = slot_of(parameter)
+        grad: Tensor | None = torch.Tensor.grad.__get__(parameter)  # type: ignore[union-attr]
+        torch.Tensor.grad.__set__(parameter, None)  # type: ignore[union-attr]
+        if grad is None:
+            return
+        if self.gathered is not None:
+            raise RuntimeError(
+                f"{self.mesh} backward() reached '{slot.name}' under gathered(), where gradients are not reduced. "
+                "Leave the context before training, or use torch.no_grad() inside it."
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{self.mesh} create_graph=True is not supported: the gradient of '{slot.name}' would leave its graph "
+                "when it is "
+                "reduced. Compute higher derivatives with torch.autograd.grad on the plain model, before zs.shard()."
+            )
+        self._enter_backward()
+        slot.bucket.grads.land(slot.index, grad.to_dense() if grad.layout is not torch.strided else grad)
+        unit = self.units[slot.unit]
+        unit.landed += 1
+        if unit.has_all_landed():
+            self.order.land(unit.number)
+            is_trained_whole = unit.landed == len(unit.parameters)
+            if self.is_sharded and is_trained_whole and not unit.has_end_hint and not unit.is_recomputed:
+                self.order.leave(unit.number)
+
+    def _hint_begin(self, units: tuple[int, ...], outputs: Any) -> None:
+        targets = tuple(number for number in units if number != ROOT)
+        if not targets:
+            return
+
+        def begin(grad: Tensor) -> None:
+            for number in targets:
+                self._need_in_backward(number)
+
+        for tensor in _tensors_in(outputs):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(begin)
+
+    def _hint_end(self, units: tuple[int, ...], inputs: Any) -> None:
+        targets = tuple(number for number in units if number != ROOT)
+        tensors = [t for t in _tensors_in(inputs) if t.requires_grad and t.grad_fn is not None] if targets else []
+        if not tensors:
+            return
+        has_fired = False
+
+        def end(grad: Tensor) -> None:
+            nonlocal has_fired
+            if not has_fired:
+                has_fired = True
+                self._end_unit(targets)
+
+        for number in targets:
+            self.units[number].has_end_hint = True
+        for tensor in tensors:
+            tensor.register_hook(end)
+
+    def _end_unit(self, units: tuple[int, ...]) -> None:
+        """Release units whose backward is over; autograd runs nodes of later calls first, so none of theirs is left."""
+        self._enter_backward()
+        for number in units:
+            unit = self.units[number]
+            unit.calls = max(0, unit.calls - 1)
+            if not unit.calls:
+                if unit.landed and not unit.has_all_landed():
+                    self.order.land(number)
+                self.order.leave(number)
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def gradients_changed(self) -> None:
+        """Forget norms."""
+        if self._norms:
+            self._norms = {}
+
+    def norms(self, p: float) -> dict[str, Tensor]:
+        """Return the p-norm of every parameter's whole gradient, 0-d, by name.
+
+        Collective: on first request after gradients changed, an all-gather of 8 bytes a parameter; every rank must
+            call.
+
+        Raises:
+            RuntimeError: gradients of this rank were not reduced yet.
+        """
+        if (known := self._norms.get(p)) is not None:
+            return known
+        self.complete()
+        self.check_reduced("A norm")
+        self.order.barrier(f"a {p:g}-norm of gradients")
+        local = gradient.local_norms(self.slots.values(), p)
+        rows = self.comm.collect(local, f"a {p:g}-norm of gradients")
+        if p == float("inf"):
+            total = rows.amax(0)
+        else:
+            total = rows[0].clone()
+            for row in rows[1:]:
+                total += row
+            total = total ** (1 / p)
+        values = [v.to(slot.bucket.dtype) for v, slot in zip(total.unbind(), self.slots.values(), strict=True)]
+        self._norms[p] = dict(zip(self.slots, values, strict=True))
+        return self._norms[p]
+
+    def check_reduced(self, what: str) -> None:
+        """Raise if gradients of `no_sync` passes wait for a reduction."""
+        waiting = [unit for unit in self.units if unit.has_stage]
+        if waiting:
+            raise RuntimeError(
+                f"{self.mesh} {what} needs reduced gradients, but the last backward ran under no_sync(), and "
+                f"{len(waiting)} unit(s), "
+                f"{waiting[0]} first, hold gradients of this rank alone. Run the last micro-batch's backward outside "
+                "no_sync()."
+            )
+
+    def full_gradient(self, slot: Slot) -> Tensor:
+        """Return a parameter's whole gradient. Collective: all-gather of its bucket; every rank must call."""
+        self.complete()
+        self.check_reduced("full_tensor()")
+        self.order.barrier(f"the whole gradient of '{slot.name}'")
+        bucket = slot.bucket
+        full = torch.zeros(bucket.layout.full_numel, dtype=bucket.dtype, device=bucket.device)
+        start, stop = bucket.layout.shard_range(self.mesh.rank)
+        held = bucket.grads.hold()
+        first = bucket.grads.range[0]
+        full[start:stop] = held[start - first : stop - first]
+        if full.numel():
+            self.comm.gather(full, self.order.next_tag() << 15, f"the gradient of '{slot.name}'", kind="state").wait()
+        return bucket.grads.views_of(full)[slot.index].clone()
+
+
+def _graph_task() -> int:
+    """Return the number of the backward pass that this thread is in, -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
+def _is_inside_reentrant_checkpoint() -> bool:
+    """Tell whether a reentrant checkpoint is recomputing: its backward function is then on this thread's stack."""
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith("checkpoint.py"):
+            return frame.f_code.co_filename.replace("\\", "/").endswith("torch/utils/checkpoint.py")
+    return False
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in _tensors_in(item)]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in _tensors_in(item)]
+    if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        return [t for name in value.__dataclass_fields__ for t in _tensors_in(getattr(value, name, None))]
+    return []

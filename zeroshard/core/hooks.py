@@ -1,0 +1,182 @@
+"""What the engine hangs on a model: hooks on modules and parameters, and copies without them.
+
+Owns registration and nothing of what happens then; each hook passes its event to the engine. Hooks are objects, so that
+a deep copy of a module gets inert ones instead of a second engine.
+
+Note: order
+    The pre-hook is prepended, so that the user's own hooks find the parameters there; the post-hook is registered last
+    with `always_call=True`, so that it runs after them, and when forward raises.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, final
+from weakref import ref
+
+import torch
+from torch import nn
+
+from zeroshard.core.engine import Engine
+
+__all__ = ["hang"]
+
+
+class _Hook:
+    """A hook that holds the engine and becomes inert in a copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Inert":
+        return _Inert()
+
+    def __reduce__(self) -> Any:
+        return _Inert, ()
+
+
+@final
+class _Inert:
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+@final
+class _Enter(_Hook):
+    # Dynamo reads this mark: the hook runs as plain Python between graphs instead of being traced into them.
+    _torchdynamo_disable = True
+
+    def __init__(
+        self, engine: Engine, name: str, units: tuple[int, ...], own: Sequence[tuple[nn.Module, str, nn.Parameter]]
+    ):
+        self._engine, self._name, self._units = engine, name, units
+        self._own = [(module, attribute, id(parameter)) for module, attribute, parameter in own]
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for owner, attribute, identity in self._own:
+            if id(owner._parameters.get(attribute)) != identity:
+                raise RuntimeError(
+                    f"{self._engine.mesh} Parameter '{attribute}' of {type(owner).__name__} in '{self._name}' was "
+                    "replaced after "
+                    "zs.shard(): the new one would neither be sharded nor updated. Replace parameters before "
+                    "zs.shard(); to change "
+                    "values use `with zero.gathered(writeback=True):` and in-place operations."
+                )
+        self._engine.enter(module, self._name, self._units, (args, kwargs))
+
+
+@final
+class _Exit(_Hook):
+    _torchdynamo_disable = True
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._engine.exit(module, output)
+
+
+@final
+class _Landed(_Hook):
+    """The parameter's hook: a weak reference, since autograd keeps it where Python's collector can not see it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = ref(engine)
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.landed(parameter)
+
+
+@final
+class _RefuseSave(_Hook):
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self._engine.gathered is None:
+            raise RuntimeError(
+                f"{self._engine.mesh} state_dict() outside gathered() would not hold the whole parameters on every "
+                "stage and rank. "
+                "Use `with zero.gathered():` around it, on every rank, or zero.save(path) for a checkpoint."
+            )
+
+
+@final
+class _RefuseLoad(_Hook):
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self._engine.gathered is None or not self._engine.gathered.writeback:
+            raise RuntimeError(
+                f"{self._engine.mesh} load_state_dict() here would not reach the shards. Use "
+                "`with zero.gathered(writeback=True):` around it, on every rank, or zero.load(path)."
+            )
+
+
+def hang(
+    engine: Engine,
+    model: nn.Module,
+    entries: dict[nn.Module, tuple[str, tuple[int, ...]]],
+    own: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]],
+    forward_methods: Sequence[str],
+) -> None:
+    """Register all hooks of a model.
+
+    Args:
+        entries: modules whose forward needs units: the module's name and the units' numbers.
+        own: for each of them, the (module, attribute, parameter) triples that it must find unchanged.
+        forward_methods: methods of the model that compute as forward does.
+    """
+    for module, (name, units) in entries.items():
+        enter, leave = _Enter(engine, name, units, own.get(module, [])), _Exit(engine)
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+        if module is model:
+            for method in forward_methods:
+                model.__dict__[method] = _wrap(model, method, enter, leave)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_Landed(engine))
+    refuse_save, refuse_load = _RefuseSave(engine), _RefuseLoad(engine)
+    holders = {slot_module for triples in own.values() for slot_module, _, _ in triples} | set(entries) | {model}
+    for module in holders:
+        module.register_state_dict_pre_hook(refuse_save)
+        module.register_load_state_dict_pre_hook(refuse_load)
+    model.__dict__["__deepcopy__"] = functools.partial(_copy_plain, model, tuple(forward_methods))
+
+
+def _wrap(model: nn.Module, method: str, enter: _Enter, leave: _Exit) -> Callable[..., Any]:
+    plain = getattr(model, method)
+
+    @functools.wraps(plain)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = None
+        try:
+            enter(model, args, kwargs)
+            output = plain(*args, **kwargs)
+        except BaseException:
+            leave(model, args, kwargs, None)
+            raise
+        leave(model, args, kwargs, output)
+        return output
+
+    return run
+
+
+def _copy_plain(model: nn.Module, forward_methods: tuple[str, ...], memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy of the model without hooks; its parameters are plain (and raise unless gathered)."""
+    hidden = {name: model.__dict__.pop(name) for name in ("__deepcopy__", *forward_methods) if name in model.__dict__}
+    try:
+        copied = copy.deepcopy(model, memo)
+    finally:
+        model.__dict__.update(hidden)
+    for module in copied.modules():
+        for hooks in vars(module).values():
+            if isinstance(hooks, dict):
+                for key in [key for key, hook in hooks.items() if _is_inert(hook)]:
+                    del hooks[key]
+    return copied
+
+
+def _is_inert(hook: Any) -> bool:
+    # State-dict pre-hooks are wrapped by torch in an object that keeps the hook itself.
+    return isinstance(hook, _Inert) or isinstance(getattr(hook, "hook", None), _Inert)

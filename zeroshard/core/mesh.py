@@ -1,0 +1,103 @@
+"""Which ranks there are and which one this is: the process group, the device, the seeds.
+
+The only module that reads or sets environment variables. It must not know models or optimizers.
+"""
+
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+__all__ = ["Mesh", "current_mesh", "init"]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of a run, and this rank's place among them.
+
+    ```python
+    import zeroshard as zs
+
+    mesh = zs.init()
+    assert (mesh.rank, mesh.world_size) == (0, 1)  # no torchrun: one process
+    ```
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"[rank {self.rank}/{self.world_size}]"
+
+
+def init(seed: int | None = None, *, watchdog_s: float = 600.0, backend: str | None = None) -> Mesh:
+    """Join the ranks that torchrun started; do nothing but choose device and seeds for one process.
+
+    Args:
+        seed: rank r seeds torch, numpy and random with `seed + r`, so that ranks draw different dropout masks;
+            the parameters come from rank 0 in any case. None leaves the generators alone.
+        watchdog_s: seconds after which a wait for another rank is an error.
+        backend: "nccl" or "gloo"; by default NCCL where CUDA is available, else gloo.
+
+    Returns: the mesh. End with `torch.distributed.destroy_process_group()` where there are several ranks.
+
+    Raises:
+        RuntimeError: a torchrun variable is missing or is no number.
+
+    Collective: the rendezvous of the process group; every rank must call.
+
+    ```python
+    import zeroshard as zs
+
+    mesh = zs.init(seed=0)
+    assert mesh.world_size >= 1
+    ```
+    """
+    world_size = _read_int("WORLD_SIZE", 1)
+    if world_size > 1 and not dist.is_initialized():
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise RuntimeError(
+                f"WORLD_SIZE is {world_size}, but {', '.join(missing)} is not set. Start the ranks with "
+                f"`torchrun --nproc-per-node {world_size} your_script.py`, or unset WORLD_SIZE for one process."
+            )
+        backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        if _read_int("LOCAL_WORLD_SIZE", 0) == world_size:
+            # All ranks share this host: loopback always works, a host name may resolve to an address that does not.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(backend, timeout=timedelta(seconds=watchdog_s))
+    mesh = current_mesh()
+    if mesh.device.type == "cuda":
+        torch.cuda.set_device(mesh.device)
+    if seed is not None:
+        torch.manual_seed(seed + mesh.rank)
+        np.random.seed((seed + mesh.rank) % 2**32)
+        random.seed(seed + mesh.rank)
+    return mesh
+
+
+def current_mesh() -> Mesh:
+    """Return the mesh of the default process group, or of this one process where there is none."""
+    is_joined = dist.is_available() and dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
+    local_rank = _read_int("LOCAL_RANK", 0)
+    uses_cuda = torch.cuda.is_available() and (not is_joined or "nccl" in dist.get_backend())
+    return Mesh(rank, world_size, local_rank, torch.device("cuda", local_rank) if uses_cuda else torch.device("cpu"))
+
+
+def _read_int(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise RuntimeError(
+            f"The environment variable {name} must be a number, as torchrun sets it; got {text!r}."
+        ) from None

@@ -1,0 +1,308 @@
+"""The user's optimizer on shards: the same object, with this rank's slices in its groups.
+
+Owns the exchange of entries, the agreement before an update and what follows it, and which optimizers may be cut at
+all. It must not know passes or hooks on modules. Read `core/gradient.py` (`MasterSlice`) first.
+
+Note: why slices of parameters, and not one flat tensor
+    A parameter that nobody used must be skipped (torch decays and counts a step for zeros), and groups tell parameters
+    apart by name or shape. Each group so keeps its length and order, and an entry may have 0 elements; torch's fused,
+    foreach and loop updates all accept that.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+
+from zeroshard.core.buffer import flatten
+from zeroshard.core.comm import Pending
+from zeroshard.core.engine import Engine
+from zeroshard.core.gradient import MasterSlice
+from zeroshard.core.parameter import Slot, slot_of
+from zeroshard.core.unit import Unit
+
+__all__ = ["ELEMENTWISE", "ShardedOptimizer", "admit", "is_cut", "state_cost"]
+
+Tensor = torch.Tensor
+
+ELEMENTWISE = frozenset(
+    ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"]
+)
+"""Classes of torch.optim whose update of an element depends on that element alone."""
+
+
+def admit(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
+    """Raise unless the optimizer's update may be cut into slices.
+
+    Torch's own element-wise optimizers are known. Another is tried: three steps on a small matrix, whole and in slices,
+    must agree bit for bit.
+
+    Raises:
+        ValueError: the update is not element-wise, or can not be tried.
+    """
+    cls = type(optimizer)
+    if elementwise or (cls.__module__.startswith("torch.optim") and cls.__name__ in ELEMENTWISE):
+        return
+    remedy = (
+        "Use one of "
+        + ", ".join(sorted(ELEMENTWISE))
+        + ", keep it with stage=0, or pass elementwise=True if its update of an "
+        "element depends on that element alone."
+    )
+    if elementwise is False:
+        raise ValueError(
+            f"{cls.__name__} was declared not element-wise (elementwise=False), so it can not be sharded. {remedy}"
+        )
+    try:
+        whole, parts = _probe(optimizer, (6, 4), [24]), _probe(optimizer, None, [7, 0, 12, 5])
+    except Exception as error:
+        raise ValueError(
+            f"{cls.__name__} is not known to be element-wise, and trying it on slices failed with "
+            f"{type(error).__name__}: {error}. {remedy}"
+        ) from error
+    if not torch.equal(whole, parts):
+        count = int((whole != parts).sum())
+        raise ValueError(
+            f"{cls.__name__} is not element-wise: after three steps {count} of {whole.numel()} elements differ between "
+            "a whole "
+            f"matrix and slices of it, so sharding would change the training. {remedy}"
+        )
+
+
+def _probe(optimizer: torch.optim.Optimizer, shape: tuple[int, ...] | None, numels: Sequence[int]) -> Tensor:
+    """Run three steps of a fresh optimizer of the same class on 24 elements, cut into `numels`; return the elements."""
+    values = torch.linspace(-1.0, 2.0, 24)
+    parts = [
+        torch.nn.Parameter((part.reshape(shape) if shape else part).clone()) for part in values.split(list(numels))
+    ]
+    fresh = _rebuild(optimizer, parts)
+    for step in range(3):
+        grads = torch.sin(torch.arange(24.0) * (step + 1)).split(list(numels))
+        for part, grad in zip(parts, grads, strict=True):
+            part.grad = grad.reshape(part.shape).clone()
+        fresh.step()
+    return torch.cat([part.detach().flatten() for part in parts])
+
+
+def state_cost(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
+    """Return (state elements for each element, bytes of counters for each parameter), found by a step, or None."""
+    part = torch.nn.Parameter(torch.zeros(3))
+    try:
+        fresh = _rebuild(optimizer, [part])
+        part.grad = torch.ones(3)
+        fresh.step()
+    except Exception:  # a prediction is not worth an error: the caller says that it has none
+        return None
+    values = [value for value in fresh.state[part].values() if isinstance(value, Tensor)]
+    return sum(v.numel() == 3 for v in values), sum(v.nbytes for v in values if v.numel() != 3)
+
+
+def _rebuild(optimizer: torch.optim.Optimizer, parts: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return a new optimizer of the same class and hyper-parameters on other parameters."""
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    # Some classes put more into their defaults than their constructor takes (AdamW: decoupled_weight_decay).
+    defaults = {key: value for key, value in optimizer.defaults.items() if takes_all or key in accepted}
+    return type(optimizer)(parts, **defaults)
+
+
+@final
+class ShardedOptimizer:
+    """One optimizer of a sharded model.
+
+    Args:
+        index: place among the model's optimizers; the same on every rank.
+    """
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, index: int) -> None:
+        self._engine, self.optimizer, self._index = engine, optimizer, index
+        self.state_cost = state_cost(optimizer)
+        self._steps = 0
+        self._set_aside: dict[Tensor, dict[str, Any]] | None = None
+        for group in optimizer.param_groups:
+            self._exchange(group)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_state_dict_pre_hook(self._before_save)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        self._add_plain = optimizer.add_param_group
+        optimizer.add_param_group = self._add_group  # type: ignore[method-assign, assignment]
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """This rank's slices, in the order of groups and entries."""
+        return [entry for group in self.optimizer.param_groups for entry in group["params"]]
+
+    def _exchange(self, group: dict[str, Any]) -> None:
+        """Put slices in the place of the model's parameters, and cut the state that they have already."""
+        masters = []
+        for parameter in group["params"]:
+            slot = slot_of(parameter)
+            if slot.has_master:
+                raise ValueError(
+                    f"Parameter '{slot.name}' is in more than one group or optimizer; each may update it once."
+                )
+            slot.has_master = True
+            slot.bucket.has_states = True
+            master = make_master(slot)
+            masters.append(master)
+            if parameter in self.optimizer.state:
+                self.optimizer.state[master] = self._cut(slot, self.optimizer.state.pop(parameter))
+        group["params"] = masters
+
+    def _add_group(self, group: dict[str, Any]) -> None:
+        params = group["params"]
+        group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        for parameter in group["params"]:
+            if "_zeroshard" not in getattr(parameter, "__dict__", {}):
+                raise ValueError(
+                    f"add_param_group: a parameter of shape {tuple(parameter.shape)} is not in the sharded model, so "
+                    "it would not be "
+                    "reduced. Add it to the model before zs.shard(), or give it to an optimizer of its own."
+                )
+        self._add_plain(group)
+        self._exchange(self.optimizer.param_groups[-1])
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("closure") is not None or any(arg is not None for arg in args[1:]):
+            raise RuntimeError(
+                f"{self._engine.mesh} {type(optimizer).__name__}.step(closure) is not supported on shards: a closure "
+                "runs passes inside "
+                "the update. Compute the loss and call backward() before step()."
+            )
+        if self._engine.gathered is not None:
+            raise RuntimeError(f"{self._engine.mesh} optimizer.step() under gathered(): leave the context first.")
+        self._engine.complete()
+        self._engine.check_reduced("optimizer.step()")
+        self._engine.order.barrier(f"step {self._steps} of optimizer {self._index} ({type(optimizer).__name__})")
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._steps += 1
+        engine = self._engine
+        touched = [slot_of(master) for master in self.masters]
+        buckets = {id(slot.bucket): slot.bucket for slot in touched}
+        for bucket in buckets.values():
+            bucket.updates += 1
+        numbers = sorted({slot.unit for slot in touched if slot.bucket.is_published})
+        number = engine.order.next_tag()
+
+        def start(unit: Unit) -> list[Pending]:
+            what = f"the updated parameters of {unit} after step {self._steps}"
+            published = [bucket for bucket in unit.buckets if bucket.is_published]
+            return [engine.comm.gather(bucket.full, unit.tag(bucket, number), what) for bucket in published]
+
+        engine.order.publish(numbers, start)
+        # Saved tensors of parameters that stay whole are checked by autograd itself.
+        whole = [
+            p for unit in engine.units if unit.is_whole for p in unit.parameters if id(slot_of(p).bucket) in buckets
+        ]
+        torch.autograd.graph.increment_version(whole)
+
+    # -- whole states -----------------------------------------------------------------------------------------------
+
+    def _before_save(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._engine.gathered is None or not self._engine.gathered.states:
+            raise RuntimeError(
+                f"{self._engine.mesh} optimizer.state_dict() here would hold this rank's slices only. Use "
+                "`with zero.gathered(states=True):` around it, on every rank, or zero.save(path) for a checkpoint."
+            )
+
+    def _before_load(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        gathered = self._engine.gathered
+        if gathered is None or not (gathered.states and gathered.writeback):
+            raise RuntimeError(
+                f"{self._engine.mesh} optimizer.load_state_dict() here would not reach the shards. Use "
+                "`with zero.gathered(states=True, writeback=True):` around it, on every rank, or zero.load(path)."
+            )
+
+    def expand(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+        """Put the model's parameters and their whole states into the groups. Collective: all-gather of each state."""
+        whole = self._gather_states()
+        self._set_aside = dict(self.optimizer.state)
+        self._masters = [list(group["params"]) for group in self.optimizer.param_groups]
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = [parameters[slot_of(master).name] for master in group["params"]]
+        for name, state in whole.items():
+            self.optimizer.state[parameters[name]] = state
+
+    def contract(self, *, writeback: bool) -> None:
+        """Put the slices back, with the states they had, or with slices of what the whole states are now."""
+        changed = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        assert self._set_aside is not None
+        for group, masters in zip(self.optimizer.param_groups, self._masters, strict=True):
+            for parameter, master in zip(group["params"], masters, strict=True):
+                if writeback and parameter in changed:
+                    self.optimizer.state[master] = self._cut(slot_of(master), changed[parameter])
+                elif not writeback and master in self._set_aside:
+                    self.optimizer.state[master] = self._set_aside[master]
+            group["params"] = masters
+        self._set_aside = None
+
+    def whole_states(self) -> list[tuple[str, Tensor]]:
+        """Return (name, tensor) of the expanded states in a fixed order."""
+        found = []
+        for parameter in self.masters:
+            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, Tensor):
+                    found.append((f"{slot_of(parameter).name}/{key}", value))
+        return found
+
+    def _gather_states(self) -> dict[str, dict[str, Any]]:
+        by_bucket: dict[int, list[Tensor]] = {}
+        whole: dict[str, dict[str, Any]] = {}
+        for master in self.masters:
+            slot, state = slot_of(master), self.optimizer.state.get(master)
+            if state is not None:
+                by_bucket.setdefault(slot.bucket.number, []).append(master)
+                whole[slot.name] = {key: value for key, value in state.items() if not is_cut(key, value, master)}
+        for masters in by_bucket.values():
+            keys = {key for m in masters for key, value in self.optimizer.state[m].items() if is_cut(key, value, m)}
+            for key in sorted(keys):
+                for slot, value in self._gather_state(key, [m for m in masters if key in self.optimizer.state[m]]):
+                    whole[slot.name][key] = value
+        return whole
+
+    def _gather_state(self, key: str, masters: list[Tensor]) -> list[tuple[Slot, Tensor]]:
+        bucket = slot_of(masters[0]).bucket
+        dtype = self.optimizer.state[masters[0]][key].dtype
+        full = torch.zeros(bucket.layout.full_numel, dtype=dtype, device=bucket.device)
+        for master in masters:
+            start, stop = bucket.master_range(slot_of(master).index)
+            full[start:stop] = self.optimizer.state[master][key]
+        if not bucket.states_are_whole and full.numel():
+            what = f"the state '{key}' of {bucket.name}"
+            self._engine.comm.gather(full, self._engine.order.next_tag() << 15, what, kind="state").wait()
+        views = bucket.grads.views_of(full)
+        return [(slot_of(m), views[slot_of(m).index].clone(memory_format=torch.preserve_format)) for m in masters]
+
+    def _cut(self, slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the part of a parameter's whole state that belongs to this rank's slice."""
+        bucket, index = slot.bucket, slot.index
+        start, stop = bucket.master_range(index)
+        offset = bucket.layout.offsets[index]
+        first, last = (start - offset, stop - offset) if stop > start else (0, 0)
+        cut = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and key != "step" and tuple(value.shape) == bucket.shapes[index]:
+                value = flatten(value, bucket.shapes[index], bucket.strides[index])[first:last].clone()
+            cut[key] = value
+        return cut
+
+
+def make_master(slot: Slot) -> MasterSlice:
+    """Return the optimizer's entry for a parameter: a view of this rank's part of its master values."""
+    master = torch.nn.Parameter(slot.bucket.master(slot.index))
+    master.__class__ = MasterSlice
+    master.__dict__["_zeroshard"] = slot
+    assert isinstance(master, MasterSlice)
+    return master
+
+
+def is_cut(key: str, value: Any, master: Tensor) -> bool:
+    """Tell whether a state is one number for each element of the slice; a step counter is 0-d and common to all."""
+    return isinstance(value, Tensor) and key != "step" and value.shape == master.shape

@@ -1,0 +1,330 @@
+"""Passes: in which order ranks communicate, agreed in the first pass of a kind and followed from then on.
+
+Owns the pass under way, the records of past ones and the rounds in which ranks agree. It turns the schedule's actions
+into calls on units and events in the trace. It must not know hooks, parameters or the optimizer. Read
+`core/schedule.py` first.
+
+Note: rounds
+    In a round every rank states what it wants next as one number, and learns the smallest. Numbers of gathers lie below
+    those of reductions, and these below barriers, so all ranks serve the earliest request together and ask again, until
+    each has what it asked for. A barrier passes when all ranks stand at it; if they stand at different ones, that is
+    the program's error, and each rank raises with everybody's place.
+Note: leaving the record
+    A rank that needs what the record does not foresee issues all that is left of the record, so that nobody waits for
+    it, and asks in rounds; the other ranks follow the record to its end and serve those requests there. The pass is
+    slow and right, and what it needed is in the record of the next.
+"""
+
+import zlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from zeroshard.core.comm import Comm, Pending
+from zeroshard.core.errors import RankMismatchError
+from zeroshard.core.schedule import Action, Mark, Record, Schedule, replay
+from zeroshard.core.trace import Event, Trace
+from zeroshard.core.unit import Reduction, Unit
+
+__all__ = ["Order", "Pass"]
+
+BARRIER = 1 << 40
+"""Numbers from here on are barriers; below, requests for a unit."""
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass
+class Pass:
+    """One pass under way. `key` names its kind: passes with equal keys share a record."""
+
+    phase: Phase
+    key: Hashable
+    number: int
+    reduces: bool
+    schedule: Schedule
+    is_first: bool
+    marks: list[Mark] = field(default_factory=list)
+    agreed: list[tuple[str, int, bool]] = field(default_factory=list)
+    expected: set[int] = field(default_factory=set)
+    """Units that this rank will still need in this pass: a gather that it served for others is kept for it."""
+
+    def __str__(self) -> str:
+        return f"{self.phase} pass {self.number}"
+
+
+class Order:
+    """The passes of one model.
+
+    Args:
+        units: all units; their numbers are their places in the list.
+        comm: the model's collectives.
+    """
+
+    def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
+        self._units, self._comm = units, comm
+        self.current: Pass | None = None
+        self.steps = 0
+        self.has_stepped = False
+        self.trace = Trace(self._predict)
+        self._records: dict[Hashable, Record] = {}
+        self._count = 0
+        self._in_flight: list[Reduction] = []
+        self._tails: list[Pending] = []
+        self._done: list[tuple[Phase, Hashable, list[Mark]] | int] = []
+        self._last_step: list[tuple[Phase, Hashable, list[Mark]] | int] = []
+
+    # -- one pass ---------------------------------------------------------------------------------------------------
+
+    def open(self, phase: Phase, key: Hashable, *, reduces: bool = False, expected: set[int] | None = None) -> Pass:
+        """Begin a pass; the one before must be closed."""
+        self._begin_step()
+        self._count += 1
+        record = self._records.get(key)
+        schedule = Schedule(record or Record())
+        self.current = Pass(phase, key, self._count, reduces, schedule, record is None, expected=expected or set())
+        return self.current
+
+    def need(self, unit: int) -> None:
+        """Return when `unit` is whole. Collective: in agreement or by record; other ranks take part in any case."""
+        pass_ = self._open_pass()
+        if pass_.schedule.whole.get(unit):
+            self._units[unit].wait()
+            return
+        pass_.marks.append(("need", unit))
+        actions = pass_.schedule.need(unit)
+        if actions is None:
+            # Released too early, or passed over: the next pass of this kind keeps it.
+            is_again = unit in pass_.schedule.issued
+            self._do(pass_.schedule.flush())
+            self._ask("gather", unit, is_again)
+            pass_.schedule.grant(unit)
+        else:
+            self._do(actions)
+        self._units[unit].wait()
+
+    def leave(self, unit: int) -> None:
+        """Note that this rank needs `unit` no more for now."""
+        pass_ = self._open_pass()
+        pass_.expected.discard(unit)
+        pass_.marks.append(("leave", unit))
+        self._do(pass_.schedule.leave(unit))
+
+    def land(self, unit: int) -> None:
+        """Note that all gradients of `unit` that this rank will have are staged."""
+        pass_ = self._open_pass()
+        if not pass_.reduces:
+            return
+        pass_.marks.append(("land", unit))
+        if pass_.is_first:
+            if self._units[unit].has_stage:
+                self._ask("reduce", unit, False)
+        else:
+            self._do(pass_.schedule.land(unit))
+
+    def close(self) -> None:
+        """Complete the pass on all ranks: the rest of the record, what was not foreseen, and who used what.
+
+        Collective: every rank that opened the pass must close it.
+        """
+        pass_ = self._open_pass()
+        pass_.marks.append(("close", 0))
+        self._do(pass_.schedule.close())
+        if pass_.reduces:
+            # The same order on all ranks in which backward passes meet units: last first.
+            for unit in reversed(range(len(self._units))):
+                if self._units[unit].has_stage:
+                    self._ask("reduce", unit, False)
+        self._agree_on_use(pass_)
+        for reduction in self._in_flight:
+            self._finish(reduction)
+        self._in_flight = []
+        for tail in self._tails:
+            tail.wait()
+        self._tails = []
+        self._records[pass_.key] = self._merge(pass_)
+        self._done.append((pass_.phase, pass_.key, pass_.marks))
+        self.current = None
+
+    def _agree_on_use(self, pass_: Pass) -> None:
+        """Wait until no rank needs this pass any more; agree on which parameters some rank used."""
+        if not pass_.reduces:
+            if any(not unit.is_whole for unit in self._units):
+                self.barrier(f"the end of {pass_}")
+            return
+        grads = [bucket.grads for unit in self._units for bucket in unit.buckets]
+        mine = [flag for g in grads for flag in g.landed]
+        if self.barrier(f"the end of {pass_}", zlib.crc32(bytes(mine))):
+            agreed = mine
+        else:
+            # Used by some rank is "not unused by all": a minimum over ranks of the negated flags.
+            agreed = [
+                not unused for unused in self._comm.agree([int(not flag) for flag in mine], "the used parameters")
+            ]
+        flags = iter(agreed)
+        for g in grads:
+            g.used = [was or next(flags) for was in g.used]
+            g.landed = [False] * len(g.landed)
+
+    def _merge(self, pass_: Pass) -> Record:
+        """Return the record for the next pass of this kind, from agreed requests only, so that ranks have the same."""
+        record = self._records.get(pass_.key, Record())
+        gathers, reduces, pinned = list(record.gathers), list(record.reduces), set(record.pinned)
+        for kind, unit, is_again in pass_.agreed:
+            if kind == "reduce":
+                # A reduction that came too early for some rank is due later from now on.
+                reduces = [u for u in reduces if u != unit] + [unit]
+            elif unit not in gathers:
+                gathers.insert(len(gathers) if pass_.is_first else _place_of(unit, gathers, pass_.phase), unit)
+            elif is_again or pass_.is_first:
+                pinned.add(unit)
+        return Record(tuple(gathers), tuple(reduces), frozenset(pinned))
+
+    # -- rounds -----------------------------------------------------------------------------------------------------
+
+    def barrier(self, place: str, payload: int = 0) -> bool:
+        """Wait until all ranks stand at `place`, serving their requests; tell whether all brought the same payload.
+
+        Raises:
+            RankMismatchError: ranks stand at different places.
+        Collective: all-reduce of 32 bytes; every rank must call.
+        """
+        number = BARRIER + zlib.crc32(place.encode())
+        while True:
+            low, high, first, last = self._round(number, payload, place)
+            if low >= BARRIER:
+                if low != -high:
+                    self._raise_mismatch(place)
+                return first == -last
+            self._serve(low, place)
+
+    def _ask(self, kind: Literal["gather", "reduce"], unit: int, is_again: bool) -> None:
+        """Serve requests of all ranks, earliest first, until it is this one's turn."""
+        number = self._number(kind, unit, is_again)
+        what = f"{kind} of {self._units[unit]} in {self._open_pass()}"
+        while True:
+            low = self._round(number, 0, what)[0]
+            if low // 2 == number // 2:
+                self._serve(low, what, is_own=True)
+                return
+            self._serve(low, what)
+
+    def _round(self, number: int, payload: int, what: str) -> list[int]:
+        return self._comm.agree([number, -number, payload, -payload], what)
+
+    def _number(self, kind: str, unit: int, is_again: bool) -> int:
+        count = len(self._units)
+        # The root comes first in both directions: it is needed throughout.
+        place = unit if self._open_pass().phase == "forward" or unit == 0 else count - unit
+        return 2 * (place + (count if kind == "reduce" else 0)) + (not is_again)
+
+    def _serve(self, number: int, what: str, *, is_own: bool = False) -> None:
+        """Take part in the request with this number, which all ranks serve now."""
+        pass_ = self.current
+        if pass_ is None:
+            self._raise_mismatch(what)
+            return
+        count = len(self._units)
+        kind: Literal["gather", "reduce"] = "gather" if number // 2 < count else "reduce"
+        place = number // 2 % count
+        unit = place if pass_.phase == "forward" or place == 0 else count - place
+        pass_.agreed.append((kind, unit, number % 2 == 0))
+        if kind == "reduce":
+            self._do([("reduce", unit)])
+        elif is_own or unit in pass_.schedule.whole:
+            self._do([("gather", unit)])
+        elif unit in pass_.expected:
+            pass_.schedule.grant(unit, is_used=False)
+            self._do([("gather", unit)])
+        else:
+            self._do([("gather", unit), ("release", unit)])
+
+    def _raise_mismatch(self, place: str) -> None:
+        places = self._comm.texts(place, "the places of all ranks")
+        lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(places))
+        raise RankMismatchError(
+            f"{self._comm.mesh} Ranks are at different places of the program:\n{lines}\nAll ranks must make the same "
+            "passes, norms "
+            "and steps in the same order. To evaluate or generate on one rank only, enter `with zero.gathered():` on "
+            "all ranks."
+        )
+
+    # -- actions ----------------------------------------------------------------------------------------------------
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        pass_ = self._open_pass()
+        for kind, number in actions:
+            unit = self._units[number]
+            self.trace.add(self._event(pass_.phase, pass_.key, kind, number))
+            if kind == "gather":
+                unit.start_gather(self._comm, pass_.number, str(pass_))
+            elif kind == "release":
+                unit.release()
+            else:
+                while self._in_flight:
+                    self._finish(self._in_flight.pop(0))
+                self._in_flight.append(unit.start_reduce(self._comm, pass_.number, str(pass_)))
+
+    def _finish(self, reduction: Reduction) -> None:
+        self._tails += reduction.finish()
+
+    def _open_pass(self) -> Pass:
+        assert self.current is not None, "the engine asked for a unit outside a pass"
+        return self.current
+
+    # -- steps and the trace ----------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        if self.has_stepped:
+            self.steps += 1
+            self.has_stepped = False
+            self._last_step, self._done = self._done, []
+
+    def publish(self, numbers: Sequence[int], start: Callable[[Unit], list[Pending]]) -> None:
+        """End an update: send the updated parameters of `numbers` where ranks keep them whole; count the step."""
+        pending = []
+        for number in numbers:
+            self.trace.add(self._event("step", None, "publish", number))
+            pending += start(self._units[number])
+            self._done.append(number)
+        for one in pending:
+            one.wait()
+        self.trace.add(Event(self.steps, "step", "step", "", 0))
+        self._done.append(-1)
+        self.has_stepped = True
+
+    def next_tag(self) -> int:
+        """Return a number that the messages of the next publication carry."""
+        self._count += 1
+        return self._count
+
+    def _event(self, phase: str, key: Hashable, kind: str, number: int, *, is_next: bool = False) -> Event:
+        unit = self._units[number]
+        pinned = self._records[key].pinned if kind == "gather" and key in self._records else frozenset()
+        return Event(self.steps + is_next, phase, kind, unit.name, unit.sent_bytes(kind), number in pinned)
+
+    def _predict(self) -> list[Event]:
+        done = self._done if self.has_stepped else self._last_step
+        if not done:
+            raise RuntimeError("No step has been made yet: the first one is what the prediction is made from.")
+        events: list[Event] = []
+        for item in done:
+            if isinstance(item, int):
+                # -1 ends an update; any other number is a unit that was published.
+                is_end = item < 0
+                name, nbytes = ("", 0) if is_end else (self._units[item].name, self._units[item].sent_bytes("publish"))
+                step = self.steps + self.has_stepped
+                events.append(Event(step, "step", "step" if is_end else "publish", name, nbytes))
+            else:
+                phase, key, marks = item
+                actions = replay(self._records[key], marks)
+                events += [self._event(phase, key, kind, unit, is_next=self.has_stepped) for kind, unit in actions]
+        return events
+
+
+def _place_of(unit: int, gathers: list[int], phase: Phase) -> int:
+    """Return where in a recorded order a unit belongs that the record did not hold: by its number."""
+    for place, other in enumerate(gathers):
+        if other != 0 and (other > unit if phase == "forward" else other < unit):
+            return place
+    return len(gathers)

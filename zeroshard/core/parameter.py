@@ -1,0 +1,186 @@
+"""The parameter objects of a sharded model: the user's own, of a class that never lets a wrong value be read.
+
+Owns the two classes a sharded parameter changes between and what each answers. It must not know passes: it asks its
+`Slot`'s engine for the unit. Read `core/buffer.py` (where the bytes are) and `core/gradient.py` (what `.grad` is)
+first.
+
+Note: two classes
+    While its values are there a parameter is a `ShardedParameter`: `__torch_function__` is disabled, so operations run
+    as on any parameter; only `grad` and `data` are Python properties. While the storage is empty it is a
+    `ReleasedParameter`, where every operation that would read values first has them gathered (inside a pass) or raises.
+    Changing the class of an object keeps its identity, so optimizers, hooks and user code that hold it stay right.
+    Reading a tensor without storage crashes the process on CPU, so nothing may reach it in that state.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast, final
+from weakref import ReferenceType
+
+import torch
+
+from zeroshard.core import gradient
+
+if TYPE_CHECKING:
+    from zeroshard.core.buffer import Bucket
+    from zeroshard.core.engine import Engine
+
+__all__ = ["ReleasedParameter", "ShardedParameter", "Slot", "slot_of"]
+
+Tensor = torch.Tensor
+
+METADATA = frozenset(  # noqa: SIM905 - one word a line would be a page
+    """
+    __dir__ __hash__ __len__ _backward_hooks _base _is_view _post_accumulate_grad_hooks _version dense_dim device
+    dim dtype element_size get_device grad_dtype grad_fn has_names is_complex is_contiguous is_cpu is_cuda
+    is_floating_point is_inference is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_same_size is_shared
+    is_sparse is_sparse_csr is_xpu itemsize layout names nbytes ndim nelement numel output_nr register_hook
+    register_post_accumulate_grad_hook requires_grad requires_grad_ retains_grad shape size sparse_dim
+    storage_offset stride volatile
+    """.split()
+)
+"""Tensor attributes and methods that read no values, so that a released parameter answers them."""
+
+
+@final
+class Slot:
+    """Where one parameter lives: its bucket and its place there. Held by the parameter object itself."""
+
+    __slots__ = ("bucket", "engine", "grad_view", "has_master", "index", "master_grad", "name", "unit")
+
+    def __init__(self, name: str, unit: int, bucket: "Bucket", index: int, engine: "ReferenceType[Engine]") -> None:
+        self.name, self.unit, self.bucket, self.index, self.engine = name, unit, bucket, index, engine
+        self.has_master = False
+        self.grad_view: Tensor | None = None
+        self.master_grad: Tensor | None = None
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether there is a gradient: some rank used the parameter, or this one did and it was not reduced yet."""
+        grads = self.bucket.grads
+        return grads.used[self.index] or grads.staged[self.index]
+
+
+def slot_of(parameter: Tensor) -> Slot:
+    """Return the slot of a sharded parameter or of its master slice."""
+    return cast(Slot, parameter.__dict__["_zeroshard"])
+
+
+class ShardedParameter(torch.nn.Parameter):
+    """A parameter whose values are in its unit's bucket right now."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient: a tensor where every rank keeps it whole, else a `LogicalGradient` of the same shape."""
+        return gradient.read(slot_of(self))
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        gradient.assign(slot_of(self), value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        gradient.assign(slot_of(self), None)
+
+    @property
+    def data(self) -> Tensor:
+        """The values, without autograd."""
+        return _raw_data(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        name = slot_of(self).name
+        raise RuntimeError(
+            f"The data of the sharded parameter '{name}' can not be replaced (got {tuple(value.shape)}, {value.dtype}, "
+            f"{value.device}): its bytes are a view of its unit's bucket. This is what model.to(), half() and "
+            "assigning p.data "
+            "do. Convert and move the model before zs.shard(); to change values: `with zero.gathered(writeback=True):` "
+            "and an "
+            "in-place operation such as p.copy_(...) under torch.no_grad()."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        copied = torch.nn.Parameter(_plain_copy(self), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = torch.nn.Parameter(_plain_copy(self), self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        slot = slot_of(self)
+        return f"ShardedParameter('{slot.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class ReleasedParameter(ShardedParameter):
+    """A parameter whose values are spread over the ranks right now."""
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _name_of(func) not in METADATA:
+            for parameter in _released_in((args, kwargs)):
+                _demand(parameter, _name_of(func))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @property
+    def data(self) -> Tensor:
+        """The values, gathered on demand inside a pass; outside it raises."""
+        _demand(self, "data")
+        return _raw_data(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        ShardedParameter.data.fset(self, value)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        _demand(self, "deepcopy")
+        return super().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _demand(self, "pickle")
+        return super().__reduce_ex__(protocol)
+
+
+def _demand(parameter: Tensor, what: str) -> None:
+    """Have the parameter's unit gathered for an open pass, or raise."""
+    slot = slot_of(parameter)
+    engine = slot.engine()
+    if engine is None or not engine.demand(slot.unit):
+        where = engine.mesh if engine is not None else "[its engine is gone]"
+        raise RuntimeError(
+            f"{where} Parameter '{slot.name}' {tuple(parameter.shape)} is sharded and its values are released here, so "
+            f"`{what}` can not read them. Use `with zero.gathered():` around the code that reads parameters "
+            "(`writeback=True` to change them); every rank must enter it. Move, convert or initialize the model before "
+            "zs.shard()."
+        )
+
+
+def _released_in(value: Any) -> list[Tensor]:
+    if isinstance(value, ReleasedParameter):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [p for item in value for p in _released_in(item)]
+    if isinstance(value, dict):
+        return [p for item in value.values() for p in _released_in(item)]
+    return []
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    name: str = getattr(func, "__name__", str(func))
+    # A property's getter and setter arrive as methods of its descriptor, which carries the property's name.
+    return func.__self__.__name__ if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
+
+
+def _raw_data(parameter: Tensor) -> Tensor:
+    data: Tensor = torch.Tensor.data.__get__(parameter)  # type: ignore[attr-defined]
+    return data
+
+
+def _plain_copy(parameter: Tensor) -> Tensor:
+    with torch.no_grad():
+        return _raw_data(parameter).clone()

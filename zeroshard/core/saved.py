@@ -1,0 +1,78 @@
+"""Gather on unpack: why backward never sees a released parameter.
+
+Owns the pair of saved-tensor hooks around each outermost forward pass. Every tensor that autograd saves from a bucket
+is packed with its unit, and unpacking has the unit gathered first; this holds for whatever graph the user builds, where
+hooks on gradients are only hints. These hooks switch off autograd's own version check, so both kinds of tensor carry
+what is needed to check it here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroshard.core.buffer import Bucket
+
+__all__ = ["SavedTensors"]
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class _FromBucket:
+    tensor: Tensor
+    unit: int
+    bucket: Bucket
+    updates: int
+
+
+@dataclass(slots=True)
+class _Other:
+    tensor: Tensor
+    version: int
+
+
+class SavedTensors:
+    """The hooks of one model.
+
+    Args:
+        buckets: (unit, bucket) pairs whose storage comes and goes.
+        need: makes a unit whole; called while a backward pass unpacks.
+    """
+
+    def __init__(self, buckets: list[tuple[int, Bucket]], need: Callable[[int], None]) -> None:
+        self._by_storage = {bucket.full.untyped_storage()._cdata: (unit, bucket) for unit, bucket in buckets}
+        self._need = need
+
+    def context(self) -> Any:
+        """Return the context manager that packs what is saved inside it."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> _FromBucket | _Other:
+        found = self._by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        if found is None:
+            return _Other(tensor.detach(), tensor._version)
+        unit, bucket = found
+        return _FromBucket(tensor.detach(), unit, bucket, bucket.updates)
+
+    def _unpack(self, packed: _FromBucket | _Other) -> Tensor:
+        if isinstance(packed, _Other):
+            if packed.tensor._version != packed.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a {packed.tensor.dtype} tensor of shape {tuple(packed.tensor.shape)} is at version "
+                    f"{packed.tensor._version}; "
+                    f"the forward pass saved version {packed.version}. Clone it before changing it."
+                )
+            return packed.tensor
+        if packed.bucket.updates != packed.updates:
+            raise RuntimeError(
+                f"The parameters of '{packed.bucket.name}' changed {packed.bucket.updates - packed.updates} time(s) "
+                "between this forward "
+                "pass and its backward (an optimizer step or gathered(writeback=True)), so its gradients would be "
+                "wrong. "
+                "Call backward() before the step, or run the forward pass again."
+            )
+        self._need(packed.unit)
+        return packed.tensor

@@ -1,0 +1,45 @@
+"""The residency table: ZeRO's stages as rows of cells. The only place that knows a stage by its number.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.
+"""
+
+from types import MappingProxyType
+
+from zeroshard.core.residency import Residency, Sharded
+
+__all__ = ["DEFAULT_STAGE", "STAGES", "name_of_row", "row_of_stage"]
+
+STAGES = MappingProxyType(
+    {
+        0: Residency(),
+        1: Residency(states=Sharded()),
+        2: Residency(states=Sharded(), gradients=Sharded()),
+        3: Residency(states=Sharded(), gradients=Sharded(), parameters=Sharded()),
+    }
+)
+
+
+DEFAULT_STAGE = 3
+"""What `shard()` does where nothing is said: everything sharded."""
+
+
+def row_of_stage(stage: int) -> Residency:
+    """Return the row of `stage`.
+
+    Raises:
+        ValueError: there is no such stage.
+    """
+    if stage not in STAGES:
+        names = "; ".join(
+            f"{n}: states {r.states}, gradients {r.gradients}, parameters {r.parameters}" for n, r in STAGES.items()
+        )
+        raise ValueError(f"stage must be one of {sorted(STAGES)} ({names}); got {stage!r}.")
+    return STAGES[stage]
+
+
+def name_of_row(row: Residency) -> str:
+    """Return how a row is called: "stage 2", or its cells where no stage has them."""
+    for stage, known in STAGES.items():
+        if known == row:
+            return f"stage {stage}"
+    return f"states {row.states}, gradients {row.gradients}, parameters {row.parameters}"

@@ -1,0 +1,137 @@
+"""What the engine did: events in the order of issue, bytes by collective, bytes held by column.
+
+Owns records and counters only. The engine reports here; tests, the report and the planner read. Nothing in the engine
+decides by what is written here.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+__all__ = ["Event", "Ledger", "Memory", "Trace", "Traffic"]
+
+KEPT_STEPS = 3
+"""Steps whose events are kept, so that a long run does not grow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that the engine issued.
+
+    `kind` is "gather", "release", "reduce", "publish" (updated parameters sent after a step) or "step"; `phase` is
+    "forward", "backward" or "step"; `nbytes` is what this rank sends for it; `is_pinned` marks a unit that stays whole
+    to the end of its pass because it is used more than once (tied, nested or called again).
+    """
+
+    step: int
+    phase: str
+    kind: str
+    unit: str
+    nbytes: int
+    is_pinned: bool = False
+
+
+class Trace:
+    """Events of the last steps on this rank, and what `core/schedule.py` says the next step will issue.
+
+    ```python
+    import torch, zeroshard as zs
+
+    model = torch.nn.Linear(4, 2)
+    zero = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(1, 4)).sum().backward()
+    zero.optimizers[0].step()
+    assert zero.trace.events[-1].kind == "step"
+    assert sum(event.nbytes for event in zero.trace.events) == 0  # one rank sends nothing
+    ```
+    """
+
+    def __init__(self, predict: Callable[[], list[Event]]) -> None:
+        self._steps: deque[list[Event]] = deque([[]], maxlen=KEPT_STEPS)
+        self._predict = predict
+
+    @property
+    def events(self) -> list[Event]:
+        """Events of the last steps, oldest first."""
+        return [event for events in self._steps for event in events]
+
+    def step_events(self, step: int) -> list[Event]:
+        """Return the events of one step; empty if it is too long ago."""
+        return [event for event in self.events if event.step == step]
+
+    def predicted(self) -> list[Event]:
+        """Return the events that the next step will issue, in order, if its passes are like those of the last one.
+
+        Raises:
+            RuntimeError: no step has been made yet.
+        """
+        return self._predict()
+
+    def add(self, event: Event) -> None:
+        """Append an event; a new step number starts a new list."""
+        if self._steps[-1] and self._steps[-1][-1].step != event.step:
+            self._steps.append([])
+        self._steps[-1].append(event)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on this rank by column of the residency table, and two more.
+
+    Columns: "parameters", "gradients", "states" (with master weights where they are kept apart), "padding" (alignment,
+    and the optimizer's per-parameter step counters), "transient" (whole units, gradients on their way, wire buffers).
+
+    ```python
+    import torch, zeroshard as zs
+
+    model = torch.nn.Linear(16, 16, bias=False)
+    zero = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert zero.memory().resident_bytes["parameters"] == 16 * 16 * 4
+    ```
+    """
+
+    resident_bytes: dict[str, int]
+    """Bytes held now."""
+    peak_bytes: dict[str, int]
+    """The most held at once since `shard()`, each column by itself."""
+    predicted_bytes: dict[str, int]
+    """What the layout, the residency row and the schedule say: resident in training, and the peak for "transient"."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that this rank has sent since `shard()`, counted where they are sent.
+
+    Kinds: "gather" (parameters), "reduce" (gradients), "agree" (order, votes, norms), "start" (the first broadcast),
+    "state" (under `gathered`).
+
+    ```python
+    import torch, zeroshard as zs
+
+    model = torch.nn.Linear(4, 2)
+    zero = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert zero.traffic().predicted_step_bytes == 0  # one rank sends nothing
+    ```
+    """
+
+    sent_bytes: dict[str, int]
+    predicted_step_bytes: int
+    """Gathered and reduced bytes that a step with one micro-batch sends."""
+    steps: int
+
+
+@dataclass
+class Ledger:
+    """Bytes held in pools and whole units, now and at most."""
+
+    now: Counter[str] = field(default_factory=Counter)
+    peak: Counter[str] = field(default_factory=Counter)
+
+    def add(self, column: str, nbytes: int) -> None:
+        """Count `nbytes` more (or fewer, if negative) in `column`."""
+        self.note(column, self.now[column] + nbytes)
+
+    def note(self, column: str, nbytes: int) -> None:
+        """Set what is held in `column`."""
+        self.now[column] = nbytes
+        self.peak[column] = max(self.peak[column], nbytes)

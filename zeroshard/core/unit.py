@@ -1,0 +1,171 @@
+"""One unit: the parameters that are gathered and reduced together, and what happens to them in order of events.
+
+Owns the unit's buckets and the state of its gather. It decides nothing: `core/order.py` says when, `core/comm.py` how.
+
+Note: the life of a unit at stage 3
+    1. released: its storage is empty, its parameters are of the raising class.
+    2. `start_gather`: memory, the own shard, receives from the other ranks.
+    3. `wait`: the values are there; the parameters change to the quiet class. Modules compute.
+    4. `release`: the memory goes, the raising class comes back.
+    5. In backward the same again, while gradients land in the stage of each bucket.
+    6. `start_reduce`, and with the next unit's reduction or at the end of the pass, `Reduction.finish`: this rank's
+       shard of the sum is added to what is held.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from zeroshard.core.buffer import Bucket, Staged
+from zeroshard.core.comm import Comm, Pending
+from zeroshard.core.parameter import ReleasedParameter, ShardedParameter, Slot, slot_of
+
+__all__ = ["Reduction", "Unit"]
+
+
+@final
+class Reduction:
+    """The reduction of one unit under way."""
+
+    def __init__(self, unit: "Unit", comm: Comm, number: int, where: str) -> None:
+        self._unit, self._comm, self._number = unit, comm, number
+        self._what = f"the reduction of {unit} in {where}"
+        self._pending: list[tuple[Bucket, Staged, Pending]] = []
+        for bucket in unit.reducible():
+            if bucket.layout.full_numel:
+                staged = bucket.grads.take_stage()
+                pending = comm.reduce(staged.full, unit.scale, unit.tag(bucket, number), self._what)
+                self._pending.append((bucket, staged, pending))
+
+    def finish(self) -> list[Pending]:
+        """Add the sums to what is held; return what gathers them where every rank needs them whole."""
+        tails = []
+        for bucket, staged, pending in self._pending:
+            pending.wait()
+            held = bucket.grads.add_reduced(staged)
+            if bucket.grads.sums_are_whole and self._comm.mesh.world_size > 1:
+                tails.append(self._comm.gather(held, self._unit.tag(bucket, self._number), self._what, kind="reduce"))
+        return tails
+
+
+@final
+class Unit:
+    """Parameters that travel together.
+
+    Args:
+        number: place among the model's units; 0 is the root.
+        name: the module's name, "" for the root.
+        scale: what sums of gradients are multiplied by.
+    """
+
+    def __init__(self, number: int, name: str, buckets: Sequence[Bucket], world_size: int, scale: float) -> None:
+        self.number, self.name, self.buckets, self.scale = number, name, list(buckets), scale
+        self.parameters: list[torch.nn.Parameter] = []
+        self.is_whole = all(bucket.is_whole for bucket in buckets)
+        self._world_size = world_size
+        self.is_open = self.is_whole
+        """Whether its parameters have memory; the values may still be on their way."""
+        self._pending: list[Pending] = []
+        self.calls = 0
+        """Calls with gradients whose backward has not come to its end."""
+        self.users = 0
+        """Modules that compute with the unit right now."""
+        self.landed = 0
+        """Gradients that came in this pass."""
+        self.has_end_hint = False
+        self.is_recomputed = False
+
+    def __str__(self) -> str:
+        return f"unit '{self.name}'" if self.name else "the root unit"
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(bucket.layout.numel for bucket in self.buckets)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the buckets that are gathered, padding included."""
+        return sum(b.layout.full_numel * b.dtype.itemsize for b in self.buckets if not b.is_whole)
+
+    @property
+    def has_stage(self) -> bool:
+        """Whether this rank has gradients of the unit that were not reduced yet."""
+        return any(bucket.grads.has_stage for bucket in self.reducible())
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The slots of its parameters, in registration order."""
+        return [slot_of(p) for p in self.parameters]
+
+    def reducible(self) -> list[Bucket]:
+        """Return the buckets with a parameter that wants gradients now; the same on every rank."""
+        wanted = {id(slot_of(p).bucket) for p in self.parameters if p.requires_grad}
+        return [bucket for bucket in self.buckets if id(bucket) in wanted]
+
+    def tag(self, bucket: Bucket, number: int) -> int:
+        """Return what marks the messages of `bucket` in pass `number`: 15 bits of each, since tags are 32-bit."""
+        return (number % (1 << 15)) << 15 | bucket.number % (1 << 15)
+
+    def sent_bytes(self, kind: str) -> int:
+        """Return the bytes that this rank sends for one event of `kind`."""
+        peers = self._world_size - 1
+        if kind == "gather":
+            return sum(b.layout.shard_numel * b.dtype.itemsize * peers for b in self.buckets if not b.is_whole)
+        if kind == "reduce":
+            rounds = [(b, 1 + b.grads.sums_are_whole) for b in self.reducible()]
+            return sum(b.layout.shard_numel * b.dtype.itemsize * peers * n for b, n in rounds)
+        if kind == "publish":
+            return sum(b.layout.shard_numel * b.dtype.itemsize * peers for b in self.buckets if b.is_published)
+        return 0
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    def start_gather(self, comm: Comm, number: int, where: str, kind: str = "gather") -> None:
+        """Begin to make the unit whole; harmless where it is (another rank asked again)."""
+        for bucket in self.buckets:
+            if not bucket.is_whole and bucket.layout.full_numel:
+                if not self.is_open:
+                    bucket.open()
+                what = f"the gather of {self} in {where}"
+                self._pending.append(comm.gather(bucket.full, self.tag(bucket, number), what, kind))
+        self.is_open = True
+
+    def wait(self) -> None:
+        """Return when the values are there."""
+        if self._pending:
+            pending, self._pending = self._pending, []
+            for one in pending:
+                one.wait()
+            self.set_class(ShardedParameter)
+
+    def release(self) -> None:
+        """Give the memory back; a gather under way is awaited first, since others still send."""
+        self.wait()
+        for bucket in self.buckets:
+            if not bucket.is_whole and bucket.layout.full_numel:
+                bucket.close()
+        self.is_open = self.is_whole
+        if not self.is_whole:
+            self.set_class(ReleasedParameter)
+
+    def set_class(self, cls: type[ShardedParameter]) -> None:
+        """Change what the parameters answer to a read."""
+        for parameter in self.parameters:
+            parameter.__class__ = cls
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def has_all_landed(self) -> bool:
+        """Tell whether every parameter that wants a gradient got one in this pass."""
+        return self.landed == sum(p.requires_grad for p in self.parameters)
+
+    def start_reduce(self, comm: Comm, number: int, where: str) -> Reduction:
+        """Begin to sum the staged gradients over ranks."""
+        return Reduction(self, comm, number, where)
+
+    def end_backward(self) -> None:
+        """Forget what belonged to one backward pass."""
+        self.calls = self.landed = 0
+        self.has_end_hint = self.is_recomputed = False

@@ -1,0 +1,178 @@
+"""Which parameters form a unit, found in the model or as the user says.
+
+Owns the rules and nothing else: it reads the model and changes nothing. Units are in registration order, so that every
+rank finds the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from torch import nn
+
+__all__ = ["UnitPlan", "holders", "plan_units"]
+
+Named = tuple[str, nn.Parameter]
+
+
+@dataclass
+class UnitPlan:
+    """One unit to be: its module's name ("" for the root), its parameters, and the modules whose forward needs them."""
+
+    name: str
+    module: nn.Module
+    parameters: list[Named] = field(default_factory=list)
+    entries: dict[nn.Module, str] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        """Elements of its parameters."""
+        return sum(p.numel() for _, p in self.parameters)
+
+
+def plan_units(model: nn.Module, units: Sequence[object] | None) -> list[UnitPlan]:
+    """Return the units of `model`, the root first.
+
+    Args:
+        units: modules, module classes or class names; by default blocks are found: the classes that Transformers names
+            in `_no_split_modules`, else the outermost modules of a ModuleList whose members are of one class.
+
+    Raises:
+        ValueError: something in `units` is not in the model.
+        TypeError: something in `units` is neither a module, a class nor a name.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    chosen = _find_blocks(model) if units is None else _choose(model, units)
+    plans = [UnitPlan("", model)] + [UnitPlan(names[m], m) for m in model.modules() if m in chosen and m is not model]
+    by_module = {plan.module: plan for plan in plans}
+    home: dict[nn.Parameter, UnitPlan] = {}
+    _assign(model, "", plans[0], by_module, home)
+    _split_large(plans, model, home, names)
+    for plan in plans:
+        if plan.parameters:
+            plan.entries[plan.module] = plan.name
+    _add_other_owners(model, home, by_module, names)
+    return [plans[0]] + [plan for plan in plans[1:] if plan.parameters]
+
+
+def _find_blocks(model: nn.Module) -> set[nn.Module]:
+    no_split: set[str] = set()
+    for module in model.modules():
+        # Some Transformers models leave the list empty; theirs are found like anybody's.
+        no_split |= set(getattr(module, "_no_split_modules", None) or ())
+    named = {m for m in model.modules() if type(m).__name__ in no_split}
+    if named:
+        return _outermost(model, named)
+    repeated: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(m) for m in module}) == 1:
+            repeated |= set(module)
+    return _outermost(model, repeated)
+
+
+def _outermost(module: nn.Module, candidates: set[nn.Module]) -> set[nn.Module]:
+    found: set[nn.Module] = set()
+    for child in module.children():
+        found |= {child} if child in candidates else _outermost(child, candidates)
+    return found
+
+
+def _choose(model: nn.Module, units: Sequence[object]) -> set[nn.Module]:
+    modules = set(model.modules())
+    chosen: set[nn.Module] = set()
+    for unit in units:
+        if isinstance(unit, nn.Module):
+            matches = {unit} & modules
+        elif isinstance(unit, type):
+            matches = {m for m in modules if isinstance(m, unit)}
+        elif isinstance(unit, str):
+            matches = {m for m in modules if type(m).__name__ == unit}
+        else:
+            raise TypeError(f"units= takes modules, module classes or class names; got {unit!r}.")
+        if not matches:
+            shown = unit if isinstance(unit, str) else type(unit).__name__ if isinstance(unit, nn.Module) else unit
+            classes = ", ".join(sorted({type(m).__name__ for m in modules}))
+            raise ValueError(f"units= names {shown!r}, which is not in the model. Its classes are: {classes}.")
+        chosen |= matches
+    return chosen
+
+
+def _assign(
+    module: nn.Module,
+    prefix: str,
+    plan: UnitPlan,
+    by_module: dict[nn.Module, UnitPlan],
+    home: dict[nn.Parameter, UnitPlan],
+) -> None:
+    """Give each parameter to the innermost unit around the first place where it is registered."""
+    plan = by_module.get(module, plan)
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter not in home:
+            home[parameter] = plan
+            plan.parameters.append((prefix + name, parameter))
+    for name, child in module._modules.items():
+        if child is not None:
+            _assign(child, f"{prefix}{name}.", plan, by_module, home)
+
+
+def _split_large(
+    plans: list[UnitPlan], model: nn.Module, home: dict[nn.Parameter, UnitPlan], names: dict[nn.Module, str]
+) -> None:
+    """Make units of the root's parameters that are larger than the median unit: embeddings and heads.
+
+    The root is whole during the whole pass, so a large parameter in it would cost its memory throughout.
+    """
+    root = plans[0]
+    if len(plans) == 1:
+        return
+    limit = median(plan.numel for plan in plans[1:])
+    first_owner: dict[nn.Parameter, nn.Module] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                first_owner.setdefault(parameter, module)
+    for _, parameter in list(root.parameters):
+        owner = first_owner[parameter]
+        if parameter.numel() <= limit or owner is model:
+            continue
+        plan = UnitPlan(names[owner], owner)
+        plan.parameters = [named for named in root.parameters if named[1] is parameter]
+        root.parameters = [named for named in root.parameters if named[1] is not parameter]
+        home[parameter] = plan
+        before = [other for other in plans[1:] if _position(other, names) < _position(plan, names)]
+        plans.insert(1 + len(before), plan)
+
+
+def _position(plan: UnitPlan, names: dict[nn.Module, str]) -> int:
+    return list(names).index(plan.module)
+
+
+def _add_other_owners(
+    model: nn.Module,
+    home: dict[nn.Parameter, UnitPlan],
+    by_module: dict[nn.Module, UnitPlan],
+    names: dict[nn.Module, str],
+) -> None:
+    """Let every module that holds a parameter of a unit it does not lie in gather that unit, too (tied weights)."""
+
+    def visit(module: nn.Module, around: tuple[nn.Module, ...]) -> None:
+        around = (*around, module)
+        for parameter in module._parameters.values():
+            if parameter is not None and (plan := home[parameter]).module not in around:
+                plan.entries[module] = names[module]
+        for child in module._modules.values():
+            if child is not None:
+                visit(child, around)
+
+    visit(model, ())
+
+
+def holders(plan: UnitPlan, model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Return (module, attribute, parameter) for every place where a parameter of the unit is registered."""
+    mine = {parameter for _, parameter in plan.parameters}
+    return [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter in mine
+    ]

@@ -1,0 +1,251 @@
+"""`shard()` and the handle it returns: where all parts of the core meet.
+
+Owns the order in which a model is taken over, and the public handle. Read `docs/design.md` for the whole picture, then
+`core/engine.py`.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal, final
+
+import torch
+from torch import nn
+
+from zeroshard.core import accounting
+from zeroshard.core import gathered as gathered_
+from zeroshard.core.buffer import Pool
+from zeroshard.core.comm import make_comm
+from zeroshard.core.engine import Engine
+from zeroshard.core.gradient import register_foreach_types
+from zeroshard.core.hooks import hang
+from zeroshard.core.mesh import Mesh, current_mesh
+from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.core.parameter import slot_of
+from zeroshard.core.residency import Residency
+from zeroshard.core.stages import DEFAULT_STAGE, name_of_row, row_of_stage
+from zeroshard.core.takeover import check_equal, check_model, check_optimizers, describe, make_unit, take_over
+from zeroshard.core.trace import Ledger, Memory, Trace, Traffic
+from zeroshard.core.unit import Unit
+from zeroshard.core.units import holders, plan_units
+from zeroshard.core.version import VERSION
+
+__all__ = ["Zero", "shard"]
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def shard(
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    stage: int | None = None,
+    residency: Residency | None = None,
+    units: Sequence[object] | None = None,
+    cut: str = "element",
+    reduction: Literal["mean", "sum"] = "mean",
+    elementwise: bool | None = None,
+    forward_methods: Sequence[str] = (),
+    watchdog_s: float = 600.0,
+) -> "Zero":
+    """Shard a model and its optimizers in place over all ranks; the training loop stays as it is.
+
+    Parameters and buffers become rank 0's on every rank. The model, its parameters and the optimizer remain the same
+    objects.
+
+    Args:
+        model: any module; its parameters may have any dtypes and strides.
+        optimizer: the optimizer or optimizers of the model, or None: then hand it to `zero.attach()` once it is built.
+        stage: 0 to 3, a row of the residency table by name; 3 by default.
+        residency: a row of one's own, instead of `stage`.
+        units: what is gathered and reduced together: modules, classes or class names; by default blocks are found.
+        cut: where a boundary between ranks may fall: "element", "row" (first dimension) or "tensor".
+        reduction: "mean" over ranks, as data parallelism does, or "sum", for losses weighted by tokens.
+        elementwise: True vouches for an optimizer that is not known; None tries it.
+        forward_methods: methods of the model, besides `forward`, that compute with its parameters.
+        watchdog_s: seconds after which a wait for another rank is an error that names what every rank does.
+
+    Returns: the handle.
+
+    Raises:
+        ValueError, TypeError: an argument, a parameter or an optimizer that can not be sharded; the text says which.
+        RankMismatchError: ranks differ in model, options or versions.
+
+    Collective: broadcast of parameters and buffers from rank 0; every rank must call.
+    Source: Rajbhandari et al. 2020, section 5.
+
+    ```python
+    import torch, zeroshard as zs
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    zero = zs.shard(model, optimizer, stage=3)
+    before = float(model(torch.ones(4, 8)).square().mean())
+    for _ in range(20):
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert float(loss) < before
+    ```
+    """
+    if stage is not None and residency is not None:
+        raise ValueError(f"Give stage= or residency=, not both; got stage={stage} and {residency}.")
+    row = residency if residency is not None else row_of_stage(DEFAULT_STAGE if stage is None else stage)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}.")
+    optimizers = (
+        [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    )
+    check_model(model, forward_methods, cut)
+    check_optimizers(model, optimizers, row, elementwise, is_final=optimizer is not None)
+    plans = plan_units(model, units)
+    mesh, ledger = current_mesh(), Ledger()
+    pool = Pool(ledger)
+    comm = make_comm(mesh, watchdog_s, pool)
+    options = f"{name_of_row(row)}, cut={cut}, reduction={reduction}, forward_methods={list(forward_methods)}"
+    check_equal(mesh, comm, describe(model, optimizers, plans, options, VERSION))
+    register_foreach_types()
+    scale = 1.0 / mesh.world_size if reduction == "mean" else 1.0
+    built: list[Unit] = []
+    for number, plan in enumerate(plans):
+        first_bucket = sum(len(unit.buckets) for unit in built)
+        built.append(make_unit(number, plan, row, mesh, cut, scale, pool, ledger, first_bucket))
+    engine = Engine(mesh, comm, built, ledger)
+    reference = weakref.ref(engine)
+    for unit, plan in zip(built, plans, strict=True):
+        take_over(unit, plan, comm, reference)
+    for name, tensor in model.named_buffers():
+        comm.broadcast(tensor.data, f"buffer '{name}'", "start")
+    engine.slots.update((slot_of(p).name, slot_of(p)) for p in model.parameters())
+    zero = Zero(engine, model, row, elementwise)
+    for one in optimizers:
+        zero.attach(one)
+    entries: dict[nn.Module, tuple[str, tuple[int, ...]]] = {}
+    own: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
+    for unit, plan in zip(built, plans, strict=True):
+        # Units that stay whole need no event of their own modules; the model's own entry checks and completes passes.
+        for module, name in plan.entries.items() if not unit.is_whole else ():
+            known = entries.get(module, ("", ()))[1]
+            entries[module] = (name, (*known, unit.number))
+        own.setdefault(model if unit.is_whole else plan.module, []).extend(holders(plan, model))
+    entries.setdefault(model, ("", ()))
+    hang(engine, model, entries, own, forward_methods)
+    return zero
+
+
+@final
+class Zero:
+    """The handle of a sharded model.
+
+    ```python
+    import torch, zeroshard as zs
+
+    model = torch.nn.Linear(4, 1)
+    zero = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+    with zero.gathered():
+        weights = model.state_dict()  # whole, on every rank
+    assert weights["weight"].shape == (1, 4)
+    ```
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module, row: Residency, elementwise: bool | None) -> None:
+        self._engine, self._model, self._elementwise = engine, model, elementwise
+        self._sharded: list[ShardedOptimizer] = []
+        self.residency = row
+        """The row of the residency table."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks, and this one's place among them."""
+        return self._engine.mesh
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """What is gathered and reduced together, the root first; each has `name` and `numel`."""
+        return tuple(self._engine.units)
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers that update the shards."""
+        return tuple(one.optimizer for one in self._sharded)
+
+    @property
+    def trace(self) -> Trace:
+        """What the engine issued in the last steps, and what it will issue in the next."""
+        return self._engine.order.trace
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over an optimizer that was built from the sharded model's parameters; it stays the same object.
+
+        Raises:
+            ValueError: its update can not be cut, or a parameter is not in the model or has an optimizer already.
+
+        ```python
+        import torch, zeroshard as zs
+
+        model = torch.nn.Linear(4, 1)
+        zero = zs.shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        zero.attach(optimizer)
+        ```
+        """
+        if any(one.optimizer is optimizer for one in self._sharded):
+            raise ValueError(f"This {type(optimizer).__name__} is attached already.")
+        check_optimizers(self._model, [optimizer], self.residency, self._elementwise, is_final=False)
+        self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded)))
+
+    def gathered(self, *, writeback: bool = False, states: bool = False) -> AbstractContextManager[None]:
+        """Hold all parameters whole inside the context, as plain tensors; passes inside it communicate nothing.
+
+        Args:
+            writeback: on the way out rank 0's parameters and buffers (and states) become everybody's. Without it a
+                change in place is an error. An exception inside the context leaves without writing back.
+            states: the optimizers hold the model's parameters and whole states, for `state_dict` and `load_state_dict`.
+
+        Raises:
+            RuntimeError: inside another `gathered()` or a pass; a change without `writeback`.
+
+        Collective: all-gather of all parameters (and states) on the way in, broadcast on the way out with `writeback`;
+        every rank must enter. Generation inside may differ in length between ranks.
+        """
+        return gathered_.gathered(self._engine, self._model, self._sharded, writeback=writeback, states=states)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank without reducing them; the next backward outside reduces the sum.
+
+        Where gradients are sharded, whole unreduced ones are kept meanwhile; `memory()` shows them as transient.
+
+        Raises:
+            RuntimeError: a pass is open.
+        """
+        self._engine.check_outside_pass("no_sync()")
+        self._engine.complete()
+        before, self._engine.syncs = self._engine.syncs, False
+        try:
+            yield
+        finally:
+            self._engine.syncs = before
+
+    def grad_norm(self, p: float = 2.0) -> torch.Tensor:
+        """Return the p-norm of all gradients of the model, 0-d, equal on all ranks.
+
+        Collective: all-gather of 8 bytes a parameter, once after gradients change; every rank must call.
+        """
+        norms = [n for name, n in self._engine.norms(float(p)).items() if self._engine.slots[name].has_grad]
+        if not norms:
+            return torch.zeros((), device=self.mesh.device)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
+        return total
+
+    def memory(self) -> Memory:
+        """Return the bytes that this rank holds, held at most, and is predicted to hold."""
+        return accounting.measure(self._engine, self._sharded)
+
+    def traffic(self) -> Traffic:
+        """Return the bytes that this rank has sent, and what a step with one micro-batch sends."""
+        order = self._engine.order
+        per_step = accounting.predict_step_bytes(self._engine.units)
+        return Traffic(dict(self._engine.comm.sent_bytes), per_step, order.steps + order.has_stepped)

@@ -1,0 +1,120 @@
+"""What a run says of itself before its first step, and what it adds up to at its end.
+
+Owns how records are filled from a run, and the bytes of every rank. Must not know the loop (`loop.py`), nor where
+records go (`metrics.py`). Read `summarize` first.
+"""
+
+import math
+import platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+
+import zeroshard as zs
+from zeroshard.core.stages import name_of_row
+from zeroshard.train.config import Config
+from zeroshard.train.data import Corpus
+from zeroshard.train.metrics import RankBytes, Start, Summary
+from zeroshard.train.run import Run
+
+__all__ = ["describe_start", "summarize", "tokens_per_step"]
+
+_FINAL_STEPS: Final = 50
+
+
+def describe_start(run: Run) -> Start:
+    """Describe the run before its first step. Collective: an all-gather of predictions; every rank must call."""
+    gpt, mesh, corpus, row = run.config.gpt, run.mesh, run.corpus, run.zero.residency
+    return Start(
+        model=f"GPT, depth {gpt.depth}, width {gpt.width}, {gpt.heads} heads: {run.parameters_numel:,} parameters",
+        mesh=f"{mesh.world_size} {'rank' if mesh.world_size == 1 else 'ranks'} on {mesh.device.type}",
+        data=f"{corpus.name}, {corpus.train.numel():,} bytes to train on, {corpus.heldout.numel():,} held out",
+        row=name_of_row(row),
+        cells={column: str(getattr(row, column)) for column in ("states", "gradients", "parameters", "activations")},
+        predicted_bytes=_by_rank(run, run.zero.memory().predicted_bytes),
+        steps=run.config.train.steps,
+        folder=Path(run.config.run.folder, run.config.run.name),
+    )
+
+
+def summarize(run: Run, sample: str, is_interrupted: bool) -> Summary:
+    """Sum the run up. Collective: all-gathers of the ranks' bytes; every rank must call."""
+    config, tally = run.config, run.tally
+    steps, last = len(tally.losses), tally.last_eval
+    tokens = steps * tokens_per_step(config)
+    return Summary(
+        name=config.run.name,
+        is_interrupted=is_interrupted,
+        steps=steps,
+        depth=config.model.depth,
+        parameters_numel=run.parameters_numel,
+        world_size=run.mesh.world_size,
+        stage=config.zero.stage,
+        row=name_of_row(run.zero.residency),
+        final_train_loss=statistics.fmean(tally.losses[-_FINAL_STEPS:]),
+        final_heldout_loss=last.bits_per_byte * math.log(2) if last else None,
+        bits_per_byte=last.bits_per_byte if last else None,
+        tokens=tokens,
+        tokens_per_s=tokens / tally.train_s,
+        train_s=tally.train_s,
+        wall_s=time.perf_counter() - run.start_s,
+        ranks=_rank_bytes(run),
+        data=_describe_data(run.corpus),
+        sample=sample,
+        versions=_versions(),
+    )
+
+
+def _rank_bytes(run: Run) -> list[RankBytes]:
+    """Return every rank's bytes. Collective: six all-gathers; every rank must call."""
+    tally = run.tally
+    memory = tally.memory or run.zero.memory()
+    sent = Counter(run.zero.traffic().sent_bytes)
+    predicted = {kind: nbytes * len(tally.losses) for kind, nbytes in tally.predicted_step_bytes.items()}
+    columns = [
+        _by_rank(run, bytes_)
+        for bytes_ in (
+            memory.predicted_bytes,
+            memory.resident_bytes,
+            memory.peak_bytes,
+            {kind: predicted.get(kind, 0) for kind in ("gather", "reduce")},
+            {kind: tally.sent_bytes[kind] for kind in sent},
+            {kind: nbytes - tally.sent_bytes[kind] for kind, nbytes in sent.items()},
+        )
+    ]
+    return [RankBytes(*of_rank) for of_rank in zip(*columns, strict=True)]
+
+
+def _by_rank(run: Run, nbytes: Mapping[str, int]) -> list[Mapping[str, int]]:
+    """Return every rank's byte counts, by rank.
+
+    Collective: an all-gather of 8 bytes an entry; every rank must call, with the same keys.
+    """
+    keys = sorted(nbytes)
+    rows = zs.gather_across_ranks(
+        torch.tensor([nbytes[key] for key in keys], dtype=torch.int64, device=run.mesh.device)
+    )
+    return [dict(zip(keys, row, strict=True)) for row in rows.tolist()]
+
+
+def tokens_per_step(config: Config) -> int:
+    """Return the bytes of text of a step, over all ranks."""
+    return config.train.batch * config.model.context
+
+
+def _describe_data(corpus: Corpus) -> dict[str, str | int]:
+    return {
+        "name": corpus.name,
+        "sha256": corpus.sha256,
+        "train_bytes": corpus.train.numel(),
+        "heldout_bytes": corpus.heldout.numel(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "zeroshard": zs.__version__}

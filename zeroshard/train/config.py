@@ -1,0 +1,252 @@
+"""The configuration of a run: what can be set, in TOML or as `section.key=value`, and what follows from the depth.
+
+Owns the names, types, defaults and limits of all settings. Must not know what they do; that stands with each one's use.
+Read `Config` first, then `load_config`. Needs pydantic (the extra `zeroshard[cli]`).
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, final
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from zeroshard.core.stages import row_of_stage
+from zeroshard.train.models.gpt import GPTConfig
+
+__all__ = ["Config", "Data", "Model", "Run", "Train", "Zero", "load_config", "to_toml"]
+
+
+def _known_stage(stage: int) -> int:
+    row_of_stage(stage)
+    return stage
+
+
+def _plain_name(name: str) -> str:
+    if name in ("", "..") or Path(name).name != name:
+        raise ValueError("must be one plain folder name, as it becomes a folder of run.folder")
+    return name
+
+
+class _Section(BaseModel):
+    """One section: frozen, strict about types, and without room for unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+@final
+class Model(_Section):
+    """The model: one dial."""
+
+    depth: int = Field(default=4, ge=1, description="blocks; width, heads, batch and learning rate follow")
+    context: int = Field(default=256, ge=2, description="bytes that the model reads at once")
+
+
+@final
+class Data(_Section):
+    """The text."""
+
+    path: str = Field(
+        default="", description="a text file or a folder of them; empty for CPython's documentation topics"
+    )
+    heldout_fraction: float = Field(
+        default=0.1, gt=0, lt=1, description="share of the text, at its end, kept for evaluation"
+    )
+
+
+@final
+class Train(_Section):
+    """The loop. `batch` and `learning_rate` follow from the depth where they are 0."""
+
+    steps: int = Field(default=1000, ge=1, description="updates of the parameters")
+    batch: int = Field(default=0, ge=0, description="windows of a step, over all ranks; 0 follows the depth")
+    accumulation: int = Field(default=1, ge=1, description="micro-batches of a step, on each rank")
+    learning_rate: float = Field(default=0.0, ge=0, description="at its highest; 0 follows the depth")
+    warmup_fraction: float = Field(default=0.05, ge=0, le=1, description="share of the steps in which it rises")
+    final_fraction: float = Field(default=0.1, ge=0, le=1, description="what the cosine leaves of it at the last step")
+    weight_decay: float = Field(default=0.1, ge=0, description="of the blocks' matrices")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's first")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's second")
+    clip: float = Field(default=1.0, ge=0, description="largest 2-norm of the gradients; 0 does not clip")
+    eval_every: int = Field(default=250, ge=0, description="steps between evaluations; 0 for one at the end")
+    eval_bytes: int = Field(default=131_072, ge=0, description="held-out bytes scored at most; 0 for all")
+
+
+@final
+class Zero(_Section):
+    """What is handed to `zeroshard.shard`."""
+
+    stage: Annotated[int, AfterValidator(_known_stage)] = Field(default=3, description="the row of the residency table")
+    cut: Literal["element", "row", "tensor"] = Field(default="element", description="where a rank boundary may fall")
+    no_sync: bool = Field(default=False, description="reduce once a step, not at each micro-batch")
+    watchdog_s: float = Field(
+        default=600.0, gt=0, description="seconds that a rank waits for the others before it says so"
+    )
+
+
+@final
+class Run(_Section):
+    """Where, how often, and on how many ranks."""
+
+    name: Annotated[str, AfterValidator(_plain_name)] = Field(default="default", description="files go to runs/<name>/")
+    folder: str = Field(
+        default="runs", description="where that folder is; what an earlier run of the name left is replaced"
+    )
+    ranks: int = Field(default=2, ge=1, description="processes; torchrun's own number wins where it started them")
+    seed: int = Field(default=1, ge=0, description="of parameters, data order and sample")
+    log_every: int = Field(
+        default=50, ge=1, description="steps between lines where there is no terminal for a progress bar"
+    )
+    prompt: str = Field(default="The ", min_length=1, description="how the sample begins")
+    sample_bytes: int = Field(default=400, ge=0, description="bytes of the sample; 0 for none")
+    temperature: float = Field(default=0.7, ge=0, description="of the sample")
+
+
+@final
+class Config(_Section):
+    """A whole run. `resolved` fills in what follows from the depth."""
+
+    model: Model = Model()
+    data: Data = Data()
+    train: Train = Train()
+    zero: Zero = Zero()
+    run: Run = Run()
+
+    @property
+    def gpt(self) -> GPTConfig:
+        """The model's shape."""
+        return GPTConfig(self.model.depth, self.model.context)
+
+    def resolved(self) -> Self:
+        """Return the configuration with every value that follows from the depth written out."""
+        derived = {
+            "batch": self.train.batch or self.gpt.batch,
+            "learning_rate": self.train.learning_rate or self.gpt.learning_rate,
+        }
+        return self.model_copy(update={"train": self.train.model_copy(update=derived)})
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> Self:
+        batch, parts = self.resolved().train.batch, self.run.ranks * self.train.accumulation
+        if batch % parts:
+            raise ValueError(
+                f"train.batch={batch} windows cannot be shared out evenly over run.ranks={self.run.ranks} times "
+                f"train.accumulation={self.train.accumulation}; set train.batch to a multiple of {parts}"
+            )
+        return self
+
+
+def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply overrides, and check everything.
+
+    Args:
+        path: a TOML file with the sections of `Config`; None for the defaults.
+        overrides: each `section.key=value`; the last one of a key wins. Values are read as TOML; text needs no quotes.
+
+    Returns:
+        The configuration, resolved.
+
+    Raises:
+        ValueError: the file is missing or no TOML, a name is unknown (a likely one is suggested), or a value is of the
+            wrong type or out of its limits.
+
+    >>> from zeroshard.train.config import load_config
+    >>> load_config(overrides=["model.depth=2", "run.name=small"]).train.batch
+    4
+    """
+    settings = {} if path is None else _read_toml(path)
+    _check_names(settings)
+    for override in overrides:
+        _apply(settings, override)
+    try:
+        return Config.model_validate(settings).resolved()
+    except ValidationError as error:
+        raise ValueError("\n".join(_explain(error))) from None
+
+
+def to_toml(config: Config) -> str:
+    """Write a configuration as TOML that `load_config` reads back as the same one."""
+    sections = []
+    for section, values in config.model_dump().items():
+        lines = [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+        sections.append("\n".join([f"[{section}]", *lines]) + "\n")
+    return "\n".join(sections)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"--config: cannot read {str(path)!r}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"--config: {str(path)!r} is not TOML: {error}") from None
+
+
+def _check_names(settings: dict[str, Any]) -> None:
+    """Raise for a section or key that does not exist, naming the likeliest one that does."""
+    for section, values in settings.items():
+        if not isinstance(values, dict):
+            raise ValueError(f"{section}={values!r} stands in no section; write [train], then steps = 100 below it")
+        _check_known(section, values)
+
+
+def _check_known(section: str, keys: Iterable[str]) -> None:
+    known = _known_names()
+    if section not in known:
+        raise ValueError(_unknown("section", section, list(known)))
+    for key in keys:
+        if key not in known[section]:
+            names = [f"{s}.{k}" for s, ks in known.items() for k in ks]
+            namesakes = [name for name in names if name.endswith(f".{key}")]
+            raise ValueError(_unknown("key", f"{section}.{key}", namesakes or names, is_exact=bool(namesakes)))
+
+
+def _known_names() -> dict[str, list[str]]:
+    """Return the keys of each section."""
+    defaults = Config().model_dump()
+    return {section: list(values) for section, values in defaults.items()}
+
+
+def _unknown(kind: str, name: str, names: list[str], *, is_exact: bool = False) -> str:
+    """Say that a name is unknown, and which one was meant."""
+    close = names if is_exact else difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f"unknown {kind} {name!r}; did you mean {close[0]!r}?"
+    return f"unknown {kind} {name!r}; there are: {', '.join(names)}"
+
+
+def _apply(settings: dict[str, Any], override: str) -> None:
+    """Set one `section.key=value`."""
+    name, equals, text = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and key):
+        raise ValueError(f"an override reads section.key=value, for example train.steps=100; got {override!r}")
+    _check_known(section, [key])
+    settings.setdefault(section, {})[key] = _typed(section, key, text.strip())
+
+
+def _typed(section: str, key: str, text: str) -> Any:
+    """Read the text of an override: as it stands where text is wanted, else as TOML."""
+    wants_text = isinstance(Config().model_dump()[section][key], str)
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        return text
+    return text if wants_text and not isinstance(value, str) else value
+
+
+def _explain(error: ValidationError) -> list[str]:
+    """Return one line for each setting that is wrong: which, what was got, and what it should be."""
+    lines = []
+    for problem in error.errors():
+        message = problem["msg"].removeprefix("Value error, ")
+        name = ".".join(str(part) for part in problem["loc"])
+        lines.append(f"{name}={problem['input']!r}: {message}" if name else message)
+    return lines
+
+
+def _toml_value(value: str | float | bool) -> str:
+    """Write one value. JSON's text, numbers and booleans are TOML's, but for the delete character."""
+    return json.dumps(value).replace("\x7f", "\\u007f")

@@ -1,0 +1,126 @@
+"""Ranks as processes: starting them through torchrun's own launcher, joining it, and ending on a signal.
+
+Owns the child processes of `--ranks`, the environment they get, and signals. Must not know what the ranks do: they run
+the same command again, and find that they were launched. Read `launch_ranks` first, then `StopSignal`.
+
+Note: Ctrl-C
+    The launcher starts each rank in a session of its own, so the terminal's signal reaches the launcher alone. It
+    passes the signal on and waits; the ranks finish their step, agree to stop, write what they have and end. A second
+    signal ends them at once. A rank that is still starting, and holds nothing worth writing, ends at once, too.
+"""
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from types import FrameType
+from typing import Final, Self, final
+
+__all__ = ["StopSignal", "joined_world_size", "launch_ranks"]
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_RANK_MAIN: Final = """
+import os, signal
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: os._exit(128 + number))
+from zeroshard.cli import main
+main()
+"""
+
+
+def joined_world_size() -> int | None:
+    """Return how many ranks torchrun (or `launch_ranks`) started, this one among them; None where it did not."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ and "RANK" not in os.environ:
+        return None
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
+    """Run `zeroshard` with these arguments once for each rank, and wait for all of them.
+
+    Each rank gets one thread, unless OMP_NUM_THREADS says otherwise: ranks on one host share its cores.
+
+    Args:
+        ranks: processes to start on this host.
+        arguments: of the command line.
+
+    Returns:
+        The exit status: 0, that of the first rank that failed, or 128 and the number of the signal that ended it all.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _quieten()
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-c", _RANK_MAIN, *arguments)
+    except ChildFailedError as error:
+        return _status(error.get_first_failure()[1].exitcode)
+    except SignalException as error:
+        return 128 + error.sigval
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _quieten() -> None:
+    """Drop the launcher's own log: a failed rank has shown its traceback by then, and an ended one has said so."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+
+
+def _status(exit_code: int) -> int:
+    """Return the exit status of a process as a shell has it: 128 and the number for one that a signal ended."""
+    return 128 - exit_code if exit_code < 0 else exit_code
+
+
+@final
+class StopSignal:
+    """Turns the first SIGINT or SIGTERM into a wish that the loop asks for; a second one ends the process at once.
+
+    >>> from zeroshard.train.launch import StopSignal
+    >>> with StopSignal() as stop:
+    ...     stop.is_wanted()
+    False
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def __enter__(self) -> Self:
+        for number in _SIGNALS:
+            signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def is_wanted(self) -> bool:
+        """Tell whether a signal came."""
+        return self.number != 0
+
+    @property
+    def exit_status(self) -> int:
+        """128 and the signal's number; on a rank that stopped for another's sake, that of SIGINT."""
+        return 128 + (self.number or signal.SIGINT)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.number:
+            os._exit(128 + number)
+        self.number = number

@@ -1,0 +1,216 @@
+"""The training loop: the README's, with its bookkeeping.
+
+Owns the order of what happens in a run. Must not know the terminal (it tells a `Reporter`), nor how ranks are started
+(`launch.py`), nor what a stage means: the model, the optimizer and the loop are those of one process, and `zs.shard` is
+the one line that makes them sharded. Read `train` first, then `_step`.
+
+Note: ending early
+    A signal reaches the ranks at different times. So the wish to stop travels with the loss, which all ranks average
+    after each step anyway, and all leave the loop after the same step.
+"""
+
+import contextlib
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import zeroshard as zs
+from zeroshard.train.account import describe_start, summarize, tokens_per_step
+from zeroshard.train.config import Config, to_toml
+from zeroshard.train.data import IGNORED, heldout_batches, training_batch
+from zeroshard.train.metrics import EvalRecord, Reporter, Reporters, RunFiles, StepRecord, Summary
+from zeroshard.train.models.gpt import generate
+from zeroshard.train.run import Run
+
+__all__ = ["train"]
+
+_EVAL_WINDOWS: Final = 8
+
+
+def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool] = lambda: False) -> Summary:
+    """Train a model as `config` says, and write the run's files.
+
+    Args:
+        config: resolved; equal on all ranks.
+        reporter: told what happens, on rank 0.
+        is_stop_wanted: asked after each step; one rank's yes ends the run on all.
+
+    Returns:
+        The summary, on every rank.
+
+    Raises:
+        ValueError: the text or the model does not fit the configuration.
+
+    Collective: joins the process group of torchrun's environment and leaves it at the end; every rank must call.
+    """
+    start_s = time.perf_counter()
+    mesh = zs.init(config.run.seed, watchdog_s=config.zero.watchdog_s)
+    try:
+        with contextlib.ExitStack() as stack:
+            reporters: list[Reporter] = []
+            if mesh.rank == 0:
+                folder = Path(config.run.folder, config.run.name)
+                reporters = [stack.enter_context(RunFiles(folder, to_toml(config))), reporter]
+            return _train(Run(config, mesh, start_s), Reporters(reporters), is_stop_wanted)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _train(run: Run, tell: Reporters, is_stop_wanted: Callable[[], bool]) -> Summary:
+    """Run the loop, the evaluations between and after the steps, and the sample."""
+    steps, every = run.config.train.steps, run.config.train.eval_every
+    tell.started(describe_start(run))
+    is_interrupted = False
+    for step in range(steps):
+        record, is_interrupted = _step(run, step, is_stop_wanted)
+        tell.stepped(record)
+        if is_interrupted:
+            break
+        if (every and (step + 1) % every == 0) or step + 1 == steps:
+            run.tally.last_eval = _evaluate(run, step + 1)
+            tell.evaluated(run.tally.last_eval)
+    sample = "" if is_interrupted else _sample(run)
+    summary = summarize(run, sample, is_interrupted)
+    tell.finished(summary)
+    return summary
+
+
+def _step(run: Run, step: int, is_stop_wanted: Callable[[], bool]) -> tuple[StepRecord, bool]:
+    """Make one step.
+
+    Returns:
+        Its record, and whether some rank wants to stop.
+
+    Collective: the engine's, and a mean of two numbers; every rank must call.
+    """
+    before, start_s = Counter(run.zero.traffic().sent_bytes), time.perf_counter()
+    learning_rate = float(run.scheduler.get_last_lr()[0])
+    loss = _backward(run, step)
+    norm = _clip(run)
+    run.optimizer.step()
+    run.scheduler.step()
+    memory = run.zero.memory()
+    run.optimizer.zero_grad()
+    stop = torch.tensor(float(is_stop_wanted()), device=loss.device)
+    mean_loss, mean_stop = zs.mean_across_ranks(torch.stack([loss, stop])).tolist()
+    step_s = time.perf_counter() - start_s
+    _count(run, before, mean_loss, step_s, memory)
+    record = StepRecord(
+        step=step + 1,
+        loss=mean_loss,
+        learning_rate=learning_rate,
+        grad_norm=float(norm),
+        step_s=step_s,
+        tokens_per_s=tokens_per_step(run.config) / step_s,
+        resident_bytes=memory.resident_bytes,
+        peak_bytes=memory.peak_bytes,
+    )
+    return record, mean_stop > 0
+
+
+def _backward(run: Run, step: int) -> Tensor:
+    """Accumulate the gradients of this rank's part of the global batch.
+
+    Returns:
+        The mean loss of that part in nats, 0-d.
+    """
+    train, mesh = run.config.train, run.mesh
+    inputs, targets = training_batch(
+        run.corpus.train,
+        seed=run.config.run.seed,
+        step=step,
+        batch=train.batch,
+        context=run.config.model.context,
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+    )
+    total = torch.zeros((), device=mesh.device)
+    micro_batches = zip(inputs.chunk(train.accumulation), targets.chunk(train.accumulation), strict=True)
+    for number, (micro_inputs, micro_targets) in enumerate(micro_batches, start=1):
+        with _reduction(run, is_last=number == train.accumulation):
+            loss = run.model(micro_inputs.to(mesh.device), micro_targets.to(mesh.device)) / train.accumulation
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _reduction(run: Run, *, is_last: bool) -> contextlib.AbstractContextManager[object]:
+    """Return the context of one micro-batch: without a reduction, where that is wanted and others follow."""
+    if run.config.zero.no_sync and not is_last:
+        return run.zero.no_sync()
+    return contextlib.nullcontext()
+
+
+def _clip(run: Run) -> Tensor:
+    """Clip the gradients, if that is wanted, and return their 2-norm before it, 0-d."""
+    if run.config.train.clip:
+        return torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.train.clip)
+    return run.zero.grad_norm()
+
+
+def _count(run: Run, before: Counter[str], loss: float, step_s: float, memory: zs.Memory) -> None:
+    """Add one step to the tally."""
+    tally = run.tally
+    tally.losses.append(loss)
+    tally.train_s += step_s
+    tally.memory = memory
+    tally.sent_bytes += Counter(run.zero.traffic().sent_bytes) - before
+    if not tally.predicted_step_bytes:
+        for event in run.zero.trace.predicted():
+            tally.predicted_step_bytes["reduce" if event.kind == "reduce" else "gather"] += event.nbytes
+
+
+@torch.no_grad()
+def _evaluate(run: Run, step: int) -> EvalRecord:
+    """Score the held-out text.
+
+    Collective: the forward passes', and a mean of two numbers; every rank must call.
+    """
+    start_s = time.perf_counter()
+    batches = heldout_batches(
+        run.corpus.heldout,
+        batch=_EVAL_WINDOWS,
+        context=run.config.model.context,
+        limit_bytes=run.config.train.eval_bytes,
+        rank=run.mesh.rank,
+        world_size=run.mesh.world_size,
+    )
+    total = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
+    for inputs, targets in batches:
+        targets = targets.to(run.mesh.device).flatten()
+        logits = run.model(inputs.to(run.mesh.device)).flatten(0, 1)
+        total[0] += F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        total[1] += (targets != IGNORED).sum()
+    nats, scored = zs.mean_across_ranks(total).tolist()
+    return EvalRecord(
+        step=step,
+        bits_per_byte=nats / scored / math.log(2),
+        scored_bytes=round(scored * run.mesh.world_size),
+        eval_s=time.perf_counter() - start_s,
+    )
+
+
+def _sample(run: Run) -> str:
+    """Let the model write, on rank 0 alone, while its parameters are whole on all.
+
+    Collective: `gathered()`; every rank must call.
+    """
+    wanted = run.config.run
+    if not wanted.sample_bytes:
+        return ""
+    prompt = torch.tensor(list(wanted.prompt.encode()), device=run.mesh.device)
+    with run.zero.gathered():
+        if run.mesh.rank:
+            return ""
+        tokens = generate(
+            run.model, prompt, numel=wanted.sample_bytes, temperature=wanted.temperature, seed=wanted.seed
+        )
+    return bytes(tokens.tolist()).decode(errors="replace")

@@ -1,0 +1,230 @@
+"""What a run measures, writes down and tells: the records, the files of a run, and who is told.
+
+Owns the shape of `metrics.jsonl` and `summary.json`, and the `Reporter` interface. Must not know the terminal (that is
+`cli.py`) nor how the numbers come about (that is `loop.py`). Read `Reporter` first, then the records.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self, TextIO, final
+
+__all__ = ["EvalRecord", "RankBytes", "Reporter", "Reporters", "RunFiles", "Start", "StepRecord", "Summary"]
+
+Bytes = Mapping[str, int]
+
+
+@final
+@dataclass(frozen=True)
+class Start:
+    """What is known before the first step.
+
+    Args:
+        model: one line that names the model and its size.
+        mesh: one line that names the ranks.
+        data: one line that names the text.
+        row: how the row of the residency table is called.
+        cells: by column, where it lives.
+        predicted_bytes: for each rank, by column.
+        steps: how many there will be.
+        folder: where the files go.
+    """
+
+    model: str
+    mesh: str
+    data: str
+    row: str
+    cells: Mapping[str, str]
+    predicted_bytes: list[Bytes]
+    steps: int
+    folder: Path
+
+
+@final
+@dataclass(frozen=True)
+class StepRecord:
+    """One step: `loss` in nats a byte, the mean over all ranks; bytes are of rank 0, by column."""
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    step_s: float
+    tokens_per_s: float
+    resident_bytes: Bytes
+    peak_bytes: Bytes
+
+
+@final
+@dataclass(frozen=True)
+class EvalRecord:
+    """One evaluation on held-out text, after `step` steps."""
+
+    step: int
+    bits_per_byte: float
+    scored_bytes: int
+    eval_s: float
+
+
+@final
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one rank: in memory by column of the residency table, sent by collective.
+
+    Args:
+        predicted_bytes: that it should hold in training.
+        resident_bytes: that it held at the end of the last step, gradients included.
+        peak_bytes: that it held at most, each column by itself.
+        predicted_sent_bytes: that the training steps should send, by the schedule of the first one.
+        sent_bytes: that the training steps sent.
+        other_sent_bytes: that everything else sent: the start, evaluations, the sample.
+    """
+
+    predicted_bytes: Bytes
+    resident_bytes: Bytes
+    peak_bytes: Bytes
+    predicted_sent_bytes: Bytes
+    sent_bytes: Bytes
+    other_sent_bytes: Bytes
+
+
+@final
+@dataclass(frozen=True)
+class Summary:
+    """The whole run.
+
+    Args:
+        is_interrupted: whether it was ended before its last step.
+        final_train_loss: mean over the last steps, up to 50, in nats a byte.
+        final_heldout_loss: of the last evaluation, in nats a byte; `bits_per_byte` is the same in bits.
+        tokens_per_s: of the training steps, over all ranks.
+        train_s: spent in training steps; `wall_s` also counts start, evaluations and sample.
+        ranks: by rank.
+    """
+
+    name: str
+    is_interrupted: bool
+    steps: int
+    depth: int
+    parameters_numel: int
+    world_size: int
+    stage: int
+    row: str
+    final_train_loss: float | None
+    final_heldout_loss: float | None
+    bits_per_byte: float | None
+    tokens: int
+    tokens_per_s: float
+    train_s: float
+    wall_s: float
+    ranks: list[RankBytes]
+    data: Mapping[str, str | int]
+    sample: str
+    versions: Mapping[str, str]
+
+
+class Reporter(Protocol):
+    """Who is told what happens. Only rank 0 tells anyone."""
+
+    def started(self, start: Start) -> None:
+        """Take the banner."""
+
+    def stepped(self, record: StepRecord) -> None:
+        """Take one step."""
+
+    def evaluated(self, record: EvalRecord) -> None:
+        """Take one evaluation."""
+
+    def finished(self, summary: Summary) -> None:
+        """Take the end of the run, whole or interrupted."""
+
+
+@final
+class Reporters:
+    """Several reporters as one; none of them for a rank that says nothing."""
+
+    def __init__(self, reporters: Sequence[Reporter]) -> None:
+        self._reporters = reporters
+
+    def started(self, start: Start) -> None:
+        """Tell each."""
+        for reporter in self._reporters:
+            reporter.started(start)
+
+    def stepped(self, record: StepRecord) -> None:
+        """Tell each."""
+        for reporter in self._reporters:
+            reporter.stepped(record)
+
+    def evaluated(self, record: EvalRecord) -> None:
+        """Tell each."""
+        for reporter in self._reporters:
+            reporter.evaluated(record)
+
+    def finished(self, summary: Summary) -> None:
+        """Tell each."""
+        for reporter in self._reporters:
+            reporter.finished(summary)
+
+
+@final
+class RunFiles:
+    """The folder of a run: `config.toml`, `metrics.jsonl` and `summary.json`. A reporter that writes.
+
+    A line of `metrics.jsonl` is in the file as soon as it is told, so an interrupted run keeps what it did.
+
+    Args:
+        folder: made if it is not there; the three files of an earlier run in it are replaced.
+        config_toml: the resolved configuration.
+    """
+
+    def __init__(self, folder: Path, config_toml: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._summary = folder / "summary.json"
+        self._summary.unlink(missing_ok=True)
+        (folder / "config.toml").write_text(config_toml, "utf-8")
+        self._metrics: TextIO = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._metrics.close()
+
+    def started(self, start: Start) -> None:
+        """Write nothing: all of it is in the configuration or will be in the summary."""
+
+    def stepped(self, record: StepRecord) -> None:
+        """Append one step."""
+        self._append("step", record)
+
+    def evaluated(self, record: EvalRecord) -> None:
+        """Append one evaluation."""
+        self._append("eval", record)
+
+    def finished(self, summary: Summary) -> None:
+        """Write the summary, whole or not at all."""
+        unfinished = self._summary.with_suffix(".json.unfinished")
+        unfinished.write_text(json.dumps(_plain(summary), indent=2) + "\n", "utf-8")
+        os.replace(unfinished, self._summary)
+
+    def _append(self, kind: str, record: StepRecord | EvalRecord) -> None:
+        self._metrics.write(json.dumps({"kind": kind, **_plain(record)}) + "\n")
+        self._metrics.flush()
+
+
+def _plain(value: Any) -> Any:
+    """Return a record as what JSON holds. A number that is not finite becomes its name, as JSON has none."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
