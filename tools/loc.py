@@ -51,9 +51,9 @@ def _docstring_spans(tree: ast.Module) -> set[tuple[int, int]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
             first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                if isinstance(first.value.value, str):
-                    spans.add((first.lineno, first.end_lineno or first.lineno))
+            value = first.value.value if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) else None
+            if isinstance(value, str):
+                spans.add((first.lineno, first.end_lineno or first.lineno))
     return spans
 
 

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def train(
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Any setting.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings; --dry-run prints one.")] = None,
     depth: Annotated[int | None, typer.Option(help="Blocks; width, batch and learning rate follow.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Processes to start; torchrun's own number wins.")] = None,

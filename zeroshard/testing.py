@@ -4,10 +4,11 @@ Owns the rank processes: how they start, report, fail and end. Must not know the
 `torch.distributed`, so a test of anything that runs on ranks can use it. Read `run_ranks` first.
 
 Note: the life of a rank process
-    Ranks are forked from one server process with torch and zeroshard already imported (about 2 s once in a test
-    process, hundredths of a second a rank afterwards). Plain fork hangs after a parallel region in the parent, and
-    a fresh interpreter imports torch each time. The price: a rank sees the environment of the first call, and its
-    target must be importable, that is, a function at the top of a module.
+    Ranks are forked from one server process that has imported torch and zeroshard (and torch's compiler, which the
+    first optimizer of a process imports): some seconds once in a test process, hundredths of a second a rank later.
+    Plain fork hangs after a parallel region in the parent, and a fresh interpreter imports torch each time. The price:
+    a rank sees the environment of the first call, and its target must be importable, that is, a function at the top of
+    a module.
     Ranks meet in a file, so that no rank's end takes the store away, and because torch's TCP store asks the name
     server for the name of each address it connects to. A rank that raises reports and exits at once, which closes
     its sockets: its peers fail as they would under torchrun. A rank counts as finished only when its process has
@@ -43,7 +44,7 @@ import torch.distributed as dist
 
 __all__ = ["RankError", "RankFailure", "run_ranks"]
 
-_PRELOAD: Final = ("torch", "torch.distributed", "zeroshard", "zeroshard.testing")
+_PRELOAD: Final = ("torch", "torch.distributed", "torch._dynamo", "zeroshard", "zeroshard.testing")
 _PRELOAD_IF_IMPORTED: Final = ("pytest", "transformers")
 _STACK_DUMP_S: Final = 0.3
 

@@ -33,7 +33,7 @@ class Module:
 
     @functools.cached_property
     def aliases(self) -> dict[str, str]:
-        """What each imported name stands for: `import torch.distributed as dist` gives `dist` -> `torch.distributed`."""
+        """What each imported name stands for: `import numpy as np` gives `np` -> `numpy`."""
         names: dict[str, str] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):

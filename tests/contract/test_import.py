@@ -7,7 +7,18 @@ import pytest
 
 from .source import REPOSITORY, package_modules
 
-HEAVY = ("transformers", "peft", "typer", "rich", "pydantic", "pandas", "deepspeed", "lightning", "matplotlib", "pyarrow")
+HEAVY = (
+    "transformers",
+    "peft",
+    "typer",
+    "rich",
+    "pydantic",
+    "pandas",
+    "deepspeed",
+    "lightning",
+    "matplotlib",
+    "pyarrow",
+)
 # What a module needs beside torch, numpy and safetensors, by layer; the others must do without any extra.
 NEED_EXTRAS = ("zeroshard.cli", "zeroshard.train", "zeroshard.integrations")
 

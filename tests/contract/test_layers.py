@@ -23,11 +23,18 @@ LAYERS = (
     "cli",
 )
 # The planner runs without an engine, and predicts from the same table, layout and schedule that the engine runs on.
-PLAN_READS_OF_CORE = frozenset(f"zeroshard.core.{name}" for name in ("errors", "layout", "residency", "schedule", "stages"))
+PLAN_READS_OF_CORE = frozenset(
+    f"zeroshard.core.{name}" for name in ("errors", "layout", "residency", "schedule", "stages")
+)
 # The product does not use its test helper.
 TEST_ONLY = "testing"
 # What the planner shares with the engine stays integers, so that it never needs a device.
-WITHOUT_TORCH = ("zeroshard.core.layout", "zeroshard.core.schedule", "zeroshard.core.stages", "zeroshard.core.residency")
+WITHOUT_TORCH = (
+    "zeroshard.core.layout",
+    "zeroshard.core.schedule",
+    "zeroshard.core.stages",
+    "zeroshard.core.residency",
+)
 
 
 def layer_of(name: str) -> str:

@@ -205,7 +205,8 @@ def frozen_classes() -> frozenset[str]:
 def unsafe_formats(module: Module) -> list[str]:
     """Nothing the package reads may run code."""
     found = [
-        module.at(line, f"{name}: what it reads or runs may be anybody's code") for line, name in exact(module, UNSAFE_NAMES)
+        module.at(line, f"{name}: what it reads or runs may be anybody's code")
+        for line, name in exact(module, UNSAFE_NAMES)
     ]
     for line, name in imported(module):
         if name.partition(".")[0] in UNSAFE_MODULES:
@@ -215,9 +216,7 @@ def unsafe_formats(module: Module) -> list[str]:
 
 def vocabulary(module: Module) -> list[str]:
     """One word for one thing: the names that the package gives follow docs/design.md."""
-    return [
-        module.at(line, f"{name}: {why}") for line, name in defined_names(module.tree) for why in wrong_words(name)
-    ]
+    return [module.at(line, f"{name}: {why}") for line, name in defined_names(module.tree) for why in wrong_words(name)]
 
 
 def wrong_words(name: str) -> list[str]:
@@ -344,7 +343,10 @@ CLEAN: list[tuple[Rule, str]] = [
     (module_state, "def f():\n    seen = {}\n    return seen\nif __name__ == '__main__':\n    f()"),
     (module_state, "import dataclasses\nclass A:\n    x: list = dataclasses.field(default_factory=list)\n    y = ()"),
     (unsafe_formats, "import torch\ndef f(model):\n    model.eval()\n    return torch.compile(model)"),
-    (vocabulary, "def f(optimizer):\n    for group in optimizer.param_groups:\n        head, _, tail = 'a.b'.partition('.')"),
+    (
+        vocabulary,
+        "def f(optimizer):\n    for group in optimizer.param_groups:\n        head, _, tail = 'a.b'.partition('.')",
+    ),
     (vocabulary, "def prefetch(process_group): ...\nclass Partitioned: ..."),
 ]
 

@@ -8,7 +8,8 @@ Note: what plain data parallelism is here
     After each backward every rank's gradients are summed in rank order 0, 1, ... N-1, then scaled by 1/N, and added to
     what the parameter had accumulated. A parameter that no rank used keeps None; one that some rank used counts as
     zeros on the others. That is the arithmetic that design.md promises, written without shards, buckets or overlap.
-    `single_run` is the same in one process, and `ddp_run` is torch's own DistributedDataParallel.
+    One rank alone runs torch, untouched. `single_run` is the same in one process, and `ddp_run` is torch's own
+    DistributedDataParallel.
 """
 
 import contextlib
@@ -129,6 +130,9 @@ class Plain(Run):
         self.optimizers.append(optimizer)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
+        if self.world == 1:
+            loss.backward(**options)
+            return
         if self._held is None:
             self._held = {p: p.grad for p in self._parameters() if p.grad is not None}
             for p in self._parameters():
@@ -169,8 +173,6 @@ class Plain(Run):
 
 def reduce_in_rank_order(p: nn.Parameter, reduction: str) -> Tensor | None:
     """Sum one parameter's gradients over the ranks, in rank order, or return None if no rank has one."""
-    if not dist.is_initialized():
-        return p.grad
     mine = torch.zeros_like(p) if p.grad is None else p.grad
     used = torch.tensor([p.grad is not None])
     all_used = [torch.empty_like(used) for _ in range(dist.get_world_size())]

@@ -170,6 +170,11 @@ class GradientBuffer:
         start, stop = self._layout.overlap(index, *bounds)
         return held[start - self.range[0] : stop - self.range[0]]
 
+    def own_part(self, index: int) -> Tensor:
+        """Return the elements of parameter `index` in this rank's shard: each element is one rank's, whoever holds it."""
+        start, stop = self._layout.overlap(index, *self.shard_range)
+        return self.hold()[start - self.range[0] : stop - self.range[0]]
+
     def staged_view(self, index: int) -> Tensor:
         """Return the unreduced gradient of parameter `index`, which must be staged."""
         return self._views[index]

@@ -75,6 +75,7 @@ class Engine:
         self._used: set[int] = set()
         self._task = -1
         self._norms: dict[float, dict[str, Tensor]] = {}
+        self._norms_version = 0
         buckets = [(unit.number, b) for unit in units for b in unit.buckets if not b.is_whole]
         self._saved = SavedTensors(buckets, self._need_in_backward)
 
@@ -316,9 +317,14 @@ class Engine:
         Raises:
             RuntimeError: gradients of this rank were not reduced yet.
         """
+        self.complete()
+        held = [b.grads.held for unit in self.units for b in unit.buckets if b.grads.held is not None]
+        # Whole gradients are plain tensors that clipping changes without a word; torch counts the changes.
+        version = sum(tensor._version for tensor in held)
+        if version != self._norms_version:
+            self._norms, self._norms_version = {}, version
         if (known := self._norms.get(p)) is not None:
             return known
-        self.complete()
         self.check_reduced("A norm")
         self.order.barrier(f"a {p:g}-norm of gradients")
         local = gradient.local_norms(self.slots.values(), p)

@@ -99,10 +99,13 @@ class MasterGradient(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.__name__ in NORMS:
-            return _norms(args, kwargs or {})
-        if func.__name__ in SCALES or func.__name__ in ZEROS:
-            return _change(func.__name__, func, args, kwargs or {})
+        # Updates mix gradients with plain tensors; only what is asked of gradients themselves is answered here.
+        first = args[0][0] if args and isinstance(args[0], (list, tuple)) and args[0] else args[0] if args else None
+        if isinstance(first, MasterGradient):
+            if func.__name__ in NORMS:
+                return _norms(args, kwargs or {})
+            if func.__name__ in SCALES or func.__name__ in ZEROS:
+                return _change(func.__name__, func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -188,9 +191,7 @@ def _change(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     targets = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
     parts: list[Tensor] = []
     for target in targets:
-        slot = target._slot
-        _engine_of(slot).gradients_changed()
-        parts += _local_parts(slot)
+        parts += _local_parts(target._slot)
     rest = args[1:]
     if any(isinstance(a, (LogicalGradient, list, tuple)) for a in rest):
         raise RuntimeError(f"{name} of gradients that are spread over ranks takes one scalar for all of them.")
@@ -226,7 +227,7 @@ def local_norms(slots: Iterable["Slot"], p: float) -> Tensor:
     device: torch.device | None = None
     for place, slot in enumerate(slots):
         grads, count, device = slot.bucket.grads, place + 1, slot.bucket.device
-        part = grads.slice(slot.index, grads.hold()) if grads.used[slot.index] else None
+        part = grads.own_part(slot.index) if grads.used[slot.index] else None
         if part is not None and part.numel():
             parts.append(part)
             places.append(place)

@@ -163,7 +163,7 @@ class Order:
             ]
         flags = iter(agreed)
         for g in grads:
-            g.used = [was or next(flags) for was in g.used]
+            g.used = [next(flags) or was for was in g.used]
             g.landed = [False] * len(g.landed)
 
     def _merge(self, pass_: Pass) -> Record:

@@ -35,7 +35,7 @@ METADATA = frozenset(  # noqa: SIM905 - one word a line would be a page
     is_floating_point is_inference is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_same_size is_shared
     is_sparse is_sparse_csr is_xpu itemsize layout names nbytes ndim nelement numel output_nr register_hook
     register_post_accumulate_grad_hook requires_grad requires_grad_ retains_grad shape size sparse_dim
-    storage_offset stride volatile
+    storage_offset stride volatile backward grad
     """.split()
 )
 """Tensor attributes and methods that read no values, so that a released parameter answers them."""

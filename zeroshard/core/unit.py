@@ -33,10 +33,9 @@ class Reduction:
         self._what = f"the reduction of {unit} in {where}"
         self._pending: list[tuple[Bucket, Staged, Pending]] = []
         for bucket in unit.reducible():
-            if bucket.layout.full_numel:
-                staged = bucket.grads.take_stage()
-                pending = comm.reduce(staged.full, unit.scale, unit.tag(bucket, number), self._what)
-                self._pending.append((bucket, staged, pending))
+            staged = bucket.grads.take_stage()
+            pending = comm.reduce(staged.full, unit.scale, unit.tag(bucket, number), self._what)
+            self._pending.append((bucket, staged, pending))
 
     def finish(self) -> list[Pending]:
         """Add the sums to what is held; return what gathers them where every rank needs them whole."""
@@ -100,9 +99,9 @@ class Unit:
         return [slot_of(p) for p in self.parameters]
 
     def reducible(self) -> list[Bucket]:
-        """Return the buckets with a parameter that wants gradients now; the same on every rank."""
+        """Return the buckets that hold elements and a parameter that wants gradients now; the same on every rank."""
         wanted = {id(slot_of(p).bucket) for p in self.parameters if p.requires_grad}
-        return [bucket for bucket in self.buckets if id(bucket) in wanted]
+        return [bucket for bucket in self.buckets if id(bucket) in wanted and bucket.layout.full_numel]
 
     def tag(self, bucket: Bucket, number: int) -> int:
         """Return what marks the messages of `bucket` in pass `number`: 15 bits of each, since tags are 32-bit."""

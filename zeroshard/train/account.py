@@ -25,6 +25,8 @@ from zeroshard.train.run import Run
 __all__ = ["describe_start", "summarize", "tokens_per_step"]
 
 _FINAL_STEPS: Final = 50
+_PREDICTED_KINDS: Final = ("gather", "reduce")
+_KINDS: Final = (*_PREDICTED_KINDS, "agree", "start", "state")
 
 
 def describe_start(run: Run) -> Start:
@@ -75,16 +77,16 @@ def _rank_bytes(run: Run) -> list[RankBytes]:
     tally = run.tally
     memory = tally.memory or run.zero.memory()
     sent = Counter(run.zero.traffic().sent_bytes)
-    predicted = {kind: nbytes * len(tally.losses) for kind, nbytes in tally.predicted_step_bytes.items()}
+    steps = len(tally.losses)
     columns = [
         _by_rank(run, bytes_)
         for bytes_ in (
             memory.predicted_bytes,
             memory.resident_bytes,
             memory.peak_bytes,
-            {kind: predicted.get(kind, 0) for kind in ("gather", "reduce")},
-            {kind: tally.sent_bytes[kind] for kind in sent},
-            {kind: nbytes - tally.sent_bytes[kind] for kind, nbytes in sent.items()},
+            {kind: steps * tally.predicted_step_bytes[kind] for kind in _PREDICTED_KINDS},
+            {kind: tally.sent_bytes[kind] for kind in _KINDS},
+            {kind: sent[kind] - tally.sent_bytes[kind] for kind in _KINDS},
         )
     ]
     return [RankBytes(*of_rank) for of_rank in zip(*columns, strict=True)]

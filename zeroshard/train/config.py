@@ -41,7 +41,7 @@ class Model(_Section):
     """The model: one dial."""
 
     depth: int = Field(default=4, ge=1, description="blocks; width, heads, batch and learning rate follow")
-    context: int = Field(default=256, ge=2, description="bytes that the model reads at once")
+    context: int = Field(default=128, ge=2, description="bytes that the model reads at once")
 
 
 @final
@@ -60,7 +60,7 @@ class Data(_Section):
 class Train(_Section):
     """The loop. `batch` and `learning_rate` follow from the depth where they are 0."""
 
-    steps: int = Field(default=1000, ge=1, description="updates of the parameters")
+    steps: int = Field(default=1500, ge=1, description="updates of the parameters")
     batch: int = Field(default=0, ge=0, description="windows of a step, over all ranks; 0 follows the depth")
     accumulation: int = Field(default=1, ge=1, description="micro-batches of a step, on each rank")
     learning_rate: float = Field(default=0.0, ge=0, description="at its highest; 0 follows the depth")
@@ -167,11 +167,15 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
 
 
 def to_toml(config: Config) -> str:
-    """Write a configuration as TOML that `load_config` reads back as the same one."""
+    """Write a configuration as TOML that `load_config` reads back as the same one, each setting with what it is."""
     sections = []
-    for section, values in config.model_dump().items():
-        lines = [f"{key} = {_toml_value(value)}" for key, value in values.items()]
-        sections.append("\n".join([f"[{section}]", *lines]) + "\n")
+    for name, section in config:
+        lines = [f"{key} = {_toml_value(value)}" for key, value in section]
+        notes = [field.description for field in type(section).model_fields.values()]
+        width = max(len(line) for line in lines)
+        sections.append(
+            "".join([f"[{name}]\n", *(f"{a:<{width}}  # {b}\n" for a, b in zip(lines, notes, strict=True))])
+        )
     return "\n".join(sections)
 
 

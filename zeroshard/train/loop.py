@@ -48,9 +48,10 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
     Raises:
         ValueError: the text or the model does not fit the configuration.
 
-    Collective: joins the process group of torchrun's environment and leaves it at the end; every rank must call.
+    Collective: joins the process group of torchrun's environment and leaves it at the end, unless there is one already;
+    every rank must call.
     """
-    start_s = time.perf_counter()
+    start_s, is_joined = time.perf_counter(), torch.distributed.is_initialized()
     mesh = zs.init(config.run.seed, watchdog_s=config.zero.watchdog_s)
     try:
         with contextlib.ExitStack() as stack:
@@ -60,7 +61,7 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
                 reporters = [stack.enter_context(RunFiles(folder, to_toml(config))), reporter]
             return _train(Run(config, mesh, start_s), Reporters(reporters), is_stop_wanted)
     finally:
-        if torch.distributed.is_initialized():
+        if torch.distributed.is_initialized() and not is_joined:
             torch.distributed.destroy_process_group()
 
 

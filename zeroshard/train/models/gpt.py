@@ -44,7 +44,7 @@ class GPTConfig:
     """
 
     depth: int
-    context: int = 256
+    context: int = 128
     vocabulary: int = 256
 
     def __post_init__(self) -> None:
@@ -64,11 +64,11 @@ class GPTConfig:
 
     @property
     def batch(self) -> int:
-        """Windows of a step: as many as blocks, in fours, since the batch that still pays grows as the loss falls.
+        """Windows of a step: two per block, since the batch that still pays grows as the loss falls.
 
-        In fours it divides by 1, 2 and 4 ranks.
+        Rounded up to fours, so that 1, 2 and 4 ranks can share it out.
         """
-        return 4 * max(1, self.depth // 4)
+        return 4 * -(-self.depth // 2)
 
     @property
     def learning_rate(self) -> float:

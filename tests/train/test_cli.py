@@ -1,0 +1,231 @@
+"""The command line: its messages, its launcher, torchrun, and Ctrl-C."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from zeroshard.cli import Terminal, main
+from zeroshard.train.config import load_config
+from zeroshard.train.metrics import EvalRecord, RankBytes, Start, StepRecord, Summary
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--depth", "1", "model.context=32", "train.eval_bytes=200", "run.sample_bytes=4", "run.log_every=1"]
+
+
+def _main(monkeypatch, capsys, *arguments):
+    """Run the command line in this process; return its exit status and what it wrote."""
+    monkeypatch.setattr(sys, "argv", ["zeroshard", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    written = capsys.readouterr()
+    return end.value.code or 0, written.out, written.err
+
+
+def _start(*command, cwd):
+    """Start a Python process that finds this repository and does not find torchrun's variables."""
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
+    environment = {key: value for key, value in os.environ.items() if key not in hidden}
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _wait_for_steps(folder, count):
+    """Wait until the run in `folder` has written that many steps."""
+    metrics, end_s = folder / "metrics.jsonl", time.monotonic() + 60
+    while not metrics.exists() or metrics.read_text().count('"kind": "step"') < count:
+        assert time.monotonic() < end_s, "the run made no steps"
+        time.sleep(0.05)
+
+
+def test_dry_run_prints_the_resolved_configuration(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text("[train]\nsteps = 7\nclip = 0.5\n", "utf-8")
+    options = ["--config", str(path), "--depth", "3", "--ranks", "4", "--stage", "2", "--data", "/x", "--name", "n"]
+    status, out, _ = _main(
+        monkeypatch, capsys, "train", *options, "--steps", "9", "--seed", "5", "--dry-run", "zero.cut=row"
+    )
+    assert status == 0
+    path.write_text(out, "utf-8")
+    config = load_config(path)
+    assert (config.model.depth, config.run.ranks, config.zero.stage, config.data.path) == (3, 4, 2, "/x")
+    assert (config.run.name, config.train.steps, config.run.seed, config.zero.cut) == ("n", 9, 5, "row")
+    assert (config.train.clip, config.train.batch) == (0.5, config.gpt.batch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.stepz=1"], "zeroshard: unknown key 'train.stepz'; did you mean 'train.steps'?\n"),
+        (["--data", "/nowhere"], "zeroshard: data.path: there is no file or folder '/nowhere'"),
+        (["--stage", "7"], "zeroshard: zero.stage=7: stage must be one of [0, 1, 2, 3]"),
+        (["--ranks", "3"], "zeroshard: train.batch="),
+        (["--config", "/nowhere.toml"], "zeroshard: --config: cannot read '/nowhere.toml'"),
+    ],
+)
+def test_mistakes_end_with_one_message(arguments, message, monkeypatch, capsys):
+    status, out, err = _main(monkeypatch, capsys, "train", *arguments)
+    assert status == 2
+    assert err.startswith(message)
+    assert "Traceback" not in err + out
+
+
+def _told(is_terminal):
+    """Return what a terminal shows of a run of two steps and one evaluation."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=is_terminal, width=120, _environ={})
+    held = {"states": 2_000_000, "gradients": 500_000, "parameters": 500_000, "padding": 64, "transient": 7}
+    sent = {"gather": 4_321, "reduce": 1_234, "agree": 56}
+    with Terminal(log_every=100, console=console) as terminal:
+        cells = {"states": "sharded", "gradients": "replicated", "parameters": "replicated", "activations": "kept"}
+        terminal.started(Start("a model", "2 ranks", "a text", "stage 1", cells, [held, held], 2, Path("runs/x")))
+        for step in (1, 2):
+            terminal.stepped(StepRecord(step, 3.25, 0.1, 1.0, 90.0, 1000.0, held, held))
+        terminal.evaluated(EvalRecord(2, 2.125, 999, 0.5))
+        of_rank = RankBytes(
+            held, held, held | {"transient": 9}, {"gather": 4_321, "reduce": 1_234}, sent, {"gather": 8}
+        )
+        terminal.finished(
+            Summary(
+                "x", False, 2, 1, 10, 2, 1, "stage 1", 3.25, 1.5, 2.125, 20, 1000.0, 180.0, 185.0,
+                [of_rank, of_rank], {}, "[b]sample", {},
+            )
+        )  # fmt: skip
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_what_a_person_sees(is_terminal):
+    told = _told(is_terminal)
+    assert ("\x1b[" in told) == is_terminal
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", told)
+    for text in ("a model", "2 ranks", "a text", "runs/x/", "stage 1", "replicated", "rank 1, predicted bytes"):
+        assert text in plain
+    assert "loss 3.2500  1,000 tokens/s  3.0 MB/rank" in plain
+    assert "eval after step 2: 2.1250 bits per byte on 999 held-out bytes" in plain
+    assert "[b]sample" in plain
+    assert "2.1250 bits per byte held out, 2 steps, 1,000 tokens/s, 3:05 in all" in plain
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in plain.splitlines() if line.startswith("│")]
+    assert ["rank 1 predicted", "2,000,000", "500,000", "500,000", "64", "7"] in rows
+    assert ["measured", "2,000,000", "500,000", "500,000", "64", "9"] in rows
+    assert ["rank 0 predicted", "4,321", "1,234", "-"] in rows
+    assert ["measured", "4,321", "1,234", "56"] in rows
+    assert ["outside steps", "8", "0", "0"] in rows
+    if is_terminal:
+        assert "step 2/2" in plain
+        assert told.count("\x1b[?25h") == told.count("\x1b[?25l") == 1
+    else:
+        assert "step     1/2" in plain
+        assert "1:30 left" in plain
+
+
+def test_version(monkeypatch, capsys):
+    status, out, _ = _main(monkeypatch, capsys, "version")
+    assert status == 0
+    assert out.startswith("zeroshard ")
+    assert out.split()[1][0].isdigit()
+
+
+@pytest.mark.parametrize("name", ["typer", "pydantic"])
+def test_missing_extra_is_named(name):
+    hide = f"import sys; sys.modules[{name!r}] = None; from zeroshard.cli import main; main()"
+    run = _start("-c", hide, "train", cwd=ROOT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 2
+    assert f"needs '{name}" in err
+    assert 'pip install "zeroshard[cli]"' in err
+    assert "Traceback" not in err
+
+
+def test_two_ranks_through_the_launcher(tmp_path):
+    run = _start("-m", "zeroshard.cli", "train", *SMALL, "--steps", "3", "--name", "two", cwd=tmp_path)
+    out, err = run.communicate(timeout=90)
+    assert run.returncode == 0, err
+    assert err == ""
+    folder = tmp_path / "runs" / "two"
+    assert {path.name for path in folder.iterdir()} == {"config.toml", "metrics.jsonl", "summary.json"}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["world_size"], summary["steps"], len(summary["ranks"])) == (2, 3, 2)
+    assert out.count("step     3/3") == 1
+    assert f"{summary['bits_per_byte']:.4f} bits per byte" in out
+    for heading in ("Residency", "Bytes in memory", "Bytes sent in training steps", "sample"):
+        assert heading in out
+    for of_rank in summary["ranks"]:
+        assert f"{of_rank['predicted_bytes']['states']:,}" in out
+        assert f"{of_rank['sent_bytes']['gather']:,}" in out
+
+
+def test_torchruns_ranks_join(tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zeroshard.cli"]
+    run = _start(*torchrun, "train", *SMALL, "--steps", "2", "--ranks", "1", cwd=tmp_path)
+    out, err = run.communicate(timeout=90)
+    assert run.returncode == 0, err
+    assert out.count("step     2/2") == 1
+    assert json.loads((tmp_path / "runs" / "default" / "summary.json").read_text())["world_size"] == 2
+
+
+def test_signal_ends_all_ranks_cleanly(tmp_path):
+    run = _start("-m", "zeroshard.cli", "train", *SMALL, "--steps", "100000", cwd=tmp_path)
+    folder = tmp_path / "runs" / "default"
+    _wait_for_steps(folder, 3)
+    ranks = _children(run.pid)
+    assert len(ranks) == 2
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=30)
+    assert run.returncode == 130
+    assert err == ""
+    assert not any(_is_running(rank) for rank in ranks)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["is_interrupted"] is True
+    assert summary["steps"] == (folder / "metrics.jsonl").read_text().count('"kind": "step"')
+    assert f"interrupted after {summary['steps']} steps" in out
+
+
+def test_signal_while_ranks_start_leaves_none(tmp_path):
+    run = _start("-m", "zeroshard.cli", "train", *SMALL, "--steps", "100000", cwd=tmp_path)
+    end_s = time.monotonic() + 60
+    while len(ranks := _children(run.pid)) < 2:
+        assert time.monotonic() < end_s, "no ranks were started"
+        time.sleep(0.01)
+    time.sleep(0.3)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=30)
+    assert run.returncode == 130
+    assert err == ""
+    assert not any(_is_running(rank) for rank in ranks)
+
+
+def test_death_of_one_rank_ends_the_others(tmp_path):
+    run = _start("-m", "zeroshard.cli", "train", *SMALL, "--steps", "100000", cwd=tmp_path)
+    _wait_for_steps(tmp_path / "runs" / "default", 2)
+    ranks = _children(run.pid)
+    os.kill(ranks[1], signal.SIGKILL)
+    run.communicate(timeout=45)
+    assert run.returncode == 128 + signal.SIGKILL
+    assert not any(_is_running(rank) for rank in ranks)
