@@ -2,8 +2,9 @@
 
     python tools/loc.py zeroshard/core
 
-Blank lines, comments and docstrings are free, because explaining must never cost anything. A string that is not the
-docstring of a module, class or function counts, on every line it spans.
+Blank lines, comments and docstrings are free, because explaining must never cost anything; a docstring is any string
+that stands alone as a statement (PEP 257 calls one after an assignment an attribute docstring). Other strings count, on
+every line they span.
 """
 
 import ast
@@ -46,15 +47,12 @@ def count_tree(root: Path) -> dict[Path, int]:
 
 
 def _docstring_spans(tree: ast.Module) -> set[tuple[int, int]]:
-    """Return first and last line of every docstring."""
-    spans = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
-            first = node.body[0]
-            value = first.value.value if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) else None
-            if isinstance(value, str):
-                spans.add((first.lineno, first.end_lineno or first.lineno))
-    return spans
+    """Return first and last line of every string that stands alone as a statement."""
+    return {
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
 
 
 def main(roots: list[str]) -> None:

@@ -1,7 +1,7 @@
 """zeroshard: train PyTorch models that do not fit, by ZeRO, in one call.
 
-`zs.shard(model, optimizer)` replaces the copies that data parallelism keeps by shards; the training loop stays as it is.
-Start with `shard` and `Zero`; `docs/design.md` explains the whole.
+`zs.shard(model, optimizer)` replaces the copies that data parallelism keeps by shards; the training loop stays as it
+is. Start with `shard` and `Zero`; `docs/design.md` explains the whole.
 """
 
 from zeroshard.core.comm import gather_across_ranks, mean_across_ranks
@@ -10,7 +10,7 @@ from zeroshard.core.mesh import Mesh, init
 from zeroshard.core.residency import Replicated, Residency, Sharded
 from zeroshard.core.trace import Event, Memory, Trace, Traffic
 from zeroshard.core.version import VERSION as __version__
-from zeroshard.core.zero import Zero, shard
+from zeroshard.handle import Zero, shard
 
 __all__ = [
     "CheckpointError",

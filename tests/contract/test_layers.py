@@ -17,6 +17,7 @@ LAYERS = (
     "plan",
     "rehearse",
     "report",
+    "handle",
     "zeroshard",
     "integrations",
     "train",

@@ -12,7 +12,15 @@ from multiprocessing import forkserver
 import pytest
 import torch
 
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "transformers", "pytest", "zeroshard.testing", "tests.engine.oracle")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "transformers",
+    "pytest",
+    "zeroshard.testing",
+    "tests.engine.oracle",
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -171,7 +171,7 @@ class GradientBuffer:
         return held[start - self.range[0] : stop - self.range[0]]
 
     def own_part(self, index: int) -> Tensor:
-        """Return the elements of parameter `index` in this rank's shard: each element is one rank's, whoever holds it."""
+        """Return what the optimizer reads of parameter `index` from `held`: the elements that this rank updates."""
         start, stop = self._layout.overlap(index, *self.shard_range)
         return self.hold()[start - self.range[0] : stop - self.range[0]]
 

@@ -28,7 +28,7 @@ __all__ = ["ReleasedParameter", "ShardedParameter", "Slot", "slot_of"]
 
 Tensor = torch.Tensor
 
-METADATA = frozenset(  # noqa: SIM905 - one word a line would be a page
+METADATA = frozenset(
     """
     __dir__ __hash__ __len__ _backward_hooks _base _is_view _post_accumulate_grad_hooks _version dense_dim device
     dim dtype element_size get_device grad_dtype grad_fn has_names is_complex is_contiguous is_cpu is_cuda

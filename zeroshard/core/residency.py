@@ -37,7 +37,14 @@ class Cell(ABC):
 @final
 @dataclass(frozen=True)
 class Replicated(Cell):
-    """Every rank keeps the whole."""
+    """Every rank keeps the whole.
+
+    ```python
+    import zeroshard as zs
+
+    assert str(zs.Replicated()) == "replicated"
+    ```
+    """
 
     word = "replicated"
 
@@ -51,7 +58,14 @@ class Replicated(Cell):
 @final
 @dataclass(frozen=True)
 class Sharded(Cell):
-    """Every rank keeps its own shard."""
+    """Every rank keeps its own shard.
+
+    ```python
+    import zeroshard as zs
+
+    assert str(zs.Sharded()) == "sharded"
+    ```
+    """
 
     word = "sharded"
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ROOT", "WINDOW", "Action", "Mark", "Record", "Schedule", "peak_units", "plain_marks", "replay"]
+__all__ = ["Action", "Mark", "ROOT", "Record", "Schedule", "WINDOW", "peak_units", "plain_marks", "replay"]
 
 ROOT = 0
 """The unit of all parameters outside other units; whole from its first use in a pass to the end of the pass."""

@@ -1,6 +1,6 @@
 """How a model is taken over: what is checked first, and how units, buckets and slots come to be.
 
-Owns the steps before training; `core/zero.py` calls them in order. Nothing is changed before everything was checked,
+Owns the steps before training; `handle.py` calls them in order. Nothing is changed before everything was checked,
 here and on the other ranks, so that a refusal leaves the model as it was.
 """
 

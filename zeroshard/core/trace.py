@@ -21,6 +21,13 @@ class Event:
     `kind` is "gather", "release", "reduce", "publish" (updated parameters sent after a step) or "step"; `phase` is
     "forward", "backward" or "step"; `nbytes` is what this rank sends for it; `is_pinned` marks a unit that stays whole
     to the end of its pass because it is used more than once (tied, nested or called again).
+
+    ```python
+    import zeroshard as zs
+
+    event = zs.Event(step=0, phase="forward", kind="gather", unit="blocks.0", nbytes=4096)
+    assert not event.is_pinned
+    ```
     """
 
     step: int

@@ -1,7 +1,6 @@
 """Whole parameters, and whole optimizer states, for code that reads or changes them.
 
-Owns the way in and the way out of `zero.gathered()`. Read `core/unit.py` (gather and release) first. It lies in the
-core and not above it because it holds units whole outside any pass, which is the engine's own state.
+Owns the way in and the way out of `zero.gathered()`. Read `core/unit.py` (gather and release) first.
 """
 
 import zlib

@@ -1,6 +1,8 @@
-"""`shard()` and the handle it returns: where all parts of the core meet.
+"""`shard()` and the handle it returns: where the layers meet.
 
-Owns the order in which a model is taken over, and the public handle. Read `docs/design.md` for the whole picture, then
+Owns the order in which a model is taken over, and the public handle. It lies above the core because the handle offers
+what
+the layers between add: whole state, accounts of bytes. Read `docs/design.md` for the whole picture, then
 `core/engine.py`.
 """
 
@@ -12,8 +14,6 @@ from typing import Literal, final
 import torch
 from torch import nn
 
-from zeroshard.core import accounting
-from zeroshard.core import gathered as gathered_
 from zeroshard.core.buffer import Pool
 from zeroshard.core.comm import make_comm
 from zeroshard.core.engine import Engine
@@ -29,6 +29,8 @@ from zeroshard.core.trace import Ledger, Memory, Trace, Traffic
 from zeroshard.core.unit import Unit
 from zeroshard.core.units import holders, plan_units
 from zeroshard.core.version import VERSION
+from zeroshard.state import accounting
+from zeroshard.state.gathered import gathered
 
 __all__ = ["Zero", "shard"]
 
@@ -210,7 +212,7 @@ class Zero:
         Collective: all-gather of all parameters (and states) on the way in, broadcast on the way out with `writeback`;
         every rank must enter. Generation inside may differ in length between ranks.
         """
-        return gathered_.gathered(self._engine, self._model, self._sharded, writeback=writeback, states=states)
+        return gathered(self._engine, self._model, self._sharded, writeback=writeback, states=states)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
