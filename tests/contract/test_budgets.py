@@ -36,7 +36,7 @@ def over_budget(counts: dict[Path, int], each: int, total: int) -> list[str]:
 
 def test_the_core_is_within_its_budget() -> None:
     counts = loc.count_tree(PACKAGE / "core")
-    assert Path("zero.py") in counts
+    assert Path("engine.py") in counts
     assert over_budget(counts, CORE_FILE_LINES, CORE_LINES) == []
 
 
@@ -59,7 +59,7 @@ def test_a_budget_can_be_exceeded() -> None:
         ('class A:\n    """Doc."""\n\n    # comment\n    x = 1\n', 2),
         ('text = """not\na docstring"""\n', 2),
         ("f(\n    1,\n\n    2,\n)\n", 4),
-        ('x = 1\n"""No docstring: code."""\n', 2),
+        ('x = 1\n"""What x is."""\n', 1),
         ('def f(): "doc"\n', 1),
         ("a = 1; b = 2\n", 1),
         ("", 0),

@@ -135,7 +135,10 @@ def hang(
             for method in forward_methods:
                 model.__dict__[method] = _wrap(model, method, enter, leave)
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(_Landed(engine))
+        # torch takes hooks of trainable parameters only; a frozen one may be trained later.
+        is_trainable = parameter.requires_grad
+        parameter.requires_grad_(True).register_post_accumulate_grad_hook(_Landed(engine))
+        parameter.requires_grad_(is_trainable)
     refuse_save, refuse_load = _RefuseSave(engine), _RefuseLoad(engine)
     holders = {slot_module for triples in own.values() for slot_module, _, _ in triples} | set(entries) | {model}
     for module in holders:

@@ -22,7 +22,7 @@ from typing import Literal
 
 from zeroshard.core.comm import Comm, Pending
 from zeroshard.core.errors import RankMismatchError
-from zeroshard.core.schedule import Action, Mark, Record, Schedule, replay
+from zeroshard.core.schedule import ROOT, Action, Mark, Record, Request, Schedule, hoist, replay
 from zeroshard.core.trace import Event, Trace
 from zeroshard.core.unit import Reduction, Unit
 
@@ -45,7 +45,7 @@ class Pass:
     schedule: Schedule
     is_first: bool
     marks: list[Mark] = field(default_factory=list)
-    agreed: list[tuple[str, int, bool]] = field(default_factory=list)
+    agreed: list[tuple[Literal["gather", "reduce"], int, bool]] = field(default_factory=list)
     expected: set[int] = field(default_factory=set)
     """Units that this rank will still need in this pass: a gather that it served for others is kept for it."""
 
@@ -169,16 +169,19 @@ class Order:
     def _merge(self, pass_: Pass) -> Record:
         """Return the record for the next pass of this kind, from agreed requests only, so that ranks have the same."""
         record = self._records.get(pass_.key, Record())
-        gathers, reduces, pinned = list(record.gathers), list(record.reduces), set(record.pinned)
+        requests, pinned = list(record.requests), set(record.pinned)
         for kind, unit, is_again in pass_.agreed:
+            request: Request = (kind, unit)
             if kind == "reduce":
                 # A reduction that came too early for some rank is due later from now on.
-                reduces = [u for u in reduces if u != unit] + [unit]
-            elif unit not in gathers:
-                gathers.insert(len(gathers) if pass_.is_first else _place_of(unit, gathers, pass_.phase), unit)
+                requests = [r for r in requests if r != request] + [request]
+            elif request not in requests:
+                place = len(requests) if pass_.is_first else _place_of(unit, requests, pass_.phase)
+                requests.insert(place, request)
             elif is_again or pass_.is_first:
                 pinned.add(unit)
-        return Record(tuple(gathers), tuple(reduces), frozenset(pinned))
+        ordered = hoist(requests) if pass_.is_first else tuple(requests)
+        return Record(ordered, frozenset(pinned))
 
     # -- rounds -----------------------------------------------------------------------------------------------------
 
@@ -322,9 +325,9 @@ class Order:
         return events
 
 
-def _place_of(unit: int, gathers: list[int], phase: Phase) -> int:
-    """Return where in a recorded order a unit belongs that the record did not hold: by its number."""
-    for place, other in enumerate(gathers):
-        if other != 0 and (other > unit if phase == "forward" else other < unit):
+def _place_of(unit: int, requests: Sequence[Request], phase: Phase) -> int:
+    """Return where in a recorded order the gather of a unit belongs that the record did not hold: by its number."""
+    for place, (kind, other) in enumerate(requests):
+        if kind == "gather" and other != ROOT and (other > unit if phase == "forward" else other < unit):
             return place
-    return len(gathers)
+    return len(requests)

@@ -12,11 +12,23 @@ Note: record and marks
     record: a request first issues everything recorded before it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Action", "Mark", "ROOT", "Record", "Schedule", "WINDOW", "peak_units", "plain_marks", "replay"]
+__all__ = [
+    "Action",
+    "Mark",
+    "ROOT",
+    "Record",
+    "Request",
+    "Schedule",
+    "WINDOW",
+    "hoist",
+    "peak_units",
+    "plain_marks",
+    "replay",
+]
 
 ROOT = 0
 """The unit of all parameters outside other units; whole from its first use in a pass to the end of the pass."""
@@ -25,15 +37,19 @@ WINDOW = 2
 """Units besides the root that may be whole at once: the one in use and the one on its way."""
 
 Action = tuple[Literal["gather", "release", "reduce"], int]
+Request = tuple[Literal["gather", "reduce"], int]
 Mark = tuple[Literal["need", "leave", "land", "close"], int]
 
 
 @dataclass(frozen=True)
 class Record:
-    """What all ranks agreed on for one kind of pass; units by number."""
+    """What all ranks agreed on for one kind of pass: gathers and reductions in one order, and units that stay whole.
 
-    gathers: tuple[int, ...] = ()
-    reduces: tuple[int, ...] = ()
+    """What all ranks agreed on for one kind of pass: requests in one order, and units that stay whole.
+    that ranks which use different units can not wait for each other.
+    """
+
+    requests: tuple[Request, ...] = ()
     pinned: frozenset[int] = frozenset()
 
 
@@ -45,8 +61,7 @@ class Schedule:
     """
 
     def __init__(self, record: Record) -> None:
-        self._gathers = list(record.gathers)
-        self._reduces = list(record.reduces)
+        self._queue = list(record.requests)
         self._kept = record.pinned | {ROOT}
         self._landed: set[int] = set()
         self.issued: set[int] = set()
@@ -57,22 +72,19 @@ class Schedule:
     def need(self, unit: int) -> list[Action] | None:
         """Make `unit` whole: issue what the record has before it, then it, then what fits in the window behind it."""
         if unit in self.whole:
-            return self._settle() + self._pass_over(unit) + self._ahead()
-        if unit not in self._gathers:
+            actions = self._pass_over(unit)
+            self.whole[unit] = True
+            return actions + self._ahead()
+        if ("gather", unit) not in self._queue:
             return None
-        skipped = self._gathers[: (position := self._gathers.index(unit))]
-        del self._gathers[: position + 1]
-        actions = self._settle()
-        actions += [("release", v) for v, is_used in list(self.whole.items()) if self._drop(v, is_used)]
-        for v in skipped:
-            actions.append(("gather", v))
-            self.issued.add(v)
-            if v in self._kept:
-                self.whole[v] = False
-            else:
-                actions.append(("release", v))
-        actions.append(("gather", unit))
-        self.grant(unit)
+        actions = self._pass_over(None)
+        while (front := self._queue[0]) != ("gather", unit):
+            actions += self._issue_front()
+            if front[0] == "gather" and front[1] not in self._kept:
+                del self.whole[front[1]]
+                actions.append(("release", front[1]))
+        actions += self._issue_front()
+        self.whole[unit] = True
         return actions + self._ahead()
 
     def grant(self, unit: int, *, is_used: bool = True) -> None:
@@ -90,23 +102,23 @@ class Schedule:
     def land(self, unit: int) -> list[Action]:
         """Reduce `unit`, whose gradients are all here, once its turn has come.
 
-        A recorded reduction whose gradients are not here holds back at most one later unit: a rank that skips a unit
-        can not know that its gradients will never come, and must not fill its memory waiting for them.
+        What is recorded before it holds back at most one unit: a rank that skips a unit can not know that its gradients
+        will never come, and must not fill its memory waiting for them.
         """
         self._landed.add(unit)
-        actions: list[Action] = []
-        while self._reduces and (self._reduces[0] in self._landed or self._count_held_back() > 1):
-            self._landed.discard(first := self._reduces.pop(0))
-            actions.append(("reduce", first))
+        actions = self._ahead()
+        while len([u for u in self._landed if ("reduce", u) in self._queue]) > 1:
+            actions += self._issue_front()
         return actions
 
     def flush(self) -> list[Action]:
         """Issue all that is left of the record and keep nothing of it, so that no rank waits for this one."""
         actions: list[Action] = []
-        for unit in self._gathers:
-            actions += [("gather", unit), ("release", unit)]
-        actions += [("reduce", unit) for unit in self._reduces]
-        self._gathers, self._reduces = [], []
+        for kind, unit in self._queue:
+            actions.append((kind, unit))
+            if kind == "gather":
+                actions.append(("release", unit))
+        self._queue = []
         return actions
 
     def close(self) -> list[Action]:
@@ -116,40 +128,34 @@ class Schedule:
         return actions
 
     def _ahead(self) -> list[Action]:
+        """Issue what is due: reductions that landed, gathers that fit in the window."""
         actions: list[Action] = []
-        while self._gathers and (self._gathers[0] in self._kept or len(self.whole.keys() - self._kept) < WINDOW):
-            unit = self._gathers.pop(0)
-            self.grant(unit, is_used=False)
-            actions.append(("gather", unit))
-        return actions
-
-    def _pass_over(self, unit: int) -> list[Action]:
-        """Release what was gathered ahead of `unit` and never used: this rank skipped it."""
-        actions: list[Action] = []
-        for v, is_used in list(self.whole.items()):
-            if v == unit:
+        while self._queue:
+            kind, unit = self._queue[0]
+            has_room = unit in self._kept or len(self.whole.keys() - self._kept) < WINDOW
+            if not (has_room if kind == "gather" else unit in self._landed):
                 break
-            if self._drop(v, is_used):
-                actions.append(("release", v))
-        self.whole[unit] = True
+            actions += self._issue_front()
         return actions
 
-    def _drop(self, unit: int, is_used: bool) -> bool:
-        if is_used or unit in self._kept:
-            return False
-        del self.whole[unit]
-        return True
+    def _issue_front(self) -> list[Action]:
+        kind, unit = self._queue.pop(0)
+        if kind == "gather":
+            self.grant(unit, is_used=False)
+        else:
+            self._landed.discard(unit)
+        return [(kind, unit)]
 
-    def _settle(self) -> list[Action]:
-        """Issue what is held back: a rank about to wait for a gather must not make others wait for its reductions."""
+    def _pass_over(self, unit: int | None) -> list[Action]:
+        """Release what was gathered before `unit` and never used: this rank skipped it."""
         actions: list[Action] = []
-        while self._count_held_back():
-            self._landed.discard(first := self._reduces.pop(0))
-            actions.append(("reduce", first))
+        for other, is_used in list(self.whole.items()):
+            if other == unit:
+                break
+            if not is_used and other not in self._kept:
+                del self.whole[other]
+                actions.append(("release", other))
         return actions
-
-    def _count_held_back(self) -> int:
-        return len(self._landed.intersection(self._reduces))
 
 
 def replay(record: Record, marks: Iterable[Mark]) -> list[Action]:
@@ -165,7 +171,7 @@ def replay(record: Record, marks: Iterable[Mark]) -> list[Action]:
             case "need":
                 due = schedule.need(unit)
                 if due is None:
-                    raise ValueError(f"unit {unit} is needed but not recorded; the record gathers {record.gathers}.")
+                    raise ValueError(f"unit {unit} is needed but not recorded; the record is {record.requests}.")
                 actions += due
             case "leave":
                 actions += schedule.leave(unit)
@@ -181,19 +187,36 @@ def plain_marks(units: int) -> tuple[tuple[Record, list[Mark]], tuple[Record, li
 
     What a model will do before it has run once: the root is open throughout, each other unit is used once.
     """
-    order = tuple(range(1, units))
+    gathers: list[Request] = [("gather", unit) for unit in range(units)]
     forward: list[Mark] = [("need", ROOT)]
     backward: list[Mark] = [("need", ROOT)]
-    for unit in order:
+    back: list[Request] = [("gather", ROOT)]
+    for unit in range(1, units):
         forward += [("need", unit), ("leave", unit)]
-    for unit in reversed(order):
+    for unit in range(units - 1, 0, -1):
         backward += [("need", unit), ("land", unit), ("leave", unit)]
-    close: list[Mark] = [("close", ROOT)]
-    backward_order = (ROOT, *reversed(order))
-    return (
-        (Record(gathers=(ROOT, *order)), forward + close),
-        (Record(gathers=backward_order, reduces=(*reversed(order), ROOT)), [*backward, ("land", ROOT), *close]),
-    )
+        back += [("gather", unit), ("reduce", unit)]
+    forward.append(("close", ROOT))
+    backward += [("land", ROOT), ("close", ROOT)]
+    record = Record(hoist([*back, ("reduce", ROOT)]))
+    return (Record(tuple(gathers)), forward), (record, backward)
+
+
+def hoist(requests: Sequence[Request]) -> tuple[Request, ...]:
+    """Return agreed requests with each gather in front of the reductions that were asked for just before it.
+
+    Agreement is one request at a time; in later passes the next unit should be on its way while one is computed, and so
+    before that one's reduction.
+    """
+    ordered: list[Request] = []
+    waiting: list[Request] = []
+    for request in requests:
+        if request[0] == "reduce":
+            waiting.append(request)
+        else:
+            ordered += [request, *waiting]
+            waiting = []
+    return tuple(ordered + waiting)
 
 
 def peak_units(actions: Iterable[Action], full_bytes: tuple[int, ...]) -> int:
