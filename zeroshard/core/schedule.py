@@ -45,8 +45,8 @@ Mark = tuple[Literal["need", "leave", "land", "close"], int]
 class Record:
     """What all ranks agreed on for one kind of pass: gathers and reductions in one order, and units that stay whole.
 
-    """What all ranks agreed on for one kind of pass: requests in one order, and units that stay whole.
-    that ranks which use different units can not wait for each other.
+    One order, and not one for each kind: a rank that waits for something then only waits for what comes earlier in it,
+    so that ranks which use different units can not wait for each other.
     """
 
     requests: tuple[Request, ...] = ()
