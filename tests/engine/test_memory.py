@@ -230,8 +230,8 @@ def test_the_trace_shows_two_units_and_names_those_that_stay(world: int) -> None
         assert [pinned for _, pinned in found] == [[]] * len(found)
         assert max(most for most, _ in found) == 2, found
     for found in run_ranks(trace_counts, world, Twice, {}, timeout_s=TIMEOUT_S):
-        assert max(most for most, _ in found) <= 2, found
-        assert found[-1][1] == ["blocks.0"], found
+        # That a block runs again is known from the first step on, and said in the trace of those after it.
+        assert [(most, pinned) for most, pinned in found[1:]] == [(2, ["blocks.0"])] * 2, found
 
 
 def grow(stage: int) -> list[tuple[int, int, int]]:
@@ -291,9 +291,8 @@ def unreduced(stage: int) -> list[dict[str, int]]:
 def test_memory_shows_what_no_sync_keeps(stage: int) -> None:
     numel = sum(p.numel() for p in Even().parameters())
     for before, during, after in run_ranks(unreduced, 2, stage, timeout_s=TIMEOUT_S):
-        grown = sum(during.values()) - sum(before.values())
-        # Whole gradients besides, or in place of, this rank's half.
-        assert grown >= numel * BYTES // 2, f"{grown} bytes more for whole gradients of {numel} elements"
+        assert during["transient"] >= numel * BYTES, f"{during}, with whole gradients of {numel} elements"
+        assert during["transient"] > before["transient"]
         assert after["gradients"] == numel * BYTES // 2, f"{after['gradients']} bytes of gradients after the reduction"
 
 

@@ -153,15 +153,6 @@ def several_built_after(run: Run) -> None:
     train(run, model, adam, sgd)
 
 
-def one_before_one_after(run: Run) -> None:
-    model = models.build(models.Stack)
-    adam = torch.optim.AdamW(model.blocks.parameters(), lr=1e-2)
-    run.shard(model, adam)
-    sgd = torch.optim.SGD([*model.stem.parameters(), *model.head.parameters()], lr=0.1)
-    run.attach(sgd)
-    train(run, model, adam, sgd)
-
-
 def a_group_added_later(run: Run) -> None:
     """Thaw the head after two steps and give it to the optimizer in a group of its own."""
     model = models.build(models.Stack)
@@ -262,7 +253,6 @@ SCRIPTS = [
     groups_by_name,
     groups_built_after,
     several_built_after,
-    one_before_one_after,
     a_group_added_later,
     a_block_added_later,
     existing_state,

@@ -294,6 +294,16 @@ def backward_under_gathered(model: nn.Module, optimizer: Optimizer, zero: zs.Zer
         models.stack_loss(model, 1, dist.get_rank()).backward()
 
 
+def gathered_inside_gathered(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    with zero.gathered(), zero.gathered():
+        pass
+
+
+def changed_without_writeback(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    with zero.gathered(), torch.no_grad():
+        model.head.bias.add_(1.0)
+
+
 def step_unreduced(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
     with zero.no_sync():
         models.stack_loss(model, 1, dist.get_rank()).backward()
@@ -376,6 +386,8 @@ LATER: dict[str, tuple[Callable[..., None], str, list[str]]] = {
     "replaced parameter": (replace_parameter, "RuntimeError", ["head", "weight", "replaced", r"writeback=True"]),
     "replaced module": (replace_module, "RuntimeError", [r"blocks\.1", "up", "replaced"]),
     "backward under gathered": (backward_under_gathered, "RuntimeError", ["gathered", "backward"]),
+    "gathered inside gathered": (gathered_inside_gathered, "RuntimeError", ["gathered"]),
+    "changed without writeback": (changed_without_writeback, "RuntimeError", [r"head\.bias", "writeback=True"]),
     "step unreduced": (step_unreduced, "RuntimeError", ["no_sync", "step"]),
     "norm unreduced": (norm_unreduced, "RuntimeError", ["no_sync", "norm"]),
     "state_dict": (model_state_dict, "RuntimeError", ["state_dict", r"with zero\.gathered\("]),

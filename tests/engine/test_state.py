@@ -133,13 +133,12 @@ def forward_and_backward_are_for_outside(run: Run) -> None:
         step_once(run, model, optimizer, step)
 
 
-def gathered_twice_and_nested(run: Run) -> None:
+def gathered_twice(run: Run) -> None:
     model, optimizer = start(run)
     for step in range(2):
-        with run.gathered(), run.gathered():
-            run.record(inner=model.head.weight)
-        with run.gathered():
-            run.record(second=model.head.weight)
+        for _ in range(2):
+            with run.gathered():
+                run.record(weight=model.head.weight)
         step_once(run, model, optimizer, step)
 
 
@@ -163,7 +162,7 @@ SCRIPTS = [
     changed_in_place,
     exponential_average,
     forward_and_backward_are_for_outside,
-    gathered_twice_and_nested,
+    gathered_twice,
     gathered_while_gradients_wait,
 ]
 

@@ -1,0 +1,147 @@
+"""Which numbers are kept in which precision, and how casts and loss scales follow from it.
+
+Owns the choice of dtypes, the casts at the model's edges and the dynamic loss scale. It must not know buckets or passes.
+
+Note: where a value is rounded
+    Master weights and the optimizer's states are in `master` (fp32). Parameters that modules compute with are those
+    weights rounded to `param`, again after each step. A gradient is computed in `param`, added up over micro-batches in
+    `grad` (fp32), crosses the wire in `reduce`, and is summed over ranks in fp32. The model's floating inputs are cast to
+    `param` and its outputs to fp32, where losses belong. Buffers are never cast.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+__all__ = ["LossScale", "Precision", "map_floating", "precision_of"]
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a model's training state; None means: as the parameters are.
+
+    Args:
+        param: what modules compute with.
+        reduce: gradients on the wire; by default as they are held.
+        grad: gradients held between micro-batches.
+        master: the weights that the optimizer updates.
+        keep: module classes whose parameters stay as they are; their inputs are cast to these, their outputs back.
+        loss_scale: "dynamic", a fixed number, or None: then scaling is the caller's (torch.amp.GradScaler) or not needed.
+
+    ```python
+    import torch, zeroshard as zs
+
+    paper = zs.Precision(param=torch.bfloat16, grad=torch.bfloat16, master=torch.float32)  # 16 bytes a parameter
+    model = torch.nn.Linear(4, 4)
+    zero = zs.shard(model, torch.optim.AdamW(model.parameters()), precision=paper)
+    assert model.weight.dtype == torch.bfloat16
+    ```
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    grad: torch.dtype | None = None
+    master: torch.dtype | None = None
+    keep: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
+    loss_scale: Literal["dynamic"] | float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("param", "reduce", "grad", "master"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(f"Precision({name}=...) takes a floating-point torch.dtype or None; got {dtype!r}.")
+        if self.loss_scale is not None and self.loss_scale != "dynamic" and not float(self.loss_scale) > 0:
+            raise ValueError(f"loss_scale must be 'dynamic', a positive number or None; got {self.loss_scale!r}.")
+
+    def dtypes_of(self, dtype: torch.dtype, *, is_kept: bool) -> "Dtypes":
+        """Return the dtypes for a parameter that has `dtype` in the model."""
+        if is_kept or self.param is None or not dtype.is_floating_point:
+            return Dtypes(dtype, dtype, dtype, dtype)
+        grad = self.grad or torch.promote_types(self.param, torch.float32)
+        master = self.master or torch.promote_types(dtype, torch.float32)
+        return Dtypes(self.param, self.reduce or grad, grad, master)
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of one bucket."""
+
+    param: torch.dtype
+    reduce: torch.dtype
+    grad: torch.dtype
+    master: torch.dtype
+
+
+def precision_of(choice: str | Precision) -> Precision:
+    """Return the precision that a name stands for.
+
+    Raises:
+        ValueError: there is no such name.
+    """
+    if isinstance(choice, Precision):
+        return choice
+    named = {
+        "fp32": Precision(),
+        "bf16": Precision(param=torch.bfloat16),
+        "fp16": Precision(param=torch.float16, loss_scale="dynamic"),
+    }
+    if choice not in named:
+        raise ValueError(f"precision must be one of {', '.join(named)} or a zs.Precision; got {choice!r}.")
+    return named[choice]
+
+
+def map_floating(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with `change` applied to each floating-point tensor in tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        return change(value) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_floating(item, change) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_floating(item, change) for item in value)
+    if isinstance(value, dict):
+        changed = copy.copy(value)
+        for key, item in value.items():
+            changed[key] = map_floating(item, change)
+        return changed
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: map_floating(getattr(value, f.name), change) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+class LossScale:
+    """A loss scale that follows overflows, with torch.amp.GradScaler's rule: half after one, twice after 2000 good steps.
+
+    The scale changes at steps only, so gradients of one step are scaled alike.
+    """
+
+    GROWTH_STEPS = 2000
+    FLOOR = 1.0
+
+    def __init__(self, start: Literal["dynamic"] | float) -> None:
+        self.is_dynamic = start == "dynamic"
+        self.value = 65536.0 if start == "dynamic" else float(start)
+        self.has_overflowed = False
+        """Whether a gradient that this rank summed since the last step is not finite."""
+        self._good_steps = 0
+        self.history: list[float] = []
+        """The scales at which steps were skipped, oldest first; the last 20."""
+
+    def step(self, *, has_overflowed: bool) -> None:
+        """Adapt after a step, or after a skipped one."""
+        self.has_overflowed = False
+        if has_overflowed:
+            self.history = [*self.history[-19:], self.value]
+            self._good_steps = 0
+            self.value = self.value / 2 if self.is_dynamic else self.value
+        else:
+            self._good_steps += 1
+            if self.is_dynamic and self._good_steps == self.GROWTH_STEPS:
+                self.value, self._good_steps = self.value * 2, 0
