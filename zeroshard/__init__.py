@@ -7,6 +7,7 @@ is. Start with `shard` and `Zero`; `docs/design.md` explains the whole.
 from zeroshard.core.comm import gather_across_ranks, mean_across_ranks
 from zeroshard.core.errors import CheckpointError, RankMismatchError
 from zeroshard.core.mesh import Mesh, init
+from zeroshard.core.precision import Precision
 from zeroshard.core.residency import Replicated, Residency, Sharded
 from zeroshard.core.trace import Event, Memory, Trace, Traffic
 from zeroshard.core.version import VERSION as __version__
@@ -17,6 +18,7 @@ __all__ = [
     "Event",
     "Memory",
     "Mesh",
+    "Precision",
     "RankMismatchError",
     "Replicated",
     "Residency",

@@ -186,8 +186,8 @@ class Terminal:
     def evaluated(self, record: EvalRecord) -> None:
         """Print one evaluation."""
         self._console.print(
-            f"[bold]eval[/bold] after step {record.step}: [bold]{record.bits_per_byte:.4f} bits per byte[/bold]"
-            f" on {record.scored_bytes:,} held-out bytes, {record.eval_s:.1f} s",
+            f"[bold]eval[/bold] after step {record.step}: [bold]{record.bits_per_byte:.4f} bits per byte[/bold] on "
+            f"{record.scored_bytes:,} held-out bytes, {record.eval_s:.1f} s",
             soft_wrap=True,
         )
 

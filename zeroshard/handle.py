@@ -22,15 +22,25 @@ from zeroshard.core.hooks import hang
 from zeroshard.core.mesh import Mesh, current_mesh
 from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.parameter import slot_of
+from zeroshard.core.precision import LossScale, Precision, precision_of
 from zeroshard.core.residency import Residency
 from zeroshard.core.stages import DEFAULT_STAGE, name_of_row, row_of_stage
-from zeroshard.core.takeover import check_equal, check_model, check_optimizers, describe, make_unit, take_over
 from zeroshard.core.trace import Ledger, Memory, Trace, Traffic
 from zeroshard.core.unit import Unit
-from zeroshard.core.units import holders, plan_units
 from zeroshard.core.version import VERSION
 from zeroshard.state import accounting
 from zeroshard.state.gathered import gathered
+from zeroshard.state.takeover import (
+    Options,
+    check_equal,
+    check_model,
+    check_optimizers,
+    describe,
+    kept_parameters,
+    make_unit,
+    take_over,
+)
+from zeroshard.state.units import holders, plan_units
 
 __all__ = ["Zero", "shard"]
 
@@ -43,6 +53,7 @@ def shard(
     *,
     stage: int | None = None,
     residency: Residency | None = None,
+    precision: str | Precision = "fp32",
     units: Sequence[object] | None = None,
     cut: str = "element",
     reduction: Literal["mean", "sum"] = "mean",
@@ -60,6 +71,7 @@ def shard(
         optimizer: the optimizer or optimizers of the model, or None: then hand it to `zero.attach()` once it is built.
         stage: 0 to 3, a row of the residency table by name; 3 by default.
         residency: a row of one's own, instead of `stage`.
+        precision: "fp32" (all as it is), "bf16", "fp16" (with a dynamic loss scale), or a `Precision`.
         units: what is gathered and reduced together: modules, classes or class names; by default blocks are found.
         cut: where a boundary between ranks may fall: "element", "row" (first dimension) or "tensor".
         reduction: "mean" over ranks, as data parallelism does, or "sum", for losses weighted by tokens.
@@ -100,21 +112,25 @@ def shard(
     optimizers = (
         [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     )
+    chosen = precision_of(precision)
     check_model(model, forward_methods, cut)
     check_optimizers(model, optimizers, row, elementwise, is_final=optimizer is not None)
     plans = plan_units(model, units)
     mesh, ledger = current_mesh(), Ledger()
     pool = Pool(ledger)
     comm = make_comm(mesh, watchdog_s, pool)
-    options = f"{name_of_row(row)}, cut={cut}, reduction={reduction}, forward_methods={list(forward_methods)}"
+    options = f"{name_of_row(row)}, cut={cut}, reduction={reduction}, {chosen}, forward_methods={list(forward_methods)}"
     check_equal(mesh, comm, describe(model, optimizers, plans, options, VERSION))
     register_foreach_types()
     scale = 1.0 / mesh.world_size if reduction == "mean" else 1.0
+    common = Options(row, chosen, cut, scale, kept_parameters(model, chosen))
     built: list[Unit] = []
     for number, plan in enumerate(plans):
         first_bucket = sum(len(unit.buckets) for unit in built)
-        built.append(make_unit(number, plan, row, mesh, cut, scale, pool, ledger, first_bucket))
+        built.append(make_unit(number, plan, common, mesh, pool, ledger, first_bucket))
     engine = Engine(mesh, comm, built, ledger)
+    if chosen.loss_scale is not None:
+        engine.use_loss_scale(LossScale(chosen.loss_scale))
     reference = weakref.ref(engine)
     for unit, plan in zip(built, plans, strict=True):
         take_over(unit, plan, comm, reference)
@@ -133,7 +149,7 @@ def shard(
             entries[module] = (name, (*known, unit.number))
         own.setdefault(model if unit.is_whole else plan.module, []).extend(holders(plan, model))
     entries.setdefault(model, ("", ()))
-    hang(engine, model, entries, own, forward_methods)
+    hang(engine, model, entries, own, forward_methods, chosen)
     return zero
 
 

@@ -144,8 +144,8 @@ class Plain(Run):
             raise
         if self._is_unsynced:
             return
-        for p in self._parameters():
-            reduced = reduce_in_rank_order(p, self._reduction)
+        parameters = list(self._parameters())
+        for p, reduced in zip(parameters, reduce_in_rank_order(parameters, self._reduction), strict=True):
             held = self._held.get(p)
             p.grad = held if reduced is None else reduced if held is None else held + reduced
         self._held = None
@@ -171,15 +171,26 @@ class Plain(Run):
             yield from model.parameters()
 
 
-def reduce_in_rank_order(p: nn.Parameter, reduction: str) -> Tensor | None:
-    """Sum one parameter's gradients over the ranks, in rank order, or return None if no rank has one."""
-    mine = torch.zeros_like(p) if p.grad is None else p.grad
-    used = torch.tensor([p.grad is not None])
-    all_used = [torch.empty_like(used) for _ in range(dist.get_world_size())]
-    all_grads = [torch.empty(mine.shape, dtype=mine.dtype) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_used, used)
-    dist.all_gather(all_grads, mine.contiguous())
-    return torch.empty_like(p).copy_(sum_in_order(all_grads, reduction)) if any(all_used) else None
+def reduce_in_rank_order(parameters: Sequence[nn.Parameter], reduction: str) -> list[Tensor | None]:
+    """Sum gradients over the ranks, in rank order; None for a parameter of which no rank has one."""
+    mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    is_used = _on_all_ranks(torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8))
+    reduced: list[Tensor | None] = [None] * len(parameters)
+    for dtype in sorted({p.dtype for p in parameters}, key=str):
+        places = [place for place, p in enumerate(parameters) if p.dtype == dtype]
+        flat = torch.cat([mine[place].reshape(-1) for place in places])
+        total = sum_in_order(_on_all_ranks(flat), reduction)
+        for place, part in zip(places, total.split([mine[place].numel() for place in places]), strict=True):
+            if any(used[place] for used in is_used):
+                p = parameters[place]
+                reduced[place] = torch.empty_like(p, requires_grad=False).copy_(part.view(p.shape))
+    return reduced
+
+
+def _on_all_ranks(tensor: Tensor) -> list[Tensor]:
+    received = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(received, tensor)
+    return received
 
 
 def sum_in_order(grads: Sequence[Tensor], reduction: str = "mean") -> Tensor:

@@ -178,9 +178,7 @@ def test_at_most_two_units_besides_the_root_are_whole(world: int) -> None:
     for counts, peak, predicted, block_bytes in run_ranks(whole_units, world, 3, timeout_s=TIMEOUT_S):
         assert len(counts) == 4 * 3 * 8, "the hooks did not run"
         assert max(counts) == 2, f"blocks whole at each hook: {counts}"
-        root_bytes = EVEN * EVEN * BYTES
-        # Two whole units and the root, and as much again for gradients on their way and what comes over the wire.
-        assert peak["transient"] <= 3 * 2 * block_bytes + 3 * root_bytes, f"{peak['transient']} bytes transient at most"
+        assert peak["transient"] >= 2 * block_bytes + EVEN * EVEN * BYTES, f"peak {peak}"
         assert peak["transient"] <= predicted["transient"] * 1.05, (
             f"{peak['transient']}, predicted {predicted['transient']}"
         )

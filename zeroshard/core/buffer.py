@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.core.layout import Layout
+from zeroshard.core.precision import Dtypes
 from zeroshard.core.residency import Residency
 from zeroshard.core.trace import Ledger
 
@@ -73,7 +74,7 @@ class GradientBuffer:
 
     def __init__(self, bucket: "Bucket", row: Residency, pool: Pool, rank: int) -> None:
         self._layout, self._pool = bucket.layout, pool
-        self._dtype, self._device = bucket.dtype, bucket.device
+        self.dtype, self._device = bucket.dtypes.grad, bucket.device
         self._shapes, self._strides = bucket.shapes, bucket.strides
         self.range = row.gradients.kept_range(self._layout, rank)
         self.shard_range = self._layout.shard_range(rank)
@@ -97,18 +98,24 @@ class GradientBuffer:
         """Return the buffer that gradients are held in, made at its first use."""
         if self.held is None:
             start, stop = self.range
-            self.held = torch.zeros(stop - start, dtype=self._dtype, device=self._device)
+            self.held = torch.zeros(stop - start, dtype=self.dtype, device=self._device)
         return self.held
 
-    def land(self, index: int, grad: Tensor) -> None:
-        """Move one gradient of this rank, of any strides, into the stage; add it to what lies there unreduced."""
+    def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
+        """Move one gradient of this rank, of any strides, into the stage; add it to what lies there unreduced.
+
+        Args:
+            scale: what the gradient is multiplied by, in the dtype of what is held.
+        """
         if self.stage is None:
             self._begin_stage()
         view = self._views[index]
         if self.staged[index] or self._base[index]:
-            view.add_(grad)
+            view.add_(grad if scale == 1.0 else grad.to(self.dtype), alpha=scale)
         else:
             view.copy_(grad)
+            if scale != 1.0:
+                view.mul_(scale)
         self.staged[index] = self.landed[index] = True
 
     def _begin_stage(self) -> None:
@@ -119,7 +126,7 @@ class GradientBuffer:
         elif self.is_whole and True not in self.filled:
             stage = self.hold()
         else:
-            stage = self._pool.take(self._layout.full_numel, self._dtype, self._device)
+            stage = self._pool.take(self._layout.full_numel, self.dtype, self._device)
         if stage is not self._viewed:
             self._views, self._viewed = self.views_of(stage), stage
         self.stage = stage
@@ -181,7 +188,7 @@ class GradientBuffer:
 
     def set_reduced(self, index: int, value: Tensor) -> None:
         """Make `value`, equal on all ranks, the reduced gradient of parameter `index`."""
-        flat = flatten(value.to(self._dtype), self._shapes[index], self._strides[index])
+        flat = flatten(value.to(self.dtype), self._shapes[index], self._strides[index])
         part = self.slice(index, self.hold())
         bounds = (0, self._layout.full_numel) if self.sums_are_whole else self.shard_range
         start, stop = self._layout.overlap(index, *bounds)
@@ -230,9 +237,10 @@ class Bucket:
         rank: int,
         pool: Pool,
         ledger: Ledger,
+        dtypes: Dtypes,
     ) -> None:
         self.name, self.number, self.names, self.layout = name, number, tuple(names), layout
-        self.dtype, self.device = parameters[0].dtype, parameters[0].device
+        self.dtypes, self.dtype, self.device = dtypes, dtypes.param, parameters[0].device
         self.shapes = [tuple(p.shape) for p in parameters]
         self.strides = [_dense_strides(p) for p in parameters]
         self.is_whole = row.parameters.is_whole(layout, rank)
@@ -244,6 +252,12 @@ class Bucket:
         start, stop = layout.shard_range(rank)
         self.own = self.full[start:stop]
         self.shard = self.own if self.is_whole else torch.empty_like(self.own)
+        self._master_start = 0 if self.states_are_whole else start
+        rounded = self.full if self.states_are_whole else self.shard
+        self.has_masters = dtypes.master != dtypes.param
+        self.masters = torch.zeros_like(rounded, dtype=dtypes.master) if self.has_masters else rounded
+        """What the optimizer updates; the parameters themselves unless these are rounded from it."""
+        self._rounded = rounded
         self.has_states = False
         """Whether an optimizer updates it."""
         self.updates = 0
@@ -265,10 +279,31 @@ class Bucket:
         self._ledger.add("transient", -self.full.nbytes)
 
     def keep(self) -> None:
-        """Copy the own part of `full` into the shard: after a change to the whole parameters."""
-        if not self.is_whole:
-            with torch.no_grad():
+        """Follow a change to the whole parameters: in the shard, and in the masters that do not round to it."""
+        with torch.no_grad():
+            if not self.is_whole:
                 self.shard.copy_(self.own)
+            if self.has_masters:
+                is_changed = self.masters.to(self.dtype) != self._rounded
+                self.masters.copy_(torch.where(is_changed, self._rounded.to(self.masters.dtype), self.masters))
+
+    def start_values(self) -> Tensor:
+        """Return (full_numel,) to write the first values to, in the masters' dtype; then call `set_start`."""
+        return torch.zeros_like(self.full, dtype=self.dtypes.master) if self.has_masters else self.full
+
+    def set_start(self, values: Tensor) -> None:
+        """Take the first values over."""
+        if self.has_masters:
+            self.full.copy_(values)
+            self.masters.copy_(values[self._master_start :][: self.masters.numel()])
+        if not self.is_whole:
+            self.shard.copy_(self.own)
+
+    def follow_masters(self) -> None:
+        """Round the masters into the parameters that this rank keeps."""
+        if self.has_masters:
+            with torch.no_grad():
+                self._rounded.copy_(self.masters)
 
     def master_range(self, index: int) -> tuple[int, int]:
         """Return the elements of parameter `index` that this rank updates, as (start, stop) in the bucket."""
@@ -278,10 +313,12 @@ class Bucket:
     def master(self, index: int) -> Tensor:
         """Return what the optimizer updates of parameter `index`: a flat view, possibly of 0 elements."""
         start, stop = self.master_range(index)
-        if self.states_are_whole:
-            return self.full[start:stop]
-        first = self.layout.shard_range(self._rank)[0]
-        return self.shard[start - first : stop - first]
+        return self.masters[start - self._master_start : stop - self._master_start]
+
+    @property
+    def masters_range(self) -> tuple[int, int]:
+        """Elements of the bucket that this rank updates, as (start, stop)."""
+        return self._master_start, self._master_start + self.masters.numel()
 
     @property
     def is_published(self) -> bool:

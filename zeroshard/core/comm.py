@@ -32,6 +32,7 @@ __all__ = ["Comm", "Pending", "gather_across_ranks", "make_comm", "mean_across_r
 
 Tensor = torch.Tensor
 TEXT_BYTES = 4096
+FP32_BYTES = 4
 
 
 class Pending:
@@ -71,11 +72,12 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def reduce(self, full: Tensor, scale: float, tag: int, what: str) -> Pending:
+    def reduce(self, full: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
         """Sum `full` over ranks and multiply by `scale`; the result is this rank's shard of it, in place.
 
         Args:
             full: (world_size * S,); the other shards are not changed.
+            wire: what elements are rounded to before they are sent; sums are made in fp32 or better.
         Collective: reduce-scatter (sum in rank order 0..N-1 where the backend allows); each rank sends (N-1) * S
             elements.
         """
@@ -108,7 +110,7 @@ class SoloComm(Comm):
     def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
         return Pending(_nothing)
 
-    def reduce(self, full: Tensor, scale: float, tag: int, what: str) -> Pending:
+    def reduce(self, full: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
         return Pending(_nothing)
 
     def broadcast(self, tensor: Tensor, what: str, kind: str) -> None:
@@ -188,19 +190,34 @@ class GlooComm(GroupComm):
         works += [self._send(own, peer, 2 * tag, kind, what) for peer in self._peers]
         return Pending(lambda: self._wait(works, what))
 
-    def reduce(self, full: Tensor, scale: float, tag: int, what: str) -> Pending:
+    def reduce(self, full: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
         chunks = full.view(self.mesh.world_size, -1)
-        wires = {peer: self._pool.take(chunks.shape[1], full.dtype, full.device) for peer in self._peers}
-        works = [self._receive(wire, peer, 2 * tag + 1) for peer, wire in wires.items()]
-        works += [self._send(chunks[peer], peer, 2 * tag + 1, "reduce", what) for peer in self._peers]
+        own, rank = chunks[self.mesh.rank], self.mesh.rank
+        is_rounded = wire != full.dtype or wire.itemsize < FP32_BYTES
+        taken = {peer: self._pool.take(own.numel(), wire, own.device) for peer in self._peers}
+        works = [self._receive(buffer, peer, 2 * tag + 1) for peer, buffer in taken.items()]
+        sent = {peer: self._round(chunks[peer], wire) for peer in self._peers}
+        works += [self._send(chunk, peer, 2 * tag + 1, "reduce", what) for peer, chunk in sent.items()]
 
         def finish() -> None:
             self._wait(works, what)
-            _sum_in_rank_order(chunks[self.mesh.rank], self.mesh.rank, wires, scale)
-            for wire in wires.values():
-                self._pool.give(wire)
+            if is_rounded:
+                total = self._pool.take(own.numel(), torch.promote_types(full.dtype, torch.float32), own.device)
+                _sum_rounded(own, rank, taken, wire, total)
+                own.copy_(total.mul_(scale))
+                self._pool.give(total)
+            else:
+                _sum_in_rank_order(own, rank, taken, scale)
+            for buffer in [*taken.values(), *(c for peer, c in sent.items() if c.dtype != full.dtype)]:
+                self._pool.give(buffer)
 
         return Pending(finish)
+
+    def _round(self, chunk: Tensor, wire: torch.dtype) -> Tensor:
+        """Return `chunk` in the wire's dtype: itself, or a copy in a pooled buffer."""
+        if chunk.dtype == wire:
+            return chunk
+        return self._pool.take(chunk.numel(), wire, chunk.device).copy_(chunk)
 
     def broadcast(self, tensor: Tensor, what: str, kind: str) -> None:
         # gloo refuses tensors that are not contiguous, and some dtypes: bytes are always right.
@@ -242,6 +259,13 @@ def _sum_in_rank_order(own: Tensor, rank: int, wires: dict[int, Tensor], scale: 
         own.mul_(scale)
 
 
+def _sum_rounded(own: Tensor, rank: int, wires: dict[int, Tensor], wire: torch.dtype, total: Tensor) -> None:
+    """Add up all ranks' chunks in rank order in `total`; the own one is rounded as if it had been sent."""
+    for peer in range(len(wires) + 1):
+        chunk = own.to(wire) if peer == rank else wires[peer]
+        total.copy_(chunk) if peer == 0 else total.add_(chunk)
+
+
 @final
 class NcclComm(GroupComm):
     """NCCL's own collectives for shards, gloo for the small numbers that the host reads. See "Note: NCCL"."""
@@ -260,13 +284,16 @@ class NcclComm(GroupComm):
         self.sent_bytes[kind] += own.nbytes * (self.mesh.world_size - 1)
         return Pending(lambda: self._wait([work], what))
 
-    def reduce(self, full: Tensor, scale: float, tag: int, what: str) -> Pending:
+    def reduce(self, full: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
         own = full.view(self.mesh.world_size, -1)[self.mesh.rank]
-        work = self._reduce_scatter(own, full, op=dist.ReduceOp.SUM, group=self._reduces, async_op=True)
-        self.sent_bytes["reduce"] += own.nbytes * (self.mesh.world_size - 1)
+        sent = full.to(wire)
+        part = sent.view(self.mesh.world_size, -1)[self.mesh.rank]
+        work = self._reduce_scatter(part, sent, op=dist.ReduceOp.SUM, group=self._reduces, async_op=True)
+        self.sent_bytes["reduce"] += part.nbytes * (self.mesh.world_size - 1)
 
         def finish() -> None:
             self._wait([work], what)
+            own.copy_(part)
             own.mul_(scale)
 
         return Pending(finish)

@@ -22,6 +22,7 @@ from zeroshard.core.comm import Comm
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.order import Order, Pass
 from zeroshard.core.parameter import Slot, slot_of
+from zeroshard.core.precision import LossScale
 from zeroshard.core.saved import SavedTensors
 from zeroshard.core.schedule import ROOT
 from zeroshard.core.trace import Ledger
@@ -70,6 +71,9 @@ class Engine:
         self.is_sharded = any(not unit.is_whole for unit in units)
         self.gathered: Gathered | None = None
         self.syncs = True
+        self.loss_scale: LossScale | None = None
+        self.is_skipping = False
+        """Whether the step under way is skipped because gradients overflowed: no slice has a gradient then."""
         self._frames: list[Frame] = []
         self._forwards: list[Hashable] = []
         self._used: set[int] = set()
@@ -78,6 +82,12 @@ class Engine:
         self._norms_version = 0
         buckets = [(unit.number, b) for unit in units for b in unit.buckets if not b.is_whole]
         self._saved = SavedTensors(buckets, self._need_in_backward)
+
+    def use_loss_scale(self, loss_scale: LossScale) -> None:
+        """Multiply the gradients of the model's outputs by a loss scale, and skip steps that overflow."""
+        self.loss_scale = loss_scale
+        for unit in self.units:
+            unit.loss_scale = loss_scale
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -197,15 +207,13 @@ class Engine:
         if _is_inside_reentrant_checkpoint():
             raise RuntimeError(
                 "Reentrant checkpointing runs a backward pass inside another, so gradients would be reduced several "
-                "times. Use "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for Transformers models: "
+                "times. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for Transformers models: "
                 "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
             )
         if self._frames:
             raise RuntimeError(
                 f"{self.mesh} A backward pass began inside the forward of a sharded model. Compute inner gradients "
-                "outside it, "
-                "or under `with zero.gathered():`."
+                "outside it, or under `with zero.gathered():`."
             )
         self.complete()
         self._task = task
@@ -224,8 +232,7 @@ class Engine:
             if not self.units[number].is_open:
                 raise RuntimeError(
                     f"{self.mesh} A tensor saved from {self.units[number]} was read outside a backward pass while the "
-                    "unit is "
-                    "released. Use `with zero.gathered():` around the code that reads it."
+                    "unit is released. Use `with zero.gathered():` around the code that reads it."
                 )
             return
         self._enter_backward()
@@ -246,11 +253,12 @@ class Engine:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{self.mesh} create_graph=True is not supported: the gradient of '{slot.name}' would leave its graph "
-                "when it is "
-                "reduced. Compute higher derivatives with torch.autograd.grad on the plain model, before zs.shard()."
+                "when it is reduced. Compute higher derivatives with torch.autograd.grad on the plain model, before "
+                "zs.shard()."
             )
         self._enter_backward()
-        slot.bucket.grads.land(slot.index, grad.to_dense() if grad.layout is not torch.strided else grad)
+        scale = 1.0 / self.loss_scale.value if self.loss_scale is not None else 1.0
+        slot.bucket.grads.land(slot.index, grad.to_dense() if grad.layout is not torch.strided else grad, scale)
         unit = self.units[slot.unit]
         unit.landed += 1
         if unit.has_all_landed():
@@ -301,6 +309,23 @@ class Engine:
                     self.order.land(number)
                 self.order.leave(number)
 
+    def masters_changed(self) -> None:
+        """Let the parameters follow their master values after a change outside a step: in a checkpoint, an average.
+
+        Collective: an all-gather of what is kept whole and updated in parts; every rank must call.
+        """
+        self.complete()
+        self.order.barrier("a change of master values")
+        number = self.order.next_tag()
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.follow_masters()
+                bucket.updates += 1
+                if bucket.is_whole and not bucket.states_are_whole and bucket.layout.full_numel:
+                    self.comm.gather(bucket.full, unit.tag(bucket, number), f"new values of {unit}", "state").wait()
+            if unit.is_whole:
+                torch.autograd.graph.increment_version(unit.parameters)
+
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def gradients_changed(self) -> None:
@@ -336,7 +361,7 @@ class Engine:
             for row in rows[1:]:
                 total += row
             total = total ** (1 / p)
-        values = [v.to(slot.bucket.dtype) for v, slot in zip(total.unbind(), self.slots.values(), strict=True)]
+        values = [v.to(slot.bucket.dtypes.grad) for v, slot in zip(total.unbind(), self.slots.values(), strict=True)]
         self._norms[p] = dict(zip(self.slots, values, strict=True))
         return self._norms[p]
 
@@ -346,9 +371,8 @@ class Engine:
         if waiting:
             raise RuntimeError(
                 f"{self.mesh} {what} needs reduced gradients, but the last backward ran under no_sync(), and "
-                f"{len(waiting)} unit(s), "
-                f"{waiting[0]} first, hold gradients of this rank alone. Run the last micro-batch's backward outside "
-                "no_sync()."
+                f"{len(waiting)} unit(s), {waiting[0]} first, hold gradients of this rank alone. Run the last "
+                "micro-batch's backward outside no_sync()."
             )
 
     def full_gradient(self, slot: Slot) -> Tensor:
@@ -357,7 +381,7 @@ class Engine:
         self.check_reduced("full_tensor()")
         self.order.barrier(f"the whole gradient of '{slot.name}'")
         bucket = slot.bucket
-        full = torch.zeros(bucket.layout.full_numel, dtype=bucket.dtype, device=bucket.device)
+        full = torch.zeros(bucket.layout.full_numel, dtype=bucket.dtypes.grad, device=bucket.device)
         start, stop = bucket.layout.shard_range(self.mesh.rank)
         held = bucket.grads.hold()
         first = bucket.grads.range[0]

@@ -27,6 +27,7 @@ Tensor = torch.Tensor
 NORMS = frozenset(["norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "_foreach_norm"])
 ZEROS = frozenset(["zero_", "_foreach_zero_"])
 SCALES = frozenset(["mul_", "div_", "_foreach_mul_", "_foreach_div_", "__imul__", "__itruediv__"])
+SCALER_CHECK = "_amp_foreach_non_finite_check_and_unscale_"
 NO_OPS = frozenset(["detach_", "requires_grad_", "detach"])
 
 
@@ -47,7 +48,7 @@ class LogicalGradient(torch.Tensor):
         bucket = slot.bucket
         shape, strides = bucket.shapes[slot.index], bucket.strides[slot.index]
         made: LogicalGradient = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=strides, dtype=bucket.dtype, device=bucket.device
+            cls, shape, strides=strides, dtype=bucket.dtypes.grad, device=bucket.device
         )
         made._slot = slot
         return made
@@ -74,11 +75,9 @@ class LogicalGradient(torch.Tensor):
         engine = slot.engine()
         raise RuntimeError(
             f"{engine.mesh if engine else ''} The gradient of '{slot.name}' {slot.bucket.shapes[slot.index]} is spread "
-            "over ranks, so "
-            f"{func} can not read it here. Norms, clip_grad_norm_, scaling and zeroing work as they are; "
-            "`p.grad.full_tensor()` gathers the values (every rank must call it). An optimizer that meets this "
-            "gradient was "
-            "built from sharded parameters: hand it to zero.attach(optimizer)."
+            f"over ranks, so {func} can not read it here. Norms, clip_grad_norm_, scaling and zeroing work as they "
+            "are; `p.grad.full_tensor()` gathers the values (every rank must call it). An optimizer that meets this "
+            "gradient was built from sharded parameters: hand it to zero.attach(optimizer)."
         )
 
     def full_tensor(self) -> Tensor:
@@ -106,6 +105,8 @@ class MasterGradient(torch.Tensor):
                 return _norms(args, kwargs or {})
             if func.__name__ in SCALES or func.__name__ in ZEROS:
                 return _change(func.__name__, func, args, kwargs or {})
+            if func.__name__ == SCALER_CHECK:
+                return _check_scaled(func, args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -121,7 +122,8 @@ class MasterSlice(torch.nn.Parameter):
         """This rank's elements of the reduced gradient; None where no rank used the parameter."""
         slot = cast("Slot", self.__dict__["_zeroshard"])
         grads = slot.bucket.grads
-        if not slot.has_grad:
+        engine = slot.engine()
+        if not slot.has_grad or (engine is not None and engine.is_skipping):
             return None
         if slot.master_grad is None:
             part = grads.slice(slot.index, grads.hold())
@@ -129,6 +131,11 @@ class MasterSlice(torch.nn.Parameter):
                 part = part.as_subclass(MasterGradient)
                 part._slot = slot
             slot.master_grad = part
+        if slot.master_grad.dtype != self.dtype:
+            # Optimizers want one dtype: gradients held in less are widened for the update alone.
+            wide = slot.master_grad.to(self.dtype).as_subclass(MasterGradient)
+            wide._slot = slot
+            return wide
         return slot.master_grad
 
     @grad.setter
@@ -137,8 +144,7 @@ class MasterSlice(torch.nn.Parameter):
         if value is not None and value is not slot.master_grad:
             raise RuntimeError(
                 f"The gradient of the optimizer's slice of '{slot.name}' can not be replaced; assign a tensor of the "
-                "parameter's "
-                "shape to the parameter's own .grad, or change the slice's gradient in place."
+                "parameter's shape to the parameter's own .grad, or change the slice's gradient in place."
             )
         if value is None:
             assign(slot, None)
@@ -203,6 +209,20 @@ def _change(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
             for part in parts:
                 getattr(part, name)(*rest, **kwargs)
     return args[0]
+
+
+def _check_scaled(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Run torch.amp.GradScaler's check on this rank's elements, and let all ranks see the same overflow."""
+    grads, found_inf, inverse_scale = args
+    engine = _engine_of(grads[0]._slot)
+    if engine.loss_scale is not None:
+        raise RuntimeError(
+            "torch.amp.GradScaler and the engine's own loss scale would both divide the gradients. Use precision with "
+            "loss_scale=None for GradScaler, or leave the scaler out."
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        func(grads, found_inf, inverse_scale)
+    found_inf.fill_(float(-engine.comm.agree([-int(found_inf.item() > 0)], "the overflow check of GradScaler")[0]))
 
 
 def _engine_of(slot: "Slot") -> "Engine":

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zeroshard.core.engine import Engine
+from zeroshard.core.precision import LossScale, Precision, map_floating
 
 __all__ = ["hang"]
 
@@ -54,10 +55,9 @@ class _Enter(_Hook):
             if id(owner._parameters.get(attribute)) != identity:
                 raise RuntimeError(
                     f"{self._engine.mesh} Parameter '{attribute}' of {type(owner).__name__} in '{self._name}' was "
-                    "replaced after "
-                    "zs.shard(): the new one would neither be sharded nor updated. Replace parameters before "
-                    "zs.shard(); to change "
-                    "values use `with zero.gathered(writeback=True):` and in-place operations."
+                    "replaced after zs.shard(): the new one would neither be sharded nor updated. Replace parameters "
+                    "before zs.shard(); to change values use `with zero.gathered(writeback=True):` and in-place "
+                    "operations."
                 )
         self._engine.enter(module, self._name, self._units, (args, kwargs))
 
@@ -71,6 +71,50 @@ class _Exit(_Hook):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._engine.exit(module, output)
+
+
+@final
+class _CastIn(_Hook):
+    """Casts the floating-point inputs of a module."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return map_floating(args, self._cast), map_floating(kwargs, self._cast)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._dtype)
+
+
+@final
+class _CastOut(_Hook):
+    """Casts the floating-point outputs of a module; with a loss scale, their gradients are multiplied by it."""
+
+    def __init__(self, dtype: torch.dtype, loss_scale: LossScale | None = None) -> None:
+        self._dtype, self._loss_scale = dtype, loss_scale
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return map_floating(output, self._cast)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._loss_scale is not None and tensor.requires_grad:
+            scaled: torch.Tensor = _Scaled.apply(tensor, self._dtype, self._loss_scale)  # type: ignore[no-untyped-call]
+            return scaled
+        return tensor.to(self._dtype)
+
+
+class _Scaled(torch.autograd.Function):
+    """A cast whose gradient is multiplied by the loss scale: a node of the graph, which nothing bypasses."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dtype: torch.dtype, loss_scale: LossScale) -> torch.Tensor:
+        ctx.dtype, ctx.loss_scale = tensor.dtype, loss_scale
+        return tensor.to(dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return (grad * ctx.loss_scale.value).to(ctx.dtype), None, None
 
 
 @final
@@ -95,8 +139,8 @@ class _RefuseSave(_Hook):
         if self._engine.gathered is None:
             raise RuntimeError(
                 f"{self._engine.mesh} state_dict() outside gathered() would not hold the whole parameters on every "
-                "stage and rank. "
-                "Use `with zero.gathered():` around it, on every rank, or zero.save(path) for a checkpoint."
+                "stage and rank. Use `with zero.gathered():` around it, on every rank, or zero.save(path) for a "
+                "checkpoint."
             )
 
 
@@ -108,8 +152,8 @@ class _RefuseLoad(_Hook):
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if self._engine.gathered is None or not self._engine.gathered.writeback:
             raise RuntimeError(
-                f"{self._engine.mesh} load_state_dict() here would not reach the shards. Use "
-                "`with zero.gathered(writeback=True):` around it, on every rank, or zero.load(path)."
+                f"{self._engine.mesh} load_state_dict() here would not reach the shards. Use `with "
+                "zero.gathered(writeback=True):` around it, on every rank, or zero.load(path)."
             )
 
 
@@ -119,6 +163,7 @@ def hang(
     entries: dict[nn.Module, tuple[str, tuple[int, ...]]],
     own: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]],
     forward_methods: Sequence[str],
+    precision: Precision,
 ) -> None:
     """Register all hooks of a model.
 
@@ -132,8 +177,9 @@ def hang(
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave, with_kwargs=True, always_call=True)
         if module is model:
+            casts = _hang_casts(engine, model, precision)
             for method in forward_methods:
-                model.__dict__[method] = _wrap(model, method, enter, leave)
+                model.__dict__[method] = _wrap(model, method, enter, leave, casts)
     for parameter in model.parameters():
         # torch takes hooks of trainable parameters only; a frozen one may be trained later.
         is_trainable = parameter.requires_grad
@@ -147,7 +193,23 @@ def hang(
     model.__dict__["__deepcopy__"] = functools.partial(_copy_plain, model, tuple(forward_methods))
 
 
-def _wrap(model: nn.Module, method: str, enter: _Enter, leave: _Exit) -> Callable[..., Any]:
+def _hang_casts(engine: Engine, model: nn.Module, precision: Precision) -> tuple[_CastIn, _CastOut] | None:
+    """Cast at the edges of the model, and at those of the modules that keep their own dtype."""
+    if precision.param is None:
+        return None
+    for module in model.modules():
+        if isinstance(module, precision.keep) and (kept := next(module.parameters(False), None)) is not None:
+            module.register_forward_pre_hook(_CastIn(kept.dtype), with_kwargs=True)
+            module.register_forward_hook(_CastOut(precision.param), with_kwargs=True)
+    casts = _CastIn(precision.param), _CastOut(torch.float32, engine.loss_scale)
+    model.register_forward_pre_hook(casts[0], with_kwargs=True)
+    model.register_forward_hook(casts[1], with_kwargs=True)
+    return casts
+
+
+def _wrap(
+    model: nn.Module, method: str, enter: _Enter, leave: _Exit, casts: tuple[_CastIn, _CastOut] | None
+) -> Callable[..., Any]:
     plain = getattr(model, method)
 
     @functools.wraps(plain)
@@ -155,12 +217,14 @@ def _wrap(model: nn.Module, method: str, enter: _Enter, leave: _Exit) -> Callabl
         output = None
         try:
             enter(model, args, kwargs)
+            if casts is not None:
+                args, kwargs = casts[0](model, args, kwargs)
             output = plain(*args, **kwargs)
         except BaseException:
             leave(model, args, kwargs, None)
             raise
         leave(model, args, kwargs, output)
-        return output
+        return output if casts is None else casts[1](model, args, kwargs, output)
 
     return run
 

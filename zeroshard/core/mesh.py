@@ -64,8 +64,8 @@ def init(seed: int | None = None, *, watchdog_s: float = 600.0, backend: str | N
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise RuntimeError(
-                f"WORLD_SIZE is {world_size}, but {', '.join(missing)} is not set. Start the ranks with "
-                f"`torchrun --nproc-per-node {world_size} your_script.py`, or unset WORLD_SIZE for one process."
+                f"WORLD_SIZE is {world_size}, but {', '.join(missing)} is not set. Start the ranks with `torchrun "
+                f"--nproc-per-node {world_size} your_script.py`, or unset WORLD_SIZE for one process."
             )
         backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
         if _read_int("LOCAL_WORLD_SIZE", 0) == world_size:

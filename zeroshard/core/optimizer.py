@@ -20,6 +20,7 @@ from zeroshard.core.comm import Pending
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import MasterSlice
 from zeroshard.core.parameter import Slot, slot_of
+from zeroshard.core.precision import LossScale
 from zeroshard.core.unit import Unit
 
 __all__ = ["ELEMENTWISE", "ShardedOptimizer", "admit", "is_cut", "state_cost"]
@@ -65,8 +66,7 @@ def admit(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
         count = int((whole != parts).sum())
         raise ValueError(
             f"{cls.__name__} is not element-wise: after three steps {count} of {whole.numel()} elements differ between "
-            "a whole "
-            f"matrix and slices of it, so sharding would change the training. {remedy}"
+            f"a whole matrix and slices of it, so sharding would change the training. {remedy}"
         )
 
 
@@ -158,8 +158,8 @@ class ShardedOptimizer:
             if "_zeroshard" not in getattr(parameter, "__dict__", {}):
                 raise ValueError(
                     f"add_param_group: a parameter of shape {tuple(parameter.shape)} is not in the sharded model, so "
-                    "it would not be "
-                    "reduced. Add it to the model before zs.shard(), or give it to an optimizer of its own."
+                    "it would not be reduced. Add it to the model before zs.shard(), or give it to an optimizer of "
+                    "its own."
                 )
         self._add_plain(group)
         self._exchange(self.optimizer.param_groups[-1])
@@ -170,21 +170,32 @@ class ShardedOptimizer:
         if kwargs.get("closure") is not None or any(arg is not None for arg in args[1:]):
             raise RuntimeError(
                 f"{self._engine.mesh} {type(optimizer).__name__}.step(closure) is not supported on shards: a closure "
-                "runs passes inside "
-                "the update. Compute the loss and call backward() before step()."
+                "runs passes inside the update. Compute the loss and call backward() before step()."
             )
         if self._engine.gathered is not None:
             raise RuntimeError(f"{self._engine.mesh} optimizer.step() under gathered(): leave the context first.")
         self._engine.complete()
         self._engine.check_reduced("optimizer.step()")
-        self._engine.order.barrier(f"step {self._steps} of optimizer {self._index} ({type(optimizer).__name__})")
+        scale = self._engine.loss_scale
+        is_finite = scale is None or not scale.has_overflowed
+        place = f"step {self._steps} of optimizer {self._index} ({type(optimizer).__name__})"
+        self._engine.is_skipping = not self._engine.order.barrier(place, is_finite)[0]
+        if self._engine.is_skipping and scale is not None and scale.value <= scale.FLOOR:
+            self._raise_overflow(scale)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._steps += 1
         engine = self._engine
+        has_overflowed, engine.is_skipping = engine.is_skipping, False
+        if engine.loss_scale is not None:
+            engine.loss_scale.step(has_overflowed=has_overflowed)
+        if has_overflowed:
+            engine.order.publish([], lambda unit: [])
+            return
         touched = [slot_of(master) for master in self.masters]
         buckets = {id(slot.bucket): slot.bucket for slot in touched}
         for bucket in buckets.values():
+            bucket.follow_masters()
             bucket.updates += 1
         numbers = sorted({slot.unit for slot in touched if slot.bucket.is_published})
         number = engine.order.next_tag()
@@ -201,21 +212,32 @@ class ShardedOptimizer:
         ]
         torch.autograd.graph.increment_version(whole)
 
+    def _raise_overflow(self, scale: LossScale) -> None:
+        self._engine.is_skipping = False
+        mine = next((slot_of(m).name for m in self.masters if m.grad is not None and not m.grad.isfinite().all()), "")
+        names = [name for name in self._engine.comm.texts(mine, "the parameter whose gradient overflowed") if name]
+        raise RuntimeError(
+            f"{self._engine.mesh} The gradient of '{min(names, default='?')}' is not finite at the smallest loss "
+            f"scale, {scale.value:g}; earlier steps were skipped at {scale.history}. The training has diverged, or a "
+            "value is out of fp16's range: lower the learning rate, look at this parameter's inputs, or use "
+            "precision='bf16'."
+        )
+
     # -- whole states -----------------------------------------------------------------------------------------------
 
     def _before_save(self, optimizer: torch.optim.Optimizer) -> None:
         if self._engine.gathered is None or not self._engine.gathered.states:
             raise RuntimeError(
-                f"{self._engine.mesh} optimizer.state_dict() here would hold this rank's slices only. Use "
-                "`with zero.gathered(states=True):` around it, on every rank, or zero.save(path) for a checkpoint."
+                f"{self._engine.mesh} optimizer.state_dict() here would hold this rank's slices only. Use `with "
+                "zero.gathered(states=True):` around it, on every rank, or zero.save(path) for a checkpoint."
             )
 
     def _before_load(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         gathered = self._engine.gathered
         if gathered is None or not (gathered.states and gathered.writeback):
             raise RuntimeError(
-                f"{self._engine.mesh} optimizer.load_state_dict() here would not reach the shards. Use "
-                "`with zero.gathered(states=True, writeback=True):` around it, on every rank, or zero.load(path)."
+                f"{self._engine.mesh} optimizer.load_state_dict() here would not reach the shards. Use `with "
+                "zero.gathered(states=True, writeback=True):` around it, on every rank, or zero.load(path)."
             )
 
     def expand(self, parameters: dict[str, torch.nn.Parameter]) -> None:

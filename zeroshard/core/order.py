@@ -154,7 +154,8 @@ class Order:
             return
         grads = [bucket.grads for unit in self._units for bucket in unit.buckets]
         mine = [flag for g in grads for flag in g.landed]
-        if self.barrier(f"the end of {pass_}", zlib.crc32(bytes(mine))):
+        least, greatest = self.barrier(f"the end of {pass_}", zlib.crc32(bytes(mine)))
+        if least == greatest:
             agreed = mine
         else:
             # Used by some rank is "not unused by all": a minimum over ranks of the negated flags.
@@ -185,8 +186,8 @@ class Order:
 
     # -- rounds -----------------------------------------------------------------------------------------------------
 
-    def barrier(self, place: str, payload: int = 0) -> bool:
-        """Wait until all ranks stand at `place`, serving their requests; tell whether all brought the same payload.
+    def barrier(self, place: str, payload: int = 0) -> tuple[int, int]:
+        """Wait until all ranks stand at `place`, serving their requests; return the least and the greatest payload.
 
         Raises:
             RankMismatchError: ranks stand at different places.
@@ -198,7 +199,7 @@ class Order:
             if low >= BARRIER:
                 if low != -high:
                     self._raise_mismatch(place)
-                return first == -last
+                return first, -last
             self._serve(low, place)
 
     def _ask(self, kind: Literal["gather", "reduce"], unit: int, is_again: bool) -> None:
@@ -304,7 +305,8 @@ class Order:
     def _event(self, phase: str, key: Hashable, kind: str, number: int, *, is_next: bool = False) -> Event:
         unit = self._units[number]
         pinned = self._records[key].pinned if kind == "gather" and key in self._records else frozenset()
-        return Event(self.steps + is_next, phase, kind, unit.name, unit.sent_bytes(kind), number in pinned)
+        dtype = "" if kind == "release" else unit.wire_dtypes(kind)
+        return Event(self.steps + is_next, phase, kind, unit.name, unit.sent_bytes(kind), number in pinned, dtype)
 
     def _predict(self) -> list[Event]:
         done = self._done if self.has_stepped else self._last_step
@@ -314,10 +316,8 @@ class Order:
         for item in done:
             if isinstance(item, int):
                 # -1 ends an update; any other number is a unit that was published.
-                is_end = item < 0
-                name, nbytes = ("", 0) if is_end else (self._units[item].name, self._units[item].sent_bytes("publish"))
-                step = self.steps + self.has_stepped
-                events.append(Event(step, "step", "step" if is_end else "publish", name, nbytes))
+                end = Event(self.steps + self.has_stepped, "step", "step", "", 0)
+                events.append(end if item < 0 else self._event("step", None, "publish", item, is_next=self.has_stepped))
             else:
                 phase, key, marks = item
                 actions = replay(self._records[key], marks)

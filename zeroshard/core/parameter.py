@@ -94,10 +94,8 @@ class ShardedParameter(torch.nn.Parameter):
         raise RuntimeError(
             f"The data of the sharded parameter '{name}' can not be replaced (got {tuple(value.shape)}, {value.dtype}, "
             f"{value.device}): its bytes are a view of its unit's bucket. This is what model.to(), half() and "
-            "assigning p.data "
-            "do. Convert and move the model before zs.shard(); to change values: `with zero.gathered(writeback=True):` "
-            "and an "
-            "in-place operation such as p.copy_(...) under torch.no_grad()."
+            "assigning p.data do. Convert and move the model before zs.shard(); to change values: `with "
+            "zero.gathered(writeback=True):` and an in-place operation such as p.copy_(...) under torch.no_grad()."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -155,8 +153,8 @@ def _demand(parameter: Tensor, what: str) -> None:
         raise RuntimeError(
             f"{where} Parameter '{slot.name}' {tuple(parameter.shape)} is sharded and its values are released here, so "
             f"`{what}` can not read them. Use `with zero.gathered():` around the code that reads parameters "
-            "(`writeback=True` to change them); every rank must enter it. Move, convert or initialize the model before "
-            "zs.shard()."
+            "(`writeback=True` to change them); every rank must enter it. Move, convert or initialize the model "
+            "before zs.shard()."
         )
 
 

@@ -1,12 +1,13 @@
 """Which numbers are kept in which precision, and how casts and loss scales follow from it.
 
-Owns the choice of dtypes, the casts at the model's edges and the dynamic loss scale. It must not know buckets or passes.
+Owns the choice of dtypes, the casts at the model's edges and the dynamic loss scale. It must not know buckets or
+passes.
 
 Note: where a value is rounded
     Master weights and the optimizer's states are in `master` (fp32). Parameters that modules compute with are those
     weights rounded to `param`, again after each step. A gradient is computed in `param`, added up over micro-batches in
-    `grad` (fp32), crosses the wire in `reduce`, and is summed over ranks in fp32. The model's floating inputs are cast to
-    `param` and its outputs to fp32, where losses belong. Buffers are never cast.
+    `grad` (fp32), crosses the wire in `reduce`, and is summed over ranks in fp32. The model's floating inputs are cast
+    to `param` and its outputs to fp32, where losses belong. Buffers are never cast.
 """
 
 import copy
@@ -33,7 +34,8 @@ class Precision:
         grad: gradients held between micro-batches.
         master: the weights that the optimizer updates.
         keep: module classes whose parameters stay as they are; their inputs are cast to these, their outputs back.
-        loss_scale: "dynamic", a fixed number, or None: then scaling is the caller's (torch.amp.GradScaler) or not needed.
+        loss_scale: "dynamic", a fixed number, or None: then scaling is the caller's (torch.amp.GradScaler) or not
+            needed.
 
     ```python
     import torch, zeroshard as zs
@@ -117,7 +119,7 @@ def map_floating(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class LossScale:
-    """A loss scale that follows overflows, with torch.amp.GradScaler's rule: half after one, twice after 2000 good steps.
+    """A loss scale that follows overflows as torch.amp.GradScaler does: half after one, twice after 2000 good steps.
 
     The scale changes at steps only, so gradients of one step are scaled alike.
     """

@@ -112,8 +112,7 @@ class Residency:
         if sharded != sorted(sharded, reverse=True):
             raise ValueError(
                 f"Residency(states={self.states}, gradients={self.gradients}, parameters={self.parameters}): a column "
-                "can "
-                "be sharded only if the columns before it are (states, gradients, parameters), because the optimizer "
-                "reads "
-                "whole gradients for whole states, and every gradient needs the parameter it belongs to."
+                "can be sharded only if the columns before it are (states, gradients, parameters), because the "
+                "optimizer reads whole gradients for whole states, and every gradient needs the parameter it belongs "
+                "to."
             )

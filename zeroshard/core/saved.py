@@ -62,17 +62,15 @@ class SavedTensors:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"a {packed.tensor.dtype} tensor of shape {tuple(packed.tensor.shape)} is at version "
-                    f"{packed.tensor._version}; "
-                    f"the forward pass saved version {packed.version}. Clone it before changing it."
+                    f"{packed.tensor._version}; the forward pass saved version {packed.version}. Clone it before "
+                    "changing it."
                 )
             return packed.tensor
         if packed.bucket.updates != packed.updates:
             raise RuntimeError(
                 f"The parameters of '{packed.bucket.name}' changed {packed.bucket.updates - packed.updates} time(s) "
-                "between this forward "
-                "pass and its backward (an optimizer step or gathered(writeback=True)), so its gradients would be "
-                "wrong. "
-                "Call backward() before the step, or run the forward pass again."
+                "between this forward pass and its backward (an optimizer step or gathered(writeback=True)), so its "
+                "gradients would be wrong. Call backward() before the step, or run the forward pass again."
             )
         self._need(packed.unit)
         return packed.tensor

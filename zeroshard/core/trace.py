@@ -36,6 +36,7 @@ class Event:
     unit: str
     nbytes: int
     is_pinned: bool = False
+    dtype: str = ""
 
 
 class Trace:

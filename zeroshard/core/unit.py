@@ -20,6 +20,7 @@ import torch
 from zeroshard.core.buffer import Bucket, Staged
 from zeroshard.core.comm import Comm, Pending
 from zeroshard.core.parameter import ReleasedParameter, ShardedParameter, Slot, slot_of
+from zeroshard.core.precision import LossScale
 
 __all__ = ["Reduction", "Unit"]
 
@@ -34,7 +35,7 @@ class Reduction:
         self._pending: list[tuple[Bucket, Staged, Pending]] = []
         for bucket in unit.reducible():
             staged = bucket.grads.take_stage()
-            pending = comm.reduce(staged.full, unit.scale, unit.tag(bucket, number), self._what)
+            pending = comm.reduce(staged.full, bucket.dtypes.reduce, unit.scale, unit.tag(bucket, number), self._what)
             self._pending.append((bucket, staged, pending))
 
     def finish(self) -> list[Pending]:
@@ -42,6 +43,10 @@ class Reduction:
         tails = []
         for bucket, staged, pending in self._pending:
             pending.wait()
+            loss_scale = self._unit.loss_scale
+            if loss_scale is not None and not loss_scale.has_overflowed:
+                start, stop = bucket.grads.shard_range
+                loss_scale.has_overflowed = not bool(staged.full[start:stop].isfinite().all())
             held = bucket.grads.add_reduced(staged)
             if bucket.grads.sums_are_whole and self._comm.mesh.world_size > 1:
                 tails.append(self._comm.gather(held, self._unit.tag(bucket, self._number), self._what, kind="reduce"))
@@ -74,6 +79,7 @@ class Unit:
         """Gradients that came in this pass."""
         self.has_end_hint = False
         self.is_recomputed = False
+        self.loss_scale: LossScale | None = None
 
     def __str__(self) -> str:
         return f"unit '{self.name}'" if self.name else "the root unit"
@@ -113,11 +119,20 @@ class Unit:
         if kind == "gather":
             return sum(b.layout.shard_numel * b.dtype.itemsize * peers for b in self.buckets if not b.is_whole)
         if kind == "reduce":
-            rounds = [(b, 1 + b.grads.sums_are_whole) for b in self.reducible()]
-            return sum(b.layout.shard_numel * b.dtype.itemsize * peers * n for b, n in rounds)
+            # Where every rank needs the whole sums, these are gathered, too.
+            sizes = [
+                (b, b.dtypes.reduce.itemsize + b.grads.sums_are_whole * b.dtypes.grad.itemsize)
+                for b in self.reducible()
+            ]
+            return sum(b.layout.shard_numel * peers * size for b, size in sizes)
         if kind == "publish":
             return sum(b.layout.shard_numel * b.dtype.itemsize * peers for b in self.buckets if b.is_published)
         return 0
+
+    def wire_dtypes(self, kind: str) -> str:
+        """Return the dtypes that an event of `kind` has on the wire, as "bfloat16" or "bfloat16+float32"."""
+        dtypes = [b.dtypes.reduce for b in self.reducible()] if kind == "reduce" else [b.dtype for b in self.buckets]
+        return "+".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
 
     # -- parameters -------------------------------------------------------------------------------------------------
 

@@ -1,3 +1,3 @@
-"""Full and counted state of a sharded model: `gathered()`, bytes by column."""
+"""How a model's state is taken over, read and written whole, and counted."""
 
 __all__: list[str] = []

@@ -19,18 +19,22 @@ from zeroshard.core.unit import Unit
 
 __all__ = ["measure", "predict_step_bytes"]
 
+SUM_BYTES = 4
+"""Bytes of an element in which sums over ranks are made, at least."""
+
 
 def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
     """Return the bytes held now, held at most, and predicted, by column."""
     buckets = [bucket for unit in engine.units for bucket in unit.buckets]
-    parameters, padding = _owned([(b, b.resident_range) for b in buckets])
+    parameters, padding = _owned([(b, b.resident_range, b.dtype) for b in buckets])
+    held_masters, spare = _owned_masters(buckets)
     gradients, more = (sum(column) for column in zip((0, 0), *(b.grads.nbytes for b in buckets), strict=True))
     states, counters = _count_states(optimizers)
     now = {
         "parameters": parameters,
         "gradients": gradients,
-        "states": states,
-        "padding": padding + more + counters,
+        "states": states + held_masters,
+        "padding": padding + spare + more + counters,
         "transient": engine.ledger.now["transient"],
     }
     for column, nbytes in now.items():
@@ -49,8 +53,9 @@ def predict_step_bytes(units: Sequence[Unit]) -> int:
 
 def _predict(engine: Engine, optimizers: Sequence[ShardedOptimizer], buckets: Sequence[Bucket]) -> dict[str, int]:
     trained = [bucket for unit in engine.units for bucket in unit.reducible()]
-    parameters, padding = _owned([(b, b.resident_range) for b in buckets])
-    gradients, more = _owned([(b, b.grads.range) for b in trained])
+    parameters, padding = _owned([(b, b.resident_range, b.dtype) for b in buckets])
+    held_masters, spare = _owned_masters(buckets)
+    gradients, more = _owned([(b, b.grads.range, b.dtypes.grad) for b in trained])
     states = counters = 0
     for one in optimizers:
         per_element, counter = one.state_cost or (0, 0)
@@ -60,8 +65,8 @@ def _predict(engine: Engine, optimizers: Sequence[ShardedOptimizer], buckets: Se
     return {
         "parameters": parameters,
         "gradients": gradients,
-        "states": states,
-        "padding": padding + more + counters,
+        "states": states + held_masters,
+        "padding": padding + spare + more + counters,
         "transient": _predict_transient(engine.units, trained, engine.mesh.world_size),
     }
 
@@ -77,20 +82,30 @@ def _predict_transient(units: Sequence[Unit], trained: Sequence[Bucket], world_s
     whole = max(schedule.peak_units(schedule.replay(record, marks), full) for record, marks in passes)
     pooled: Counter[tuple[str, int]] = Counter()
     for bucket in trained if world_size > 1 else ():
-        stage, wire = (size * bucket.dtype.itemsize for size in (bucket.layout.full_numel, bucket.layout.shard_numel))
+        shard, dtypes = bucket.layout.shard_numel, bucket.dtypes
         if not bucket.grads.is_whole:
+            stage = bucket.layout.full_numel * dtypes.grad.itemsize
             pooled["stage", stage] = min(2, pooled["stage", stage] + 1)
-        pooled["wire", wire] = world_size - 1
+        pooled["received", shard * dtypes.reduce.itemsize] = world_size - 1
+        if dtypes.reduce != dtypes.grad:
+            pooled["sent", shard * dtypes.reduce.itemsize] = world_size - 1
+        if dtypes.reduce.itemsize < SUM_BYTES:
+            pooled["sum", shard * SUM_BYTES] = 1
     return whole + sum(nbytes * count for (_, nbytes), count in pooled.items())
 
 
-def _owned(parts: Sequence[tuple[Bucket, tuple[int, int]]]) -> tuple[int, int]:
-    """Return the bytes of ranges of buckets as (of parameters, padding)."""
+def _owned(parts: Sequence[tuple[Bucket, tuple[int, int], torch.dtype]]) -> tuple[int, int]:
+    """Return the bytes of ranges of buckets, held in some dtype, as (of parameters, padding)."""
     owned = total = 0
-    for bucket, (start, stop) in parts:
-        owned += bucket.layout.owned_numel(start, stop) * bucket.dtype.itemsize
-        total += (stop - start) * bucket.dtype.itemsize
+    for bucket, (start, stop), dtype in parts:
+        owned += bucket.layout.owned_numel(start, stop) * dtype.itemsize
+        total += (stop - start) * dtype.itemsize
     return owned, total - owned
+
+
+def _owned_masters(buckets: Sequence[Bucket]) -> tuple[int, int]:
+    """Return the bytes of master weights that are kept apart, as (of parameters, padding)."""
+    return _owned([(b, b.masters_range, b.dtypes.master) for b in buckets if b.has_masters])
 
 
 def _count_states(optimizers: Sequence[ShardedOptimizer]) -> tuple[int, int]:

@@ -62,10 +62,8 @@ def gathered(
         if changed and has_finished and not writeback:
             raise RuntimeError(
                 f"{engine.mesh} {len(changed)} parameter(s), '{changed[0]}' first, were changed in place under "
-                "gathered() without "
-                "writeback=True. Where parameters are sharded the change is lost, and ranks may differ now where they "
-                "are not. "
-                "Use `with zero.gathered(writeback=True):`."
+                "gathered() without writeback=True. Where parameters are sharded the change is lost, and ranks may "
+                "differ now where they are not. Use `with zero.gathered(writeback=True):`."
             )
 
 
@@ -74,11 +72,11 @@ def _spread(engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimi
     named = [pair for optimizer in optimizers for pair in optimizer.whole_states()]
     buffers = list(model.named_buffers())
     shapes = ";".join(f"{name}{tuple(t.shape)}" for name, t in [*named, *buffers])
-    if not engine.order.barrier("the end of gathered(writeback=True)", zlib.crc32(shapes.encode())):
+    least, greatest = engine.order.barrier("the end of gathered(writeback=True)", zlib.crc32(shapes.encode()))
+    if least != greatest:
         raise RankMismatchError(
             f"{engine.mesh} Buffers or optimizer states differ in names or shapes between ranks at the end of "
-            "gathered(writeback=True). "
-            "Load the same state on every rank inside the context."
+            "gathered(writeback=True). Load the same state on every rank inside the context."
         )
     with torch.no_grad():
         for unit in engine.units:

@@ -6,6 +6,7 @@ here and on the other ranks, so that a refusal leaves the model as it was.
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from weakref import ReferenceType
 
 import torch
@@ -19,12 +20,22 @@ from zeroshard.core.layout import CUTS, plan_layout
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.optimizer import admit
 from zeroshard.core.parameter import ReleasedParameter, ShardedParameter, Slot
+from zeroshard.core.precision import Dtypes, Precision
 from zeroshard.core.residency import Replicated, Residency
 from zeroshard.core.trace import Ledger
 from zeroshard.core.unit import Unit
-from zeroshard.core.units import UnitPlan
+from zeroshard.state.units import UnitPlan
 
-__all__ = ["check_equal", "check_model", "check_optimizers", "describe", "make_unit", "take_over"]
+__all__ = [
+    "Options",
+    "check_equal",
+    "check_model",
+    "check_optimizers",
+    "describe",
+    "kept_parameters",
+    "make_unit",
+    "take_over",
+]
 
 
 def check_model(model: nn.Module, forward_methods: Sequence[str], cut: str) -> None:
@@ -37,8 +48,7 @@ def check_model(model: nn.Module, forward_methods: Sequence[str], cut: str) -> N
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
                 f"Module '{name}' ({type(module).__name__}) is TorchScript, whose code reads parameters where no hook "
-                "can gather them. "
-                "Shard the plain module; torch.compile works on it."
+                "can gather them. Shard the plain module; torch.compile works on it."
             )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise TypeError(
@@ -89,8 +99,7 @@ def check_optimizers(
                 if id(parameter) not in names:
                     raise ValueError(
                         f"Parameter {place} of group {number} of {kind}, shape {tuple(parameter.shape)}, is not in the "
-                        "model. Build the "
-                        "optimizer from model.parameters(), after all changes to the model."
+                        "model. Build the optimizer from model.parameters(), after all changes to the model."
                     )
                 if id(parameter) in taken:
                     raise ValueError(
@@ -103,8 +112,7 @@ def check_optimizers(
         if missed:
             raise ValueError(
                 f"{len(missed)} trainable parameter(s) are in no optimizer, '{missed[0]}' first: gradients would be "
-                "reduced for nothing. "
-                "Add them to a group, or freeze them with requires_grad_(False)."
+                "reduced for nothing. Add them to a group, or freeze them with requires_grad_(False)."
             )
 
 
@@ -149,46 +157,59 @@ def check_equal(mesh: Mesh, comm: Comm, lines: list[str]) -> None:
     )
 
 
+@dataclass(frozen=True)
+class Options:
+    """What holds for all units of a model. `kept` are parameters that precision leaves as they are, by identity."""
+
+    row: Residency
+    precision: Precision
+    cut: str
+    scale: float
+    kept: frozenset[int]
+
+
+def kept_parameters(model: nn.Module, precision: Precision) -> frozenset[int]:
+    """Return the identities of the parameters of modules that keep their own dtype."""
+    kept = [module for module in model.modules() if isinstance(module, precision.keep)]
+    return frozenset(id(parameter) for module in kept for parameter in module.parameters())
+
+
 def make_unit(
-    number: int,
-    plan: UnitPlan,
-    row: Residency,
-    mesh: Mesh,
-    cut: str,
-    scale: float,
-    pool: Pool,
-    ledger: Ledger,
-    first_bucket: int,
+    number: int, plan: UnitPlan, options: Options, mesh: Mesh, pool: Pool, ledger: Ledger, first_bucket: int
 ) -> Unit:
-    """Make a unit with empty buckets: one for each dtype and trainability, in order of first parameters."""
-    sets: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    """Make a unit with empty buckets: one for each set of dtypes and trainability, in order of first parameters."""
+    sets: dict[tuple[Dtypes, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in plan.parameters:
-        sets.setdefault((parameter.dtype, parameter.requires_grad), []).append((name, parameter))
+        dtypes = options.precision.dtypes_of(parameter.dtype, is_kept=id(parameter) in options.kept)
+        sets.setdefault((dtypes, parameter.requires_grad), []).append((name, parameter))
     buckets: list[Bucket] = []
-    for (dtype, _), named in sets.items():
+    for (dtypes, _), named in sets.items():
         rows = tuple(p.numel() // p.shape[0] if p.ndim and p.shape[0] else 1 for _, p in named)
-        layout = plan_layout(tuple(p.numel() for _, p in named), dtype.itemsize, mesh.world_size, rows, cut)
+        numels = tuple(p.numel() for _, p in named)
+        layout = plan_layout(numels, dtypes.param.itemsize, mesh.world_size, rows, options.cut)
+        name, place = plan.name or "the root", first_bucket + len(buckets)
         names, parameters = [name for name, _ in named], [p.detach() for _, p in named]
-        place = first_bucket + len(buckets)
-        buckets.append(Bucket(plan.name or "the root", place, names, parameters, layout, row, mesh.rank, pool, ledger))
-    return Unit(number, plan.name, buckets, mesh.world_size, scale)
+        buckets.append(Bucket(name, place, names, parameters, layout, options.row, mesh.rank, pool, ledger, dtypes))
+    return Unit(number, plan.name, buckets, mesh.world_size, options.scale)
 
 
 def take_over(unit: Unit, plan: UnitPlan, comm: Comm, engine: "ReferenceType[Engine]") -> None:
     """Move a unit's parameters into its buckets, with rank 0's values, and release it. Collective: broadcast."""
     homes = {name: (bucket, index) for bucket in unit.buckets for index, name in enumerate(bucket.names)}
+    start = [bucket.start_values() for bucket in unit.buckets]
+    views = {bucket.number: bucket.grads.views_of(values) for bucket, values in zip(unit.buckets, start, strict=True)}
     for name, parameter in plan.parameters:
         bucket, index = homes[name]
-        bucket.views[index].copy_(parameter.detach())
+        views[bucket.number][index].copy_(parameter.detach())
+        # A gradient from before belongs to a step that was not sharded.
+        parameter.grad = None
         parameter.data = bucket.views[index]
         parameter.__dict__["_zeroshard"] = Slot(name, unit.number, bucket, index, engine)
-        # A gradient from before is torch's: it would be added to, so it is kept as this rank's unreduced one is not.
-        parameter.grad = None
         parameter.__class__ = ShardedParameter
         unit.parameters.append(parameter)
-    for bucket in unit.buckets:
-        comm.broadcast(bucket.full, f"the parameters of {unit}", "start")
-        bucket.keep()
+    for bucket, values in zip(unit.buckets, start, strict=True):
+        comm.broadcast(values, f"the parameters of {unit}", "start")
+        bucket.set_start(values)
         if not bucket.is_whole and bucket.layout.full_numel:
             bucket.close()
     if not unit.is_whole:
