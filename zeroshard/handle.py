@@ -190,6 +190,12 @@ class Zero:
         return tuple(one.optimizer for one in self._sharded)
 
     @property
+    def loss_scale(self) -> float | None:
+        """What gradients of the model's outputs are multiplied by at the moment; None without a loss scale."""
+        scale = self._engine.loss_scale
+        return None if scale is None else scale.value
+
+    @property
     def trace(self) -> Trace:
         """What the engine issued in the last steps, and what it will issue in the next."""
         return self._engine.order.trace

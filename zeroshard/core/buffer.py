@@ -152,6 +152,11 @@ class GradientBuffer:
         self.staged, self.filled = [False] * len(self.staged), [True] * len(self.filled)
         return staged
 
+    def is_finite(self, staged: "Staged") -> bool:
+        """Tell whether this rank's shard of the sums holds finite numbers only; padding may hold anything."""
+        parts = (slice(*self._layout.overlap(index, *self.shard_range)) for index in range(len(self.staged)))
+        return all(bool(staged.full[part].isfinite().all()) for part in parts)
+
     def add_reduced(self, staged: "Staged") -> Tensor:
         """Add the reduced shard that now lies in the stage to what is held; return `held`.
 

@@ -45,8 +45,7 @@ class Reduction:
             pending.wait()
             loss_scale = self._unit.loss_scale
             if loss_scale is not None and not loss_scale.has_overflowed:
-                start, stop = bucket.grads.shard_range
-                loss_scale.has_overflowed = not bool(staged.full[start:stop].isfinite().all())
+                loss_scale.has_overflowed = not bucket.grads.is_finite(staged)
             held = bucket.grads.add_reduced(staged)
             if bucket.grads.sums_are_whole and self._comm.mesh.world_size > 1:
                 tails.append(self._comm.gather(held, self._unit.tag(bucket, self._number), self._what, kind="reduce"))

@@ -1,0 +1,356 @@
+"""Mixed precision against a single process that casts by the same rules, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.testing import RankFailure, run_ranks
+
+STEPS = 4
+SCALE_START = 65536.0
+FIXED_SCALE = 256.0
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+        self.register_buffer("shift", torch.full((width,), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x)))) + self.shift.to(x.dtype)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def features(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(5, 12, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def sharded(stage: int, precision: str | zs.Precision) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
+    rank, _ = world()
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    zero = zs.shard(model, optimizer, stage=stage, precision=precision, watchdog_s=5)
+    losses = []
+    for step in range(STEPS):
+        loss = model(features(step, rank)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    reduced = sorted({e.dtype for e in zero.trace.events if e.kind == "reduce"})
+    with zero.gathered():
+        return losses, {n: p.detach().clone() for n, p in model.named_parameters()}, reduced
+
+
+def oracle(
+    world_size: int, param: torch.dtype, wire: torch.dtype, *, scale: float | None
+) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """Train on one process: each rank's gradients in `param`, rounded to `wire`, summed in fp32 in rank order."""
+    masters, compute = build(), build().to(param)
+    for name, buffer in masters.named_buffers():
+        compute.get_buffer(name).data = buffer.clone()
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=0.01)
+    losses: list[list[float]] = []
+    for step in range(STEPS):
+        with torch.no_grad():
+            for low, high in zip(compute.parameters(), masters.parameters(), strict=True):
+                low.copy_(high)
+        sums: list[torch.Tensor] = []
+        losses.append([])
+        for rank in range(world_size):
+            compute.zero_grad()
+            loss = compute(features(step, rank).to(param)).float().square().mean()
+            # The engine scales where gradients enter the model's outputs; a factor of two is exact in the loss, too.
+            (loss * (scale or 1.0)).backward()
+            grads = [(p.grad.float() / (scale or 1.0)).to(wire).float() for p in compute.parameters()]
+            sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
+            losses[-1].append(loss.item())
+        for parameter, total in zip(masters.parameters(), sums, strict=True):
+            parameter.grad = total * (1.0 / world_size)
+        optimizer.step()
+    with torch.no_grad():
+        for low, high in zip(compute.parameters(), masters.parameters(), strict=True):
+            low.copy_(high)
+    return losses, {n: p.detach() for n, p in compute.named_parameters()}
+
+
+def all_stages(precision: str | zs.Precision) -> list[tuple[list[float], dict[str, torch.Tensor], list[str]]]:
+    return [sharded(stage, precision) for stage in range(4)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_training_equals_a_single_process_that_casts_alike(name: str, world_size: int) -> None:
+    param = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    expected_losses, expected = oracle(world_size, param, torch.float32, scale=FIXED_SCALE if name == "fp16" else None)
+    choice = zs.Precision(param=param, loss_scale=FIXED_SCALE) if name == "fp16" else name
+    results = run_ranks(all_stages, world_size, choice, process_group=world_size > 1)
+    for rank, by_stage in enumerate(results):
+        for losses, parameters, wire in by_stage:
+            assert losses == [of_step[rank] for of_step in expected_losses]
+            assert wire == ["float32"]
+            for key, value in expected.items():
+                assert torch.equal(parameters[key], value), key
+
+
+def test_the_wire_has_the_dtype_asked_for() -> None:
+    choice = zs.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
+    expected_losses, expected = oracle(2, torch.bfloat16, torch.bfloat16, scale=None)
+    for rank, by_stage in enumerate(run_ranks(all_stages, 2, choice)):
+        for losses, parameters, wire in by_stage:
+            assert wire == ["bfloat16"]
+            assert losses == [of_step[rank] for of_step in expected_losses]
+            assert all(torch.equal(parameters[key], value) for key, value in expected.items())
+
+
+def paper_bytes(stage: int) -> tuple[dict[str, int], dict[str, int], int]:
+    model = nn.Linear(512, 512, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    choice = zs.Precision(param=torch.bfloat16, grad=torch.bfloat16, master=torch.float32)
+    zero = zs.shard(model, optimizer, stage=stage, precision=choice, watchdog_s=5)
+    model(torch.ones(1, 512)).sum().backward()
+    optimizer.step()
+    memory = zero.memory()
+    return memory.resident_bytes, memory.predicted_bytes, 512 * 512
+
+
+def all_paper_bytes() -> list[tuple[dict[str, int], dict[str, int], int]]:
+    return [paper_bytes(stage) for stage in range(4)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_bytes_are_the_papers(world_size: int) -> None:
+    n = world_size
+    expected = [16, 4 + 12 / n, 2 + 14 / n, 16 / n]  # bytes a parameter: Rajbhandari et al. 2020, figure 1
+    for by_stage in run_ranks(all_paper_bytes, world_size, process_group=world_size > 1):
+        for factor, (resident, predicted, numel) in zip(expected, by_stage, strict=True):
+            held = sum(resident[column] for column in ("parameters", "gradients", "states"))
+            assert held == factor * numel
+            assert {c: resident[c] for c in resident if c != "transient"} == {
+                c: predicted[c] for c in predicted if c != "transient"
+            }
+
+
+def crafted_sum(stage: int) -> float:
+    """Send 256, 1 and -256 through a bf16 parameter's gradient as three micro-batches."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    zero = zs.shard(model, optimizer, stage=stage, precision="bf16", watchdog_s=5)
+    for value in (256.0, 1.0, -256.0):
+        model(torch.tensor([[value]])).sum().backward()
+    return float(zero.grad_norm())
+
+
+def crafted_sums() -> list[float]:
+    return [crafted_sum(stage) for stage in range(4)]
+
+
+def test_small_gradients_survive_large_ones() -> None:
+    assert torch.tensor(256.0, dtype=torch.bfloat16) + 1 - 256 == 0  # what bf16 alone would do
+    assert run_ranks(crafted_sums, 2) == [[1.0] * 4] * 2
+
+
+class Poisoned(nn.Module):
+    """Two layers; gradients of the chosen one overflow in the chosen step on the chosen rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.factors = [1.0, 1.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, factor in zip(self.layers, self.factors, strict=True):
+            x = layer(x * factor if factor == 1.0 else _Overflow.apply(x))
+        return x
+
+
+class _Overflow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.full_like(grad, float("inf"))
+
+
+def overflow_at(stage: int, bad_rank: int, layer: int) -> tuple[bool, bool, float, float]:
+    rank, _ = world()
+    torch.manual_seed(0)
+    model = Poisoned()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    zero = zs.shard(model, optimizer, stage=stage, precision="fp16", watchdog_s=5)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+    snapshots = []
+    scales = []
+    for step in range(3):
+        model.factors[1] = 0.0 if step == 1 and rank == bad_rank and layer == 0 else 1.0
+        loss = 1e-2 * model(x).square().mean()  # far from overflow at the first scale
+        if step == 1 and rank == bad_rank and layer == 1:
+            loss = loss * float("inf")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with zero.gathered(states=True):
+            state = optimizer.state_dict()["state"]
+            tensors = [v.clone() for s in state.values() for v in s.values()] + [
+                p.detach().clone() for p in model.parameters()
+            ]
+        snapshots.append(tensors)
+        scales.append(zero.loss_scale)
+    is_skipped = all(torch.equal(a, b) for a, b in zip(snapshots[0], snapshots[1], strict=True))
+    has_moved = not all(torch.equal(a, b) for a, b in zip(snapshots[1], snapshots[2], strict=True))
+    return is_skipped, has_moved, scales[0], scales[1]
+
+
+def overflows(stage: int) -> list[tuple[bool, bool, float, float]]:
+    _, size = world()
+    return [overflow_at(stage, bad_rank, layer) for bad_rank in range(size) for layer in range(2)]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_overflow_anywhere_skips_the_step_everywhere(stage: int) -> None:
+    for cases in run_ranks(overflows, 2, stage):
+        assert cases == [(True, True, SCALE_START, SCALE_START / 2)] * 4
+
+
+def test_the_loss_scale_doubles_after_enough_good_steps() -> None:
+    from zeroshard.core.precision import LossScale
+
+    ours = LossScale("dynamic")
+    torchs = torch.amp.GradScaler("cpu")
+    torchs.scale(torch.ones(()))  # torch makes its scale at the first use
+    for step in range(4100):
+        overflows_now = step == 7
+        ours.step(has_overflowed=overflows_now)
+        torchs._found_inf_per_device = lambda _, flag=overflows_now: {0: torch.full((), float(flag))}
+        torchs._per_optimizer_states[0]["found_inf_per_device"] = {0: torch.full((), float(overflows_now))}
+        torchs.update()
+        assert ours.value == torchs.get_scale(), step
+
+
+def at_the_floor() -> None:
+    rank, _ = world()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zs.shard(model, optimizer, stage=3, precision=zs.Precision(param=torch.float16, loss_scale=1.0), watchdog_s=5)
+    loss = model(torch.ones(1, 2)).sum() * (float("inf") if rank == 1 else 1.0)
+    loss.backward()
+    optimizer.step()
+
+
+def test_overflow_at_the_floor_names_the_parameter() -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(at_the_floor, 2)
+    for error in failure.value.errors.values():
+        assert "not finite at the smallest loss scale, 1" in error.message
+        assert "'weight'" in error.message or "'bias'" in error.message
+
+
+def with_grad_scaler(stage: int) -> tuple[list[float], list[float]]:
+    rank, _ = world()
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    zs.shard(model, optimizer, stage=stage, watchdog_s=5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    losses, scales = [], []
+    for step in range(STEPS):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(features(step, rank)).float().square().mean()
+        scaler.scale(loss * (float("inf") if (step, rank) == (1, 1) else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+    return losses, scales
+
+
+def grad_scaler_all_stages() -> list[tuple[list[float], list[float]]]:
+    return [with_grad_scaler(stage) for stage in range(4)]
+
+
+def test_the_users_grad_scaler_agrees_across_ranks() -> None:
+    for by_stage in run_ranks(grad_scaler_all_stages, 2):
+        assert all(run == by_stage[0] for run in by_stage)
+        assert by_stage[0][1] == [1024.0, 512.0, 512.0, 512.0]
+
+
+def both_scales() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zs.shard(model, optimizer, stage=3, precision="fp16", watchdog_s=5)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+
+
+def test_two_loss_scales_at_once_are_refused() -> None:
+    with pytest.raises(RankFailure, match="would both divide the gradients"):
+        run_ranks(both_scales, 2)
+
+
+def batch_norm_kept() -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zs.shard(model, optimizer, stage=3, precision="bf16", watchdog_s=5)
+    out = model(torch.randn(3, 4))
+    out.sum().backward()
+    optimizer.step()
+    return model[0].weight.dtype, model[1].weight.dtype, out.dtype
+
+
+def test_batch_norm_stays_in_fp32_and_outputs_are_fp32() -> None:
+    assert run_ranks(batch_norm_kept, 2) == [(torch.bfloat16, torch.float32, torch.float32)] * 2
+
+
+def writeback_keeps_masters() -> bool:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    zero = zs.shard(model, optimizer, stage=3, precision="bf16", watchdog_s=5)
+    before = [m.detach().clone() for g in optimizer.param_groups for m in g["params"]]
+    with zero.gathered(writeback=True), torch.no_grad():
+        model.head.bias.fill_(2.0)
+    after = [m.detach() for g in optimizer.param_groups for m in g["params"]]
+    names = [n for n, _ in build().named_parameters()]
+    return all(torch.equal(a, b) or n == "head.bias" for n, a, b in zip(names, before, after, strict=True))
+
+
+def test_writing_back_rounds_no_master_that_was_not_changed() -> None:
+    assert run_ranks(writeback_keeps_masters, 2) == [True, True]
+
+
+def test_precision_names_and_dtypes_are_checked() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="precision must be one of fp32"):
+        zs.shard(model, precision="half")
+    with pytest.raises(TypeError, match="floating-point torch"):
+        zs.Precision(param=torch.int8)
+    assert copy.deepcopy(zs.Precision()) == zs.Precision()
