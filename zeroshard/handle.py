@@ -6,7 +6,6 @@ the layers between add: whole state, accounts of bytes. Read `docs/design.md` fo
 `core/engine.py`.
 """
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, final
@@ -18,7 +17,6 @@ from zeroshard.core.buffer import Pool
 from zeroshard.core.comm import make_comm
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import register_foreach_types
-from zeroshard.core.hooks import hang
 from zeroshard.core.mesh import Mesh, current_mesh
 from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.parameter import slot_of
@@ -39,8 +37,10 @@ from zeroshard.state.takeover import (
     kept_parameters,
     make_unit,
     take_over,
+    tell_refusal,
+    wire,
 )
-from zeroshard.state.units import holders, plan_units
+from zeroshard.state.units import plan_units
 
 __all__ = ["Zero", "shard"]
 
@@ -109,16 +109,18 @@ def shard(
     row = residency if residency is not None else row_of_stage(DEFAULT_STAGE if stage is None else stage)
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}.")
-    optimizers = (
-        [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    )
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else _as_list(optimizer)
     chosen = precision_of(precision)
-    check_model(model, forward_methods, cut)
-    check_optimizers(model, optimizers, row, elementwise, is_final=optimizer is not None)
-    plans = plan_units(model, units)
     mesh, ledger = current_mesh(), Ledger()
     pool = Pool(ledger)
     comm = make_comm(mesh, watchdog_s, pool)
+    try:
+        check_model(model, forward_methods, cut)
+        check_optimizers(model, optimizers, row, elementwise, is_final=optimizer is not None)
+        plans = plan_units(model, units)
+    except (TypeError, ValueError) as error:
+        tell_refusal(mesh, comm, error)
+        raise
     options = f"{name_of_row(row)}, cut={cut}, reduction={reduction}, {chosen}, forward_methods={list(forward_methods)}"
     check_equal(mesh, comm, describe(model, optimizers, plans, options, VERSION))
     register_foreach_types()
@@ -128,29 +130,27 @@ def shard(
     for number, plan in enumerate(plans):
         first_bucket = sum(len(unit.buckets) for unit in built)
         built.append(make_unit(number, plan, common, mesh, pool, ledger, first_bucket))
-    engine = Engine(mesh, comm, built, ledger)
-    if chosen.loss_scale is not None:
-        engine.use_loss_scale(LossScale(chosen.loss_scale))
-    reference = weakref.ref(engine)
-    for unit, plan in zip(built, plans, strict=True):
-        take_over(unit, plan, comm, reference)
+        # Taken over and released before the next is made: never more than one unit is there twice.
+        take_over(built[-1], plan, comm)
     for name, tensor in model.named_buffers():
         comm.broadcast(tensor.data, f"buffer '{name}'", "start")
-    engine.slots.update((slot_of(p).name, slot_of(p)) for p in model.parameters())
+    engine = Engine(mesh, comm, built, ledger)
+    engine.take_slots(slot_of(parameter) for parameter in model.parameters())
+    if chosen.loss_scale is not None:
+        engine.use_loss_scale(LossScale(chosen.loss_scale))
     zero = Zero(engine, model, row, elementwise)
     for one in optimizers:
         zero.attach(one)
-    entries: dict[nn.Module, tuple[str, tuple[int, ...]]] = {}
-    own: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
-    for unit, plan in zip(built, plans, strict=True):
-        # Units that stay whole need no event of their own modules; the model's own entry checks and completes passes.
-        for module, name in plan.entries.items() if not unit.is_whole else ():
-            known = entries.get(module, ("", ()))[1]
-            entries[module] = (name, (*known, unit.number))
-        own.setdefault(model if unit.is_whole else plan.module, []).extend(holders(plan, model))
-    entries.setdefault(model, ("", ()))
-    hang(engine, model, entries, own, forward_methods, chosen)
+    wire(engine, model, plans, forward_methods, chosen)
     return zero
+
+
+def _as_list(optimizers: object) -> list[torch.optim.Optimizer]:
+    if optimizers is None:
+        return []
+    if isinstance(optimizers, Sequence):
+        return list(optimizers)
+    raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them; got {type(optimizers).__name__}.")
 
 
 @final

@@ -11,7 +11,8 @@ Note: hints
 """
 
 import sys
-from collections.abc import Hashable
+import weakref
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -82,6 +83,12 @@ class Engine:
         self._norms_version = 0
         buckets = [(unit.number, b) for unit in units for b in unit.buckets if not b.is_whole]
         self._saved = SavedTensors(buckets, self._need_in_backward)
+
+    def take_slots(self, slots: Iterable[Slot]) -> None:
+        """Know the parameters, in registration order, and let them know this engine."""
+        for slot in slots:
+            slot.engine = weakref.ref(self)
+            self.slots[slot.name] = slot
 
     def use_loss_scale(self, loss_scale: LossScale) -> None:
         """Multiply the gradients of the model's outputs by a loss scale, and skip steps that overflow."""

@@ -10,7 +10,8 @@ Note: order
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 from weakref import ref
 
@@ -20,7 +21,7 @@ from torch import nn
 from zeroshard.core.engine import Engine
 from zeroshard.core.precision import LossScale, Precision, map_floating
 
-__all__ = ["hang"]
+__all__ = ["Registered", "hang"]
 
 
 class _Hook:
@@ -31,6 +32,16 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         return _Inert, ()
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A place in a module where something must stay what it was: a parameter, or a module that holds one."""
+
+    name: str
+    container: Mapping[str, Any]
+    key: str
+    identity: int
 
 
 @final
@@ -44,20 +55,16 @@ class _Enter(_Hook):
     # Dynamo reads this mark: the hook runs as plain Python between graphs instead of being traced into them.
     _torchdynamo_disable = True
 
-    def __init__(
-        self, engine: Engine, name: str, units: tuple[int, ...], own: Sequence[tuple[nn.Module, str, nn.Parameter]]
-    ):
-        self._engine, self._name, self._units = engine, name, units
-        self._own = [(module, attribute, id(parameter)) for module, attribute, parameter in own]
+    def __init__(self, engine: Engine, name: str, units: tuple[int, ...], own: Sequence[Registered]) -> None:
+        self._engine, self._name, self._units, self._own = engine, name, units, own
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        for owner, attribute, identity in self._own:
-            if id(owner._parameters.get(attribute)) != identity:
+        for one in self._own:
+            if id(one.container.get(one.key)) != one.identity:
                 raise RuntimeError(
-                    f"{self._engine.mesh} Parameter '{attribute}' of {type(owner).__name__} in '{self._name}' was "
-                    "replaced after zs.shard(): the new one would neither be sharded nor updated. Replace parameters "
-                    "before zs.shard(); to change values use `with zero.gathered(writeback=True):` and in-place "
-                    "operations."
+                    f"{self._engine.mesh} '{one.name}' was replaced after zs.shard(): the new one would neither be "
+                    "sharded nor updated. Replace modules and parameters (and resize embeddings) before zs.shard(); "
+                    "to change values use `with zero.gathered(writeback=True):` and in-place operations."
                 )
         self._engine.enter(module, self._name, self._units, (args, kwargs))
 
@@ -161,7 +168,7 @@ def hang(
     engine: Engine,
     model: nn.Module,
     entries: dict[nn.Module, tuple[str, tuple[int, ...]]],
-    own: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]],
+    own: Sequence[Registered],
     forward_methods: Sequence[str],
     precision: Precision,
 ) -> None:
@@ -169,11 +176,11 @@ def hang(
 
     Args:
         entries: modules whose forward needs units: the module's name and the units' numbers.
-        own: for each of them, the (module, attribute, parameter) triples that it must find unchanged.
+        own: what the model must find unchanged.
         forward_methods: methods of the model that compute as forward does.
     """
     for module, (name, units) in entries.items():
-        enter, leave = _Enter(engine, name, units, own.get(module, [])), _Exit(engine)
+        enter, leave = _Enter(engine, name, units, own if module is model else ()), _Exit(engine)
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave, with_kwargs=True, always_call=True)
         if module is model:
@@ -186,8 +193,7 @@ def hang(
         parameter.requires_grad_(True).register_post_accumulate_grad_hook(_Landed(engine))
         parameter.requires_grad_(is_trainable)
     refuse_save, refuse_load = _RefuseSave(engine), _RefuseLoad(engine)
-    holders = {slot_module for triples in own.values() for slot_module, _, _ in triples} | set(entries) | {model}
-    for module in holders:
+    for module in model.modules():
         module.register_state_dict_pre_hook(refuse_save)
         module.register_load_state_dict_pre_hook(refuse_load)
     model.__dict__["__deepcopy__"] = functools.partial(_copy_plain, model, tuple(forward_methods))

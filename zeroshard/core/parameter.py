@@ -14,7 +14,6 @@ Note: two classes
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast, final
-from weakref import ReferenceType
 
 import torch
 
@@ -47,8 +46,10 @@ class Slot:
 
     __slots__ = ("bucket", "engine", "grad_view", "has_master", "index", "master_grad", "name", "unit")
 
-    def __init__(self, name: str, unit: int, bucket: "Bucket", index: int, engine: "ReferenceType[Engine]") -> None:
-        self.name, self.unit, self.bucket, self.index, self.engine = name, unit, bucket, index, engine
+    def __init__(self, name: str, unit: int, bucket: "Bucket", index: int) -> None:
+        self.name, self.unit, self.bucket, self.index = name, unit, bucket, index
+        self.engine: Callable[[], Engine | None] = _no_engine
+        """A weak reference: parameters must not keep alive what holds them."""
         self.has_master = False
         self.grad_view: Tensor | None = None
         self.master_grad: Tensor | None = None
@@ -58,6 +59,10 @@ class Slot:
         """Whether there is a gradient: some rank used the parameter, or this one did and it was not reduced yet."""
         grads = self.bucket.grads
         return grads.used[self.index] or grads.staged[self.index]
+
+
+def _no_engine() -> None:
+    return None
 
 
 def slot_of(parameter: Tensor) -> Slot:

@@ -7,7 +7,6 @@ here and on the other ranks, so that a refusal leaves the model as it was.
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import ReferenceType
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from zeroshard.core.buffer import Bucket, Pool
 from zeroshard.core.comm import Comm
 from zeroshard.core.engine import Engine
 from zeroshard.core.errors import RankMismatchError
+from zeroshard.core.hooks import hang
 from zeroshard.core.layout import CUTS, plan_layout
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.optimizer import admit
@@ -24,7 +24,7 @@ from zeroshard.core.precision import Dtypes, Precision
 from zeroshard.core.residency import Replicated, Residency
 from zeroshard.core.trace import Ledger
 from zeroshard.core.unit import Unit
-from zeroshard.state.units import UnitPlan
+from zeroshard.state.units import UnitPlan, registered
 
 __all__ = [
     "Options",
@@ -35,6 +35,8 @@ __all__ = [
     "kept_parameters",
     "make_unit",
     "take_over",
+    "tell_refusal",
+    "wire",
 ]
 
 
@@ -129,11 +131,18 @@ def describe(
     for number, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
             options = ", ".join(f"{key}={value}" for key, value in sorted(group.items()) if key != "params")
-            lines.append(
-                f"optimizer {number}, group {place}: {type(optimizer).__name__}, {len(group['params'])} entries, "
-                f"{options}"
-            )
+            has_state = sum(parameter in optimizer.state for parameter in group["params"])
+            entries = f"{len(group['params'])} entries ({has_state} with state)"
+            lines.append(f"optimizer {number}, group {place}: {type(optimizer).__name__}, {entries}, {options}")
     return lines
+
+
+def tell_refusal(mesh: Mesh, comm: Comm, error: Exception) -> None:
+    """Let the other ranks know that this one refuses, in case they do not. Collective: as `check_equal`."""
+    try:
+        check_equal(mesh, comm, [f"refused: {error}"])
+    except RankMismatchError as mismatch:
+        raise error from mismatch
 
 
 def check_equal(mesh: Mesh, comm: Comm, lines: list[str]) -> None:
@@ -193,7 +202,7 @@ def make_unit(
     return Unit(number, plan.name, buckets, mesh.world_size, options.scale)
 
 
-def take_over(unit: Unit, plan: UnitPlan, comm: Comm, engine: "ReferenceType[Engine]") -> None:
+def take_over(unit: Unit, plan: UnitPlan, comm: Comm) -> None:
     """Move a unit's parameters into its buckets, with rank 0's values, and release it. Collective: broadcast."""
     homes = {name: (bucket, index) for bucket in unit.buckets for index, name in enumerate(bucket.names)}
     start = [bucket.start_values() for bucket in unit.buckets]
@@ -204,7 +213,7 @@ def take_over(unit: Unit, plan: UnitPlan, comm: Comm, engine: "ReferenceType[Eng
         # A gradient from before belongs to a step that was not sharded.
         parameter.grad = None
         parameter.data = bucket.views[index]
-        parameter.__dict__["_zeroshard"] = Slot(name, unit.number, bucket, index, engine)
+        parameter.__dict__["_zeroshard"] = Slot(name, unit.number, bucket, index)
         parameter.__class__ = ShardedParameter
         unit.parameters.append(parameter)
     for bucket, values in zip(unit.buckets, start, strict=True):
@@ -214,3 +223,17 @@ def take_over(unit: Unit, plan: UnitPlan, comm: Comm, engine: "ReferenceType[Eng
             bucket.close()
     if not unit.is_whole:
         unit.set_class(ReleasedParameter)
+
+
+def wire(
+    engine: Engine, model: nn.Module, plans: Sequence[UnitPlan], methods: Sequence[str], precision: Precision
+) -> None:
+    """Hang the hooks: every module whose forward needs units that come and go, and the model itself."""
+    entries: dict[nn.Module, tuple[str, tuple[int, ...]]] = {model: ("", ())}
+    for unit, plan in zip(engine.units, plans, strict=True):
+        # Units that stay whole need no event of their own modules; the model's own entry checks and completes passes.
+        for module, name in plan.entries.items() if not unit.is_whole else ():
+            known = entries.get(module, ("", ()))[1]
+            entries[module] = (name, (*known, unit.number))
+    own = [one for plan in plans for one in registered(plan, model)]
+    hang(engine, model, entries, own, methods, precision)

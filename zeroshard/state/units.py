@@ -4,13 +4,15 @@ Owns the rules and nothing else: it reads the model and changes nothing. Units a
 rank finds the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from torch import nn
 
-__all__ = ["UnitPlan", "holders", "plan_units"]
+from zeroshard.core.hooks import Registered
+
+__all__ = ["UnitPlan", "plan_units", "registered"]
 
 Named = tuple[str, nn.Parameter]
 
@@ -167,12 +169,24 @@ def _add_other_owners(
     visit(model, ())
 
 
-def holders(plan: UnitPlan, model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return (module, attribute, parameter) for every place where a parameter of the unit is registered."""
+def registered(plan: UnitPlan, model: nn.Module) -> list[Registered]:
+    """Return every place where a parameter of the unit is registered, and the modules on the way there."""
     mine = {parameter for _, parameter in plan.parameters}
-    return [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter in mine
-    ]
+    found: dict[str, Registered] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter in mine:
+                name = f"{path}.{key}" if path else key
+                found[name] = Registered(name, module._parameters, key, id(parameter))
+                found.update((one.name, one) for one in _way_to(model, path))
+    return list(found.values())
+
+
+def _way_to(model: nn.Module, path: str) -> Iterator[Registered]:
+    """Yield the modules from the model down to `path`, each in its parent."""
+    parent, parts = model, path.split(".") if path else []
+    for place, key in enumerate(parts):
+        child = parent._modules[key]
+        assert child is not None
+        yield Registered(".".join(parts[: place + 1]), parent._modules, key, id(child))
+        parent = child
