@@ -6,6 +6,7 @@ the layers between add: whole state, accounts of bytes. Read `docs/design.md` fo
 `core/engine.py`.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, final
@@ -33,6 +34,7 @@ from zeroshard.state.takeover import (
     check_equal,
     check_model,
     check_optimizers,
+    check_replicas,
     describe,
     kept_parameters,
     make_unit,
@@ -59,6 +61,7 @@ def shard(
     reduction: Literal["mean", "sum"] = "mean",
     elementwise: bool | None = None,
     forward_methods: Sequence[str] = (),
+    replicas: int = 1,
     watchdog_s: float = 600.0,
 ) -> "Zero":
     """Shard a model and its optimizers in place over all ranks; the training loop stays as it is.
@@ -77,6 +80,8 @@ def shard(
         reduction: "mean" over ranks, as data parallelism does, or "sum", for losses weighted by tokens.
         elementwise: True vouches for an optimizer that is not known; None tries it.
         forward_methods: methods of the model, besides `forward`, that compute with its parameters.
+        replicas: copies of the sharded state, each over world_size / replicas neighbouring ranks: less memory is saved,
+            and most messages stay among neighbours (one host, say).
         watchdog_s: seconds after which a wait for another rank is an error that names what every rank does.
 
     Returns: the handle.
@@ -111,7 +116,8 @@ def shard(
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}.")
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else _as_list(optimizer)
     chosen = precision_of(precision)
-    mesh, ledger = current_mesh(), Ledger()
+    mesh, ledger = dataclasses.replace(current_mesh(), replicas=replicas), Ledger()
+    check_replicas(mesh)
     pool = Pool(ledger)
     comm = make_comm(mesh, watchdog_s, pool)
     try:
@@ -121,7 +127,10 @@ def shard(
     except (TypeError, ValueError) as error:
         tell_refusal(mesh, comm, error)
         raise
-    options = f"{name_of_row(row)}, cut={cut}, reduction={reduction}, {chosen}, forward_methods={list(forward_methods)}"
+    options = (
+        f"{name_of_row(row)}, cut={cut}, reduction={reduction}, {chosen}, replicas={replicas}, "
+        f"forward_methods={list(forward_methods)}"
+    )
     check_equal(mesh, comm, describe(model, optimizers, plans, options, VERSION))
     register_foreach_types()
     scale = 1.0 / mesh.world_size if reduction == "mean" else 1.0

@@ -66,7 +66,8 @@ class Comm(ABC):
         """Fill `full` from each rank's own shard of it, in place.
 
         Args:
-            full: (world_size * S,), this rank's shard at [rank * S, (rank + 1) * S) already in place.
+            full: (N * S,) for the N ranks of one copy, this rank's shard at [rank * S, (rank + 1) * S) already in
+                place.
             tag: the same on all ranks for the same bucket and pass.
         Collective: all-gather; each rank sends (N-1) * S elements.
         """
@@ -76,7 +77,7 @@ class Comm(ABC):
         """Sum `full` over ranks and multiply by `scale`; the result is this rank's shard of it, in place.
 
         Args:
-            full: (world_size * S,); the other shards are not changed.
+            full: (N * S,) for the N ranks of one copy; the other shards are not changed.
             wire: what elements are rounded to before they are sent; sums are made in fp32 or better.
         Collective: reduce-scatter (sum in rank order 0..N-1 where the backend allows); each rank sends (N-1) * S
             elements.
@@ -180,38 +181,59 @@ class GlooComm(GroupComm):
     def __init__(self, mesh: Mesh, watchdog_s: float, pool: Pool) -> None:
         super().__init__(mesh, watchdog_s)
         self._pool = pool
-        # Starting with the next rank spreads the first messages over all receivers.
-        self._peers = [(mesh.rank + step) % mesh.world_size for step in range(1, mesh.world_size)]
 
     def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
-        chunks = full.view(self.mesh.world_size, -1)
-        own = chunks[self.mesh.rank]
-        works = [self._receive(chunks[peer], peer, 2 * tag) for peer in self._peers]
-        works += [self._send(own, peer, 2 * tag, kind, what) for peer in self._peers]
-        return Pending(lambda: self._wait(works, what))
+        return self._gather(full, self.mesh.shard_ranks, tag, what, kind)
 
     def reduce(self, full: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
-        chunks = full.view(self.mesh.world_size, -1)
-        own, rank = chunks[self.mesh.rank], self.mesh.rank
+        if self.mesh.replicas == 1:
+            return self._reduce(full, self.mesh.shard_ranks, wire, scale, tag, what, "reduce")
+        inside = self._reduce(full, self.mesh.shard_ranks, wire, 1.0, tag, what, "reduce")
+        own = full.view(self.mesh.shard_size, -1)[self.mesh.shard_rank]
+
+        def finish() -> None:
+            inside.wait()
+            self._reduce(own, self.mesh.replica_ranks, wire, scale, tag, what, "replicate").wait()
+            self._gather(own, self.mesh.replica_ranks, tag, what, "replicate").wait()
+
+        return Pending(finish)
+
+    def _gather(self, full: Tensor, ranks: tuple[int, ...], tag: int, what: str, kind: str) -> Pending:
+        chunks, own = full.view(len(ranks), -1), full.view(len(ranks), -1)[ranks.index(self.mesh.rank)]
+        peers = self._peers(ranks)
+        works = [self._receive(chunks[place], ranks[place], 2 * tag) for place in peers]
+        works += [self._send(own, ranks[place], 2 * tag, kind, what) for place in peers]
+        return Pending(lambda: self._wait(works, what))
+
+    def _reduce(
+        self, full: Tensor, ranks: tuple[int, ...], wire: torch.dtype, scale: float, tag: int, what: str, kind: str
+    ) -> Pending:
+        chunks, place = full.view(len(ranks), -1), ranks.index(self.mesh.rank)
+        own, peers = chunks[place], self._peers(ranks)
         is_rounded = wire != full.dtype or wire.itemsize < FP32_BYTES
-        taken = {peer: self._pool.take(own.numel(), wire, own.device) for peer in self._peers}
-        works = [self._receive(buffer, peer, 2 * tag + 1) for peer, buffer in taken.items()]
-        sent = {peer: self._round(chunks[peer], wire) for peer in self._peers}
-        works += [self._send(chunk, peer, 2 * tag + 1, "reduce", what) for peer, chunk in sent.items()]
+        taken = {peer: self._pool.take(own.numel(), wire, own.device) for peer in peers}
+        works = [self._receive(buffer, ranks[peer], 2 * tag + 1) for peer, buffer in taken.items()]
+        sent = {peer: self._round(chunks[peer], wire) for peer in peers}
+        works += [self._send(chunk, ranks[peer], 2 * tag + 1, kind, what) for peer, chunk in sent.items()]
 
         def finish() -> None:
             self._wait(works, what)
             if is_rounded:
                 total = self._pool.take(own.numel(), torch.promote_types(full.dtype, torch.float32), own.device)
-                _sum_rounded(own, rank, taken, wire, total)
+                _sum_rounded(own, place, taken, wire, total)
                 own.copy_(total.mul_(scale))
                 self._pool.give(total)
             else:
-                _sum_in_rank_order(own, rank, taken, scale)
-            for buffer in [*taken.values(), *(c for peer, c in sent.items() if c.dtype != full.dtype)]:
+                _sum_in_rank_order(own, place, taken, scale)
+            for buffer in [*taken.values(), *(chunk for chunk in sent.values() if chunk.dtype != full.dtype)]:
                 self._pool.give(buffer)
 
         return Pending(finish)
+
+    def _peers(self, ranks: tuple[int, ...]) -> list[int]:
+        """Return the places of the others; starting with the next one spreads the first messages over all receivers."""
+        place = ranks.index(self.mesh.rank)
+        return [(place + step) % len(ranks) for step in range(1, len(ranks))]
 
     def _round(self, chunk: Tensor, wire: torch.dtype) -> Tensor:
         """Return `chunk` in the wire's dtype: itself, or a copy in a pooled buffer."""
@@ -272,27 +294,41 @@ class NcclComm(GroupComm):
 
     def __init__(self, mesh: Mesh, watchdog_s: float) -> None:
         super().__init__(mesh, watchdog_s)
-        self._gathers = dist.new_group(backend="nccl", timeout=self._limit)
-        self._reduces = dist.new_group(backend="nccl", timeout=self._limit)
+        self._all = dist.new_group(backend="nccl", timeout=self._limit)
+        self._gathers = self._new_groups(mesh.shard_ranks)
+        self._reduces = self._new_groups(mesh.shard_ranks)
+        self._replicas = self._new_groups(mesh.replica_ranks)
         # torch 2.13 renamed both and warns at the old names; 2.11 has only those.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+    def _new_groups(self, mine: tuple[int, ...]) -> dist.ProcessGroup:
+        """Make the process group of `mine`, and at the same time those of the other ranks along the same axis."""
+        step = mine[1] - mine[0] if len(mine) > 1 else 1
+        firsts = {rank - (rank // step % len(mine)) * step for rank in range(self.mesh.world_size)}
+        all_ranks = [list(range(first, first + step * len(mine), step)) for first in sorted(firsts)]
+        group: dist.ProcessGroup
+        group, _ = dist.new_subgroups_by_enumeration(all_ranks, timeout=self._limit, backend="nccl")
+        return group
+
     def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
-        own = full.view(self.mesh.world_size, -1)[self.mesh.rank]
+        own = full.view(self.mesh.shard_size, -1)[self.mesh.shard_rank]
         work = self._all_gather(full, own, group=self._gathers, async_op=True)
-        self.sent_bytes[kind] += own.nbytes * (self.mesh.world_size - 1)
+        self.sent_bytes[kind] += own.nbytes * (self.mesh.shard_size - 1)
         return Pending(lambda: self._wait([work], what))
 
     def reduce(self, full: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
-        own = full.view(self.mesh.world_size, -1)[self.mesh.rank]
+        own = full.view(self.mesh.shard_size, -1)[self.mesh.shard_rank]
         sent = full.to(wire)
-        part = sent.view(self.mesh.world_size, -1)[self.mesh.rank]
+        part = sent.view(self.mesh.shard_size, -1)[self.mesh.shard_rank]
         work = self._reduce_scatter(part, sent, op=dist.ReduceOp.SUM, group=self._reduces, async_op=True)
-        self.sent_bytes["reduce"] += part.nbytes * (self.mesh.world_size - 1)
+        self.sent_bytes["reduce"] += part.nbytes * (self.mesh.shard_size - 1)
 
         def finish() -> None:
             self._wait([work], what)
+            if (replicas := self.mesh.replicas) > 1:
+                self._wait([dist.all_reduce(part, group=self._replicas, async_op=True)], what)
+                self.sent_bytes["replicate"] += 2 * part.nbytes * (replicas - 1) // replicas
             own.copy_(part)
             own.mul_(scale)
 
@@ -300,14 +336,14 @@ class NcclComm(GroupComm):
 
     def broadcast(self, tensor: Tensor, what: str, kind: str) -> None:
         data = tensor.contiguous()
-        self._run(lambda: dist.broadcast(data, 0, group=self._gathers, async_op=True), what)
+        self._run(lambda: dist.broadcast(data, 0, group=self._all, async_op=True), what)
         if data.data_ptr() != tensor.data_ptr():
             tensor.copy_(data)
         self.sent_bytes[kind] += data.nbytes if self.mesh.rank == 0 else 0
 
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
         rows = [torch.empty_like(tensor) for _ in range(self.mesh.world_size)]
-        self._run(lambda: dist.all_gather(rows, tensor.contiguous(), group=self._gathers, async_op=True), what)
+        self._run(lambda: dist.all_gather(rows, tensor.contiguous(), group=self._all, async_op=True), what)
         self.sent_bytes[kind] += tensor.nbytes * (self.mesh.world_size - 1)
         return torch.stack(rows)
 

@@ -360,7 +360,8 @@ class Engine:
         self.check_reduced("A norm")
         self.order.barrier(f"a {p:g}-norm of gradients")
         local = gradient.local_norms(self.slots.values(), p)
-        rows = self.comm.collect(local, f"a {p:g}-norm of gradients")
+        # Replicas have the same sums: those of this rank's own copy are all there is.
+        rows = self.comm.collect(local, f"a {p:g}-norm of gradients")[list(self.mesh.shard_ranks)]
         if p == float("inf"):
             total = rows.amax(0)
         else:
@@ -389,7 +390,7 @@ class Engine:
         self.order.barrier(f"the whole gradient of '{slot.name}'")
         bucket = slot.bucket
         full = torch.zeros(bucket.layout.full_numel, dtype=bucket.dtypes.grad, device=bucket.device)
-        start, stop = bucket.layout.shard_range(self.mesh.rank)
+        start, stop = bucket.layout.shard_range(self.mesh.shard_rank)
         held = bucket.grads.hold()
         first = bucket.grads.range[0]
         full[start:stop] = held[start - first : stop - first]

@@ -58,7 +58,12 @@ class Layout:
 
 
 def plan_layout(
-    numels: tuple[int, ...], itemsize: int, world_size: int, row_numels: tuple[int, ...] = (), cut: str = "element"
+    numels: tuple[int, ...],
+    itemsize: int,
+    world_size: int,
+    row_numels: tuple[int, ...] = (),
+    cut: str = "element",
+    pieces: int = 1,
 ) -> Layout:
     """Lay parameters out in one bucket, in the given order, with as little padding as the cut allows.
 
@@ -68,6 +73,7 @@ def plan_layout(
         world_size: number of shards.
         row_numels: elements of one row of each parameter; read only when `cut="row"`.
         cut: one of `CUTS`.
+        pieces: equal aligned pieces that a shard must fall into: one for each replica of it.
 
     Raises:
         ValueError: an unknown cut.
@@ -77,10 +83,11 @@ def plan_layout(
     align = max(1, ALIGN_BYTES // itemsize)
     granules = {"element": (1,) * len(numels), "row": row_numels, "tensor": numels}[cut]
     packed = sum(_round_up(n, align) for n in numels)
-    shard = _round_up(-(-packed // world_size), align)
+    step = align * pieces
+    shard = _round_up(-(-packed // world_size), step)
     while (offsets := _place(numels, granules, align, shard, world_size)) is None:
         # Every step tries about half a percent more padding; a shard that holds everything always succeeds.
-        shard += _round_up(max(1, shard // 256), align)
+        shard += _round_up(max(1, shard // 256), step)
     return Layout(world_size, itemsize, numels, offsets, shard)
 
 

@@ -31,6 +31,29 @@ class Mesh:
     world_size: int
     local_rank: int
     device: torch.device
+    replicas: int = 1
+    """Copies of the sharded state, each over neighbouring ranks; ranks of one place in each keep the same shard."""
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks over which state is sharded."""
+        return self.world_size // self.replicas
+
+    @property
+    def shard_rank(self) -> int:
+        """This rank's place among them."""
+        return self.rank % self.shard_size
+
+    @property
+    def shard_ranks(self) -> tuple[int, ...]:
+        """The ranks that together keep one copy, this one among them."""
+        first = self.rank - self.shard_rank
+        return tuple(range(first, first + self.shard_size))
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """The ranks that keep the same shard as this one, and it itself."""
+        return tuple(range(self.shard_rank, self.world_size, self.shard_size))
 
     def __str__(self) -> str:
         return f"[rank {self.rank}/{self.world_size}]"

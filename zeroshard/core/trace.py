@@ -110,8 +110,8 @@ class Memory:
 class Traffic:
     """Bytes that this rank has sent since `shard()`, counted where they are sent.
 
-    Kinds: "gather" (parameters), "reduce" (gradients), "agree" (order, votes, norms), "start" (the first broadcast),
-    "state" (under `gathered`).
+    Kinds: "gather" (parameters), "reduce" (gradients), "replicate" (their shards, between replicas), "agree" (order,
+    votes, norms), "start" (the first broadcast), "state" (under `gathered`).
 
     ```python
     import torch, zeroshard as zs

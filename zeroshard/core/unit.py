@@ -19,6 +19,7 @@ import torch
 
 from zeroshard.core.buffer import Bucket, Staged
 from zeroshard.core.comm import Comm, Pending
+from zeroshard.core.mesh import Mesh
 from zeroshard.core.parameter import ReleasedParameter, ShardedParameter, Slot, slot_of
 from zeroshard.core.precision import LossScale
 
@@ -47,7 +48,7 @@ class Reduction:
             if loss_scale is not None and not loss_scale.has_overflowed:
                 loss_scale.has_overflowed = not bucket.grads.is_finite(staged)
             held = bucket.grads.add_reduced(staged)
-            if bucket.grads.sums_are_whole and self._comm.mesh.world_size > 1:
+            if bucket.grads.sums_are_whole and self._comm.mesh.shard_size > 1:
                 tails.append(self._comm.gather(held, self._unit.tag(bucket, self._number), self._what, kind="reduce"))
         return tails
 
@@ -62,11 +63,11 @@ class Unit:
         scale: what sums of gradients are multiplied by.
     """
 
-    def __init__(self, number: int, name: str, buckets: Sequence[Bucket], world_size: int, scale: float) -> None:
+    def __init__(self, number: int, name: str, buckets: Sequence[Bucket], mesh: Mesh, scale: float) -> None:
         self.number, self.name, self.buckets, self.scale = number, name, list(buckets), scale
         self.parameters: list[torch.nn.Parameter] = []
         self.is_whole = all(bucket.is_whole for bucket in buckets)
-        self._world_size = world_size
+        self._mesh = mesh
         self.is_open = self.is_whole
         """Whether its parameters have memory; the values may still be on their way."""
         self._pending: list[Pending] = []
@@ -114,7 +115,7 @@ class Unit:
 
     def sent_bytes(self, kind: str) -> int:
         """Return the bytes that this rank sends for one event of `kind`."""
-        peers = self._world_size - 1
+        peers = self._mesh.shard_size - 1
         if kind == "gather":
             return sum(b.layout.shard_numel * b.dtype.itemsize * peers for b in self.buckets if not b.is_whole)
         if kind == "reduce":

@@ -12,6 +12,7 @@ import torch
 from zeroshard.core import schedule
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
+from zeroshard.core.mesh import Mesh
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.parameter import slot_of
 from zeroshard.core.trace import Memory
@@ -67,11 +68,11 @@ def _predict(engine: Engine, optimizers: Sequence[ShardedOptimizer], buckets: Se
         "gradients": gradients,
         "states": states + held_masters,
         "padding": padding + spare + more + counters,
-        "transient": _predict_transient(engine.units, trained, engine.mesh.world_size),
+        "transient": _predict_transient(engine.units, trained, engine.mesh),
     }
 
 
-def _predict_transient(units: Sequence[Unit], trained: Sequence[Bucket], world_size: int) -> int:
+def _predict_transient(units: Sequence[Unit], trained: Sequence[Bucket], mesh: Mesh) -> int:
     """Return the most bytes of whole units, gradients on their way and wire buffers.
 
     Pools keep their buffers, so each size counts: of a size that several buckets have, two stages (one filled while the
@@ -81,14 +82,17 @@ def _predict_transient(units: Sequence[Unit], trained: Sequence[Bucket], world_s
     passes = schedule.plain_marks(len(units))
     whole = max(schedule.peak_units(schedule.replay(record, marks), full) for record, marks in passes)
     pooled: Counter[tuple[str, int]] = Counter()
-    for bucket in trained if world_size > 1 else ():
+    peers = mesh.shard_size - 1
+    for bucket in trained if peers else ():
         shard, dtypes = bucket.layout.shard_numel, bucket.dtypes
         if not bucket.grads.is_whole:
             stage = bucket.layout.full_numel * dtypes.grad.itemsize
             pooled["stage", stage] = min(2, pooled["stage", stage] + 1)
-        pooled["received", shard * dtypes.reduce.itemsize] = world_size - 1
+        pooled["received", shard * dtypes.reduce.itemsize] = peers
+        if mesh.replicas > 1:
+            pooled["replicas", shard // mesh.replicas * dtypes.reduce.itemsize] = mesh.replicas - 1
         if dtypes.reduce != dtypes.grad:
-            pooled["sent", shard * dtypes.reduce.itemsize] = world_size - 1
+            pooled["sent", shard * dtypes.reduce.itemsize] = peers
         if dtypes.reduce.itemsize < SUM_BYTES:
             pooled["sum", shard * SUM_BYTES] = 1
     return whole + sum(nbytes * count for (_, nbytes), count in pooled.items())

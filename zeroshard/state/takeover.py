@@ -31,6 +31,7 @@ __all__ = [
     "check_equal",
     "check_model",
     "check_optimizers",
+    "check_replicas",
     "describe",
     "kept_parameters",
     "make_unit",
@@ -73,6 +74,17 @@ def check_model(model: nn.Module, forward_methods: Sequence[str], cut: str) -> N
     for method in forward_methods:
         if not callable(getattr(model, method, None)):
             raise ValueError(f"forward_methods names '{method}', which {type(model).__name__} does not have.")
+
+
+def check_replicas(mesh: Mesh) -> None:
+    """Raise unless the ranks fall into copies of two or more ranks each."""
+    if mesh.replicas < 1 or mesh.world_size % mesh.replicas:
+        raise ValueError(f"replicas must divide the {mesh.world_size} rank(s); got {mesh.replicas}.")
+    if mesh.replicas > 1 and mesh.shard_size == 1:
+        raise ValueError(
+            f"replicas={mesh.replicas} on {mesh.world_size} ranks leaves one rank a copy, so nothing would be sharded. "
+            "Use stage=0 for plain data parallelism."
+        )
 
 
 def check_optimizers(
@@ -195,11 +207,13 @@ def make_unit(
     for (dtypes, _), named in sets.items():
         rows = tuple(p.numel() // p.shape[0] if p.ndim and p.shape[0] else 1 for _, p in named)
         numels = tuple(p.numel() for _, p in named)
-        layout = plan_layout(numels, dtypes.param.itemsize, mesh.world_size, rows, options.cut)
+        layout = plan_layout(numels, dtypes.param.itemsize, mesh.shard_size, rows, options.cut, mesh.replicas)
         name, place = plan.name or "the root", first_bucket + len(buckets)
         names, parameters = [name for name, _ in named], [p.detach() for _, p in named]
-        buckets.append(Bucket(name, place, names, parameters, layout, options.row, mesh.rank, pool, ledger, dtypes))
-    return Unit(number, plan.name, buckets, mesh.world_size, options.scale)
+        buckets.append(
+            Bucket(name, place, names, parameters, layout, options.row, mesh.shard_rank, pool, ledger, dtypes)
+        )
+    return Unit(number, plan.name, buckets, mesh, options.scale)
 
 
 def take_over(unit: Unit, plan: UnitPlan, comm: Comm) -> None:

@@ -1,0 +1,97 @@
+"""Replicas of sharded state (hybrid sharding): `replicate x shard` meshes against one copy over all ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.testing import RankFailure, run_ranks
+
+STEPS = 6
+BLOCKS = 2
+NUMEL = BLOCKS * (2 * 32 * 32) + 32 * 32  # every tensor and shard below is a multiple of 64 bytes: no padding
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(32, 32, bias=False)
+        self.b = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def train(
+    stage: int, replicas: int
+) -> tuple[list[float], dict[str, torch.Tensor], dict[str, int], dict[str, int], float]:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)  # rank 0's values must win
+    model = Net().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    zero = zs.shard(model, optimizer, stage=stage, replicas=replicas, watchdog_s=5)
+    losses = []
+    for step in range(STEPS):
+        x = torch.randn(3, 32, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+        loss = model(x).square().mean()
+        loss.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    sent = dict(zero.traffic().sent_bytes)
+    memory = zero.memory().resident_bytes
+    with zero.gathered():
+        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return losses, parameters, sent, memory, norm
+
+
+def both(stage: int) -> tuple[object, object]:
+    return train(stage, 1), train(stage, 2)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_two_replicas_of_two_train_as_one_copy_over_four(stage: int) -> None:
+    for one, two in run_ranks(both, 4, stage):
+        assert two[0] == pytest.approx(one[0], rel=1e-12)
+        assert two[4] == pytest.approx(one[4], rel=1e-12)
+        for name, expected in one[1].items():
+            assert torch.linalg.vector_norm(two[1][name] - expected) <= 1e-6 * torch.linalg.vector_norm(expected), name
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_by_axis_are_the_formulas(stage: int) -> None:
+    bytes_all = NUMEL * 8
+    inside = (2 - 1) / 2  # (S-1)/S of the payload for each collective among the two ranks of a copy
+    across = 2 * (2 - 1) / 2 / 2  # an all-reduce among two replicas, of the half that a rank keeps
+    gathers = [0, 1, 1, 2][stage]
+    reduces = [2, 1, 1, 1][stage]
+    for _, (_, _, sent, memory, _) in run_ranks(both, 4, stage):
+        assert sent.get("gather", 0) == STEPS * gathers * inside * bytes_all
+        assert sent["reduce"] == STEPS * reduces * inside * bytes_all
+        assert sent["replicate"] == STEPS * across * bytes_all
+        assert memory["states"] == 2 * bytes_all // (1 if stage == 0 else 2)
+
+
+def uneven() -> None:
+    model = Net()
+    zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), replicas=2, watchdog_s=5)
+
+
+@pytest.mark.parametrize(("world_size", "words"), [(3, "must divide the 3 rank"), (2, "Use stage=0")])
+def test_replicas_that_leave_no_shards_are_refused(world_size: int, words: str) -> None:
+    with pytest.raises(RankFailure, match=words):
+        run_ranks(uneven, world_size)
