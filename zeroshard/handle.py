@@ -99,14 +99,14 @@ def shard(
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     zero = zs.shard(model, optimizer, stage=3)
-    before = float(model(torch.ones(4, 8)).square().mean())
+    before = model(torch.ones(4, 8)).square().mean().item()
     for _ in range(20):
         loss = model(torch.ones(4, 8)).square().mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    assert float(loss) < before
+    assert loss.item() < before
     ```
     """
     if stage is not None and residency is not None:

@@ -328,23 +328,34 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def assert_same(expected: Any, actual: Any, where: str = "") -> None:
-    """Require two observations to be equal bit for bit, and name the first place where they are not."""
+def assert_same(expected: Any, actual: Any, where: str = "", relative: float = 0.0) -> None:
+    """Require two observations to be equal, and name the first place where they are not.
+
+    Args:
+        relative: 0 for bit for bit; else how far apart two tensors may be in the 2-norm, relative to the expected one.
+    """
     if isinstance(expected, Tensor):
         assert isinstance(actual, Tensor), f"{where}: expected a tensor, got {type(actual).__name__}"
         assert expected.dtype == actual.dtype, f"{where}: dtype {actual.dtype}, expected {expected.dtype}"
         assert expected.shape == actual.shape, f"{where}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-        assert torch.equal(expected, actual), f"{where}: {_difference(expected, actual)}"
+        assert _is_same(expected, actual, relative), f"{where}: {_difference(expected, actual)}"
     elif isinstance(expected, Mapping):
         assert set(expected) == set(actual), f"{where}: keys {list(actual)}, expected {list(expected)}"
         for key in expected:
-            assert_same(expected[key], actual[key], f"{where}.{key}")
+            assert_same(expected[key], actual[key], f"{where}.{key}", relative)
     elif isinstance(expected, (list, tuple)):
         assert len(expected) == len(actual), f"{where}: {len(actual)} entries, expected {len(expected)}"
         for index, (one, other) in enumerate(zip(expected, actual, strict=True)):
-            assert_same(one, other, f"{where}[{index}]")
+            assert_same(one, other, f"{where}[{index}]", relative)
     else:
         assert expected == actual, f"{where}: {actual!r}, expected {expected!r}"
+
+
+def _is_same(expected: Tensor, actual: Tensor, relative: float) -> bool:
+    if relative == 0.0 or torch.equal(expected, actual):
+        return torch.equal(expected, actual)
+    error, size = torch.linalg.vector_norm(actual - expected), torch.linalg.vector_norm(expected)
+    return bool(error <= relative * size)
 
 
 def _difference(expected: Tensor, actual: Tensor) -> str:
@@ -354,9 +365,16 @@ def _difference(expected: Tensor, actual: Tensor) -> str:
 
 
 def assert_matches(
-    script: Script, world: int, stages: Sequence[int] = STAGES, options: Mapping[str, Any] | None = None
+    script: Script,
+    world: int,
+    stages: Sequence[int] = STAGES,
+    options: Mapping[str, Any] | None = None,
+    relative: float = 0.0,
 ) -> list[list[Any]]:
     """Run a script plainly and at each stage on `world` ranks and require every observation to be equal.
+
+    Args:
+        relative: as for `assert_same`; a test that gives it says why.
 
     Returns:
         By rank, then by stage: the engine's result, for what a test wants to look at besides.
@@ -366,7 +384,7 @@ def assert_matches(
     )
     for rank, (expected, actual) in enumerate(by_rank):
         for stage in stages:
-            assert_same(expected, actual[stage], f"[rank {rank}/{world}] stage {stage}")
+            assert_same(expected, actual[stage], f"[rank {rank}/{world}] stage {stage}", relative)
     return [[actual[stage] for stage in stages] for _, actual in by_rank]
 
 

@@ -34,6 +34,19 @@ class _Hook:
         return _Inert, ()
 
 
+class _Untraced(_Hook):
+    """A hook that runs as plain Python between compiled graphs; Dynamo would trace a plain one into them."""
+
+    def __init__(self) -> None:
+        self._call = torch.compiler.disable(self._run)
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def _run(self, *args: Any) -> None:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Registered:
     """A place in a module where something must stay what it was: a parameter, or a module that holds one."""
@@ -51,14 +64,12 @@ class _Inert:
 
 
 @final
-class _Enter(_Hook):
-    # Dynamo reads this mark: the hook runs as plain Python between graphs instead of being traced into them.
-    _torchdynamo_disable = True
-
+class _Enter(_Untraced):
     def __init__(self, engine: Engine, name: str, units: tuple[int, ...], own: Sequence[Registered]) -> None:
+        super().__init__()
         self._engine, self._name, self._units, self._own = engine, name, units, own
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _run(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for one in self._own:
             if id(one.container.get(one.key)) != one.identity:
                 raise RuntimeError(
@@ -70,13 +81,12 @@ class _Enter(_Hook):
 
 
 @final
-class _Exit(_Hook):
-    _torchdynamo_disable = True
-
+class _Exit(_Untraced):
     def __init__(self, engine: Engine) -> None:
+        super().__init__()
         self._engine = engine
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _run(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._engine.exit(module, output)
 
 

@@ -1,0 +1,90 @@
+"""torch.compile around blocks and around the model: the same numbers, one graph a block, no recompilation later."""
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.testing import run_ranks
+
+STEPS = 5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def train(stage: int, what: str, when: str) -> tuple[list[float], list[int]]:
+    """Return losses, and the number of graphs compiled after each step."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    # The inductor backend would need a C++ compiler; graphs and guards are Dynamo's and the same with any backend.
+    targets = {"nothing": [], "blocks": list(model.blocks), "model": [model]}[what]
+
+    def compile_targets() -> None:
+        for module in targets:
+            module.compile(backend="aot_eager")
+
+    if when == "before":
+        compile_targets()
+    zs.shard(model, optimizer, stage=stage, watchdog_s=20)
+    if when == "after":
+        compile_targets()
+    losses, graphs = [], []
+    for step in range(STEPS):
+        loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        graphs.append(int(counters["stats"]["unique_graphs"]))
+    return losses, graphs
+
+
+def compare(stage: int) -> dict[tuple[str, str], tuple[list[float], list[int]]]:
+    runs = {("nothing", "never"): train(stage, "nothing", "never")}
+    for what in ("blocks", "model"):
+        for when in ("before", "after"):
+            runs[what, when] = train(stage, what, when)
+    return runs
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_compiled_training_equals_eager_and_settles(stage: int) -> None:
+    for runs in run_ranks(compare, 2, stage, timeout_s=110):
+        eager, none = runs.pop(("nothing", "never"))
+        assert none == [0] * STEPS
+        for (what, when), (losses, graphs) in runs.items():
+            # aot_eager runs the same kernels as eager, so there is nothing to tolerate.
+            assert losses == eager, (what, when)
+            assert graphs[0] > 0
+            assert graphs[2:] == [graphs[1]] * (STEPS - 2), (what, when, graphs)
+            if what == "blocks":
+                assert graphs[-1] == 1, "equal blocks share one graph"
