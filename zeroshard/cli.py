@@ -1,4 +1,4 @@
-"""The command line: `zeroshard train` and `zeroshard version`.
+"""The command line: `zeroshard train`, `zeroshard tokenizer` and `zeroshard version`.
 
 Owns the terminal: arguments in, text out. Thin on purpose: what it runs is in `zeroshard/train`. Needs typer, rich and
 pydantic (the extra `zeroshard[cli]`), and says so where they are missing. Read `train` first, then `Terminal`.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn, Self, final
 
 import zeroshard
-from zeroshard.train.launch import StopSignal, joined_world_size, launch_ranks
+from zeroshard.train.launch import StopSignal, is_first_rank, joined_world_size, launch_ranks
 from zeroshard.train.metrics import EvalRecord, RankBytes, Start, StepRecord, Summary
 
 try:
@@ -46,6 +46,7 @@ def main() -> None:
         help="Train PyTorch models that do not fit.",
     )
     app.command()(train)
+    app.command()(tokenizer)
     app.command()(version)
     try:
         app()
@@ -56,22 +57,26 @@ def main() -> None:
 def train(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Any setting.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings; --dry-run prints one.")] = None,
-    depth: Annotated[int | None, typer.Option(help="Blocks; width, batch and learning rate follow.")] = None,
+    model: Annotated[str | None, typer.Option(help="gpt, or hf:DIR: transformers, from a local folder.")] = None,
+    depth: Annotated[int | None, typer.Option(help="Blocks of gpt; width, batch, learning rate follow.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Processes to start; torchrun's own number wins.")] = None,
     stage: Annotated[int | None, typer.Option(help="Row of the residency table, 0 to 3.")] = None,
-    data: Annotated[str | None, typer.Option(help="Text file or folder; default: CPython's documentation.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
+    data: Annotated[str | None, typer.Option(help="Text, .jsonl, .parquet, or a folder of them.")] = None,
     name: Annotated[str | None, typer.Option(help="Files go to runs/NAME/; an earlier run's are replaced.")] = None,
     steps: Annotated[int | None, typer.Option(help="Updates of the parameters.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of parameters, data order and sample.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and stop.")] = False,
 ) -> None:
-    """Train a GPT on text, its states sharded over ranks."""
+    """Train a language model on text, its states sharded over ranks."""
     from zeroshard.train.config import load_config, to_toml
 
     options = {
+        "model.source": model,
         "model.depth": depth,
         "run.ranks": ranks,
         "zero.stage": stage,
+        "train.precision": precision,
         "data.path": data,
         "run.name": name,
         "train.steps": steps,
@@ -87,12 +92,33 @@ def train(
         _fail(str(error))
     if dry_run:
         print(to_toml(resolved), end="")
-    elif joined is None and resolved.run.ranks > 1:
-        _check_text(resolved)
-        sys.exit(launch_ranks(resolved.run.ranks, sys.argv[1:]))
-    else:
-        _check_text(resolved)
-        _train(resolved)
+        return
+    if is_first_rank():
+        _prepare(resolved)
+    if joined is None and resolved.run.ranks > 1:
+        sys.exit(launch_ranks(resolved.run.ranks, sys.argv[1:], patience_s=resolved.zero.watchdog_s))
+    _train(resolved)
+
+
+def tokenizer(
+    out: Annotated[Path, typer.Option(help="File to write; give it to train as data.tokenizer=FILE.")],
+    data: Annotated[str, typer.Argument(help="Text, .jsonl, .parquet, or a folder of them.")] = "",
+    vocab: Annotated[int, typer.Option(help="Tokens, 257 or more.")] = 4096,
+    column: Annotated[str, typer.Option(help="What holds the text in .jsonl and .parquet.")] = "text",
+) -> None:
+    """Learn a byte-pair tokenizer from the part of a text that `train` trains on."""
+    from zeroshard.train.config import Data
+    from zeroshard.train.corpus import find_split
+    from zeroshard.train.text import open_source, take
+    from zeroshard.train.tokenizer import train_tokenizer
+
+    try:
+        source = open_source(data, column)
+        cut, _ = find_split(source, Data().heldout_fraction)
+        train_tokenizer(take(source.documents(), 0, cut), vocab, out)
+    except (ValueError, ImportError) as error:
+        _fail(str(error))
+    print(f"{vocab} tokens, from {cut:,} bytes of {source.name}, written to {out}")
 
 
 def version() -> None:
@@ -109,13 +135,13 @@ def _train(config: Config) -> NoReturn:
     sys.exit(stop.exit_status if summary.is_interrupted else 0)
 
 
-def _check_text(config: Config) -> None:
-    """Read the text once before anything starts, so that one process says what is wrong with it."""
-    from zeroshard.train.data import load_corpus
+def _prepare(config: Config) -> None:
+    """Prepare before anything starts, so that one process says what is wrong, and ranks wait for nothing."""
+    from zeroshard.train.run import prepare
 
     try:
-        load_corpus(config.data.path, context=config.model.context, heldout_fraction=config.data.heldout_fraction)
-    except ValueError as error:
+        prepare(config)
+    except (ValueError, ImportError) as error:
         _fail(str(error))
 
 

@@ -260,7 +260,8 @@ def grow(stage: int) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_grows_over_a_hundred_steps(stage: int) -> None:
     for rank, (early, middle, late) in enumerate(run_ranks(grow, 2, stage, timeout_s=TIMEOUT_S)):
-        assert late[0] == middle[0] == early[0], f"[rank {rank}/2] bytes of tensors: {early[0]}, {middle[0]}, {late[0]}"
+        # A message of a few bytes may still be alive when an early count is taken, so less is no finding.
+        assert late[0] <= middle[0] <= early[0], f"[rank {rank}/2] bytes of tensors: {early[0]}, {middle[0]}, {late[0]}"
         # Python's own caches move the count by a few objects; one object a step would be forty.
         assert abs(late[1] - middle[1]) < 20, f"[rank {rank}/2] objects: {early[1]}, {middle[1]}, {late[1]}"
         assert late[2] == early[2], f"[rank {rank}/2] peak bytes: {early[2]}, {late[2]}"

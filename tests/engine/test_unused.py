@@ -68,9 +68,7 @@ def other_blocks_at_each_step(run: Run) -> None:
 
 
 def other_blocks_on_each_rank_at_each_step(run: Run) -> None:
-    routed(
-        run, lambda step, rank: [block for block in range(4) if (block + rank + step) % 3], steps=6, dtype=torch.float64
-    )
+    routed(run, lambda step, rank: [b for b in range(4) if (b + rank + step) % 3], steps=6, dtype=torch.float64)
 
 
 def other_orders_on_each_rank(run: Run) -> None:
@@ -137,13 +135,10 @@ def accumulated_over_branches_without_sync(run: Run) -> None:
     optimizer = models.adamw(model)
     run.shard(model, optimizer)
     for step in range(3):
+        first, second = (models.features(step, run.rank, micro, dtype=torch.float64) for micro in range(2))
         with run.no_sync():
-            run.backward(
-                model(models.features(step, run.rank, 0, dtype=torch.float64), [1] if run.rank == 0 else [2])
-                .square()
-                .mean()
-            )
-        run.backward(model(models.features(step, run.rank, 1, dtype=torch.float64), [0]).square().mean())
+            run.backward(model(first, [1] if run.rank == 0 else [2]).square().mean())
+        run.backward(model(second, [0]).square().mean())
         run.record(unused=[name for name, p in model.named_parameters() if p.grad is None])
         optimizer.step()
         optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -9,12 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 from rich.console import Console
 
 from zeroshard.cli import Terminal, main
 from zeroshard.train.config import load_config
+from zeroshard.train.launch import launch_ranks
 from zeroshard.train.metrics import EvalRecord, RankBytes, Start, StepRecord, Summary
 
 ROOT = Path(__file__).parents[2]
@@ -69,14 +72,15 @@ def test_dry_run_prints_the_resolved_configuration(monkeypatch, capsys, tmp_path
     path.write_text("[train]\nsteps = 7\nclip = 0.5\n", "utf-8")
     options = ["--config", str(path), "--depth", "3", "--ranks", "4", "--stage", "2", "--data", "/x", "--name", "n"]
     status, out, _ = _main(
-        monkeypatch, capsys, "train", *options, "--steps", "9", "--seed", "5", "--dry-run", "zero.cut=row"
-    )
+        monkeypatch, capsys, "train", *options, "--steps", "9", "--seed", "5", "--model", "hf:m", "--precision", "bf16",
+        "--dry-run", "zero.cut=row",
+    )  # fmt: skip
     assert status == 0
     path.write_text(out, "utf-8")
     config = load_config(path)
     assert (config.model.depth, config.run.ranks, config.zero.stage, config.data.path) == (3, 4, 2, "/x")
     assert (config.run.name, config.train.steps, config.run.seed, config.zero.cut) == ("n", 9, 5, "row")
-    assert (config.train.clip, config.train.batch) == (0.5, config.gpt.batch)
+    assert (config.train.clip, config.train.precision, config.model.source) == (0.5, "bf16", "hf:m")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +90,8 @@ def test_dry_run_prints_the_resolved_configuration(monkeypatch, capsys, tmp_path
         (["--data", "/nowhere"], "zeroshard: data.path: there is no file or folder '/nowhere'"),
         (["--stage", "7"], "zeroshard: zero.stage=7: stage must be one of [0, 1, 2, 3]"),
         (["--ranks", "3"], "zeroshard: train.batch="),
+        (["--model", "hf:/nowhere"], "zeroshard: data.tokenizer: there is no file or folder '/nowhere'"),
+        (["data.tokenizer=/nowhere"], "zeroshard: data.tokenizer: there is no file or folder '/nowhere'"),
         (["--config", "/nowhere.toml"], "zeroshard: --config: cannot read '/nowhere.toml'"),
     ],
 )
@@ -107,13 +113,13 @@ def _told(is_terminal):
         terminal.started(Start("a model", "2 ranks", "a text", "stage 1", cells, [held, held], 2, Path("runs/x")))
         for step in (1, 2):
             terminal.stepped(StepRecord(step, 3.25, 0.1, 1.0, 90.0, 1000.0, held, held))
-        terminal.evaluated(EvalRecord(2, 2.125, 999, 0.5))
+        terminal.evaluated(EvalRecord(2, 1.5, 2.125, 999, 0.5))
         of_rank = RankBytes(
             held, held, held | {"transient": 9}, {"gather": 4_321, "reduce": 1_234}, sent, {"gather": 8}
         )
         terminal.finished(
             Summary(
-                "x", False, 2, 1, 10, 2, 1, "stage 1", 3.25, 1.5, 2.125, 20, 1000.0, 180.0, 185.0,
+                "x", "a model", False, 2, 1, 10, 2, 1, "stage 1", 3.25, 1.5, 2.125, 20, 1000.0, 180.0, 185.0,
                 [of_rank, of_rank], {}, "[b]sample", {},
             )
         )  # fmt: skip
@@ -161,6 +167,61 @@ def test_missing_extra_is_named(name):
     assert f"needs '{name}" in err
     assert 'pip install "zeroshard[cli]"' in err
     assert "Traceback" not in err
+
+
+def test_learned_tokens_of_documents(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    texts = [topics[key] for key in sorted(topics)]
+    Path("docs.jsonl").write_text("".join(f"{json.dumps({'body': text})}\n" for text in texts), "utf-8")
+    told = _main(
+        monkeypatch, capsys, "tokenizer", "docs.jsonl", "--out", "t.json", "--vocab", "400", "--column", "body"
+    )
+    assert told[0] == 0, told[2]
+    assert told[1].startswith("400 tokens, from ")
+    settings = ["--ranks", "1", "--data", "docs.jsonl", "data.column=body", "data.tokenizer=t.json"]
+    status, out, err = _main(monkeypatch, capsys, "train", *SMALL, "--steps", "2", *settings)
+    assert status == 0, err
+    assert "docs.jsonl, " in out
+    summary = json.loads(Path("runs/default/summary.json").read_text("utf-8"))
+    data = summary["data"]
+    assert data["train_bytes"] + data["heldout_bytes"] == sum(len(text.encode()) for text in texts)
+    assert (data["vocabulary"], data["tokenizer"]) == (400, "t.json")
+    assert data["train_tokens"] < data["train_bytes"] / 1.5
+    scored = json.loads(Path("runs/default/metrics.jsonl").read_text("utf-8").splitlines()[-1])
+    assert 195 <= scored["scored_bytes"] <= 200
+    assert summary["bits_per_byte"] < summary["final_heldout_loss"] / math.log(2) / 1.2
+    assert len(list(Path("runs/.cache").iterdir())) == 1
+
+
+def test_tokenizer_mistakes_end_with_one_message(monkeypatch, capsys, tmp_path):
+    out = str(tmp_path / "t.json")
+    for arguments, message in (
+        (["/nowhere", "--out", out], "zeroshard: data.path: there is no file or folder '/nowhere'"),
+        (["--out", out, "--vocab", "9"], "zeroshard: --vocab: 9 tokens; "),
+    ):
+        status, _, err = _main(monkeypatch, capsys, "tokenizer", *arguments)
+        assert status == 2
+        assert err.startswith(message)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    status, _, err = _main(monkeypatch, capsys, "tokenizer", "--out", out)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "needs 'tokenizers'; install it with: pip install \"zeroshard[data]\"" in err
+
+
+def test_ranks_may_take_as_long_to_stop_as_others_wait(monkeypatch):
+    seen = []
+
+    def launch(config, entrypoint):
+        seen.append(config.shutdown_timeout)
+        return lambda *arguments: {}
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launch)
+    os.environ.pop("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", None)
+    assert launch_ranks(2, [], patience_s=77.5) == 0
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
+    assert launch_ranks(2, [], patience_s=77.5) == 0
+    assert seen == [78, 5]
 
 
 def test_two_ranks_through_the_launcher(tmp_path):

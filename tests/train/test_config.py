@@ -1,5 +1,7 @@
 """The configuration: names, types, limits, TOML there and back."""
 
+from pathlib import Path
+
 import pytest
 
 from zeroshard.train.config import Config, load_config, to_toml
@@ -10,6 +12,19 @@ def test_defaults_are_valid_and_resolved():
     assert config.run.ranks == 2
     assert config.train.batch == config.gpt.batch
     assert config.train.learning_rate == config.gpt.learning_rate
+
+
+def test_transformers_models_have_values_of_their_own():
+    config = load_config(overrides=["model.source=hf:/models/a"])
+    assert (config.hf_folder, config.tokenizer) == ("/models/a", "/models/a")
+    assert (config.train.batch, config.train.learning_rate) == (8, 3e-4)
+    assert load_config(overrides=["model.source=hf:a", "data.tokenizer=b"]).tokenizer == "b"
+    assert (load_config().hf_folder, load_config().tokenizer) == ("", "")
+
+
+def test_cache_is_beside_the_runs_unless_said_otherwise():
+    assert load_config(overrides=["run.folder=/r"]).cache == Path("/r/.cache")
+    assert load_config(overrides=["run.folder=/r", "data.cache=/c"]).cache == Path("/c")
 
 
 def test_toml_round_trip_keeps_every_value(tmp_path):
@@ -95,6 +110,9 @@ def test_overrides_are_typed(override, section, key, value):
         ("run.name=a/b", r"^run\.name='a/b': must be one plain folder name"),
         ("run.name=..", r"^run\.name='\.\.': must be one plain folder name"),
         ("train.batch=3", r"^train\.batch=3 windows cannot be shared out evenly over run\.ranks=2 .* multiple of 2"),
+        ("model.source=gpt3", r"^model\.source='gpt3': must be 'gpt', or hf:DIR"),
+        ("model.source=hf:", r"^model\.source='hf:': must be 'gpt', or hf:DIR"),
+        ("train.precision=fp8", r"^train\.precision='fp8': .*'fp32', 'bf16' or 'fp16'"),
         ("train.steps", r"an override reads section\.key=value"),
         ("steps=3", r"an override reads section\.key=value"),
     ],

@@ -1,56 +1,9 @@
-"""The text: its sources, its split, and the order in which it is read."""
-
-import hashlib
-from pydoc_data.topics import topics
+"""Batches: the order in which tokens are read, and how many are scored."""
 
 import pytest
 import torch
 
-from zeroshard.train.data import IGNORED, heldout_batches, load_corpus, training_batch
-
-
-def test_default_corpus_is_pythons_documentation():
-    corpus = load_corpus(context=256)
-    content = "".join(topics[key] for key in sorted(topics)).encode()
-    assert bytes(corpus.train.tolist()) + bytes(corpus.heldout.tolist()) == content
-    assert corpus.sha256 == hashlib.sha256(content).hexdigest()
-    assert corpus.heldout.numel() == round(len(content) * 0.1)
-
-
-def test_file_is_read_as_bytes(tmp_path):
-    path = tmp_path / "text.txt"
-    content = ("äöü\r\n" * 100).encode()
-    path.write_bytes(content)
-    corpus = load_corpus(str(path), context=8, heldout_fraction=0.25)
-    assert bytes(torch.cat([corpus.train, corpus.heldout]).tolist()) == content
-    assert corpus.heldout.numel() == len(content) // 4
-    assert corpus.name == str(path)
-
-
-def test_folder_is_joined_in_order_without_hidden_files(tmp_path):
-    (tmp_path / "b").mkdir()
-    (tmp_path / ".git").mkdir()
-    for name in ("b/1.txt", "c.txt", "a.txt", ".hidden", ".git/x"):
-        (tmp_path / name).write_text(f"<{name}>" * 10, "utf-8")
-    corpus = load_corpus(str(tmp_path), context=4)
-    text = bytes(torch.cat([corpus.train, corpus.heldout]).tolist()).decode()
-    assert text == "<a.txt>" * 10 + "<b/1.txt>" * 10 + "<c.txt>" * 10
-
-
-def test_bad_sources_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.path: there is no file or folder '.*/missing'"):
-        load_corpus(str(tmp_path / "missing"), context=4)
-    with pytest.raises(ValueError, match=r"data\.path: the folder '.*' holds no files"):
-        load_corpus(str(tmp_path), context=4)
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(ValueError, match=r"'.*empty\.txt' holds 0 bytes, 0 to train on and 0 held out; .* at least 5"):
-        load_corpus(str(tmp_path / "empty.txt"), context=4)
-    (tmp_path / "short.txt").write_text("0123456789" * 5, "utf-8")
-    with pytest.raises(ValueError, match=r"holds 50 bytes, 45 to train on and 5 held out; with model\.context=5 "):
-        load_corpus(str(tmp_path / "short.txt"), context=5)
-    (tmp_path / "binary.txt").write_bytes(b"text\xff")
-    with pytest.raises(ValueError, match=r"binary\.txt' is not text in UTF-8 \(byte 0xff at offset 4\)"):
-        load_corpus(str(tmp_path / "binary.txt"), context=4)
+from zeroshard.train.data import IGNORED, count_scored, heldout_batches, training_batch
 
 
 def _batch(**place):
@@ -91,7 +44,8 @@ def test_training_batches_reach_both_ends_of_the_text():
 def test_each_heldout_byte_but_the_first_is_a_target_once(world_size, numel):
     text = torch.arange(numel, dtype=torch.uint8)
     ranks = [
-        list(heldout_batches(text, batch=2, context=8, rank=rank, world_size=world_size)) for rank in range(world_size)
+        list(heldout_batches(text, batch=2, context=8, scored=numel - 1, rank=rank, world_size=world_size))
+        for rank in range(world_size)
     ]
     assert len({len(batches) for batches in ranks}) == 1
     targets = torch.cat([t.flatten() for batches in ranks for _, t in batches])
@@ -102,7 +56,30 @@ def test_each_heldout_byte_but_the_first_is_a_target_once(world_size, numel):
     assert all(x.shape == t.shape == (2, 8) for batches in ranks for x, t in batches)
 
 
-def test_heldout_limit():
-    text = torch.arange(200, dtype=torch.uint8)
-    targets = torch.cat([t.flatten() for _, t in heldout_batches(text, batch=2, context=8, limit_bytes=50)])
+def test_scored_tokens_stop_at_the_limit():
+    tokens = torch.arange(200, dtype=torch.uint8)
+    assert count_scored(torch.arange(1, 201)) == (199, 199)
+    assert count_scored(torch.arange(1, 201), 50) == (50, 50)
+    assert count_scored(torch.arange(1, 201), 500) == (199, 199)
+    targets = torch.cat([t.flatten() for _, t in heldout_batches(tokens, batch=2, context=8, scored=50)])
     assert sorted(targets[targets != IGNORED].tolist()) == list(range(1, 51))
+
+
+@pytest.mark.parametrize(
+    ("limit", "scored"),
+    [(0, (6, 11)), (3, (1, 3)), (4, (3, 4)), (9, (3, 4)), (10, (4, 10)), (1, (1, 3)), (11, (6, 11))],
+)
+def test_scored_bytes_are_those_of_the_tokens(limit, scored):
+    # The first token, of two bytes, is never scored; the fourth and the last one end documents.
+    assert count_scored(torch.tensor([2, 5, 6, 6, 12, 13, 13]), limit) == scored
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32])
+def test_batches_do_not_depend_on_how_tokens_are_kept(dtype):
+    tokens = torch.arange(100).to(dtype)
+    expected = training_batch(torch.arange(100), seed=0, step=0, batch=2, context=8)
+    got = training_batch(tokens, seed=0, step=0, batch=2, context=8)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, expected, strict=True))
+    (inputs, targets), *_ = heldout_batches(tokens, batch=2, context=8, scored=99)
+    assert torch.equal(inputs.flatten(), torch.arange(16))
+    assert torch.equal(targets, inputs + 1)

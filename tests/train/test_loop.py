@@ -117,6 +117,19 @@ def test_accumulation_with_and_without_a_reduction_each_time(tmp_path):
             assert of_rank["predicted_sent_bytes"].items() <= of_rank["sent_bytes"].items()
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_follows_fp32(precision, tmp_path):
+    full, half = (_run(tmp_path, ["run.ranks=1", f"train.precision={name}"]) for name in ("fp32", precision))
+    # bf16 keeps 8 bits, so a loss of 5 is right to some hundredths. fp16 skips steps until it finds its scale.
+    same = 4 if precision == "bf16" else 1
+    assert half["losses"][:same] == pytest.approx(full["losses"][:same], rel=0.01)
+    assert half["losses"] != full["losses"]
+    assert half["losses"][-1] < half["losses"][0] - 0.5
+    of_full, of_half = full["summary"]["ranks"][0], half["summary"]["ranks"][0]
+    assert 2 * of_half["resident_bytes"]["parameters"] == of_full["resident_bytes"]["parameters"]
+    assert of_half["resident_bytes"]["states"] > of_full["resident_bytes"]["states"]
+
+
 def test_one_rank_that_wants_to_stop_stops_all_after_the_same_step(tmp_path):
     runs = run_ranks(_run, 3, str(tmp_path), ["run.ranks=3", "train.batch=3", "train.steps=50"], 1, 3)
     assert [run["summary"]["steps"] for run in runs] == [3, 3, 3]

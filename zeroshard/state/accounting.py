@@ -20,8 +20,8 @@ from zeroshard.core.unit import Unit
 
 __all__ = ["measure", "predict_step_bytes"]
 
-SUM_BYTES = 4
-"""Bytes of an element in which sums over ranks are made, at least."""
+Buffer = tuple[int, torch.dtype]
+"""A pooled buffer: elements and dtype; those of the same serve one another."""
 
 
 def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
@@ -68,34 +68,56 @@ def _predict(engine: Engine, optimizers: Sequence[ShardedOptimizer], buckets: Se
         "gradients": gradients,
         "states": states + held_masters,
         "padding": padding + spare + more + counters,
-        "transient": _predict_transient(engine.units, trained, engine.mesh),
+        "transient": _predict_transient(engine.units, engine.mesh),
     }
 
 
-def _predict_transient(units: Sequence[Unit], trained: Sequence[Bucket], mesh: Mesh) -> int:
-    """Return the most bytes of whole units, gradients on their way and wire buffers.
-
-    Pools keep their buffers, so each size counts: of a size that several buckets have, two stages (one filled while the
-    other is reduced), and the wire buffers of one reduction, one for each other rank.
-    """
+def _predict_transient(units: Sequence[Unit], mesh: Mesh) -> int:
+    """Return the most bytes of whole units, gradients on their way and wire buffers."""
     full = tuple(unit.full_bytes for unit in units)
     passes = schedule.plain_marks(len(units))
     whole = max(schedule.peak_units(schedule.replay(record, marks), full) for record, marks in passes)
-    pooled: Counter[tuple[str, int]] = Counter()
-    peers = mesh.shard_size - 1
-    for bucket in trained if peers else ():
+    if mesh.shard_size == 1:
+        return whole
+    # Pools keep their buffers, so the most of each size counts. The root's gradients land first and are reduced last.
+    now: Counter[Buffer] = Counter()
+    most: Counter[Buffer] = Counter()
+    root, others = units[0], list(reversed(units[1:]))
+    _take(now, most, _stages(root))
+    before: list[Buffer] = []
+    for unit in [*others, root]:
+        stages = _stages(unit)
+        _take(now, most, stages if unit is not root else [])
+        now.subtract(before)  # the reduction before this one is finished before this one starts
+        wires = _wires(unit, mesh)
+        _take(now, most, wires)
+        before = stages + wires
+    return whole + sum(numel * dtype.itemsize * count for (numel, dtype), count in most.items())
+
+
+def _take(now: Counter[Buffer], most: Counter[Buffer], buffers: list[Buffer]) -> None:
+    now.update(buffers)
+    for buffer in buffers:
+        most[buffer] = max(most[buffer], now[buffer])
+
+
+def _stages(unit: Unit) -> list[Buffer]:
+    """Return the pooled buffers that the unit's gradients land in."""
+    return [(b.layout.full_numel, b.dtypes.grad) for b in unit.reducible() if not b.grads.is_whole]
+
+
+def _wires(unit: Unit, mesh: Mesh) -> list[Buffer]:
+    """Return the pooled buffers of the unit's reduction."""
+    wires: list[Buffer] = []
+    for bucket in unit.reducible():
         shard, dtypes = bucket.layout.shard_numel, bucket.dtypes
-        if not bucket.grads.is_whole:
-            stage = bucket.layout.full_numel * dtypes.grad.itemsize
-            pooled["stage", stage] = min(2, pooled["stage", stage] + 1)
-        pooled["received", shard * dtypes.reduce.itemsize] = peers
-        if mesh.replicas > 1:
-            pooled["replicas", shard // mesh.replicas * dtypes.reduce.itemsize] = mesh.replicas - 1
+        wires += [(shard, dtypes.reduce)] * (mesh.shard_size - 1)
+        wires += [(shard // mesh.replicas, dtypes.reduce)] * (mesh.replicas - 1)
         if dtypes.reduce != dtypes.grad:
-            pooled["sent", shard * dtypes.reduce.itemsize] = peers
-        if dtypes.reduce.itemsize < SUM_BYTES:
-            pooled["sum", shard * SUM_BYTES] = 1
-    return whole + sum(nbytes * count for (_, nbytes), count in pooled.items())
+            wires += [(shard, dtypes.reduce)] * (mesh.shard_size - 1)
+        if dtypes.reduce.itemsize < torch.float32.itemsize:
+            wires.append((shard, torch.float32))
+    return wires
 
 
 def _owned(parts: Sequence[tuple[Bucket, tuple[int, int], torch.dtype]]) -> tuple[int, int]:

@@ -4,7 +4,6 @@ Owns how records are filled from a run, and the bytes of every rank. Must not kn
 records go (`metrics.py`). Read `summarize` first.
 """
 
-import math
 import platform
 import statistics
 import time
@@ -18,7 +17,6 @@ import torch
 import zeroshard as zs
 from zeroshard.core.stages import name_of_row
 from zeroshard.train.config import Config
-from zeroshard.train.data import Corpus
 from zeroshard.train.metrics import RankBytes, Start, Summary
 from zeroshard.train.run import Run
 
@@ -31,11 +29,11 @@ _KINDS: Final = (*_PREDICTED_KINDS, "agree", "start", "state")
 
 def describe_start(run: Run) -> Start:
     """Describe the run before its first step. Collective: an all-gather of predictions; every rank must call."""
-    gpt, mesh, corpus, row = run.config.gpt, run.mesh, run.corpus, run.zero.residency
+    mesh, row = run.mesh, run.zero.residency
     return Start(
-        model=f"GPT, depth {gpt.depth}, width {gpt.width}, {gpt.heads} heads: {run.parameters_numel:,} parameters",
+        model=f"{run.language.description}, {run.config.train.precision}",
         mesh=f"{mesh.world_size} {'rank' if mesh.world_size == 1 else 'ranks'} on {mesh.device.type}",
-        data=f"{corpus.name}, {corpus.train.numel():,} bytes to train on, {corpus.heldout.numel():,} held out",
+        data=_name_data(run),
         row=name_of_row(row),
         cells={column: str(getattr(row, column)) for column in ("states", "gradients", "parameters", "activations")},
         predicted_bytes=_by_rank(run, run.zero.memory().predicted_bytes),
@@ -51,22 +49,23 @@ def summarize(run: Run, sample: str, is_interrupted: bool) -> Summary:
     tokens = steps * tokens_per_step(config)
     return Summary(
         name=config.run.name,
+        model=run.language.description,
         is_interrupted=is_interrupted,
         steps=steps,
-        depth=config.model.depth,
+        depth=None if config.hf_folder else config.model.depth,
         parameters_numel=run.parameters_numel,
         world_size=run.mesh.world_size,
         stage=config.zero.stage,
         row=name_of_row(run.zero.residency),
         final_train_loss=statistics.fmean(tally.losses[-_FINAL_STEPS:]),
-        final_heldout_loss=last.bits_per_byte * math.log(2) if last else None,
+        final_heldout_loss=last.loss if last else None,
         bits_per_byte=last.bits_per_byte if last else None,
         tokens=tokens,
         tokens_per_s=tokens / tally.train_s,
         train_s=tally.train_s,
         wall_s=time.perf_counter() - run.start_s,
         ranks=_rank_bytes(run),
-        data=_describe_data(run.corpus),
+        data=_describe_data(run),
         sample=sample,
         versions=_versions(),
     )
@@ -105,16 +104,29 @@ def _by_rank(run: Run, nbytes: Mapping[str, int]) -> list[Mapping[str, int]]:
 
 
 def tokens_per_step(config: Config) -> int:
-    """Return the bytes of text of a step, over all ranks."""
+    """Return the tokens of a step, over all ranks."""
     return config.train.batch * config.model.context
 
 
-def _describe_data(corpus: Corpus) -> dict[str, str | int]:
+def _name_data(run: Run) -> str:
+    """Name the text and its tokens in one line."""
+    corpus, tokenizer = run.corpus, run.tokenizer
+    parts = f"{corpus.train_bytes:,} bytes to train on, {corpus.heldout_bytes:,} held out"
+    return f"{corpus.name}, {parts}; {tokenizer.name}, vocabulary {tokenizer.vocabulary:,}"
+
+
+def _describe_data(run: Run) -> dict[str, str | int]:
+    corpus, tokenizer = run.corpus, run.tokenizer
     return {
         "name": corpus.name,
         "sha256": corpus.sha256,
-        "train_bytes": corpus.train.numel(),
-        "heldout_bytes": corpus.heldout.numel(),
+        "train_bytes": corpus.train_bytes,
+        "heldout_bytes": corpus.heldout_bytes,
+        "train_tokens": corpus.train.numel(),
+        "heldout_tokens": corpus.heldout.numel(),
+        "tokenizer": tokenizer.name,
+        "tokenizer_sha256": tokenizer.sha256,
+        "vocabulary": tokenizer.vocabulary,
     }
 
 

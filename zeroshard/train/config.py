@@ -1,4 +1,4 @@
-"""The configuration of a run: what can be set, in TOML or as `section.key=value`, and what follows from the depth.
+"""The configuration of a run: what can be set, in TOML or as `section.key=value`, and what follows from the model.
 
 Owns the names, types, defaults and limits of all settings. Must not know what they do; that stands with each one's use.
 Read `Config` first, then `load_config`. Needs pydantic (the extra `zeroshard[cli]`).
@@ -9,7 +9,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, final
+from typing import Annotated, Any, Final, Literal, Self, final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -18,10 +18,21 @@ from zeroshard.train.models.gpt import GPTConfig
 
 __all__ = ["Config", "Data", "Model", "Run", "Train", "Zero", "load_config", "to_toml"]
 
+_GPT: Final = "gpt"
+_HF: Final = "hf:"
+_HF_BATCH: Final = 8
+_HF_LEARNING_RATE: Final = 3e-4
+
 
 def _known_stage(stage: int) -> int:
     row_of_stage(stage)
     return stage
+
+
+def _known_source(source: str) -> str:
+    if source != _GPT and not (source.startswith(_HF) and source != _HF):
+        raise ValueError(f"must be {_GPT!r}, or {_HF}DIR with the folder of a transformers model")
+    return source
 
 
 def _plain_name(name: str) -> str:
@@ -38,10 +49,13 @@ class _Section(BaseModel):
 
 @final
 class Model(_Section):
-    """The model: one dial."""
+    """The model: one dial, or somebody else's."""
 
-    depth: int = Field(default=4, ge=1, description="blocks; width, heads, batch and learning rate follow")
-    context: int = Field(default=128, ge=2, description="bytes that the model reads at once")
+    source: Annotated[str, AfterValidator(_known_source)] = Field(
+        default=_GPT, description="gpt, or hf:DIR for a transformers causal model in a local folder"
+    )
+    depth: int = Field(default=4, ge=1, description="blocks of gpt; width, heads, batch and learning rate follow")
+    context: int = Field(default=128, ge=2, description="tokens that the model reads at once")
 
 
 @final
@@ -49,8 +63,13 @@ class Data(_Section):
     """The text."""
 
     path: str = Field(
-        default="", description="a text file or a folder of them; empty for CPython's documentation topics"
+        default="", description="text, .jsonl, .parquet, or a folder of them; empty for CPython's documentation"
     )
+    column: str = Field(default="text", min_length=1, description="what holds the text in .jsonl and .parquet")
+    tokenizer: str = Field(
+        default="", description="a file of `zeroshard tokenizer`, a Hugging Face folder; empty for the model's or bytes"
+    )
+    cache: str = Field(default="", description="a folder for tokens that later runs use; empty for run.folder/.cache")
     heldout_fraction: float = Field(
         default=0.1, gt=0, lt=1, description="share of the text, at its end, kept for evaluation"
     )
@@ -58,17 +77,18 @@ class Data(_Section):
 
 @final
 class Train(_Section):
-    """The loop. `batch` and `learning_rate` follow from the depth where they are 0."""
+    """The loop. `batch` and `learning_rate` follow from the model where they are 0."""
 
     steps: int = Field(default=1500, ge=1, description="updates of the parameters")
-    batch: int = Field(default=0, ge=0, description="windows of a step, over all ranks; 0 follows the depth")
+    batch: int = Field(default=0, ge=0, description="windows of a step, over all ranks; 0 follows the model")
     accumulation: int = Field(default=1, ge=1, description="micro-batches of a step, on each rank")
-    learning_rate: float = Field(default=0.0, ge=0, description="at its highest; 0 follows the depth")
+    learning_rate: float = Field(default=0.0, ge=0, description="at its highest; 0 follows the model")
     warmup_fraction: float = Field(default=0.05, ge=0, le=1, description="share of the steps in which it rises")
     final_fraction: float = Field(default=0.1, ge=0, le=1, description="what the cosine leaves of it at the last step")
-    weight_decay: float = Field(default=0.1, ge=0, description="of the blocks' matrices")
+    weight_decay: float = Field(default=0.1, ge=0, description="of matrices, embeddings aside")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's first")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's second")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="that the model computes in")
     clip: float = Field(default=1.0, ge=0, description="largest 2-norm of the gradients; 0 does not clip")
     eval_every: int = Field(default=250, ge=0, description="steps between evaluations; 0 for one at the end")
     eval_bytes: int = Field(default=131_072, ge=0, description="held-out bytes scored at most; 0 for all")
@@ -106,7 +126,7 @@ class Run(_Section):
 
 @final
 class Config(_Section):
-    """A whole run. `resolved` fills in what follows from the depth."""
+    """A whole run. `resolved` fills in what follows from the model."""
 
     model: Model = Model()
     data: Data = Data()
@@ -116,15 +136,30 @@ class Config(_Section):
 
     @property
     def gpt(self) -> GPTConfig:
-        """The model's shape."""
+        """The shape of a GPT over bytes."""
         return GPTConfig(self.model.depth, self.model.context)
 
+    @property
+    def hf_folder(self) -> str:
+        """The folder of a transformers model; empty for a GPT."""
+        return "" if self.model.source == _GPT else self.model.source.removeprefix(_HF)
+
+    @property
+    def tokenizer(self) -> str:
+        """The tokenizer's file or folder; empty for bytes."""
+        return self.data.tokenizer or self.hf_folder
+
+    @property
+    def cache(self) -> Path:
+        """The folder of the tokens."""
+        return Path(self.data.cache) if self.data.cache else Path(self.run.folder, ".cache")
+
     def resolved(self) -> Self:
-        """Return the configuration with every value that follows from the depth written out."""
-        derived = {
-            "batch": self.train.batch or self.gpt.batch,
-            "learning_rate": self.train.learning_rate or self.gpt.learning_rate,
-        }
+        """Return the configuration with every value that follows from the model written out."""
+        batch, learning_rate = self.gpt.batch, self.gpt.learning_rate
+        if self.hf_folder:
+            batch, learning_rate = _HF_BATCH, _HF_LEARNING_RATE
+        derived = {"batch": self.train.batch or batch, "learning_rate": self.train.learning_rate or learning_rate}
         return self.model_copy(update={"train": self.train.model_copy(update=derived)})
 
     @model_validator(mode="after")

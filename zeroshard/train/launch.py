@@ -5,11 +5,13 @@ the same command again, and find that they were launched. Read `launch_ranks` fi
 
 Note: Ctrl-C
     The launcher starts each rank in a session of its own, so the terminal's signal reaches the launcher alone. It
-    passes the signal on and waits; the ranks finish their step, agree to stop, write what they have and end. A second
-    signal ends them at once. A rank that is still starting, and holds nothing worth writing, ends at once, too.
+    passes the signal on and waits; the ranks finish their step, agree to stop, write what they have and end. They get
+    as long for it as a rank waits for the others (`zero.watchdog_s`). A second signal ends them at once. A rank that is
+    still starting, and holds nothing worth writing, ends at once, too.
 """
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -18,7 +20,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Final, Self, final
 
-__all__ = ["StopSignal", "joined_world_size", "launch_ranks"]
+__all__ = ["StopSignal", "is_first_rank", "joined_world_size", "launch_ranks"]
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _RANK_MAIN: Final = """
@@ -37,7 +39,12 @@ def joined_world_size() -> int | None:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
+def is_first_rank() -> bool:
+    """Tell whether this process is rank 0 of those that were started, or the only one."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> int:
     """Run `zeroshard` with these arguments once for each rank, and wait for all of them.
 
     Each rank gets one thread, unless OMP_NUM_THREADS says otherwise: ranks on one host share its cores.
@@ -45,6 +52,7 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
     Args:
         ranks: processes to start on this host.
         arguments: of the command line.
+        patience_s: after a signal, how long ranks may take to finish their step before they are killed.
 
     Returns:
         The exit status: 0, that of the first rank that failed, or 128 and the number of the signal that ended it all.
@@ -54,6 +62,8 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Not an argument of LaunchConfig: not every torch has that, and the launcher's own default is half a minute.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(patience_s)))
     _quieten()
     config = LaunchConfig(
         min_nodes=1,

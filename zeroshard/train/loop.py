@@ -24,9 +24,9 @@ from torch import Tensor
 import zeroshard as zs
 from zeroshard.train.account import describe_start, summarize, tokens_per_step
 from zeroshard.train.config import Config, to_toml
-from zeroshard.train.data import IGNORED, heldout_batches, training_batch
+from zeroshard.train.data import IGNORED, count_scored, heldout_batches, training_batch
 from zeroshard.train.metrics import EvalRecord, Reporter, Reporters, RunFiles, StepRecord, Summary
-from zeroshard.train.models.gpt import generate
+from zeroshard.train.models.language import generate
 from zeroshard.train.run import Run
 
 __all__ = ["train"]
@@ -137,9 +137,9 @@ def _backward(run: Run, step: int) -> Tensor:
     micro_batches = zip(inputs.chunk(train.accumulation), targets.chunk(train.accumulation), strict=True)
     for number, (micro_inputs, micro_targets) in enumerate(micro_batches, start=1):
         with _reduction(run, is_last=number == train.accumulation):
-            loss = run.model(micro_inputs.to(mesh.device), micro_targets.to(mesh.device)) / train.accumulation
-            loss.backward()
-        total += loss.detach()
+            loss = run.language.compute_loss(micro_inputs.to(mesh.device), micro_targets.to(mesh.device))
+            (loss / train.accumulation).backward()
+        total += loss.detach() / train.accumulation
     return total
 
 
@@ -173,28 +173,31 @@ def _count(run: Run, before: Counter[str], loss: float, step_s: float, memory: z
 def _evaluate(run: Run, step: int) -> EvalRecord:
     """Score the held-out text.
 
-    Collective: the forward passes', and a mean of two numbers; every rank must call.
+    Collective: the forward passes', and a mean of one number; every rank must call.
     """
     start_s = time.perf_counter()
+    scored, scored_bytes = count_scored(run.corpus.heldout_ends, run.config.train.eval_bytes)
     batches = heldout_batches(
         run.corpus.heldout,
         batch=_EVAL_WINDOWS,
         context=run.config.model.context,
-        limit_bytes=run.config.train.eval_bytes,
+        scored=scored,
         rank=run.mesh.rank,
         world_size=run.mesh.world_size,
     )
-    total = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
+    nats = torch.zeros((), dtype=torch.float64, device=run.mesh.device)
+    run.model.eval()
     for inputs, targets in batches:
+        logits = run.language.compute_logits(inputs.to(run.mesh.device)).flatten(0, 1)
         targets = targets.to(run.mesh.device).flatten()
-        logits = run.model(inputs.to(run.mesh.device)).flatten(0, 1)
-        total[0] += F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-        total[1] += (targets != IGNORED).sum()
-    nats, scored = zs.mean_across_ranks(total).tolist()
+        nats += F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    run.model.train()
+    total = float(zs.mean_across_ranks(nats)) * run.mesh.world_size
     return EvalRecord(
         step=step,
-        bits_per_byte=nats / scored / math.log(2),
-        scored_bytes=round(scored * run.mesh.world_size),
+        loss=total / scored,
+        bits_per_byte=total / scored_bytes / math.log(2),
+        scored_bytes=scored_bytes,
         eval_s=time.perf_counter() - start_s,
     )
 
@@ -207,11 +210,17 @@ def _sample(run: Run) -> str:
     wanted = run.config.run
     if not wanted.sample_bytes:
         return ""
-    prompt = torch.tensor(list(wanted.prompt.encode()), device=run.mesh.device)
+    [(prompt, _)] = run.tokenizer.encode([wanted.prompt])
+    tokens_per_byte = run.corpus.train.numel() / run.corpus.train_bytes
     with run.zero.gathered():
         if run.mesh.rank:
             return ""
+        run.model.eval()
         tokens = generate(
-            run.model, prompt, numel=wanted.sample_bytes, temperature=wanted.temperature, seed=wanted.seed
+            run.language,
+            torch.from_numpy(prompt).to(run.mesh.device),
+            numel=math.ceil(wanted.sample_bytes * tokens_per_byte),
+            temperature=wanted.temperature,
+            seed=wanted.seed,
         )
-    return bytes(tokens.tolist()).decode(errors="replace")
+    return run.tokenizer.decode(tokens.tolist())

@@ -47,7 +47,7 @@ class Start:
 @final
 @dataclass(frozen=True)
 class StepRecord:
-    """One step: `loss` in nats a byte, the mean over all ranks; bytes are of rank 0, by column."""
+    """One step: `loss` in nats a token, the mean over all ranks; bytes are of rank 0, by column."""
 
     step: int
     loss: float
@@ -62,9 +62,10 @@ class StepRecord:
 @final
 @dataclass(frozen=True)
 class EvalRecord:
-    """One evaluation on held-out text, after `step` steps."""
+    """One evaluation on held-out text, after `step` steps: `loss` in nats a token, and bits a byte of the text."""
 
     step: int
+    loss: float
     bits_per_byte: float
     scored_bytes: int
     eval_s: float
@@ -98,18 +99,22 @@ class Summary:
     """The whole run.
 
     Args:
+        model: one line that names it and its size.
         is_interrupted: whether it was ended before its last step.
-        final_train_loss: mean over the last steps, up to 50, in nats a byte.
-        final_heldout_loss: of the last evaluation, in nats a byte; `bits_per_byte` is the same in bits.
+        depth: of a GPT; None for other models.
+        final_train_loss: mean over the last steps, up to 50, in nats a token.
+        final_heldout_loss: of the last evaluation, in nats a token.
+        bits_per_byte: of the last evaluation, for each byte of text; other than losses, it compares tokenizers.
         tokens_per_s: of the training steps, over all ranks.
         train_s: spent in training steps; `wall_s` also counts start, evaluations and sample.
         ranks: by rank.
     """
 
     name: str
+    model: str
     is_interrupted: bool
     steps: int
-    depth: int
+    depth: int | None
     parameters_numel: int
     world_size: int
     stage: int

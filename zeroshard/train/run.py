@@ -6,18 +6,34 @@ uses them (`loop.py`). Read `Run` first.
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
 
 import zeroshard as zs
 from zeroshard.train.config import Config
-from zeroshard.train.data import load_corpus
+from zeroshard.train.corpus import Corpus, open_corpus, prepare_corpus
 from zeroshard.train.metrics import EvalRecord
-from zeroshard.train.models.gpt import GPT
+from zeroshard.train.models.hf import check_hf, load_hf
+from zeroshard.train.models.language import LanguageModel, make_gpt
+from zeroshard.train.text import DEFAULT_NAME, open_source
+from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Run", "Tally", "learning_rate_factor"]
+__all__ = ["Run", "Tally", "learning_rate_factor", "prepare"]
+
+
+def prepare(config: Config) -> None:
+    """Check what a run needs from outside, and make its tokens, before there are ranks that would wait.
+
+    Raises:
+        ValueError: the text, the tokenizer or the model is missing or does not fit.
+        ImportError: an extra is missing.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    if config.hf_folder:
+        check_hf(config.hf_folder, context=config.model.context, vocabulary=tokenizer.vocabulary)
+    _open(config, _prepare_corpus(config, tokenizer))
 
 
 @final
@@ -26,15 +42,15 @@ class Run:
 
     def __init__(self, config: Config, mesh: zs.Mesh, start_s: float) -> None:
         self.config, self.mesh, self.start_s = config, mesh, start_s
-        self.corpus = load_corpus(
-            config.data.path, context=config.model.context, heldout_fraction=config.data.heldout_fraction
-        )
-        self.model = GPT(config.gpt).to(mesh.device)
+        self.tokenizer = load_tokenizer(config.tokenizer)
+        self.corpus = _share_corpus(config, self.tokenizer, mesh)
+        self.language = _make_model(config, self.tokenizer)
+        self.model = self.language.module.to(mesh.device)
         self.parameters_numel = sum(p.numel() for p in self.model.parameters())
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": list(self.model.decayed()), "weight_decay": config.train.weight_decay},
-                {"params": list(self.model.undecayed()), "weight_decay": 0.0},
+                {"params": list(self.language.decayed()), "weight_decay": config.train.weight_decay},
+                {"params": list(self.language.undecayed()), "weight_decay": 0.0},
             ],
             lr=config.train.learning_rate,
             betas=(config.train.beta1, config.train.beta2),
@@ -44,6 +60,7 @@ class Run:
             self.model,
             self.optimizer,
             stage=config.zero.stage,
+            precision=config.train.precision,
             cut=config.zero.cut,
             watchdog_s=config.zero.watchdog_s,
         )
@@ -87,3 +104,35 @@ def learning_rate_factor(step: int, *, steps: int, warmup_fraction: float, final
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
     return final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def _make_model(config: Config, tokenizer: Tokenizer) -> LanguageModel:
+    """Make the model for the tokenizer's vocabulary."""
+    if config.hf_folder:
+        return load_hf(config.hf_folder, context=config.model.context, vocabulary=tokenizer.vocabulary)
+    return make_gpt(replace(config.gpt, vocabulary=tokenizer.vocabulary))
+
+
+def _share_corpus(config: Config, tokenizer: Tokenizer, mesh: zs.Mesh) -> Corpus:
+    """Have rank 0 make the corpus, and open it on all ranks.
+
+    Collective: an all-gather of 32 bytes; every rank must call.
+    """
+    key = _prepare_corpus(config, tokenizer) if mesh.rank == 0 else "00" * 32
+    keys = zs.gather_across_ranks(torch.tensor(list(bytes.fromhex(key)), dtype=torch.uint8, device=mesh.device))
+    return _open(config, bytes(keys[0].tolist()).hex())
+
+
+def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> str:
+    return prepare_corpus(
+        open_source(config.data.path, config.data.column),
+        tokenizer,
+        heldout_fraction=config.data.heldout_fraction,
+        folder=config.cache,
+    )
+
+
+def _open(config: Config, key: str) -> Corpus:
+    corpus = open_corpus(config.cache, key, config.data.path or DEFAULT_NAME)
+    corpus.check_length(config.model.context)
+    return corpus

@@ -1,5 +1,3 @@
-"""The models that `zeroshard train` trains. Read `gpt.py`."""
+"""The models that `zeroshard train` trains. Read `language.py`, then `gpt.py`."""
 
-from zeroshard.train.models.gpt import GPT, GPTConfig, generate
-
-__all__ = ["GPT", "GPTConfig", "generate"]
+__all__: list[str] = []

@@ -11,7 +11,6 @@ Note: what was chosen, and why
     steps.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, cast, final
 
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Block", "GPT", "GPTConfig", "generate"]
+__all__ = ["Block", "GPT", "GPTConfig"]
 
 _ROTARY_BASE: Final = 10_000.0
 _WIDTH_PER_LAYER: Final = 32
@@ -159,24 +158,16 @@ class GPT(nn.Module):
             targets: (batch, time), int64, the token after each; -1 where none counts.
 
         Returns:
-            Logits (batch, time, vocabulary), or the mean cross-entropy in nats, 0-d.
+            Logits (batch, time, vocabulary), or the mean cross-entropy in nats, 0-d; fp32 in any precision.
         """
         time = tokens.shape[1]
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.cosine[:time], self.sine[:time])
-        logits = cast(Tensor, self.head(self.norm(x)))
+        logits = cast(Tensor, self.head(self.norm(x))).float()
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-
-    def decayed(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that weight decay suits: the matrices of the blocks, in order."""
-        yield from (p for p in self.blocks.parameters() if p.ndim > 1)
-
-    def undecayed(self) -> Iterator[nn.Parameter]:
-        """Yield the other parameters: the embedding, which is the head, too, and the norms, in order."""
-        yield from (p for name, p in self.named_parameters() if p.ndim < 2 or not name.startswith("blocks."))
 
     def _initialize(self) -> None:
         """Start with blocks that change nothing, and with logits near 0."""
@@ -187,29 +178,6 @@ class GPT(nn.Module):
                 nn.init.normal_(entering.weight, std=self.config.width**-0.5)
             for leaving in (block.attention.out, block.mlp.down):
                 nn.init.zeros_(leaving.weight)
-
-
-@torch.no_grad()
-def generate(model: GPT, prompt: Tensor, *, numel: int, temperature: float = 0.8, seed: int = 0) -> Tensor:
-    """Continue a prompt, token by token. Each token reads the last `context` ones anew: simple, and fast enough here.
-
-    Args:
-        model: whole, not sharded: call this inside `zero.gathered()`.
-        prompt: (time,), int64, at least one token.
-        numel: tokens to add.
-        temperature: divides the logits; towards 0 the likeliest token is always taken.
-        seed: of the draws.
-
-    Returns:
-        (time + numel,), int64, on the prompt's device.
-    """
-    draw = torch.Generator(device=prompt.device).manual_seed(seed)
-    tokens = prompt
-    for _ in range(numel):
-        logits = model(tokens[-model.config.context :].unsqueeze(0))[0, -1]
-        probabilities = torch.softmax(logits / max(temperature, 1e-6), dim=-1)
-        tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=draw)])
-    return tokens
 
 
 def _rotary_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
@@ -224,6 +192,6 @@ def _rotary_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn each pair of channels, one from either half, by its place's angle."""
+    """Turn each pair of channels, one from either half, by its place's angle; computed in the angles' dtype."""
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
+    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1).type_as(x)

@@ -1,0 +1,203 @@
+"""Documents: where the text comes from, what a document is, and how a part of the text is taken.
+
+Owns reading and the errors about what cannot be read. Must not know tokens, batches or ranks. Read `open_source` first,
+then `Source.documents`.
+
+Note: what a document is
+    A text file is one; so is each line of a `.jsonl` file and each row of a `.parquet` file, of which one column is
+    read. Empty ones are left out. The text is all documents side by side, in the order of files, lines and rows; sizes
+    and the split count its bytes in UTF-8.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+from zeroshard.train.extras import need
+
+__all__ = ["DEFAULT_NAME", "Source", "open_source", "take"]
+
+DEFAULT_NAME: Final = "pydoc_data.topics"
+_LINES: Final = ".jsonl"
+_ROWS: Final = ".parquet"
+
+
+@final
+@dataclass(frozen=True)
+class Source:
+    """A text that can be read more than once.
+
+    Args:
+        name: where it comes from.
+        files: in order; none for the documentation topics inside CPython's own `pydoc_data`, which need no download.
+        column: what holds the text where there are columns.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    column: str
+
+    def documents(self) -> Iterator[bytes]:
+        """Yield the documents, in order, each as UTF-8.
+
+        Raises:
+            ValueError: a file does not hold what its name says.
+            ImportError: a parquet file, and pyarrow is missing.
+        """
+        if not self.files:
+            yield _documentation_topics()
+        for file in self.files:
+            read = {_LINES: _read_lines, _ROWS: _read_rows}.get(file.suffix, _read_text)
+            yield from (document for document in read(file, self.column) if document)
+
+    def sha256(self) -> str:
+        """Return the hash of the files' bytes, side by side."""
+        digest = hashlib.sha256(b"" if self.files else _documentation_topics())
+        for path in self.files:
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        return digest.hexdigest()
+
+    def layout(self) -> list[tuple[str, int]]:
+        """Return what, beside the bytes, decides which documents there are: each file's suffix and size in bytes."""
+        return [(file.suffix, file.stat().st_size) for file in self.files]
+
+
+def open_source(path: str = "", column: str = "text") -> Source:
+    """Find the files of a text.
+
+    Args:
+        path: a file, or a folder whose files are read in the order of their relative paths (hidden ones are left out);
+            empty for CPython's documentation topics.
+        column: what holds the text in `.jsonl` and `.parquet` files.
+
+    Raises:
+        ValueError: there is no such file or folder, or nothing in it.
+
+    >>> from zeroshard.train.text import open_source
+    >>> next(open_source().documents())[:11]
+    b'The "assert'
+    """
+    if not path:
+        return Source(DEFAULT_NAME, (), column)
+    root = Path(path)
+    if not root.exists():
+        raise ValueError(f"data.path: there is no file or folder {path!r}; give a text file or a folder of text files")
+    if root.is_file():
+        return Source(path, (root,), column)
+    files = sorted(file for file in root.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(root)))
+    if not files:
+        raise ValueError(f"data.path: the folder {path!r} holds no files; put text files into it")
+    return Source(path, tuple(files), column)
+
+
+def take(documents: Iterable[bytes], start: int, end: int) -> Iterator[str]:
+    """Yield what lies between two offsets of the text; a document at an offset is cut there, in front of a character.
+
+    Args:
+        documents: the whole text.
+        start: in bytes.
+        end: in bytes.
+
+    >>> from zeroshard.train.text import take
+    >>> list(take([b"abc", b"def", b"ghi"], 2, 5))
+    ['c', 'de']
+    """
+    offset = 0
+    for document in documents:
+        if offset >= end:
+            return
+        first, last = _boundary(document, start - offset), _boundary(document, end - offset)
+        offset += len(document)
+        if first < last:
+            yield document[first:last].decode()
+
+
+def _boundary(content: bytes, offset: int) -> int:
+    """Move an offset into the content, and back to the beginning of a character."""
+    offset = max(0, min(offset, len(content)))
+    while offset < len(content) and content[offset] & 0xC0 == 0x80:
+        offset -= 1
+    return offset
+
+
+def _documentation_topics() -> bytes:
+    """Return CPython's documentation topics, joined in the order of their keys."""
+    from pydoc_data.topics import topics
+
+    return "".join(topics[key] for key in sorted(topics)).encode()
+
+
+def _read_text(file: Path, column: str) -> Iterator[bytes]:
+    """Yield the one document of a file that is text in UTF-8."""
+    content = file.read_bytes()
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"data.path: {str(file)!r} is not text in UTF-8 (byte 0x{content[error.start]:02x} at offset "
+            f"{error.start}); convert it, or take it out of the folder"
+        ) from None
+    yield content
+
+
+def _read_lines(file: Path, column: str) -> Iterator[bytes]:
+    """Yield the documents of a file that holds a JSON object in each line; blank lines are nothing."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _read_object(line, column, f"{str(file)!r}, line {number}")
+
+
+def _read_object(line: bytes, column: str, place: str) -> bytes:
+    """Return the text of one line."""
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"data.path: {place}: not JSON in UTF-8: {error}") from None
+    if not isinstance(value, dict) or column not in value:
+        found = f"the keys {sorted(value)}" if isinstance(value, dict) else f"a {type(value).__name__}"
+        raise ValueError(
+            f"data.path: {place}: no key {column!r}, but {found}; set data.column to the one with the text"
+        )
+    return _encode(value[column], column, place)
+
+
+def _read_rows(file: Path, column: str) -> Iterator[bytes]:
+    """Yield the documents of a parquet file, reading one column, a batch of rows at a time."""
+    parquet = need("pyarrow.parquet", "data", f"data.path: reading {str(file)!r}")
+    arrow = need("pyarrow", "data", f"data.path: reading {str(file)!r}")
+    try:
+        table = parquet.ParquetFile(file)
+        if column not in table.schema_arrow.names:
+            raise ValueError(
+                f"data.path: {str(file)!r} has no column {column!r}, but {table.schema_arrow.names}; set data.column "
+                "to the one with the text"
+            )
+        batches = (batch.column(0).to_pylist() for batch in table.iter_batches(columns=[column]))
+        for number, value in enumerate(itertools.chain.from_iterable(batches), start=1):
+            yield _encode(value, column, f"{str(file)!r}, row {number}")
+    except arrow.ArrowException as error:
+        raise ValueError(f"data.path: {str(file)!r} cannot be read as parquet: {error}") from None
+
+
+def _encode(value: object, column: str, place: str) -> bytes:
+    """Return a value as UTF-8."""
+    if not isinstance(value, str):
+        raise ValueError(f"data.path: {place}: {column!r} holds no text but {value!r:.60}")
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"data.path: {place}: {column!r} holds half of a surrogate pair, at character {error.start}: no text"
+        ) from None
+
+
+def _is_hidden(relative: Path) -> bool:
+    """Tell whether a file, or a folder it is in, has a name that begins with a dot."""
+    return any(part.startswith(".") for part in relative.parts)

@@ -1,0 +1,216 @@
+"""Tokens: how text becomes numbers, and how numbers become text again.
+
+Owns the tokenizers: bytes, which need no library, and learned ones, from a file that `zeroshard tokenizer` wrote or
+from a local Hugging Face folder. Must not know where text comes from. Read `Tokenizer` first, then `load_tokenizer`.
+
+Note: text is text
+    Nothing in a text is taken for a special token, whatever it looks like, and none is added around it. The one special
+    token that is used is `end`, between two documents.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol, final
+
+import numpy as np
+import numpy.typing as npt
+
+from zeroshard.train.extras import need
+
+__all__ = ["ByteTokenizer", "Ints", "LearnedTokenizer", "Tokenizer", "load_tokenizer", "train_tokenizer"]
+
+Ints = npt.NDArray[np.int64]
+
+_END: Final = "<|endoftext|>"
+_BYTES: Final = 256
+
+
+class Tokenizer(Protocol):
+    """What turns text into tokens.
+
+    Args:
+        name: for people.
+        sha256: of all that decides which tokens a text becomes.
+        vocabulary: number of tokens, `end` among them.
+        end: the token between two documents.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def sha256(self) -> str: ...  # noqa: D102
+    @property
+    def vocabulary(self) -> int: ...  # noqa: D102
+    @property
+    def end(self) -> int: ...  # noqa: D102
+
+    def encode(self, texts: Sequence[str]) -> list[tuple[Ints, Ints]]:
+        """Return each text's tokens, (numel,), and for each of them how many of the text's bytes end with it."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+
+
+@final
+class ByteTokenizer:
+    """Each byte of UTF-8 is a token. 0xff occurs in no such text, and so ends a document.
+
+    >>> from zeroshard.train.tokenizer import ByteTokenizer
+    >>> ByteTokenizer().decode([104, 105])
+    'hi'
+    """
+
+    name: Final = "bytes"
+    sha256: Final = hashlib.sha256(b"bytes").hexdigest()
+    vocabulary: Final = _BYTES
+    end: Final = 0xFF
+
+    def encode(self, texts: Sequence[str]) -> list[tuple[Ints, Ints]]:
+        """Return each text's bytes."""
+        contents = [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
+        return [(content, np.arange(1, content.size + 1)) for content in contents]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of bytes; what is no character becomes the replacement character."""
+        return bytes(tokens).decode(errors="replace")
+
+
+@final
+class LearnedTokenizer:
+    """A tokenizer of the library tokenizers.
+
+    Args:
+        name: where it is.
+        backend: a `tokenizers.Tokenizer`.
+        end: the token between two documents.
+    """
+
+    def __init__(self, name: str, backend: Any, end: int) -> None:
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self.name, self.end = name, end
+        self.vocabulary: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        self.sha256 = hashlib.sha256(f"{end} {backend.to_str()}".encode()).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[tuple[Ints, Ints]]:
+        """Return each text's tokens; where one holds part of a character, it counts with its first."""
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array(encoding.ids, dtype=np.int64), _byte_ends(text, encoding.offsets))
+            for text, encoding in zip(texts, encodings, strict=True)
+        ]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return str(self._backend.decode(list(tokens)))
+
+
+def load_tokenizer(path: str = "") -> Tokenizer:
+    """Load a tokenizer.
+
+    Args:
+        path: a file that `zeroshard tokenizer` wrote, or a folder with a Hugging Face tokenizer; empty for bytes.
+
+    Raises:
+        ValueError: there is none, or it cannot be read, or has no token for the end of a document.
+        ImportError: the library that it needs is missing.
+
+    >>> from zeroshard.train.tokenizer import load_tokenizer
+    >>> load_tokenizer().vocabulary
+    256
+    """
+    if not path:
+        return ByteTokenizer()
+    if Path(path).is_dir():
+        return _load_folder(path)
+    if Path(path).is_file():
+        return _load_file(path)
+    raise ValueError(
+        f"data.tokenizer: there is no file or folder {path!r}; make one with: zeroshard tokenizer DATA --out {path}"
+    )
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int, out: Path) -> Tokenizer:
+    """Learn a byte-level byte-pair encoding, and write it, whole or not at all.
+
+    Args:
+        texts: what it learns from.
+        vocabulary: number of tokens: the 256 bytes, the end of a document, and the rest learned.
+        out: a file, in the format of the library tokenizers.
+
+    Raises:
+        ValueError: the vocabulary is too small, or the text too short for it.
+        ImportError: tokenizers is missing.
+
+    Source: Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units", 2016, section 3.2.
+    """
+    if vocabulary <= _BYTES:
+        raise ValueError(f"--vocab: {vocabulary} tokens; bytes and the end of a document make {_BYTES + 1} at least")
+    tokenizers = need("tokenizers", "data", "learning a tokenizer")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = byte_level(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[_END],
+        initial_alphabet=sorted(byte_level.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    if backend.get_vocab_size() < vocabulary:
+        raise ValueError(
+            f"--vocab: the text is enough for {backend.get_vocab_size()} tokens, not for {vocabulary}; give more text, "
+            "or a smaller number"
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out.with_name(f"{out.name}.unfinished")
+    backend.save(str(unfinished))
+    os.replace(unfinished, out)
+    return _load_file(str(out))
+
+
+def _load_file(path: str) -> LearnedTokenizer:
+    tokenizers = need("tokenizers", "data", f"data.tokenizer={path}")
+    try:
+        backend = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"data.tokenizer: {path!r} is no file of the library tokenizers: {error}") from None
+    end = backend.token_to_id(_END)
+    if end is None:
+        raise ValueError(
+            f"data.tokenizer: {path!r} has no token {_END!r}; make it with `zeroshard tokenizer`, or give the folder "
+            "that says which of its tokens is the last of a document"
+        )
+    return LearnedTokenizer(path, backend, end)
+
+
+def _load_folder(path: str) -> LearnedTokenizer:
+    transformers = need("transformers", "transformers", f"data.tokenizer={path}")
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data.tokenizer: {path!r} holds no tokenizer of transformers: {error}") from None
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            f"data.tokenizer: {path!r} holds a {type(loaded).__name__}, which is not one of the library tokenizers; "
+            "convert it to a tokenizer.json"
+        )
+    if loaded.eos_token_id is None:
+        raise ValueError(f"data.tokenizer: {path!r} names no eos_token, which ends a document; set it there")
+    return LearnedTokenizer(path, backend, loaded.eos_token_id)
+
+
+def _byte_ends(text: str, offsets: Sequence[tuple[int, int]]) -> Ints:
+    """Return how many bytes of a text end with each token, from the characters that it covers."""
+    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+    bytes_before = np.concatenate([[0], np.cumsum(widths)])
+    ends = np.maximum.accumulate(bytes_before[np.array(offsets, dtype=np.int64).reshape(-1, 2)[:, 1]])
+    ends[-1:] = bytes_before[-1]  # what a tokenizer drops at the end of a text counts as text all the same
+    return ends
