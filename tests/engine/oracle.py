@@ -29,8 +29,8 @@ from zeroshard.testing import run_ranks
 
 STAGES: Final = (0, 1, 2, 3)
 WORLDS: Final = (1, 2, 3, 4)
-# Four runs on three or four processes of two cores are most of what the tests cost. There each script runs at stage 3 and
-# at one that keeps parameters whole; `test_parity` compares all stages at every world size.
+# Runs on three or four processes of two cores are most of what the tests cost. There each script runs at stage 3 and at
+# one stage that keeps parameters whole; `test_parity` compares all stages at every world size.
 STAGES_AT: Final = MappingProxyType({1: STAGES, 2: STAGES, 3: (1, 3), 4: (2, 3)})
 WATCHDOG_S: Final = 5.0
 TIMEOUT_S: Final = 30.0

@@ -64,11 +64,6 @@ def check_model(model: nn.Module, forward_methods: Sequence[str], cut: str) -> N
             raise ValueError(
                 f"Parameter '{name}' is uninitialized (a lazy module). Run one forward pass before zs.shard()."
             )
-        if parameter.is_meta:
-            raise ValueError(
-                f"Parameter '{name}' is on the meta device. Initialize the model (model.to_empty(...), then its "
-                "values) first."
-            )
         if parameter.layout is not torch.strided:
             raise ValueError(f"Parameter '{name}' has layout {parameter.layout}; only dense parameters can be sharded.")
     for method in forward_methods:
