@@ -263,6 +263,8 @@ class Bucket:
         self.masters = torch.zeros_like(rounded, dtype=dtypes.master) if self.has_masters else rounded
         """What the optimizer updates; the parameters themselves unless these are rounded from it."""
         self._rounded = rounded
+        self.parameters: list[torch.nn.Parameter] = []
+        """The model's parameters that are views of it, in order."""
         self.has_states = False
         """Whether an optimizer updates it."""
         self.updates = 0

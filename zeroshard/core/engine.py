@@ -267,7 +267,7 @@ class Engine:
         scale = 1.0 / self.loss_scale.value if self.loss_scale is not None else 1.0
         slot.bucket.grads.land(slot.index, grad.to_dense() if grad.layout is not torch.strided else grad, scale)
         unit = self.units[slot.unit]
-        unit.landed += 1
+        unit.count_landed()
         if unit.has_all_landed():
             self.order.land(unit.number)
             is_trained_whole = unit.landed == len(unit.parameters)

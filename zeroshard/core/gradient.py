@@ -120,7 +120,7 @@ class MasterSlice(torch.nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """This rank's elements of the reduced gradient; None where no rank used the parameter."""
-        slot = cast("Slot", self.__dict__["_zeroshard"])
+        slot: Slot = self.__dict__["_zeroshard"]
         grads = slot.bucket.grads
         engine = slot.engine()
         if not slot.has_grad or (engine is not None and engine.is_skipping):
@@ -140,7 +140,7 @@ class MasterSlice(torch.nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        slot = cast("Slot", self.__dict__["_zeroshard"])
+        slot: Slot = self.__dict__["_zeroshard"]
         if value is not None and value is not slot.master_grad:
             raise RuntimeError(
                 f"The gradient of the optimizer's slice of '{slot.name}' can not be replaced; assign a tensor of the "

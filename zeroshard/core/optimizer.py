@@ -176,6 +176,7 @@ class ShardedOptimizer:
             raise RuntimeError(f"{self._engine.mesh} optimizer.step() under gathered(): leave the context first.")
         self._engine.complete()
         self._engine.check_reduced("optimizer.step()")
+        assert not any(unit.is_open and not unit.is_whole for unit in self._engine.units), "a unit was left gathered"
         scale = self._engine.loss_scale
         is_finite = scale is None or not scale.has_overflowed
         place = f"step {self._steps} of optimizer {self._index} ({type(optimizer).__name__})"

@@ -129,6 +129,8 @@ class Order:
         """
         pass_ = self._open_pass()
         pass_.marks.append(("close", 0))
+        # Nothing is needed here any more: what is gathered from now on is for other ranks, and released at once.
+        pass_.expected.clear()
         self._do(pass_.schedule.close())
         if pass_.reduces:
             # The same order on all ranks in which backward passes meet units: last first.

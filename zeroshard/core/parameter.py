@@ -13,7 +13,7 @@ Note: two classes
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -67,7 +67,8 @@ def _no_engine() -> None:
 
 def slot_of(parameter: Tensor) -> Slot:
     """Return the slot of a sharded parameter or of its master slice."""
-    return cast(Slot, parameter.__dict__["_zeroshard"])
+    slot: Slot = parameter.__dict__["_zeroshard"]
+    return slot
 
 
 class ShardedParameter(torch.nn.Parameter):
@@ -98,9 +99,10 @@ class ShardedParameter(torch.nn.Parameter):
         name = slot_of(self).name
         raise RuntimeError(
             f"The data of the sharded parameter '{name}' can not be replaced (got {tuple(value.shape)}, {value.dtype}, "
-            f"{value.device}): its bytes are a view of its unit's bucket. This is what model.to(), half() and "
-            "assigning p.data do. Convert and move the model before zs.shard(); to change values: `with "
-            "zero.gathered(writeback=True):` and an in-place operation such as p.copy_(...) under torch.no_grad()."
+            f"{value.device}): its bytes are a view of its unit's bucket. This is what model.to(), half(), "
+            "resize_token_embeddings() and assigning p.data do. Convert, move and resize the model before zs.shard(), "
+            "and build the optimizer after that; to change values: `with zero.gathered(writeback=True):` and an "
+            "in-place operation such as p.copy_(...) under torch.no_grad()."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -158,8 +160,8 @@ def _demand(parameter: Tensor, what: str) -> None:
         raise RuntimeError(
             f"{where} Parameter '{slot.name}' {tuple(parameter.shape)} is sharded and its values are released here, so "
             f"`{what}` can not read them. Use `with zero.gathered():` around the code that reads parameters "
-            "(`writeback=True` to change them); every rank must enter it. Move, convert or initialize the model "
-            "before zs.shard()."
+            "(`writeback=True` to change them); every rank must enter it. Move, convert, resize or initialize the "
+            "model before zs.shard()."
         )
 
 

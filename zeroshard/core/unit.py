@@ -77,6 +77,7 @@ class Unit:
         """Modules that compute with the unit right now."""
         self.landed = 0
         """Gradients that came in this pass."""
+        self._wanted = 0
         self.has_end_hint = False
         self.is_recomputed = False
         self.loss_scale: LossScale | None = None
@@ -106,8 +107,7 @@ class Unit:
 
     def reducible(self) -> list[Bucket]:
         """Return the buckets that hold elements and a parameter that wants gradients now; the same on every rank."""
-        wanted = {id(slot_of(p).bucket) for p in self.parameters if p.requires_grad}
-        return [bucket for bucket in self.buckets if id(bucket) in wanted and bucket.layout.full_numel]
+        return [b for b in self.buckets if b.layout.full_numel and any(p.requires_grad for p in b.parameters)]
 
     def tag(self, bucket: Bucket, number: int) -> int:
         """Return what marks the messages of `bucket` in pass `number`: 15 bits of each, since tags are 32-bit."""
@@ -171,9 +171,15 @@ class Unit:
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
+    def count_landed(self) -> None:
+        """Note that a gradient landed."""
+        if not self.landed:
+            self._wanted = sum(p.requires_grad for p in self.parameters)
+        self.landed += 1
+
     def has_all_landed(self) -> bool:
         """Tell whether every parameter that wants a gradient got one in this pass."""
-        return self.landed == sum(p.requires_grad for p in self.parameters)
+        return self.landed == self._wanted
 
     def start_reduce(self, comm: Comm, number: int, where: str) -> Reduction:
         """Begin to sum the staged gradients over ranks."""
