@@ -12,8 +12,10 @@ from zeroshard.core.residency import Replicated, Residency, Sharded
 from zeroshard.core.trace import Event, Memory, Trace, Traffic
 from zeroshard.core.version import VERSION as __version__
 from zeroshard.handle import Zero, shard
+from zeroshard.state.average import Average
 
 __all__ = [
+    "Average",
     "CheckpointError",
     "Event",
     "Memory",

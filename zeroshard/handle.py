@@ -7,8 +7,10 @@ the layers between add: whole state, accounts of bytes. Read `docs/design.md` fo
 """
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Literal, final
 
 import torch
@@ -28,7 +30,10 @@ from zeroshard.core.trace import Ledger, Memory, Trace, Traffic
 from zeroshard.core.unit import Unit
 from zeroshard.core.version import VERSION
 from zeroshard.state import accounting
+from zeroshard.state.average import Average, count_averages
 from zeroshard.state.gathered import gathered
+from zeroshard.state.materialize import InitFn, check_source, materialize
+from zeroshard.state.summary import summarize
 from zeroshard.state.takeover import (
     Options,
     check_equal,
@@ -62,6 +67,8 @@ def shard(
     elementwise: bool | None = None,
     forward_methods: Sequence[str] = (),
     replicas: int = 1,
+    init_fn: InitFn | None = None,
+    weights: str | Path | None = None,
     watchdog_s: float = 600.0,
 ) -> "Zero":
     """Shard a model and its optimizers in place over all ranks; the training loop stays as it is.
@@ -70,7 +77,8 @@ def shard(
     objects.
 
     Args:
-        model: any module; its parameters may have any dtypes and strides.
+        model: any module; its parameters may have any dtypes and strides. On the meta device they get their values
+            here, unit by unit, as `model.apply(initializer)` would give them in one process.
         optimizer: the optimizer or optimizers of the model, or None: then hand it to `zero.attach()` once it is built.
         stage: 0 to 3, a row of the residency table by name; 3 by default.
         residency: a row of one's own, instead of `stage`.
@@ -82,6 +90,10 @@ def shard(
         forward_methods: methods of the model, besides `forward`, that compute with its parameters.
         replicas: copies of the sharded state, each over world_size / replicas neighbouring ranks: less memory is saved,
             and most messages stay among neighbours (one host, say).
+        init_fn: initializes the tensors of one module of a model on the meta device; by default Transformers'
+            `_init_weights` does for its models, and each module's `reset_parameters` for others.
+        weights: a directory of safetensors with the values of a model on the meta device, under its own names; every
+            rank must see it, and rank 0 reads it, slice by slice.
         watchdog_s: seconds after which a wait for another rank is an error that names what every rank does.
 
     Returns: the handle.
@@ -124,6 +136,7 @@ def shard(
         check_model(model, forward_methods, cut)
         check_optimizers(model, optimizers, row, elementwise, is_final=optimizer is not None)
         plans = plan_units(model, units)
+        source = check_source(model, init_fn, weights)
     except (TypeError, ValueError) as error:
         tell_refusal(mesh, comm, error)
         raise
@@ -135,19 +148,19 @@ def shard(
     register_foreach_types()
     scale = 1.0 / mesh.world_size if reduction == "mean" else 1.0
     common = Options(row, chosen, cut, scale, kept_parameters(model, chosen))
-    built: list[Unit] = []
-    for number, plan in enumerate(plans):
-        first_bucket = sum(len(unit.buckets) for unit in built)
-        built.append(make_unit(number, plan, common, mesh, pool, ledger, first_bucket))
+    made: dict[int, Unit] = {}
+    for number in materialize(model, plans, mesh, init_fn, source):
+        first_bucket = sum(len(unit.buckets) for unit in made.values())
+        made[number] = make_unit(number, plans[number], common, mesh, pool, ledger, first_bucket)
         # Taken over and released before the next is made: never more than one unit is there twice.
-        take_over(built[-1], plan, comm)
+        take_over(made[number], plans[number], comm)
     for name, tensor in model.named_buffers():
         comm.broadcast(tensor.data, f"buffer '{name}'", "start")
-    engine = Engine(mesh, comm, built, ledger)
+    engine = Engine(mesh, comm, [made[number] for number in range(len(plans))], ledger)
     engine.take_slots(slot_of(parameter) for parameter in model.parameters())
     if chosen.loss_scale is not None:
         engine.use_loss_scale(LossScale(chosen.loss_scale))
-    zero = Zero(engine, model, row, elementwise)
+    zero = Zero(engine, model, row, cut, elementwise)
     for one in optimizers:
         zero.attach(one)
     wire(engine, model, plans, forward_methods, chosen)
@@ -177,9 +190,10 @@ class Zero:
     ```
     """
 
-    def __init__(self, engine: Engine, model: nn.Module, row: Residency, elementwise: bool | None) -> None:
-        self._engine, self._model, self._elementwise = engine, model, elementwise
+    def __init__(self, engine: Engine, model: nn.Module, row: Residency, cut: str, elementwise: bool | None) -> None:
+        self._engine, self._model, self._cut, self._elementwise = engine, model, cut, elementwise
         self._sharded: list[ShardedOptimizer] = []
+        self._averages: weakref.WeakSet[Average] = weakref.WeakSet()
         self.residency = row
         """The row of the residency table."""
 
@@ -273,9 +287,48 @@ class Zero:
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
         return total
 
+    def ema(self, decay: float) -> Average:
+        """Return a new exponential moving average of the trainable parameters, sharded as the optimizer's states are.
+
+        Call its `update()` after each step; inside its `swapped()` the model computes with the average.
+
+        Args:
+            decay: the weight of the average so far, such as 0.999.
+
+        Raises:
+            ValueError: a decay outside [0, 1).
+
+        ```python
+        import torch, zeroshard as zs
+
+        model = torch.nn.Linear(4, 1)
+        zero = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        average = zero.ema(0.999)
+        average.update()
+        with average.swapped(), zero.gathered():
+            weights = model.state_dict()  # of the average, whole
+        ```
+        """
+        average = Average(self._engine, decay)
+        self._averages.add(average)
+        return average
+
+    def summary(self) -> str:
+        """Return a table in plain text, a line for each unit: parameters, shards, padding, bytes held and sent.
+
+        ```python
+        import torch, zeroshard as zs
+
+        model = torch.nn.Linear(4, 1)
+        zero = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert "(root)" in zero.summary()
+        ```
+        """
+        return summarize(self._engine, self._sharded, name_of_row(self.residency), self._cut)
+
     def memory(self) -> Memory:
         """Return the bytes that this rank holds, held at most, and is predicted to hold."""
-        return accounting.measure(self._engine, self._sharded)
+        return count_averages(accounting.measure(self._engine, self._sharded), self._averages)
 
     def traffic(self) -> Traffic:
         """Return the bytes that this rank has sent, and what a step with one micro-batch sends."""

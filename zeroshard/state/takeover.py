@@ -225,6 +225,7 @@ def take_over(unit: Unit, plan: UnitPlan, comm: Comm) -> None:
         parameter.__dict__["_zeroshard"] = Slot(name, unit.number, bucket, index)
         parameter.__class__ = ShardedParameter
         unit.parameters.append(parameter)
+        bucket.parameters.append(parameter)
     for bucket, values in zip(unit.buckets, start, strict=True):
         comm.broadcast(values, f"the parameters of {unit}", "start")
         bucket.set_start(values)

@@ -1,0 +1,77 @@
+"""The GPU script runs from end to end on a CPU, and what it is made to find is found."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu_check
+from benchmarks.gpu_check import Job
+from zeroshard.core.comm import Pending
+from zeroshard.testing import run_ranks
+
+
+def test_it_starts_and_writes_its_file(tmp_path: Path) -> None:
+    out = tmp_path / "cpu.json"
+    # Parity in low precision with and without ranks, delays; then parity, first values and whole state over ranks.
+    assert gpu_check.main(["--device", "cpu", "--only", "stage=3, precision='bf16'", "--out", str(out)]) == 0
+    assert gpu_check.main(["--device", "cpu", "--only", "stage=3, precision='fp32', ranks=2", "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert (report["failed"], report["passed"]) == (0, len(report["checks"]))
+    assert {one["name"] for one in report["checks"]} == {"check_parity", "check_meta", "check_state"}
+    assert all(one["passed"] and one["wall_s"] > 0 for one in report["checks"])
+    assert report["versions"]["torch"] == torch.__version__
+    assert len(report["commit"].split()[0]) == 40
+    assert report["command"].startswith("python -m benchmarks.gpu_check --device cpu --only ")
+
+
+def test_the_plan_has_every_stage_and_precision() -> None:
+    for gpus, ranks in ((0, {1, 2}), (4, {1, 2, 4})):
+        jobs = [job for check, job in gpu_check.plan("cuda", 2, gpus) if check is gpu_check.check_parity]
+        kinds = {(job.stage, job.precision, job.ranks, job.is_nccl) for job in jobs}
+        assert kinds == {(s, p, n, n == 4) for s in gpu_check.STAGES for p in gpu_check.DTYPES for n in ranks}
+        assert {check for check, _ in gpu_check.plan("cuda", 2, gpus)} == set(gpu_check.CHECKS)
+
+
+def test_a_failure_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(job: Job) -> dict[str, Any]:
+        raise RuntimeError("nothing works")
+
+    monkeypatch.setattr(gpu_check, "plan", lambda *arguments: [(broken, Job("cpu"))])
+    assert gpu_check.main(["--device", "cpu", "--out", str(tmp_path / "x.json")]) == 1
+    (one,) = json.loads((tmp_path / "x.json").read_text())["checks"]
+    assert not one["passed"]
+    assert "nothing works" in one["error"]
+
+
+def test_no_check_at_all_is_a_failure(tmp_path: Path) -> None:
+    assert gpu_check.main(["--device", "cpu", "--only", "nothing of the kind", "--out", str(tmp_path / "x.json")]) == 1
+
+
+def without_waiting(job: Job) -> dict[str, Any]:
+    """Train with an engine that does not wait for what was reduced."""
+    late = gpu_check.Staged.reduce
+
+    def reduce(self: gpu_check.Staged, *arguments: Any, **options: Any) -> Pending:
+        late(self, *arguments, **options)
+        return Pending(lambda: None)
+
+    gpu_check.Staged.reduce = reduce  # type: ignore[method-assign]
+    return gpu_check.train_engine(job)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_that_does_not_wait_is_found(stage: int) -> None:
+    job = Job("cpu", stage, ranks=2)
+    _, expected = gpu_check.train_plain(job)
+    apart = gpu_check.difference(expected, gpu_check.join(run_ranks(without_waiting, 2, job)))
+    assert apart > 100 * gpu_check.TOLERANCE["fp32"]
+    assert gpu_check.difference(expected, gpu_check.join(gpu_check.run(job))) == 0.0
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1800)
+def test_everything_passes_on_the_gpu(tmp_path: Path) -> None:
+    assert gpu_check.main(["--out", str(tmp_path / "gpu.json")]) == 0, (tmp_path / "gpu.json").read_text()

@@ -1,0 +1,180 @@
+"""An average over sharded masters equals torch's own on one process, and the parameters are as before afterwards."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import zeroshard as zs
+from tests.engine import models
+from tests.engine.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, Sharded, assert_matches, assert_same
+from zeroshard.testing import RankFailure, run_ranks
+
+DECAY = 0.9
+
+
+def frozen_stack() -> nn.Module:
+    model = models.build(models.Stack)
+    model.blocks[1].norm.requires_grad_(False)
+    return model
+
+
+def averaged_training(run: Run) -> None:
+    """Average after each step; look at losses and parameters of the average in the middle and at the end."""
+    model = frozen_stack()
+    optimizer = models.adamw(model)
+    run.shard(model, optimizer)
+    average: Any = None
+    if isinstance(run, Sharded):
+        average = run.zeros[-1].ema(DECAY)
+    else:
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        average.update_parameters(model)
+    for step in range(4):
+        loss = models.stack_loss(model, step, run.rank)
+        run.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if isinstance(run, Sharded):
+            average.update()
+            with average.swapped():
+                loss = models.stack_loss(model, 50 + step, run.rank)
+                with run.gathered():
+                    run.record(loss=loss, parameters=dict(model.named_parameters()))
+        else:
+            average.update_parameters(model)
+            other = average.module
+            run.record(loss=models.stack_loss(other, 50 + step, run.rank), parameters=dict(other.named_parameters()))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_average_is_that_of_one_process(world: int) -> None:
+    assert_matches(averaged_training, world)
+
+
+def cycle(stage: int, precision: str) -> list[dict[str, Tensor]]:
+    """Return the parameters before, inside and after a swap, and after one that an exception ended."""
+    model = models.build(models.Stack)
+    optimizer = models.adamw(model)
+    zero = zs.shard(model, optimizer, stage=stage, precision=precision, watchdog_s=WATCHDOG_S)
+    rank = zero.mesh.rank
+    average = zero.ema(0.5)
+    seen = []
+
+    def look() -> None:
+        with zero.gathered():
+            seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
+
+    def step(number: int) -> None:
+        models.stack_loss(model, number, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(2):
+        step(number)
+        average.update()
+    look()
+    with average.swapped():
+        look()
+    look()
+    with contextlib.suppress(ZeroDivisionError), average.swapped():
+        1 / 0  # noqa: B018
+    average.restore()
+    look()
+    with average.swapped():
+        look()
+    step(2)
+    look()
+    return seen
+
+
+def without_swaps(stage: int, precision: str) -> list[dict[str, Tensor]]:
+    """Return the parameters after two and after three steps."""
+    model = models.build(models.Stack)
+    optimizer = models.adamw(model)
+    zero = zs.shard(model, optimizer, stage=stage, precision=precision, watchdog_s=WATCHDOG_S)
+    seen = []
+    for number in range(3):
+        models.stack_loss(model, number, zero.mesh.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with zero.gathered():
+            seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return seen[1:]
+
+
+def both_at_all_stages(precision: str) -> list[tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]]:
+    """Return, by stage, the parameters of training with and without swaps."""
+    return [(cycle(stage, precision), without_swaps(stage, precision)) for stage in STAGES]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parameters_are_what_they_were(precision: str) -> None:
+    for by_stage in run_ranks(both_at_all_stages, 2, precision, timeout_s=TIMEOUT_S):
+        for (before, inside, after, restored, again, trained), (second, third) in by_stage:
+            assert_same([second] * 3, [before, after, restored])
+            assert_same(inside, again)
+            assert any(not torch.equal(inside[name], before[name]) for name in before)
+            assert_same(third, trained)
+
+
+def counted(stage: int) -> tuple[int, dict[str, int], dict[str, int]]:
+    model = models.build(models.Stack)
+    zero = zs.shard(model, models.adamw(model), stage=stage)
+    without = zero.memory().resident_bytes
+    average = zero.ema(DECAY)
+    sent = dict(zero.traffic().sent_bytes)
+    average.update()
+    assert dict(zero.traffic().sent_bytes) == sent, "update() must not communicate"
+    counts = zero.memory().resident_bytes
+    nbytes = average.nbytes
+    del average
+    assert zero.memory().resident_bytes == without
+    return nbytes, without, counts
+
+
+def counted_at_all_stages() -> list[tuple[int, dict[str, int], dict[str, int]]]:
+    return [counted(stage) for stage in STAGES]
+
+
+def test_the_average_is_counted_and_sharded_like_states() -> None:
+    numel = sum(p.numel() for p in models.Stack().parameters())
+    for stage, by_rank in enumerate(zip(*run_ranks(counted_at_all_stages, 2, timeout_s=TIMEOUT_S), strict=True)):
+        for nbytes, without, counts in by_rank:
+            assert counts == {**without, "states": without["states"] + nbytes}
+        assert sum(nbytes for nbytes, _, _ in by_rank) == 4 * numel * (2 if stage == 0 else 1)
+
+
+def change_inside() -> None:
+    model = models.build(models.Stack)
+    optimizer = models.adamw(model)
+    zero = zs.shard(model, optimizer, stage=2, watchdog_s=WATCHDOG_S)
+    with zero.ema(DECAY).swapped():
+        models.stack_loss(model, 0, 0).backward()
+        optimizer.step()
+
+
+def test_a_step_inside_is_an_error() -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(change_inside, 2, timeout_s=TIMEOUT_S)
+    for error in caught.value.errors.values():
+        assert "changed inside swapped()" in error.message
+
+
+def test_what_is_out_of_place_is_refused() -> None:
+    model = models.build(models.Stack)
+    zero = zs.shard(model, models.adamw(model))
+    for decay in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match="decay must be in"):
+            zero.ema(decay)
+    average = zero.ema(DECAY)
+    with average.swapped():
+        with pytest.raises(RuntimeError, match="the average is there already"), average.swapped():
+            pass
+        with pytest.raises(RuntimeError, match=r"update\(\) inside swapped\(\)"):
+            average.update()
+    with zero.gathered(), pytest.raises(RuntimeError, match=r"inside gathered\(\)"), average.swapped():
+        pass

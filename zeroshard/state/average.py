@@ -1,0 +1,145 @@
+"""An exponential moving average of the master weights, on this rank's slices of them.
+
+Owns the averaged slices and their exchange with the masters. It communicates only when the model is to compute with
+the average, and then through the engine. Read `core/buffer.py` (`Bucket.master`) first.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import final
+
+import torch
+
+from zeroshard.core.buffer import Bucket
+from zeroshard.core.engine import Engine
+from zeroshard.core.trace import Memory
+
+__all__ = ["Average", "count_averages"]
+
+
+@final
+class Average:
+    """An exponential moving average of a sharded model's trainable parameters; `zero.ema(decay)` makes it.
+
+    It begins as the parameters are when it is made. It is of the masters' dtype, and as sharded as the states.
+
+    Args:
+        decay: the weight of the average so far; the parameters have the rest.
+
+    ```python
+    import torch, zeroshard as zs
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zs.shard(model, optimizer)
+    average = zero.ema(0.5)
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    average.update()
+    after = model.weight.detach().clone()
+    with average.swapped():
+        assert torch.equal(model.weight, torch.lerp(before, after, 0.5))
+    assert torch.equal(model.weight, after)
+    ```
+    """
+
+    def __init__(self, engine: Engine, decay: float) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"decay must be in [0, 1), such as 0.999; got {decay!r}.")
+        engine.complete()
+        self._engine, self.decay = engine, decay
+        self._buckets: list[Bucket] = [bucket for unit in engine.units for bucket in unit.reducible()]
+        self._masters = [m for b in self._buckets for m in map(b.master, range(len(b.names))) if m.numel()]
+        self._averages = [master.detach().clone() for master in self._masters]
+        self._is_swapped = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the average on this rank."""
+        return sum(average.nbytes for average in self._averages)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the parameters: average = decay * average + (1 - decay) * parameters.
+
+        Call it after `optimizer.step()`. It communicates nothing.
+
+        Raises:
+            RuntimeError: inside `swapped()`, where the parameters are the average.
+        """
+        if self._is_swapped:
+            raise RuntimeError(f"{self._engine.mesh} update() inside swapped(): leave the context first.")
+        if self._masters:
+            torch._foreach_lerp_(self._averages, self._masters, 1.0 - self.decay)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Let the model compute with the average inside the context, and with its parameters again after it.
+
+        An exception inside leaves without communication, since ranks may fail alone: where parameters are kept whole,
+        call `restore()` on every rank before going on.
+
+        Raises:
+            RuntimeError: inside another `swapped()`, `gathered()` or a pass; on the way out, if parameters were
+                changed inside, which are then lost.
+
+        Collective: where parameters are kept whole and updated in parts, an all-gather of them on the way in and out;
+        every rank must enter.
+        """
+        if self._is_swapped:
+            raise RuntimeError(f"{self._engine.mesh} swapped() inside swapped(): the average is there already.")
+        if self._engine.gathered is not None:
+            raise RuntimeError(f"{self._engine.mesh} swapped() inside gathered(): enter gathered() inside it instead.")
+        self._engine.check_outside_pass("swapped()")
+        self._exchange()
+        self._engine.masters_changed()
+        updates = [bucket.updates for bucket in self._buckets]
+        has_finished = False
+        try:
+            yield
+            has_finished = True
+        finally:
+            has_changed = updates != [bucket.updates for bucket in self._buckets]
+            self._exchange()
+            if has_finished:
+                self._engine.masters_changed()
+            else:
+                self._follow()
+        if has_changed:
+            raise RuntimeError(
+                f"{self._engine.mesh} Parameters were changed inside swapped() (optimizer.step() or "
+                "gathered(writeback=True)), where they are the average; the change went into the average. Train "
+                "outside the context."
+            )
+
+    def restore(self) -> None:
+        """Let the model compute with its parameters again after an exception left `swapped()`.
+
+        Collective: as on the way out of `swapped()`; every rank must call.
+        """
+        self._engine.masters_changed()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        # Slice by slice, so that no second copy of all of them is needed.
+        for master, average in zip(self._masters, self._averages, strict=True):
+            held = master.clone()
+            master.copy_(average)
+            average.copy_(held)
+        self._is_swapped = not self._is_swapped
+
+    def _follow(self) -> None:
+        for bucket in self._buckets:
+            bucket.follow_masters()
+            bucket.updates += 1
+
+
+def count_averages(memory: Memory, averages: Iterable[Average]) -> Memory:
+    """Return `memory` with the bytes of averages among the states."""
+    nbytes = sum(average.nbytes for average in averages)
+
+    def more(columns: dict[str, int]) -> dict[str, int]:
+        return {**columns, "states": columns["states"] + nbytes}
+
+    return Memory(more(memory.resident_bytes), more(memory.peak_bytes), more(memory.predicted_bytes))
