@@ -30,6 +30,7 @@ from zeroshard.core.trace import Ledger, Memory, Trace, Traffic
 from zeroshard.core.unit import Unit
 from zeroshard.core.version import VERSION
 from zeroshard.state import accounting
+from zeroshard.state.admission import state_cost
 from zeroshard.state.average import Average, count_averages
 from zeroshard.state.gathered import gathered
 from zeroshard.state.materialize import InitFn, check_source, materialize
@@ -241,7 +242,7 @@ class Zero:
         if any(one.optimizer is optimizer for one in self._sharded):
             raise ValueError(f"This {type(optimizer).__name__} is attached already.")
         check_optimizers(self._model, [optimizer], self.residency, self._elementwise, is_final=False)
-        self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded)))
+        self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded), state_cost(optimizer)))
 
     def gathered(self, *, writeback: bool = False, states: bool = False) -> AbstractContextManager[None]:
         """Hold all parameters whole inside the context, as plain tensors; passes inside it communicate nothing.

@@ -56,9 +56,9 @@ class Slot:
 
     @property
     def has_grad(self) -> bool:
-        """Whether there is a gradient: some rank used the parameter, or this one did and it was not reduced yet."""
+        """Whether there is a gradient: some rank used the parameter, or this one did and ranks have not agreed yet."""
         grads = self.bucket.grads
-        return grads.used[self.index] or grads.staged[self.index]
+        return grads.used[self.index] or grads.staged[self.index] or grads.landed[self.index]
 
 
 def _no_engine() -> None:

@@ -18,12 +18,12 @@ from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.hooks import hang
 from zeroshard.core.layout import CUTS, plan_layout
 from zeroshard.core.mesh import Mesh
-from zeroshard.core.optimizer import admit
 from zeroshard.core.parameter import ReleasedParameter, ShardedParameter, Slot
 from zeroshard.core.precision import Dtypes, Precision
 from zeroshard.core.residency import Replicated, Residency
 from zeroshard.core.trace import Ledger
 from zeroshard.core.unit import Unit
+from zeroshard.state.admission import admit
 from zeroshard.state.units import UnitPlan, registered
 
 __all__ = [
