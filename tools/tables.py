@@ -1,6 +1,6 @@
 """Write the README's tables from the summaries of real runs.
 
-    for s in 0 1 2 3; do zeroshard train --stage $s --name stage-$s --steps 40; done
+    for s in 0 1 2 3; do zeroshard train --stage $s --depth 12 --steps 4 --name stage-$s; done
     zeroshard train --name default
     python tools/tables.py runs
 

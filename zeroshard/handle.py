@@ -261,21 +261,30 @@ class Zero:
         return gathered(self._engine, self._model, self._sharded, writeback=writeback, states=states)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank without reducing them; the next backward outside reduces the sum.
+    def no_sync(self, axis: Literal["all", "replicate"] = "all") -> Iterator[None]:
+        """Accumulate gradients without reducing them over all ranks; the next backward outside does so for the sum.
 
-        Where gradients are sharded, whole unreduced ones are kept meanwhile; `memory()` shows them as transient.
+        Args:
+            axis: "all" keeps them on this rank; where gradients are sharded, whole unreduced ones are kept meanwhile,
+                and `memory()` shows them as transient. "replicate" reduces them within each of the `replicas=` copies
+                and leaves the sum over copies to the end: no more memory, and fewer messages between copies.
 
         Raises:
-            RuntimeError: a pass is open.
+            RuntimeError: a pass is open; "replicate" while gradients summed over all copies are held.
         """
-        self._engine.check_outside_pass("no_sync()")
-        self._engine.complete()
-        before, self._engine.syncs = self._engine.syncs, False
+        if axis not in ("all", "replicate"):
+            raise ValueError(f"axis must be 'all' or 'replicate'; got {axis!r}.")
+        engine = self._engine
+        engine.check_outside_pass("no_sync()")
+        engine.complete()
+        syncs = engine.syncs
+        defers = engine.defer_copies(is_deferred=engine.defers or axis == "replicate")
+        engine.syncs = syncs and axis == "replicate"
         try:
             yield
         finally:
-            self._engine.syncs = before
+            engine.syncs = syncs
+            engine.defer_copies(is_deferred=defers)
 
     def grad_norm(self, p: float = 2.0) -> torch.Tensor:
         """Return the p-norm of all gradients of the model, 0-d, equal on all ranks.

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -111,6 +113,12 @@ def scripted_module() -> None:
     shard(model, models.adamw(model))
 
 
+def tensor_parallel_module() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = parallelize_module(models.build(models.Stack), mesh, {"head": ColwiseParallel()})
+    shard(model, models.adamw(model))
+
+
 def sharded_twice() -> None:
     model, optimizer, _ = sharded()
     shard(model, optimizer)
@@ -185,6 +193,7 @@ AT_SHARD: dict[str, tuple[Callable[[], None], tuple[type[Exception], ...], list[
     "not in the model": (parameter_not_in_the_model, (ValueError,), [r"\(3, 7\)", "not in the model|model"]),
     "in two optimizers": (parameter_in_two_optimizers, (ValueError,), [r"head\.weight", "AdamW", "SGD"]),
     "TorchScript": (scripted_module, (ValueError, TypeError), ["head", "TorchScript|torch.jit"]),
+    "tensor parallel": (tensor_parallel_module, (TypeError,), [r"head\.weight", "DTensor", "parallelize_module"]),
     "sharded twice": (sharded_twice, (ValueError, RuntimeError), ["already"]),
     "part sharded": (part_of_a_sharded_model, (ValueError, RuntimeError), ["already", "0"]),
     "stage": (unknown_stage, (ValueError,), ["stage", "0.*1.*2.*3", "4"]),

@@ -95,3 +95,56 @@ def uneven() -> None:
 def test_replicas_that_leave_no_shards_are_refused(world_size: int, words: str) -> None:
     with pytest.raises(RankFailure, match=words):
         run_ranks(uneven, world_size)
+
+
+def accumulate(stage: int, is_deferred: bool) -> tuple[dict[str, torch.Tensor], int]:
+    """Train with three micro-batches a step; return the parameters and the bytes sent between copies."""
+    torch.manual_seed(0)
+    model = Net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    zero = zs.shard(model, optimizer, stage=stage, replicas=2, watchdog_s=5)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(2):
+        for micro_batch in range(3):
+            x = torch.randn(3, 32, generator=generator, dtype=torch.float64)
+            if is_deferred and micro_batch < 2:
+                with zero.no_sync("replicate"):
+                    model(x).square().mean().backward()
+                with pytest.raises(RuntimeError, match="not summed over all ranks"):
+                    optimizer.step()
+            else:
+                # The last one leaves a block out: what was deferred of it must be summed all the same.
+                (model if micro_batch < 2 else nn.Sequential(model.head))(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero.gathered():
+        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return parameters, zero.traffic().sent_bytes["replicate"]
+
+
+def deferred_and_not(stage: int) -> list[tuple[dict[str, torch.Tensor], int]]:
+    return [accumulate(stage, is_deferred) for is_deferred in (False, True)]
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_sums_over_copies_can_wait_for_the_last_micro_batch(stage: int) -> None:
+    for (expected, sent), (actual, sent_deferred) in run_ranks(deferred_and_not, 4, stage):
+        # An all-reduce between two copies sends what a rank keeps once; what is recorded is reduced, used or not.
+        assert sent == 2 * 3 * NUMEL * 8 // 2
+        assert sent_deferred == 2 * NUMEL * 8 // 2
+        for name, value in expected.items():
+            assert torch.linalg.vector_norm(actual[name] - value) <= 1e-12 * torch.linalg.vector_norm(value), name
+
+
+def defer_too_late() -> None:
+    model = Net()
+    zero = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), replicas=2, watchdog_s=5)
+    with pytest.raises(ValueError, match="'all' or 'replicate'; got 'shard'"), zero.no_sync("shard"):
+        pass
+    model(torch.ones(1, 32)).sum().backward()
+    with pytest.raises(RuntimeError, match="after a backward that summed over all copies"), zero.no_sync("replicate"):
+        pass
+
+
+def test_deferral_begins_with_the_first_micro_batch() -> None:
+    run_ranks(defer_too_late, 4)

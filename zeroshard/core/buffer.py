@@ -88,6 +88,8 @@ class GradientBuffer:
         self._viewed: Tensor | None = None
         self._base = [False] * count
         """Whether the stage holds a sum already, to which this rank's gradient is added."""
+        self.is_of_one_copy = False
+        """Whether what is held was summed within this rank's copy of the state only."""
 
     @property
     def has_stage(self) -> bool:
@@ -152,10 +154,16 @@ class GradientBuffer:
         self.staged, self.filled = [False] * len(self.staged), [True] * len(self.filled)
         return staged
 
-    def is_finite(self, staged: "Staged") -> bool:
+    def is_finite(self, own: Tensor) -> bool:
         """Tell whether this rank's shard of the sums holds finite numbers only; padding may hold anything."""
-        parts = (slice(*self._layout.overlap(index, *self.shard_range)) for index in range(len(self.staged)))
-        return all(bool(staged.full[part].isfinite().all()) for part in parts)
+        parts = (self._layout.overlap(index, *self.shard_range) for index in range(len(self.staged)))
+        first = self.shard_range[0]
+        return all(bool(own[start - first : stop - first].isfinite().all()) for start, stop in parts)
+
+    def own_shard(self) -> Tensor:
+        """Return this rank's shard of what is held."""
+        start, stop = self.shard_range
+        return self.hold()[start - self.range[0] : stop - self.range[0]]
 
     def add_reduced(self, staged: "Staged") -> Tensor:
         """Add the reduced shard that now lies in the stage to what is held; return `held`.
@@ -165,7 +173,7 @@ class GradientBuffer:
         held = self.hold()
         if staged.full.data_ptr() != held.data_ptr():
             start, stop = self.shard_range
-            own = held[start - self.range[0] : stop - self.range[0]]
+            own = self.own_shard()
             if True in staged.filled:
                 for index, is_filled in enumerate(staged.filled):
                     if not is_filled:
@@ -205,7 +213,7 @@ class GradientBuffer:
         """Forget the gradient of one parameter, reduced or not."""
         self.used[index] = self.landed[index] = self.filled[index] = False
         if True not in self.used:
-            self.filled = [False] * len(self.filled)
+            self.filled, self.is_of_one_copy = [False] * len(self.filled), False
         if self.staged[index]:
             self.staged[index] = False
             if True not in self.staged and self.stage is not None:

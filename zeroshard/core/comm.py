@@ -14,6 +14,8 @@ Note: NCCL
     own. NCCL chooses the order of its sums.
 """
 
+import atexit
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -74,13 +76,24 @@ class Comm(ABC):
 
     @abstractmethod
     def reduce(self, full: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
-        """Sum `full` over ranks and multiply by `scale`; the result is this rank's shard of it, in place.
+        """Sum `full` over the ranks of one copy and multiply by `scale`; this rank's shard of it is in place then.
 
         Args:
             full: (N * S,) for the N ranks of one copy; the other shards are not changed.
             wire: what elements are rounded to before they are sent; sums are made in fp32 or better.
         Collective: reduce-scatter (sum in rank order 0..N-1 where the backend allows); each rank sends (N-1) * S
             elements.
+        """
+
+    @abstractmethod
+    def reduce_copies(self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+        """Sum this rank's shard over the R copies and multiply by `scale`, in place.
+
+        Args:
+            own: (S,); S is a multiple of R.
+            wire: as in `reduce`.
+        Collective: all-reduce (sum in the order of copies where the backend allows) over the ranks that keep the same
+            shard; each sends 2 * (R-1) * S / R elements.
         """
 
     @abstractmethod
@@ -114,6 +127,9 @@ class SoloComm(Comm):
     def reduce(self, full: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
         return Pending(_nothing)
 
+    def reduce_copies(self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+        return Pending(_nothing)
+
     def broadcast(self, tensor: Tensor, what: str, kind: str) -> None:
         return None
 
@@ -135,6 +151,15 @@ class GroupComm(Comm):
         # The store is the one thing that ranks share when the process group is stuck; torch has no public way to it.
         store = dist.distributed_c10d.PrefixStore(f"zeroshard/{name}", dist.distributed_c10d._get_default_store())
         self.watchdog = Watchdog(store, mesh.rank, mesh.world_size, watchdog_s)
+        atexit.register(_leave, weakref.ref(self))
+
+    def leave(self) -> None:
+        """End the worker threads of the process groups, which must not outlive the interpreter."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # A worker drops the last tensor that it sent a moment after the wait for it ends, and needs the interpreter
+        # for that; in an interpreter that ends, it would abort the process. The last reference waits for the workers.
+        del self._control
 
     def _wait(self, works: list[dist.Work], what: str) -> None:
         self.watchdog.waits_for(what)
@@ -174,6 +199,11 @@ class GroupComm(Comm):
         self._wait([work], what)
 
 
+def _leave(comm: "weakref.ref[GroupComm]") -> None:
+    if (alive := comm()) is not None:
+        alive.leave()
+
+
 @final
 class GlooComm(GroupComm):
     """Tagged point-to-point for shards, gloo's own collectives for small things. See "Note: gloo"."""
@@ -186,14 +216,13 @@ class GlooComm(GroupComm):
         return self._gather(full, self.mesh.shard_ranks, tag, what, kind)
 
     def reduce(self, full: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
-        if self.mesh.replicas == 1:
-            return self._reduce(full, self.mesh.shard_ranks, wire, scale, tag, what, "reduce")
-        inside = self._reduce(full, self.mesh.shard_ranks, wire, 1.0, tag, what, "reduce")
-        own = full.view(self.mesh.shard_size, -1)[self.mesh.shard_rank]
+        return self._reduce(full, self.mesh.shard_ranks, wire, scale, tag, what, "reduce")
+
+    def reduce_copies(self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+        summed = self._reduce(own, self.mesh.replica_ranks, wire, scale, tag, what, "replicate")
 
         def finish() -> None:
-            inside.wait()
-            self._reduce(own, self.mesh.replica_ranks, wire, scale, tag, what, "replicate").wait()
+            summed.wait()
             self._gather(own, self.mesh.replica_ranks, tag, what, "replicate").wait()
 
         return Pending(finish)
@@ -326,10 +355,19 @@ class NcclComm(GroupComm):
 
         def finish() -> None:
             self._wait([work], what)
-            if (replicas := self.mesh.replicas) > 1:
-                self._wait([dist.all_reduce(part, group=self._replicas, async_op=True)], what)
-                self.sent_bytes["replicate"] += 2 * part.nbytes * (replicas - 1) // replicas
             own.copy_(part)
+            own.mul_(scale)
+
+        return Pending(finish)
+
+    def reduce_copies(self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+        sent = own.to(wire)
+        work = dist.all_reduce(sent, group=self._replicas, async_op=True)
+        self.sent_bytes["replicate"] += 2 * sent.nbytes * (self.mesh.replicas - 1) // self.mesh.replicas
+
+        def finish() -> None:
+            self._wait([work], what)
+            own.copy_(sent)
             own.mul_(scale)
 
         return Pending(finish)

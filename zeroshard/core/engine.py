@@ -71,7 +71,7 @@ class Engine:
         self.order = Order(units, comm)
         self.is_sharded = any(not unit.is_whole for unit in units)
         self.gathered: Gathered | None = None
-        self.syncs = True
+        self.syncs, self.defers = True, False
         self.loss_scale: LossScale | None = None
         self.is_skipping = False
         """Whether the step under way is skipped because gradients overflowed: no slice has a gradient then."""
@@ -225,7 +225,7 @@ class Engine:
         self.complete()
         self._task = task
         key = ("backward", tuple(self._forwards), self.syncs)
-        pass_ = self.order.open("backward", key, reduces=self.syncs, expected=set(self._used))
+        pass_ = self.order.open("backward", key, reduces=self.syncs, defers=self.defers, expected=set(self._used))
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(pass_))
         if ROOT in self._used:
             self.order.need(ROOT)
@@ -373,14 +373,29 @@ class Engine:
         self._norms[p] = dict(zip(self.slots, values, strict=True))
         return self._norms[p]
 
+    def defer_copies(self, *, is_deferred: bool) -> bool:
+        """Leave sums over copies of the state to a later backward pass, or not any more; return what was before.
+
+        Raises:
+            RuntimeError: gradients that are summed over all copies are held, and could not be told from others.
+        """
+        grads = [bucket.grads for unit in self.units for bucket in unit.buckets]
+        if is_deferred and any(True in g.used and not g.is_of_one_copy for g in grads) and self.mesh.replicas > 1:
+            raise RuntimeError(
+                f"{self.mesh} no_sync('replicate') after a backward that summed over all copies. Enter it for all "
+                "micro-batches of a step but the last, or clear the gradients first."
+            )
+        before, self.defers = self.defers, is_deferred
+        return before
+
     def check_reduced(self, what: str) -> None:
         """Raise if gradients of `no_sync` passes wait for a reduction."""
-        waiting = [unit for unit in self.units if unit.has_stage]
+        waiting = [u for u in self.units if u.has_stage or any(b.grads.is_of_one_copy for b in u.buckets)]
         if waiting:
             raise RuntimeError(
-                f"{self.mesh} {what} needs reduced gradients, but the last backward ran under no_sync(), and "
-                f"{len(waiting)} unit(s), {waiting[0]} first, hold gradients of this rank alone. Run the last "
-                "micro-batch's backward outside no_sync()."
+                f"{self.mesh} {what} needs reduced gradients, but the last backward ran under no_sync(), and those of "
+                f"{len(waiting)} unit(s), {waiting[0]} first, are not summed over all ranks. Run the last micro-batch's "
+                "backward outside no_sync()."
             )
 
     def full_gradient(self, slot: Slot) -> Tensor:

@@ -42,6 +42,8 @@ class Pass:
     key: Hashable
     number: int
     reduces: bool
+    defers: bool
+    """Whether sums over copies of the state are left to a later pass."""
     schedule: Schedule
     is_first: bool
     marks: list[Mark] = field(default_factory=list)
@@ -76,13 +78,23 @@ class Order:
 
     # -- one pass ---------------------------------------------------------------------------------------------------
 
-    def open(self, phase: Phase, key: Hashable, *, reduces: bool = False, expected: set[int] | None = None) -> Pass:
+    def open(
+        self,
+        phase: Phase,
+        key: Hashable,
+        *,
+        reduces: bool = False,
+        defers: bool = False,
+        expected: set[int] | None = None,
+    ) -> Pass:
         """Begin a pass; the one before must be closed."""
         self._begin_step()
         self._count += 1
         record = self._records.get(key)
         schedule = Schedule(record or Record())
-        self.current = Pass(phase, key, self._count, reduces, schedule, record is None, expected=expected or set())
+        self.current = Pass(
+            phase, key, self._count, reduces, defers, schedule, record is None, expected=expected or set()
+        )
         return self.current
 
     def need(self, unit: int) -> None:
@@ -141,6 +153,9 @@ class Order:
         for reduction in self._in_flight:
             self._finish(reduction)
         self._in_flight = []
+        if pass_.reduces and not pass_.defers:
+            for one in self._units:
+                self._tails += one.finish_deferred(self._comm, pass_.number, str(pass_))
         for tail in self._tails:
             tail.wait()
         self._tails = []
@@ -269,7 +284,7 @@ class Order:
             else:
                 while self._in_flight:
                     self._finish(self._in_flight.pop(0))
-                self._in_flight.append(unit.start_reduce(self._comm, pass_.number, str(pass_)))
+                self._in_flight.append(unit.start_reduce(self._comm, pass_.number, str(pass_), defers=pass_.defers))
 
     def _finish(self, reduction: Reduction) -> None:
         self._tails += reduction.finish()

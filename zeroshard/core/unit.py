@@ -25,18 +25,21 @@ from zeroshard.core.precision import LossScale
 
 __all__ = ["Reduction", "Unit"]
 
+Tensor = torch.Tensor
+
 
 @final
 class Reduction:
     """The reduction of one unit under way."""
 
-    def __init__(self, unit: "Unit", comm: Comm, number: int, where: str) -> None:
-        self._unit, self._comm, self._number = unit, comm, number
+    def __init__(self, unit: "Unit", comm: Comm, number: int, where: str, *, defers: bool) -> None:
+        self._unit, self._comm, self._number, self._defers = unit, comm, number, defers
         self._what = f"the reduction of {unit} in {where}"
         self._pending: list[tuple[Bucket, Staged, Pending]] = []
         for bucket in unit.reducible():
             staged = bucket.grads.take_stage()
-            pending = comm.reduce(staged.full, bucket.dtypes.reduce, unit.scale, unit.tag(bucket, number), self._what)
+            scale = unit.scale if comm.mesh.replicas == 1 else 1.0
+            pending = comm.reduce(staged.full, bucket.dtypes.reduce, scale, unit.tag(bucket, number), self._what)
             self._pending.append((bucket, staged, pending))
 
     def finish(self) -> list[Pending]:
@@ -44,12 +47,15 @@ class Reduction:
         tails = []
         for bucket, staged, pending in self._pending:
             pending.wait()
-            loss_scale = self._unit.loss_scale
-            if loss_scale is not None and not loss_scale.has_overflowed:
-                loss_scale.has_overflowed = not bucket.grads.is_finite(staged)
-            held = bucket.grads.add_reduced(staged)
-            if bucket.grads.sums_are_whole and self._comm.mesh.shard_size > 1:
-                tails.append(self._comm.gather(held, self._unit.tag(bucket, self._number), self._what, kind="reduce"))
+            grads = bucket.grads
+            grads.is_of_one_copy |= self._defers
+            own = staged.full[slice(*grads.shard_range)]
+            if not grads.is_of_one_copy:
+                self._unit.reduce_copies(bucket, own, self._comm, self._number, self._what)
+            self._unit.check_finite(bucket, own)
+            held = grads.add_reduced(staged)
+            if not grads.is_of_one_copy:
+                tails += self._unit.gather_sums(bucket, held, self._comm, self._number, self._what)
         return tails
 
 
@@ -181,9 +187,37 @@ class Unit:
         """Tell whether every parameter that wants a gradient got one in this pass."""
         return self.landed == self._wanted
 
-    def start_reduce(self, comm: Comm, number: int, where: str) -> Reduction:
-        """Begin to sum the staged gradients over ranks."""
-        return Reduction(self, comm, number, where)
+    def start_reduce(self, comm: Comm, number: int, where: str, *, defers: bool) -> Reduction:
+        """Begin to sum the staged gradients over ranks; `defers` leaves the sum over copies to a later pass."""
+        return Reduction(self, comm, number, where, defers=defers)
+
+    def finish_deferred(self, comm: Comm, number: int, where: str) -> list[Pending]:
+        """Sum over copies what earlier passes left to this one; return what gathers it, as `Reduction.finish` does."""
+        tails, what = [], f"the deferred reduction of {self} in {where}"
+        for bucket in self.buckets:
+            if bucket.grads.is_of_one_copy:
+                bucket.grads.is_of_one_copy = False
+                held, own = bucket.grads.hold(), bucket.grads.own_shard()
+                self.reduce_copies(bucket, own, comm, number, what)
+                self.check_finite(bucket, own)
+                tails += self.gather_sums(bucket, held, comm, number, what)
+        return tails
+
+    def reduce_copies(self, bucket: Bucket, own: Tensor, comm: Comm, number: int, what: str) -> None:
+        """Sum this rank's shard of gradients over copies, where there are several."""
+        if comm.mesh.replicas > 1:
+            comm.reduce_copies(own, bucket.dtypes.reduce, self.scale, self.tag(bucket, number), what).wait()
+
+    def check_finite(self, bucket: Bucket, own: Tensor) -> None:
+        """Note for the loss scale if sums are not finite."""
+        if self.loss_scale is not None and not self.loss_scale.has_overflowed:
+            self.loss_scale.has_overflowed = not bucket.grads.is_finite(own)
+
+    def gather_sums(self, bucket: Bucket, held: Tensor, comm: Comm, number: int, what: str) -> list[Pending]:
+        """Begin to gather sums where every rank needs them whole."""
+        if not bucket.grads.sums_are_whole or comm.mesh.shard_size == 1:
+            return []
+        return [comm.gather(held, self.tag(bucket, number), what, kind="reduce")]
 
     def end_backward(self) -> None:
         """Forget what belonged to one backward pass."""

@@ -64,6 +64,11 @@ def check_model(model: nn.Module, forward_methods: Sequence[str], cut: str) -> N
             raise ValueError(
                 f"Parameter '{name}' is uninitialized (a lazy module). Run one forward pass before zs.shard()."
             )
+        if type(parameter).__name__ == "DTensor":
+            raise TypeError(
+                f"Parameter '{name}' is a DTensor, and parameters of other mesh axes can not be sharded yet. Apply "
+                "zs.shard() to the plain model, without parallelize_module() or fully_shard()."
+            )
         if parameter.layout is not torch.strided:
             raise ValueError(f"Parameter '{name}' has layout {parameter.layout}; only dense parameters can be sharded.")
     for method in forward_methods:
