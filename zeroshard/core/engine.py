@@ -394,8 +394,8 @@ class Engine:
         if waiting:
             raise RuntimeError(
                 f"{self.mesh} {what} needs reduced gradients, but the last backward ran under no_sync(), and those of "
-                f"{len(waiting)} unit(s), {waiting[0]} first, are not summed over all ranks. Run the last micro-batch's "
-                "backward outside no_sync()."
+                f"{len(waiting)} unit(s), {waiting[0]} first, are not summed over all ranks. Run the last "
+                "micro-batch's backward outside no_sync()."
             )
 
     def full_gradient(self, slot: Slot) -> Tensor:
