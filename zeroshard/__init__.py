@@ -4,6 +4,8 @@
 is. Start with `shard` and `Zero`; `docs/design.md` explains the whole.
 """
 
+from zeroshard.checkpoint.load import Loaded
+from zeroshard.checkpoint.verify import latest
 from zeroshard.core.comm import gather_across_ranks, mean_across_ranks
 from zeroshard.core.errors import CheckpointError, RankMismatchError
 from zeroshard.core.mesh import Mesh, init
@@ -18,6 +20,7 @@ __all__ = [
     "Average",
     "CheckpointError",
     "Event",
+    "Loaded",
     "Memory",
     "Mesh",
     "Precision",
@@ -31,6 +34,7 @@ __all__ = [
     "__version__",
     "gather_across_ranks",
     "init",
+    "latest",
     "mean_across_ranks",
     "shard",
 ]

@@ -1,13 +1,15 @@
-"""The command line: `zeroshard train`, `zeroshard tokenizer` and `zeroshard version`.
+"""The command line: `zeroshard train`, `tokenizer`, `checkpoint` and `version`.
 
-Owns the terminal: arguments in, text out. Thin on purpose: what it runs is in `zeroshard/train`. Needs typer, rich and
+Owns the terminal: arguments in, text out. Thin on purpose: what it runs is in `zeroshard/train` and
+`zeroshard/checkpoint`. Needs typer, rich and
 pydantic (the extra `zeroshard[cli]`), and says so where they are missing. Read `train` first, then `Terminal`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn, Self, final
 
@@ -19,7 +21,7 @@ try:
     import pydantic  # noqa: F401
     import typer
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.table import Table
 except ModuleNotFoundError as error:
     _MISSING: str | None = error.name
@@ -48,6 +50,7 @@ def main() -> None:
     app.command()(train)
     app.command()(tokenizer)
     app.command()(version)
+    app.add_typer(_checkpoint_commands(), name="checkpoint")
     try:
         app()
     except KeyboardInterrupt:
@@ -124,6 +127,23 @@ def tokenizer(
 def version() -> None:
     """Print the version."""
     print(f"zeroshard {zeroshard.__version__}")
+
+
+def _checkpoint_commands() -> typer.Typer:
+    """Return `ls`, `verify`, `diff`, `export` and `import`, which print here."""
+    from zeroshard.checkpoint.commands import make_commands
+
+    return make_commands(print, lambda text: print(f"zeroshard: {text}", file=sys.stderr), _progress_of_bytes)
+
+
+@contextmanager
+def _progress_of_bytes() -> Iterator[Callable[[int, int], None]]:
+    """Show on a terminal how many bytes of how many are done."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("bytes", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _train(config: Config) -> NoReturn:

@@ -8,14 +8,16 @@ the layers between add: whole state, accounts of bytes. Read `docs/design.md` fo
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
 
+from zeroshard.checkpoint.load import Loaded, load
+from zeroshard.checkpoint.save import save
 from zeroshard.core.buffer import Pool
 from zeroshard.core.comm import make_comm
 from zeroshard.core.engine import Engine
@@ -322,6 +324,63 @@ class Zero:
         average = Average(self._engine, decay)
         self._averages.add(average)
         return average
+
+    def save(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, step: int | None = None) -> Path:
+        """Write a checkpoint: parameters, buffers, optimizers, loss scale, each rank's random generators, and `extra`.
+
+        When this returns, the checkpoint is on the disk; it is there wholly or not at all. Any number of ranks at any
+        stage and precision reads it. Needs no memory beside the buffers of files.
+
+        Args:
+            path: a new folder, the same on every rank, on a disk that all of them share.
+            extra: what the program needs to go on, such as a scheduler's `state_dict()` and the position in its data:
+                numbers, texts, lists, mappings, small tensors; the same on every rank.
+            step: the checkpoint's number, by which `zs.latest` finds the newest; by default the number at the end of
+                the path ("runs/a/step-1000"), else the steps that were taken.
+
+        Returns: the path.
+
+        Raises:
+            CheckpointError: on every rank, with the first rank's reason; nothing was committed.
+            RuntimeError: inside a pass or `gathered()`.
+
+        Collective: agreements of some bytes, an all-gather of checksums; every rank must call.
+
+        ```python
+        import tempfile, torch, zeroshard as zs
+
+        model = torch.nn.Linear(4, 1)
+        zero = zs.shard(model, torch.optim.AdamW(model.parameters()))
+        with tempfile.TemporaryDirectory() as folder:
+            zero.save(f"{folder}/step-7", extra={"epoch": 2})
+            assert zero.load(zs.latest(folder)).extra == {"epoch": 2}
+        ```
+        """
+        return save(self._engine, self._model, self._sharded, path, extra, step=step)
+
+    def load(self, path: str | Path, *, only_model: bool = False, cast: bool = False) -> Loaded:
+        """Read a checkpoint, written by any number of ranks at any stage, into the model and its optimizers.
+
+        Everything is compared with the model and every byte with its checksum before anything in memory changes. Each
+        rank reads its own ranges, tensor by tensor. Random generators are restored on ranks that had some when the
+        checkpoint was written. Options of the optimizers that say how and not what (`foreach`, `fused`, `capturable`,
+        `differentiable`) stay as they are.
+
+        Args:
+            only_model: read parameters and buffers alone; the path may then be a safetensors file, or a folder of them
+                as Transformers writes it.
+            cast: convert dtypes that differ, which is else an error.
+
+        Returns: the checkpoint's step, and the `extra` that `save` was given.
+
+        Raises:
+            CheckpointError: on every rank; the text names the file, and says whether memory is unchanged.
+            RuntimeError: inside a pass or `gathered()`.
+
+        Collective: agreements of some bytes, and an all-gather where parameters are kept whole but updated in parts;
+            every rank must call.
+        """
+        return load(self._engine, self._model, self._sharded, path, only_model=only_model, cast=cast)
 
     def summary(self) -> str:
         """Return a table in plain text, a line for each unit: parameters, shards, padding, bytes held and sent.

@@ -1,0 +1,273 @@
+"""Folders of whole safetensors files, as Hugging Face writes and reads them: export to one, import from one.
+
+Owns that layout: `model-00001-of-00002.safetensors` and so on, with `model.safetensors.index.json`. Without torch. Read
+`manifest.py` and `reader.py` first. Such folders carry no checksums: an import checks headers and sizes, not contents.
+"""
+
+import json
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from zeroshard.checkpoint import files, strict
+from zeroshard.checkpoint.manifest import (
+    EXTRA,
+    ITEM_BYTES,
+    MANIFEST,
+    Chunk,
+    Manifest,
+    Spec,
+    file_name,
+    make_header,
+    serialize,
+)
+from zeroshard.checkpoint.reader import CheckpointReader, Source, opened, read_exactly
+from zeroshard.checkpoint.verify import verify
+from zeroshard.checkpoint.writer import FileWriter, write_file
+from zeroshard.core.errors import CheckpointError
+from zeroshard.core.version import VERSION
+
+__all__ = ["FolderReader", "export", "import_folder", "is_tensor_folder"]
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+FILE_BYTES = 5 * 10**9
+"""Largest file of an export, but for a tensor that is larger by itself."""
+
+PIECE_NUMEL = 1 << 20
+
+
+def export(
+    source: str | Path, target: str | Path, *, config: str | Path | None = None, file_bytes: int = FILE_BYTES
+) -> Path:
+    """Write the parameters and buffers of a checkpoint as a folder that `from_pretrained` reads.
+
+    Every byte of the checkpoint is verified first. Tied parameters are stored once, under their first name.
+
+    Args:
+        target: a folder that does not exist yet.
+        config: the model's `config.json`, which transformers needs, to be copied beside the tensors.
+        file_bytes: tensors are spread over files of about this size.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the folder exists.
+    """
+    verify(source)
+    reader, folder = CheckpointReader(Path(source)), Path(target)
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists, and nothing is overwritten. Choose another folder.")
+    files.make_folder(folder)
+    try:
+        shares = list(_shares(reader.specs, file_bytes))
+        homes: dict[str, str] = {}
+        for number, share in enumerate(shares):
+            name = f"model-{number + 1:05}-of-{len(shares):05}.safetensors"
+            homes.update(dict.fromkeys((spec.name for spec in share), name))
+            _write_whole(folder / name, share, reader)
+        total = sum(spec.numel * spec.item_bytes for spec in reader.specs.values())
+        index = {"metadata": {"total_size": total}, "weight_map": homes}
+        write_file(folder / INDEX, json.dumps(index, indent=2, sort_keys=True).encode())
+        if config is not None:
+            write_file(folder / "config.json", Path(config).read_bytes())
+        files.sync_folder(folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
+
+
+def _shares(specs: Mapping[str, Spec], file_bytes: int) -> Iterator[list[Spec]]:
+    """Yield the tensors of one file after the other."""
+    share: list[Spec] = []
+    nbytes = 0
+    for spec in specs.values():
+        if share and nbytes + spec.numel * spec.item_bytes > file_bytes:
+            yield share
+            share, nbytes = [], 0
+        share.append(spec)
+        nbytes += spec.numel * spec.item_bytes
+    yield share
+
+
+def _write_whole(path: Path, specs: list[Spec], reader: CheckpointReader) -> None:
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in specs:
+        end = offset + spec.numel * spec.item_bytes
+        table[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 8)
+    with FileWriter(path) as writer:
+        writer.write(memoryview(len(text).to_bytes(8, "little") + text))
+        for spec in specs:
+            if spec.order:
+                writer.write(memoryview(_in_rows(spec, reader.read(spec.name, 0, spec.numel))))
+                continue
+            for start in range(0, spec.numel, PIECE_NUMEL):
+                writer.write(memoryview(reader.read(spec.name, start, min(start + PIECE_NUMEL, spec.numel))))
+
+
+def _in_rows(spec: Spec, data: bytearray) -> bytes:
+    """Return a tensor's bytes in row-major order."""
+    items = np.frombuffer(data, dtype=np.dtype((np.void, spec.item_bytes)))
+    stored = items.reshape([spec.shape[dim] for dim in spec.order])
+    return stored.transpose([spec.order.index(dim) for dim in range(len(spec.shape))]).tobytes()
+
+
+# -- import -----------------------------------------------------------------------------------------------------------
+
+
+@final
+class FolderReader(Source):
+    """The tensors of a folder of safetensors files, or of one file.
+
+    Raises:
+        CheckpointError: an index or a header is not what such files hold.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._homes: dict[str, tuple[Path, int]] = {}
+        specs: dict[str, Spec] = {}
+        for file in _files_of(Path(path)):
+            for name, (spec, offset) in _read_header(file).items():
+                if name in specs:
+                    raise CheckpointError(f"{file}: '{name}' is in {self._homes[name][0].name} as well.")
+                specs[name], self._homes[name] = spec, (file, offset)
+        digest = zlib.crc32(repr(sorted(self._homes.items())).encode())
+        super().__init__(Path(path), specs, None, digest)
+        _check_index(Path(path), {name: home[0].name for name, home in self._homes.items()})
+
+    def read(self, name: str, start: int, stop: int) -> bytearray:
+        """Return elements [start, stop) of a tensor; see `Source`."""
+        spec, (file, offset) = self.specs[name], self._homes[name]
+        data = bytearray((stop - start) * spec.item_bytes)
+        with opened(file) as descriptor:
+            read_exactly(descriptor, memoryview(data), offset + start * spec.item_bytes, file)
+        return data
+
+
+def is_tensor_folder(path: Path) -> bool:
+    """Tell whether a path is a safetensors file, or a folder of them that is no checkpoint."""
+    return path.is_file() or (not (path / MANIFEST).exists() and any((path / n).exists() for n in (INDEX, SINGLE)))
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if (path / INDEX).exists():
+        names = set(_read_index(path / INDEX).values())
+        for name in names:
+            if "/" in name or "\\" in name or name.startswith(".") or not name.endswith(".safetensors"):
+                raise CheckpointError(f"{path / INDEX}: {name[:200]!r} is no name of a safetensors file beside it.")
+        return [path / name for name in sorted(names)]
+    if (path / SINGLE).exists():
+        return [path / SINGLE]
+    raise CheckpointError(f"{path}: holds neither {INDEX} nor {SINGLE}.")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    value = strict.loads(_read_all(path), str(path))
+    homes = value.get("weight_map") if isinstance(value, dict) else None
+    if not isinstance(homes, dict) or not all(isinstance(name, str) for name in homes.values()):
+        raise CheckpointError(f"{path}: holds no weight_map from tensors to files.")
+    return homes
+
+
+def _check_index(path: Path, homes: Mapping[str, str]) -> None:
+    if path.is_dir() and (path / INDEX).exists():
+        listed = _read_index(path / INDEX)
+        wrong = sorted(set(listed.items()) ^ set(homes.items()))
+        if wrong:
+            raise CheckpointError(f"{path / INDEX}: '{wrong[0][0]}' is not where it says ({wrong[0][1]}).")
+
+
+def _read_all(path: Path) -> bytes:
+    with opened(path) as descriptor:
+        nbytes = files.size_of(descriptor)
+        if nbytes > strict.MAX_BYTES:
+            raise CheckpointError(f"{path}: has {nbytes} bytes; at most {strict.MAX_BYTES} are read.")
+        data = bytearray(nbytes)
+        read_exactly(descriptor, memoryview(data), 0, path)
+    return bytes(data)
+
+
+def _read_header(path: Path) -> dict[str, tuple[Spec, int]]:
+    """Return each tensor of a safetensors file with its offset; all bytes of the file are accounted for."""
+    with opened(path) as descriptor:
+        nbytes, start = files.size_of(descriptor), bytearray(8)
+        read_exactly(descriptor, memoryview(start), 0, path)
+        length = int.from_bytes(start, "little")
+        if length > min(strict.MAX_BYTES, nbytes - 8):
+            raise CheckpointError(f"{path}: its header would have {length} bytes, of {nbytes} in all.")
+        text = bytearray(length)
+        read_exactly(descriptor, memoryview(text), 8, path)
+    table = strict.loads(bytes(text), str(path))
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{path}: its header is no table.")
+    found = {name: _parse_entry(path, name, entry) for name, entry in table.items() if name != "__metadata__"}
+    end = 0
+    for spec, offset in sorted(found.values(), key=lambda pair: (pair[1], pair[0].numel)):
+        if offset != end:
+            raise CheckpointError(f"{path}: '{spec.name}' begins at byte {offset}, expected {end}.")
+        end = offset + spec.numel * spec.item_bytes
+    if 8 + length + end != nbytes:
+        raise CheckpointError(f"{path}: has {nbytes} bytes; its header describes {8 + length + end}.")
+    return {name: (spec, 8 + length + offset) for name, (spec, offset) in found.items()}
+
+
+def _parse_entry(path: Path, name: str, entry: Any) -> tuple[Spec, int]:
+    where = f"{path}: '{name[:80]}'"
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where} needs dtype, shape and data_offsets.")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{where} is of dtype {str(dtype)[:20]!r}; known are {', '.join(ITEM_BYTES)}.")
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+            raise CheckpointError(f"{where} has a shape or offsets that are no sizes: {str(numbers)[:80]}.")
+    spec = Spec("model", name, dtype, tuple(shape))
+    if len(shape) > 64 or len(offsets) != 2 or offsets[1] - offsets[0] != spec.numel * spec.item_bytes:
+        raise CheckpointError(f"{where} of shape {shape[:64]} does not fill bytes {offsets}.")
+    return spec, offsets[0]
+
+
+def import_folder(source: str | Path, target: str | Path, *, step: int = 0) -> Path:
+    """Write a folder of safetensors files as a checkpoint without optimizers, for `zero.load(path, only_model=True)`.
+
+    Raises:
+        CheckpointError: the folder is not what such folders are, or the checkpoint exists.
+    """
+    reader, folder = FolderReader(source), Path(target)
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists, and a checkpoint is never overwritten. Choose another name.")
+    specs = tuple(reader.specs.values())
+    temporary = folder.parent / f".tmp-{folder.name}-import"
+    files.make_folder(temporary)
+    try:
+        chunks = tuple(Chunk(place, 0, spec.numel) for place, spec in enumerate(specs) if spec.numel)
+        with FileWriter(temporary / file_name("model", 0, 1)) as writer:
+            writer.write(memoryview(make_header(specs, chunks)))
+            for chunk in chunks:
+                for start in range(0, chunk.stop, PIECE_NUMEL):
+                    name = specs[chunk.tensor].name
+                    writer.write(memoryview(reader.read(name, start, min(start + PIECE_NUMEL, chunk.stop))))
+        extra = strict.dumps({"extra": {}, "loss_scale": None, "optimizers": []}, EXTRA)
+        entries = {
+            EXTRA: write_file(temporary / EXTRA, extra),
+            file_name("model", 0, 1): writer.entry(chunks),
+            file_name("state", 0, 1): write_file(temporary / file_name("state", 0, 1), make_header(specs, ())),
+        }
+        manifest = Manifest(step, 1, specs, None, entries, {"zeroshard": VERSION})
+        write_file(temporary / MANIFEST, serialize(manifest))
+        files.sync_folder(temporary)
+        files.rename(temporary, folder)
+        files.sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return folder

@@ -1,0 +1,111 @@
+"""Single file operations, each a function of its own.
+
+Owns every system call of the package that touches a checkpoint, so that a test can make the n-th of them fail. It must
+not know formats. Nothing here follows a link or opens what is no regular file.
+"""
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from zeroshard.core.errors import CheckpointError
+
+__all__ = [
+    "close",
+    "create",
+    "free_bytes",
+    "make_folder",
+    "names_in",
+    "open_file",
+    "read_at",
+    "remove_tree",
+    "rename",
+    "size_of",
+    "sync",
+    "sync_folder",
+    "write",
+]
+
+MODE, FOLDER_MODE = 0o600, 0o700
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder that only its owner reads; the folder above must exist."""
+    os.mkdir(path, FOLDER_MODE)
+
+
+def create(path: Path) -> int:
+    """Create a file, which must not exist, and return its descriptor."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
+
+
+def write(descriptor: int, data: memoryview) -> int:
+    """Write some of `data` and return how many bytes; a full disk may take a part before it refuses."""
+    return os.write(descriptor, data)
+
+
+def sync(descriptor: int) -> None:
+    """Return when the file's bytes are on the disk."""
+    os.fsync(descriptor)
+
+
+def close(descriptor: int) -> None:
+    """Close a descriptor."""
+    os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give a file or folder another name, in one indivisible step."""
+    os.rename(source, target)
+
+
+def sync_folder(path: Path) -> None:
+    """Return when the names in a folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def names_in(path: Path) -> list[str]:
+    """Return the sorted names in a folder."""
+    return sorted(os.listdir(path))
+
+
+def free_bytes(path: Path) -> int:
+    """Return how many bytes the disk of a folder still takes."""
+    return shutil.disk_usage(path).free
+
+
+def open_file(path: Path) -> int:
+    """Open a regular file for reading.
+
+    Raises:
+        CheckpointError: it is missing, a link, a pipe or a device.
+    """
+    try:
+        # A pipe would block without O_NONBLOCK.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{path}: can not be opened ({error.strerror}).") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path}: is no regular file.")
+    return descriptor
+
+
+def size_of(descriptor: int) -> int:
+    """Return the size of an open file in bytes."""
+    return os.fstat(descriptor).st_size
+
+
+def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Fill some of `buffer` from a place in a file and return how many bytes."""
+    return os.preadv(descriptor, [buffer], offset)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder that this process made, with what is in it; failing to is no error."""
+    shutil.rmtree(path, ignore_errors=True)

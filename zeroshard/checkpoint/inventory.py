@@ -1,0 +1,178 @@
+"""What a sharded model's state consists of, tensor by tensor, and which elements of each are this rank's.
+
+Owns the way from the engine's buckets to logical tensors. It must not know files. Read `core/buffer.py` and
+`manifest.py` (`Spec`) first.
+
+Note: ranges
+    A parameter lies in its bucket in its own order of dimensions, so elements [a, b) of the bucket are elements
+    [a - offset, b - offset) of the tensor in that order. The optimizer's states are cut as the master values are. What
+    every rank has whole (stage 0, buffers) has one writer: of the bucket its shard's owner, of buffers rank 0.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.checkpoint.manifest import Spec
+from zeroshard.checkpoint.values import dtype_name
+from zeroshard.core.engine import Engine
+from zeroshard.core.optimizer import ShardedOptimizer, is_cut
+from zeroshard.core.parameter import Slot, slot_of
+
+__all__ = [
+    "Item",
+    "aliases_of",
+    "generator_items",
+    "groups_of",
+    "held_range",
+    "model_items",
+    "order_of",
+    "state_items",
+    "state_name",
+]
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Item:
+    """One logical tensor, and this rank's part of it.
+
+    Args:
+        value: (stop - start of `held`,), what this rank holds; None where it holds nothing.
+        held: the elements of the tensor that `value` is.
+        slot: the parameter whose bucket decides who writes what; None where `owner` writes the whole.
+    """
+
+    spec: Spec
+    value: Tensor | None
+    held: tuple[int, int]
+    slot: Slot | None = None
+    owner: int = 0
+
+    def written_by(self, rank: int) -> tuple[int, int]:
+        """Return the elements that a rank writes, as (start, stop)."""
+        if self.slot is None:
+            return (0, self.spec.numel) if rank == self.owner else (0, 0)
+        layout, index = self.slot.bucket.layout, self.slot.index
+        start, stop = layout.overlap(index, *layout.shard_range(rank))
+        return (start - layout.offsets[index], stop - layout.offsets[index]) if stop > start else (0, 0)
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop), which this rank must hold."""
+        assert self.value is not None
+        return self.value[start - self.held[0] : stop - self.held[0]]
+
+
+def model_items(engine: Engine, model: nn.Module) -> list[Item]:
+    """Return parameters (their master values) and persistent buffers."""
+    items = []
+    for slot in engine.slots.values():
+        bucket = slot.bucket
+        dtype = dtype_name(bucket.dtypes.master, f"Parameter '{slot.name}'")
+        spec = Spec("model", slot.name, dtype, bucket.shapes[slot.index], order_of(slot))
+        items.append(Item(spec, bucket.master(slot.index).detach(), held_range(slot), slot))
+    for name, buffer in _buffers(model):
+        spec = Spec("model", name, dtype_name(buffer.dtype, f"Buffer '{name}'"), tuple(buffer.shape))
+        items.append(Item(spec, buffer.detach(), (0, buffer.numel())))
+    return items
+
+
+def state_items(optimizers: Sequence[ShardedOptimizer]) -> list[Item]:
+    """Return the states that have a value for each element of a parameter."""
+    items = []
+    for number, one in enumerate(optimizers):
+        for master in one.masters:
+            slot = slot_of(master)
+            for key, value in sorted(one.optimizer.state.get(master, {}).items()):
+                if is_cut(key, value, master):
+                    name = state_name(number, key, slot)
+                    dtype = dtype_name(value.dtype, f"State '{name}'")
+                    spec = Spec("state", name, dtype, slot.bucket.shapes[slot.index], order_of(slot))
+                    items.append(Item(spec, value.detach(), held_range(slot), slot))
+    return items
+
+
+def generator_items(engine: Engine, own: dict[str, Tensor]) -> list[Item]:
+    """Return the random generators of all ranks; their sizes are the same everywhere, their values are known to each.
+
+    Args:
+        own: this rank's, by name.
+    """
+    items = []
+    for rank in range(engine.mesh.world_size):
+        for name, state in own.items():
+            spec = Spec("rng", f"rng/{rank}/{name}", "U8", (state.numel(),))
+            value = state if rank == engine.mesh.rank else None
+            items.append(Item(spec, value, (0, state.numel() if value is not None else 0), owner=rank))
+    return items
+
+
+def groups_of(optimizers: Sequence[ShardedOptimizer]) -> list[dict[str, Any]]:
+    """Return classes, groups, hyper-parameters and what states have beside a value for each element."""
+    described = []
+    for one in optimizers:
+        groups, whole = [], {}
+        for group in one.optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append({"options": options, "params": [slot_of(master).name for master in group["params"]]})
+        for master in one.masters:
+            if (state := one.optimizer.state.get(master)) is not None:
+                slot = slot_of(master)
+                whole[slot.name] = {key: value for key, value in state.items() if not is_cut(key, value, master)}
+        described.append({"class": type(one.optimizer).__name__, "groups": groups, "states": whole})
+    return described
+
+
+def aliases_of(engine: Engine, model: nn.Module) -> dict[str, str]:
+    """Return the other names of tied parameters and shared buffers, with the first name of each."""
+    aliases = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (first := slot_of(parameter).name) != name:
+            aliases[name] = first
+    seen: dict[int, str] = {}
+    for name, buffer in _named_buffers(model):
+        if (first := seen.setdefault(id(buffer), name)) != name:
+            aliases[name] = first
+    return aliases
+
+
+def state_name(optimizer: int, key: str, slot: Slot) -> str:
+    """Return the name of a state in a checkpoint."""
+    return f"{optimizer}/{key}/{slot.name}"
+
+
+def order_of(slot: Slot) -> tuple[int, ...]:
+    """Return a parameter's dimensions from the slowest to the fastest; empty where that is row-major."""
+    shape, strides = slot.bucket.shapes[slot.index], slot.bucket.strides[slot.index]
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    # Dimensions of one element may have any stride; where they stand makes no difference.
+    moved = [dim for dim in order if shape[dim] > 1]
+    return () if moved == sorted(moved) else tuple(order)
+
+
+def held_range(slot: Slot) -> tuple[int, int]:
+    """Return the elements of a parameter that this rank updates, as (start, stop), counted in its memory order."""
+    bucket = slot.bucket
+    start, stop = bucket.master_range(slot.index)
+    offset = bucket.layout.offsets[slot.index]
+    return (start - offset, stop - offset) if stop > start else (0, 0)
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    seen: set[int] = set()
+    for name, buffer in _named_buffers(model):
+        if id(buffer) not in seen:
+            seen.add(id(buffer))
+            yield name, buffer
+
+
+def _named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a state dict would hold: buffers that are persistent, by all their names."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

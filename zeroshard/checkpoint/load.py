@@ -1,0 +1,330 @@
+"""Loading: everything is checked on every rank before anything in memory changes, then each rank reads its own ranges.
+
+Owns the protocol. Read `reader.py`, `inventory.py` and `together.py` first.
+
+Note: all or nothing
+    1. Each rank reads the manifest and extra.json and compares them with its model and optimizers; all must have read
+       the same manifest.
+    2. The ranks share the work of checking every byte of every file. Up to here a failure changes nothing.
+    3. Each rank reads its ranges, one tensor at a time, into the master values and states. Bytes are checked again on
+       the way, so files that change meanwhile are noticed; then memory is partly new, and the error says so.
+    4. Generators, hyper-parameters and the loss scale follow; parameters are made to follow their master values.
+    A folder of safetensors files, as others write them, gives a model alone, and has no checksums: headers and sizes
+    are checked.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.checkpoint import strict
+from zeroshard.checkpoint.exchange import FolderReader, is_tensor_folder
+from zeroshard.checkpoint.generators import read_generators, write_generators
+from zeroshard.checkpoint.inventory import Item, aliases_of, groups_of, held_range, model_items, order_of, state_name
+from zeroshard.checkpoint.manifest import EXTRA, Spec
+from zeroshard.checkpoint.reader import CheckpointReader, Source
+from zeroshard.checkpoint.together import agree_equal, begin, together
+from zeroshard.checkpoint.values import decode, tensor_of
+from zeroshard.core.engine import Engine
+from zeroshard.core.errors import CheckpointError
+from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.core.parameter import Slot, slot_of
+
+__all__ = ["Loaded", "load"]
+
+Tensor = torch.Tensor
+
+UNCHANGED = "Nothing in memory was changed."
+PIECE_NUMEL = 1 << 20
+MIXED = "Memory is partly changed now: load a checkpoint before going on, or end the run."
+HOW = frozenset(["capturable", "differentiable", "foreach", "fused"])
+"""Options that say how an update is computed, not what: those of the running program stay."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint held beside tensors.
+
+    ```python
+    import tempfile, torch, zeroshard as zs
+
+    zero = zs.shard(torch.nn.Linear(4, 1))
+    with tempfile.TemporaryDirectory() as folder:
+        zero.save(f"{folder}/step-12", extra={"epoch": 3})
+        loaded = zero.load(f"{folder}/step-12")
+    assert (loaded.step, loaded.extra) == (12, {"epoch": 3})
+    ```
+    """
+
+    step: int
+    extra: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Content:
+    """What `extra.json` holds, and the checkpoint that it is of."""
+
+    reader: CheckpointReader
+    extra: dict[str, Any]
+    optimizers: list[dict[str, Any]]
+    loss_scale: list[Any] | None
+
+
+def load(
+    engine: Engine,
+    model: nn.Module,
+    optimizers: Sequence[ShardedOptimizer],
+    path: str | Path,
+    *,
+    only_model: bool = False,
+    cast: bool = False,
+) -> Loaded:
+    """Read a checkpoint into a sharded model. See `Zero.load`."""
+    source, what = Path(path), "zero.load()"
+    begin(engine, what)
+    with together(engine, f"{what}: comparing {source} with the model", UNCHANGED):
+        reader = FolderReader(source) if only_model and is_tensor_folder(source) else CheckpointReader(source)
+        items = model_items(engine, model)
+        _check_model(items, aliases_of(engine, model), reader, cast)
+        content = _read_content(reader) if isinstance(reader, CheckpointReader) else None
+        rest = None if only_model else content
+        if rest is not None:
+            _check_optimizers(groups_of(optimizers), rest.optimizers, str(source / EXTRA))
+            _check_states(optimizers, rest)
+            _check_generators(engine, rest.reader)
+    message = f"ranks read different checkpoints at {source}. Is the folder shared by all hosts? {UNCHANGED}"
+    agree_equal(engine, f"{what}: comparing manifests", reader.digest, message)
+    with together(engine, f"{what}: verifying {source}", UNCHANGED):
+        if content is not None:
+            content.reader.verify(engine.mesh.rank, engine.mesh.world_size)
+    with together(engine, f"{what}: reading {source}", MIXED):
+        _copy_model(items, reader)
+        if rest is not None:
+            _copy_states(optimizers, rest, cast)
+            _restore(engine, rest)
+    engine.masters_changed()
+    return Loaded(0, {}) if content is None else Loaded(content.reader.manifest.step, content.extra)
+
+
+def _read_content(reader: CheckpointReader) -> Content:
+    where = str(reader.path / EXTRA)
+    value = strict.loads(reader.read_extra(), where)
+    if not isinstance(value, dict) or set(value) != {"extra", "loss_scale", "optimizers"}:
+        raise CheckpointError(f"{where}: expected an object with extra, loss_scale and optimizers.")
+    extra, optimizers, scale = (decode(value[key], where) for key in ("extra", "optimizers", "loss_scale"))
+    if not isinstance(extra, dict) or not _is_loss_scale(scale):
+        raise CheckpointError(f"{where}: extra or the loss scale is not what a checkpoint holds.")
+    if not isinstance(optimizers, list) or not all(_is_described(one) for one in optimizers):
+        raise CheckpointError(f"{where}: the optimizers are not described as a checkpoint does.")
+    return Content(reader, extra, optimizers, scale)
+
+
+# -- parameters and buffers -------------------------------------------------------------------------------------------
+
+
+def _check_model(items: Sequence[Item], aliases: Mapping[str, str], source: Source, cast: bool) -> None:
+    """Raise unless the files hold exactly the model's parameters and buffers."""
+    here = {item.spec.name: item.spec for item in items}
+    there = source.specs
+    problems = [f"'{name}' is in the model and not in the checkpoint" for name in here if name not in there]
+    # Where files do not say what is tied, they may hold a tied parameter under each of its names.
+    known = here.keys() | (aliases.keys() if source.aliases is None else set())
+    problems += [f"'{name}' is in the checkpoint and not in the model" for name in there if name not in known]
+    for name in here.keys() & there.keys():
+        mine, theirs = here[name], there[name]
+        if mine.shape != theirs.shape:
+            problems.append(f"'{name}' has shape {mine.shape} in the model and {theirs.shape} in the checkpoint")
+        elif mine.dtype != theirs.dtype and not cast:
+            problems.append(
+                f"'{name}' is {mine.dtype} in the model and {theirs.dtype} in the checkpoint (cast=True converts)"
+            )
+    if source.aliases is None:
+        problems += [
+            f"'{alias}' is tied to '{name}' in the model, and has other values in the files"
+            for alias, name in aliases.items()
+            if alias in there and name in there and not _is_equal(source, alias, name)
+        ]
+    elif dict(aliases) != dict(source.aliases):
+        tied = sorted(set(aliases.items()) ^ set(source.aliases.items()))
+        problems.append(f"'{tied[0][0]}' is tied to '{tied[0][1]}' in only one of them")
+    if problems:
+        more = f", and {len(problems) - 5} differences more" if len(problems) > 5 else ""
+        raise CheckpointError(f"{source.path} is not of this model: {'; '.join(sorted(problems)[:5])}{more}.")
+
+
+def _is_equal(source: Source, first: str, second: str) -> bool:
+    """Tell whether two tensors in files are equal, bit for bit."""
+    one, other = source.specs[first], source.specs[second]
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and all(
+        source.read(first, start, stop) == source.read(second, start, stop)
+        for start in range(0, one.numel, PIECE_NUMEL)
+        for stop in (min(start + PIECE_NUMEL, one.numel),)
+    )
+
+
+def _copy_model(items: Sequence[Item], source: Source) -> None:
+    """Read this rank's elements of each parameter, and whole buffers, into place. One tensor is in memory at a time."""
+    with torch.no_grad():
+        for item in items:
+            spec = source.specs[item.spec.name]
+            values = _read(spec, item.spec, item.held, source.read)
+            if item.value is not None:
+                item.value.copy_(values.reshape(item.value.shape))
+
+
+def _read(there: Spec, here: Spec, held: tuple[int, int], read: Callable[[str, int, int], bytearray]) -> Tensor:
+    """Return elements of a tensor as they are counted here, (stop - start,), in the files' dtype."""
+    if there.order == here.order or held[0] == held[1]:
+        return tensor_of(read(there.name, *held), there.dtype)
+    whole = tensor_of(read(there.name, 0, there.numel), there.dtype)
+    rows = whole.reshape([there.shape[dim] for dim in there.order] or there.shape)
+    if there.order:
+        rows = rows.permute([there.order.index(dim) for dim in range(len(there.shape))])
+    if here.order:
+        rows = rows.permute(here.order)
+    return rows.reshape(-1)[held[0] : held[1]]
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def _check_optimizers(here: list[dict[str, Any]], there: list[dict[str, Any]], where: str) -> None:
+    """Raise unless optimizers are of the same classes, with the same parameters in the same groups."""
+    mine, theirs = [one["class"] for one in here], [one["class"] for one in there]
+    remedy = "Build the same optimizers, or load with only_model=True."
+    if mine != theirs:
+        raise CheckpointError(f"{where}: the optimizers are {theirs} in the checkpoint and {mine} here. {remedy}")
+    for number, (one, other) in enumerate(zip(here, there, strict=True)):
+        groups, others = ([group["params"] for group in each["groups"]] for each in (one, other))
+        if groups != others:
+            place = next((i for i, (a, b) in enumerate(zip(groups, others, strict=False)) if a != b), None)
+            which = (
+                f"group {place}" if place is not None else f"the number of groups ({len(others)}, here {len(groups)})"
+            )
+            raise CheckpointError(f"{where}: {which} of optimizer {number} holds other parameters. {remedy}")
+        for group, other_group in zip(one["groups"], other["groups"], strict=True):
+            for key in group["options"].keys() & other_group["options"].keys():
+                mine_value, value = group["options"][key], other_group["options"][key]
+                if not _is_alike(mine_value, value):
+                    raise CheckpointError(f"{where}: '{key}' of optimizer {number} is {value!r}, here {mine_value!r}.")
+
+
+def _is_described(one: Any) -> bool:
+    """Tell whether a value describes an optimizer, as far as it is read without asking."""
+    if not isinstance(one, dict) or set(one) != {"class", "groups", "states"} or not isinstance(one["groups"], list):
+        return False
+    if not isinstance(one["states"], dict) or not all(isinstance(state, dict) for state in one["states"].values()):
+        return False
+    return all(
+        isinstance(group, dict) and set(group) == {"options", "params"} and isinstance(group["options"], dict)
+        for group in one["groups"]
+    )
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Tell whether a hyper-parameter could have either value: both numbers, or of one type, or not given."""
+    numbers = (int, float, Tensor)
+    both_are_numbers = isinstance(one, numbers) and isinstance(other, numbers)
+    return both_are_numbers or one is None or other is None or type(one) is type(other)
+
+
+def _is_loss_scale(scale: Any) -> bool:
+    return scale is None or (
+        isinstance(scale, list)
+        and [type(part) for part in scale] == [float, int, list]
+        and all(type(value) is float for value in scale[2])
+    )
+
+
+def _check_states(optimizers: Sequence[ShardedOptimizer], content: Content) -> None:
+    """Raise unless each state belongs to a parameter of its optimizer, and is of its shape."""
+    reader = content.reader
+    slots = {f"{place}/{slot_of(m).name}": slot_of(m) for place, one in enumerate(optimizers) for m in one.masters}
+    listed = {f"{place}/{name}" for place, one in enumerate(content.optimizers) for name in one["states"]}
+    if strangers := sorted(listed - slots.keys()):
+        raise CheckpointError(f"{reader.path}: the state of '{strangers[0]}' belongs to no parameter here.")
+    for spec in reader.states.values():
+        number, _, rest = spec.name.partition("/")
+        name = f"{number}/{rest.partition('/')[2]}"
+        if spec.kind == "state" and (name not in listed or spec.shape != slots[name].bucket.shapes[slots[name].index]):
+            raise CheckpointError(f"{reader.path}: the state '{spec.name}' {spec.shape} belongs to no parameter here.")
+
+
+def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, cast: bool) -> None:
+    """Read this rank's part of every state; where there is a tensor for it already, into that."""
+    keys: dict[tuple[int, str], list[str]] = defaultdict(list)
+    for spec in content.reader.states.values():
+        if spec.kind == "state":
+            number, key, name = spec.name.split("/", 2)
+            keys[int(number), name].append(key)
+    for place, (one, saved) in enumerate(zip(optimizers, content.optimizers, strict=True)):
+        for group, described in zip(one.optimizer.param_groups, saved["groups"], strict=True):
+            options = {key: _like(value, group.get(key)) for key, value in described["options"].items()}
+            group.update({key: value for key, value in options.items() if key not in HOW})
+            for master in group["params"]:
+                slot = slot_of(master)
+                whole, before = saved["states"].get(slot.name), one.optimizer.state.pop(master, {})
+                if whole is not None:
+                    state = {key: _place(key, value, group, slot) for key, value in whole.items()}
+                    for key in keys[place, slot.name]:
+                        name = state_name(place, key, slot)
+                        state[key] = _read_state(content.reader, name, master, before.get(key), cast)
+                    one.optimizer.state[master] = state
+
+
+def _read_state(reader: CheckpointReader, name: str, master: Tensor, before: Any, cast: bool) -> Tensor:
+    slot, there = slot_of(master), reader.states[name]
+    here = Spec(there.kind, name, there.dtype, there.shape, order_of(slot))
+    values = _read(there, here, held_range(slot), reader.read_state)
+    if isinstance(before, Tensor) and before.shape == master.shape and (before.dtype == values.dtype or cast):
+        return before.copy_(values)
+    return values.to(master.device, copy=True)
+
+
+def _place(key: str, value: Any, group: Mapping[str, Any], slot: Slot) -> Any:
+    """Return a state beside the elements on the device where torch wants it: counters stay on the CPU by default."""
+    if not isinstance(value, Tensor) or (key == "step" and not (group.get("fused") or group.get("capturable"))):
+        return value
+    return value.to(slot.bucket.device)
+
+
+def _like(value: Any, before: Any) -> Any:
+    """Return a hyper-parameter; a tensor goes where the one before was."""
+    return value.to(before.device) if isinstance(value, Tensor) and isinstance(before, Tensor) else value
+
+
+# -- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def _check_generators(engine: Engine, reader: CheckpointReader) -> None:
+    """Raise where the generators that the checkpoint has of this rank do not fit."""
+    rank = engine.mesh.rank
+    if rank >= reader.manifest.world_size:
+        return
+    for name, state in read_generators(engine.mesh.device).items():
+        spec = reader.states.get(f"rng/{rank}/{name}")
+        if spec is None and name == "cuda":
+            continue
+        if spec is None or spec.shape != (state.numel(),) or spec.dtype != "U8":
+            raise CheckpointError(
+                f"{reader.path}: the random generator '{name}' of rank {rank} is missing or another's."
+            )
+
+
+def _restore(engine: Engine, content: Content) -> None:
+    scale = engine.loss_scale
+    if scale is not None and content.loss_scale is not None:
+        scale.value, scale._good_steps, scale.history = content.loss_scale
+        scale.has_overflowed = False
+    if engine.mesh.rank < content.reader.manifest.world_size:
+        states = {}
+        for name in read_generators(engine.mesh.device):
+            full_name = f"rng/{engine.mesh.rank}/{name}"
+            if (spec := content.reader.states.get(full_name)) is not None:
+                states[name] = tensor_of(content.reader.read_state(full_name, 0, spec.numel), "U8")
+        write_generators(states, engine.mesh.device)

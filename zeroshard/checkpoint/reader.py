@@ -1,0 +1,207 @@
+"""Reading a checkpoint's files, with every byte checked against the manifest before it is handed out.
+
+Owns the way from a folder to verified bytes. It must not know torch or what tensors are for. Read `manifest.py` first.
+"""
+
+import zlib
+from abc import ABC, abstractmethod
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import final
+
+from zeroshard.checkpoint import files, strict
+from zeroshard.checkpoint.manifest import (
+    BLOCK_BYTES,
+    EXTRA,
+    MANIFEST,
+    Chunk,
+    Manifest,
+    Spec,
+    is_own_name,
+    make_header,
+    parse,
+)
+from zeroshard.core.errors import CheckpointError
+
+__all__ = ["CheckpointReader", "Source", "opened", "read_exactly", "read_manifest"]
+
+KEPT_BLOCKS = 4
+"""Blocks of 4 MiB that a reader keeps: its whole memory, beside what it hands out."""
+
+
+class Source(ABC):
+    """Tensors in files, of which any range of elements can be read.
+
+    Args:
+        specs: the parameters and buffers, by name.
+        aliases: the other names of tied ones, each with its name in `specs`; None where the files do not say.
+        digest: a checksum of what the files say of themselves; equal where two ranks read the same files.
+    """
+
+    def __init__(self, path: Path, specs: Mapping[str, Spec], aliases: Mapping[str, str] | None, digest: int) -> None:
+        self.path, self.specs, self.aliases, self.digest = path, specs, aliases, digest
+
+    @abstractmethod
+    def read(self, name: str, start: int, stop: int) -> bytearray:
+        """Return elements [start, stop) of a tensor, counted as they lie in memory there.
+
+        Raises:
+            CheckpointError: the file is gone or damaged.
+        """
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Open a regular file and close it; any failure in between names the file."""
+    descriptor = files.open_file(path)
+    try:
+        yield descriptor
+    except OSError as error:
+        raise CheckpointError(f"{path}: can not be read ({error.strerror or error}).") from error
+    finally:
+        files.close(descriptor)
+
+
+def read_exactly(descriptor: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Fill `buffer` from a place in a file.
+
+    Raises:
+        CheckpointError: the file ends before.
+    """
+    done = 0
+    while done < len(buffer):
+        count = files.read_at(descriptor, buffer[done:], offset + done)
+        if not count:
+            raise CheckpointError(f"{path}: ends at byte {offset + done}; {offset + len(buffer)} were expected.")
+        done += count
+
+
+def read_manifest(folder: Path) -> tuple[Manifest, int]:
+    """Return the manifest of a checkpoint, and the checksum of its text.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = folder / MANIFEST
+    if not path.exists() and not path.is_symlink():
+        why = "there is no such folder" if not folder.exists() else f"it has no {MANIFEST}, so it was never finished"
+        raise CheckpointError(f"{folder}: is no checkpoint: {why}.")
+    with opened(path) as descriptor:
+        nbytes = files.size_of(descriptor)
+        if nbytes > strict.MAX_BYTES:
+            raise CheckpointError(f"{path}: has {nbytes} bytes; at most {strict.MAX_BYTES} are read.")
+        data = bytearray(nbytes)
+        read_exactly(descriptor, memoryview(data), 0, path)
+    return parse(bytes(data), str(path)), zlib.crc32(data)
+
+
+@final
+class CheckpointReader(Source):
+    """A checkpoint whose manifest was read and agrees with the names, sizes and headers in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.manifest, digest = read_manifest(folder)
+        specs = {spec.name: spec for spec in self.manifest.tensors if spec.kind == "model"}
+        super().__init__(folder, specs, self.manifest.aliases, digest)
+        self.states = {spec.name: spec for spec in self.manifest.tensors if spec.kind != "model"}
+        self._blocks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._check_folder()
+        self._places: dict[tuple[bool, str], list[tuple[Chunk, str, int]]] = defaultdict(list)
+        for name in self.manifest.files:
+            for chunk, offset in self.manifest.place_of(name):
+                spec = self.manifest.tensors[chunk.tensor]
+                self._places[spec.kind == "model", spec.name].append((chunk, name, offset))
+        for places in self._places.values():
+            places.sort(key=lambda place: place[0].start)
+
+    def _check_folder(self) -> None:
+        strangers = [n for n in files.names_in(self.path) if is_own_name(n) and n not in self.manifest.files]
+        if strangers != [MANIFEST]:
+            stranger = next(name for name in strangers if name != MANIFEST)
+            raise CheckpointError(f"{self.path / stranger}: is not of this checkpoint; its manifest does not name it.")
+        for name, entry in self.manifest.files.items():
+            with opened(self.path / name) as descriptor:
+                if (nbytes := files.size_of(descriptor)) != entry.nbytes:
+                    raise CheckpointError(f"{self.path / name}: has {nbytes} bytes, expected {entry.nbytes}.")
+            if name != EXTRA:
+                header = make_header(self.manifest.tensors, entry.chunks)
+                if self._read_bytes(name, 0, len(header)) != header:
+                    raise CheckpointError(f"{self.path / name}: its header is not what the manifest says.")
+
+    def read(self, name: str, start: int, stop: int) -> bytearray:
+        """Return elements of a parameter or buffer; see `Source`."""
+        return self._read_chunks((True, name), self.specs[name], start, stop)
+
+    def read_state(self, name: str, start: int, stop: int) -> bytearray:
+        """Return elements of an optimizer's state or of a generator; see `Source`."""
+        return self._read_chunks((False, name), self.states[name], start, stop)
+
+    def read_extra(self) -> bytes:
+        """Return the text of `extra.json`."""
+        nbytes = self.manifest.files[EXTRA].nbytes
+        if nbytes > strict.MAX_BYTES:
+            raise CheckpointError(f"{self.path / EXTRA}: has {nbytes} bytes; at most {strict.MAX_BYTES} are read.")
+        return bytes(self._read_bytes(EXTRA, 0, nbytes))
+
+    def verify(self, share: int = 0, shares: int = 1, on_bytes: Callable[[int], None] | None = None) -> None:
+        """Check every block of every file, or one of several equal shares of them.
+
+        Args:
+            on_bytes: is told how many bytes were checked since the last call.
+
+        Raises:
+            CheckpointError: a block is damaged; the text names the file.
+        """
+        largest = max(entry.nbytes for entry in self.manifest.files.values())
+        buffer = memoryview(bytearray(min(BLOCK_BYTES, largest)))
+        first = 0
+        for name, entry in self.manifest.files.items():
+            with opened(self.path / name) as descriptor:
+                for block in range((share - first) % shares, len(entry.crc32), shares):
+                    nbytes = len(self._read_block(descriptor, name, block, buffer))
+                    if on_bytes is not None:
+                        on_bytes(nbytes)
+            first += len(entry.crc32)
+
+    def _read_chunks(self, key: tuple[bool, str], spec: Spec, start: int, stop: int) -> bytearray:
+        data = bytearray()
+        for chunk, name, offset in self._places.get(key, []):
+            first, last = max(start, chunk.start), min(stop, chunk.stop)
+            if first < last:
+                size = spec.item_bytes
+                data += self._read_bytes(name, offset + (first - chunk.start) * size, (last - first) * size)
+        return data
+
+    def _read_bytes(self, name: str, offset: int, nbytes: int) -> bytearray:
+        """Return bytes of a file out of verified blocks."""
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        for block in range(offset // BLOCK_BYTES, -(-(offset + nbytes) // BLOCK_BYTES) if nbytes else 0):
+            content, base = self._keep_block(name, block), block * BLOCK_BYTES
+            first, last = max(offset, base), min(offset + nbytes, base + len(content))
+            view[first - offset : last - offset] = content[first - base : last - base]
+        return data
+
+    def _keep_block(self, name: str, block: int) -> memoryview:
+        """Return a block; the last few are kept, since neighbouring tensors are read one after the other."""
+        if (name, block) not in self._blocks:
+            if len(self._blocks) == KEPT_BLOCKS:
+                self._blocks.popitem(last=False)
+            buffer = memoryview(bytearray(min(BLOCK_BYTES, self.manifest.files[name].nbytes)))
+            with opened(self.path / name) as descriptor:
+                self._blocks[name, block] = self._read_block(descriptor, name, block, buffer)
+        self._blocks.move_to_end((name, block))
+        return self._blocks[name, block]
+
+    def _read_block(self, descriptor: int, name: str, block: int, buffer: memoryview) -> memoryview:
+        entry = self.manifest.files[name]
+        content = buffer[: min(BLOCK_BYTES, entry.nbytes - block * BLOCK_BYTES)]
+        read_exactly(descriptor, content, block * BLOCK_BYTES, self.path / name)
+        if (found := zlib.crc32(content)) != entry.crc32[block]:
+            raise CheckpointError(
+                f"{self.path / name}: bytes from {block * BLOCK_BYTES} are damaged: their checksum is {found}, "
+                f"expected {entry.crc32[block]}."
+            )
+        return content

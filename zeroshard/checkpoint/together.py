@@ -1,0 +1,62 @@
+"""One rank's failure is every rank's: the same error, at the same place.
+
+Owns the agreement after each piece of local work. Whoever does something that may fail on one rank does it under
+`together`, and goes on only if it went well everywhere.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zeroshard.core.engine import Engine
+from zeroshard.core.errors import CheckpointError
+
+__all__ = ["agree_equal", "begin", "together"]
+
+
+def begin(engine: Engine, what: str) -> None:
+    """Complete what is under way. Collective: a barrier; every rank must call.
+
+    Raises:
+        RuntimeError: inside a pass or `gathered()`.
+    """
+    engine.check_outside_pass(what)
+    if engine.gathered is not None:
+        raise RuntimeError(f"{engine.mesh} {what} under gathered(): leave the context first.")
+    engine.complete()
+    engine.order.barrier(what)
+
+
+@contextmanager
+def together(engine: Engine, what: str, advice: str) -> Iterator[None]:
+    """Raise on every rank if the body raises on any, with the text of the first rank that failed.
+
+    Args:
+        what: what the body does, the same on every rank.
+        advice: what is left as it was, and what to do.
+
+    Collective: an all-reduce of 32 bytes; where a rank failed, an all-gather of 4 KiB; every rank must enter.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # whatever it is, the other ranks wait for this one
+        failure = error
+    if engine.order.barrier(what, int(failure is not None))[1]:
+        texts = engine.comm.texts(_describe(failure), f"the error in {what}")
+        failed = [rank for rank, text in enumerate(texts) if text]
+        more = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
+        raise CheckpointError(f"{what} failed on rank {failed[0]}{more}: {texts[failed[0]]} {advice}") from failure
+
+
+def _describe(failure: Exception | None) -> str:
+    if failure is None:
+        return ""
+    text = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
+    return text if text.endswith((".", ":")) else f"{text}."
+
+
+def agree_equal(engine: Engine, what: str, digest: int, message: str) -> None:
+    """Raise on every rank unless all bring the same digest. Collective: an all-reduce of 32 bytes."""
+    least, greatest = engine.order.barrier(what, digest)
+    if least != greatest:
+        raise CheckpointError(f"{what}: {message}")

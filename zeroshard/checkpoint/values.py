@@ -1,0 +1,150 @@
+"""What a program hands over to be saved, as JSON and back: numbers, texts, lists, mappings, small tensors.
+
+Owns the words for what JSON lacks: an object with one key that begins with "$". Nothing is ever executed or imported
+to read a value back.
+"""
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zeroshard.core.errors import CheckpointError
+
+__all__ = ["bytes_of", "decode", "dtype_name", "encode", "tensor_of"]
+
+Tensor = torch.Tensor
+
+MAX_DEPTH = 64
+MAX_TENSOR_BYTES = 1 << 20
+"""Largest tensor among such values; larger ones belong into the model, as buffers."""
+
+_BY_NAME = (
+    ("BOOL", torch.bool),
+    ("U8", torch.uint8),
+    ("I8", torch.int8),
+    ("F8_E4M3", torch.float8_e4m3fn),
+    ("F8_E5M2", torch.float8_e5m2),
+    ("I16", torch.int16),
+    ("U16", torch.uint16),
+    ("F16", torch.float16),
+    ("BF16", torch.bfloat16),
+    ("I32", torch.int32),
+    ("U32", torch.uint32),
+    ("F32", torch.float32),
+    ("I64", torch.int64),
+    ("U64", torch.uint64),
+    ("F64", torch.float64),
+    ("C64", torch.complex64),
+)
+
+
+def dtype_name(dtype: torch.dtype, where: str) -> str:
+    """Return the safetensors name of a dtype.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    for name, known in _BY_NAME:
+        if known == dtype:
+            return name
+    raise CheckpointError(f"{where} is of {dtype}, which safetensors can not hold. Keep it out of the model's state.")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor, shared with it where it is on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if not flat.numel():
+        return memoryview(b"")
+    return flat.view(torch.uint8).numpy().data.cast("B")
+
+
+def tensor_of(data: bytearray, dtype: str) -> Tensor:
+    """Return a flat CPU tensor that shares `data`."""
+    kind = dict(_BY_NAME)[dtype]
+    return torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
+
+
+def encode(value: Any, where: str, depth: int = 0) -> Any:
+    """Return `value` as JSON can hold it.
+
+    Args:
+        where: how a message calls the value, as in "extra['scheduler']".
+
+    Raises:
+        CheckpointError: it holds something else; the text says where.
+    """
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"{where} is nested deeper than {MAX_DEPTH}.")
+    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    if isinstance(value, Tensor):
+        return {"$tensor": _encode_tensor(value, where)}
+    if isinstance(value, (list, tuple)):
+        items = [encode(item, f"{where}[{place}]", depth + 1) for place, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, Mapping):
+        pairs = [[_encode_key(key, where), encode(item, f"{where}[{key!r}]", depth + 1)] for key, item in value.items()]
+        is_plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs)
+        return dict(pairs) if is_plain else {"$items": pairs}
+    raise CheckpointError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which can not be saved without pickling. "
+        "Give its numbers, texts, lists, mappings or tensors (most objects have a state_dict())."
+    )
+
+
+def _encode_key(key: Any, where: str) -> Any:
+    if key is None or isinstance(key, (bool, str, int)) or (isinstance(key, float) and math.isfinite(key)):
+        return key
+    raise CheckpointError(f"{where} has the key {key!r}; keys are texts and finite numbers.")
+
+
+def _encode_tensor(value: Tensor, where: str) -> dict[str, Any]:
+    if value.nbytes > MAX_TENSOR_BYTES:
+        raise CheckpointError(
+            f"{where} is a tensor of {value.nbytes} bytes; at most {MAX_TENSOR_BYTES} are saved here. Make it a buffer "
+            "of the model."
+        )
+    data = base64.b64encode(bytes_of(value)).decode()
+    return {"data": data, "dtype": dtype_name(value.dtype, where), "shape": list(value.shape)}
+
+
+def decode(value: Any, where: str, depth: int = 0) -> Any:
+    """Return the value that `encode` was given; tensors are on the CPU.
+
+    Raises:
+        CheckpointError: the file holds what `encode` does not write.
+    """
+    if depth > 2 * MAX_DEPTH:
+        raise CheckpointError(f"{where}: nested deeper than {MAX_DEPTH}.")
+    if isinstance(value, list):
+        return [decode(item, where, depth + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    words = [key for key in value if key.startswith("$")]
+    if not words:
+        return {key: decode(item, where, depth + 1) for key, item in value.items()}
+    try:
+        return _decode_word(words[0], value[words[0]], where, depth, len(value))
+    except (ValueError, TypeError, KeyError, RuntimeError, binascii.Error) as error:
+        raise CheckpointError(f"{where}: {words[0]!r} holds what no checkpoint does ({error}).") from error
+
+
+def _decode_word(word: str, content: Any, where: str, depth: int, count: int) -> Any:
+    if count == 1 and word == "$float" and content in ("inf", "-inf", "nan"):
+        return float(content)
+    if count == 1 and word == "$tuple" and isinstance(content, list):
+        return tuple(decode(item, where, depth + 1) for item in content)
+    if count == 1 and word == "$items" and isinstance(content, list):
+        return {key: decode(item, where, depth + 1) for key, item in content}
+    if count == 1 and word == "$tensor" and isinstance(content, dict):
+        data = bytearray(base64.b64decode(content["data"], validate=True))
+        if len(data) > MAX_TENSOR_BYTES:
+            raise ValueError(f"a tensor of {len(data)} bytes")
+        return tensor_of(data, content["dtype"]).reshape(content["shape"])
+    raise ValueError("an unknown word")

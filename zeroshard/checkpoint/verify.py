@@ -1,0 +1,117 @@
+"""Whether checkpoints are whole, which is the newest, and what there is. Without torch.
+
+Owns the questions that need files alone. Read `reader.py` first.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroshard.checkpoint import files
+from zeroshard.checkpoint.manifest import MANIFEST, Manifest
+from zeroshard.checkpoint.reader import CheckpointReader, read_manifest
+from zeroshard.core.errors import CheckpointError
+
+__all__ = ["Listed", "latest", "list_checkpoints", "verify"]
+
+
+def verify(path: str | Path, on_bytes: Callable[[int, int], None] | None = None) -> Manifest:
+    """Read every byte of a checkpoint and compare it with its checksums.
+
+    Args:
+        on_bytes: is told after each block how many bytes of how many are checked.
+
+    Returns: what the checkpoint says of itself.
+
+    Raises:
+        CheckpointError: something is missing or damaged; the text names the file.
+    """
+    reader = CheckpointReader(Path(path))
+    total, done = sum(entry.nbytes for entry in reader.manifest.files.values()), 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if on_bytes is not None:
+            on_bytes(done, total)
+
+    reader.verify(on_bytes=count)
+    return reader.manifest
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One folder that is or should be a checkpoint. `problem` is empty where its manifest is right."""
+
+    path: Path
+    step: int
+    world_size: int
+    tensors: int
+    nbytes: int
+    problem: str
+
+
+def list_checkpoints(folder: str | Path) -> list[Listed]:
+    """Return the committed checkpoints in a folder, oldest step first; data are not read.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise CheckpointError(f"{root}: there is no such folder.")
+    found = [_look(root / name) for name in files.names_in(root) if not name.startswith(".")]
+    return sorted((one for one in found if one is not None), key=lambda one: (one.step, one.path.name))
+
+
+def _look(path: Path) -> Listed | None:
+    if not path.is_dir() or not (path / MANIFEST).exists():
+        return None
+    try:
+        manifest, _ = read_manifest(path)
+    except CheckpointError as error:
+        return Listed(path, -1, 0, 0, 0, str(error))
+    nbytes = sum(entry.nbytes for entry in manifest.files.values())
+    return Listed(path, manifest.step, manifest.world_size, len(manifest.tensors), nbytes, "")
+
+
+def latest(folder: str | Path) -> Path | None:
+    """Return the checkpoint of the highest step in a folder whose every byte verifies; None where there is none.
+
+    A damaged one is passed over, with a warning, for the one before. The file LATEST is for people; nothing is decided
+    by it.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is whole: starting over then would be the wrong surprise.
+
+    ```python
+    import tempfile, torch, zeroshard as zs
+
+    model = torch.nn.Linear(4, 1)
+    zero = zs.shard(model, torch.optim.AdamW(model.parameters()))
+    with tempfile.TemporaryDirectory() as folder:
+        assert zs.latest(folder) is None
+        zero.save(f"{folder}/step-1")
+        assert zs.latest(folder).name == "step-1"
+    ```
+    """
+    if not Path(folder).exists():
+        return None
+    problems = []
+    for one in reversed(list_checkpoints(folder)):
+        if not one.problem:
+            try:
+                verify(one.path)
+            except CheckpointError as error:
+                problems.append(str(error))
+            else:
+                for problem in problems:
+                    warnings.warn(f"{one.path} is taken, because a newer one is damaged: {problem}", stacklevel=2)
+                return one.path
+        else:
+            problems.append(one.problem)
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise CheckpointError(f"{folder}: no checkpoint is whole:\n{listed}\nRestore one, or begin in another folder.")
+    return None

@@ -1,0 +1,77 @@
+"""Writing one file: streamed, with the checksums taken from memory and the bytes on the disk when it is closed.
+
+Owns the way from tensors' bytes to a file. It must not know what the bytes are.
+"""
+
+import zlib
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
+
+from zeroshard.checkpoint import files
+from zeroshard.checkpoint.manifest import BLOCK_BYTES, Chunk, FileEntry
+
+__all__ = ["FileWriter", "write_file"]
+
+
+@final
+class FileWriter:
+    """A new file, as a context: on the way out it is on the disk.
+
+    Raises:
+        OSError: with the file's name, from any operation.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._crc32, self._done = path, [0], 0
+        self._descriptor = files.create(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                files.sync(self._descriptor)
+        except OSError as failure:
+            raise self._named(failure) from failure
+        finally:
+            files.close(self._descriptor)
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes."""
+        try:
+            while data:
+                part = data[: BLOCK_BYTES - self._done % BLOCK_BYTES]
+                self._write_part(part)
+                data = data[len(part) :]
+        except OSError as failure:
+            raise self._named(failure) from failure
+
+    def _write_part(self, part: memoryview) -> None:
+        """Append bytes of one block."""
+        if self._done and self._done % BLOCK_BYTES == 0:
+            self._crc32.append(0)
+        self._crc32[-1] = zlib.crc32(part, self._crc32[-1])
+        self._done += len(part)
+        while part:
+            count = files.write(self._descriptor, part)
+            if not count:
+                raise OSError(0, "the disk took no more bytes")
+            part = part[count:]
+
+    def entry(self, chunks: tuple[Chunk, ...] = ()) -> FileEntry:
+        """Return what the manifest says of the file."""
+        return FileEntry(self._done, tuple(self._crc32) if self._done else (), chunks)
+
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, error.strerror, str(self._path))
+
+
+def write_file(path: Path, data: bytes) -> FileEntry:
+    """Write a whole file and return what the manifest says of it."""
+    with FileWriter(path) as writer:
+        writer.write(memoryview(data))
+    return writer.entry()
