@@ -73,6 +73,7 @@ def shard(
     init_fn: InitFn | None = None,
     weights: str | Path | None = None,
     watchdog_s: float = 600.0,
+    heartbeat_s: float = 30.0,
 ) -> "Zero":
     """Shard a model and its optimizers in place over all ranks; the training loop stays as it is.
 
@@ -98,6 +99,8 @@ def shard(
         weights: a directory of safetensors with the values of a model on the meta device, under its own names; every
             rank must see it, and rank 0 reads it, slice by slice.
         watchdog_s: seconds after which a wait for another rank is an error that names what every rank does.
+        heartbeat_s: seconds after which a rank without a sign of life, stopped or out of reach, is named as the cause,
+            and the others end.
 
     Returns: the handle.
 
@@ -134,7 +137,7 @@ def shard(
     mesh, ledger = dataclasses.replace(current_mesh(), replicas=replicas), Ledger()
     check_replicas(mesh)
     pool = Pool(ledger)
-    comm = make_comm(mesh, watchdog_s, pool)
+    comm = make_comm(mesh, watchdog_s, heartbeat_s, pool)
     try:
         check_model(model, forward_methods, cut)
         check_optimizers(model, optimizers, row, elementwise, is_final=optimizer is not None)

@@ -334,6 +334,8 @@ def _run_target(place: _Place, blob: bytes) -> tuple[bytes, bool]:
             dist.destroy_process_group()
         return _dumps(_Report(result=result)), False
     except BaseException as error:  # SystemExit and pytest's skip are no results either
+        # As where nothing catches it: what runs on this rank may have something to tell the others.
+        sys.excepthook(type(error), error, error.__traceback__)
         what = RankError(type(error).__name__, str(error), traceback.format_exc())
         return _dumps(_Report(error=what)), True
 

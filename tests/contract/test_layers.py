@@ -9,6 +9,7 @@ from .source import Module, package_modules, plant
 # Bottom to top: a layer may import itself and what stands before it. "zeroshard" is the package's own `__init__`.
 LAYERS = (
     "testing",
+    "faults",
     "core",
     "state",
     "activations",

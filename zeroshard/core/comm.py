@@ -28,7 +28,7 @@ import torch.distributed as dist
 from zeroshard.core.buffer import Pool
 from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.mesh import Mesh
-from zeroshard.core.watchdog import Watchdog
+from zeroshard.faults.watchdog import Watchdog
 
 __all__ = ["Comm", "Pending", "gather_across_ranks", "make_comm", "mean_across_ranks"]
 
@@ -143,14 +143,14 @@ class SoloComm(Comm):
 class GroupComm(Comm):
     """What gloo and NCCL share: waits with a limit that end in an error naming every rank."""
 
-    def __init__(self, mesh: Mesh, watchdog_s: float) -> None:
+    def __init__(self, mesh: Mesh, watchdog_s: float, heartbeat_s: float) -> None:
         super().__init__(mesh)
         self._limit = timedelta(seconds=watchdog_s)
         self._control = dist.new_group(backend="gloo", timeout=self._limit)
         name: str = self._control.group_name
         # The store is the one thing that ranks share when the process group is stuck; torch has no public way to it.
         store = dist.distributed_c10d.PrefixStore(f"zeroshard/{name}", dist.distributed_c10d._get_default_store())
-        self.watchdog = Watchdog(store, mesh.rank, mesh.world_size, watchdog_s)
+        self.watchdog = Watchdog(store, mesh.rank, mesh.world_size, watchdog_s, heartbeat_s)
         atexit.register(_leave, weakref.ref(self))
 
     def leave(self) -> None:
@@ -171,16 +171,18 @@ class GroupComm(Comm):
         self.watchdog.runs_after(what)
 
     def _explain(self, error: RuntimeError, what: str) -> RankMismatchError:
-        try:
-            report = self.watchdog.report()
-        except Exception:  # rank 0 holds the store: without it there is nothing to read
-            report = "  (the store is gone, so rank 0's process is)"
         reason = str(error).splitlines()[0]
+        try:
+            cause, report = self.watchdog.cause(is_closed="imed out" not in reason), self.watchdog.report()
+        except Exception:  # rank 0 holds the store: without it there is nothing to read
+            cause, report = "rank 0: its process is gone, since the store that it held is", "  (unknown)"
+        first = (
+            f"A rank failed, and with it the run. {cause}\n{self.mesh} noticed it" if cause else f"{self.mesh} gave up"
+        )
         return RankMismatchError(
-            f"{self.mesh} waited for {what} and gave up: {reason}\nWhat each rank does:\n{report}\n"
+            f"{first} while it waited for {what}: {reason}\nWhat each rank does:\n{report}\n"
             "Every rank must make the same passes, norms and steps. A rank whose process has ended closes its "
-            "connections "
-            f"at once; any other has watchdog_s={self._limit.total_seconds():g} seconds."
+            f"connections at once; any other has watchdog_s={self._limit.total_seconds():g} seconds."
         )
 
     def agree(self, values: list[int], what: str) -> list[int]:
@@ -208,8 +210,8 @@ def _leave(comm: "weakref.ref[GroupComm]") -> None:
 class GlooComm(GroupComm):
     """Tagged point-to-point for shards, gloo's own collectives for small things. See "Note: gloo"."""
 
-    def __init__(self, mesh: Mesh, watchdog_s: float, pool: Pool) -> None:
-        super().__init__(mesh, watchdog_s)
+    def __init__(self, mesh: Mesh, watchdog_s: float, heartbeat_s: float, pool: Pool) -> None:
+        super().__init__(mesh, watchdog_s, heartbeat_s)
         self._pool = pool
 
     def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
@@ -321,8 +323,8 @@ def _sum_rounded(own: Tensor, rank: int, wires: dict[int, Tensor], wire: torch.d
 class NcclComm(GroupComm):
     """NCCL's own collectives for shards, gloo for the small numbers that the host reads. See "Note: NCCL"."""
 
-    def __init__(self, mesh: Mesh, watchdog_s: float) -> None:
-        super().__init__(mesh, watchdog_s)
+    def __init__(self, mesh: Mesh, watchdog_s: float, heartbeat_s: float) -> None:
+        super().__init__(mesh, watchdog_s, heartbeat_s)
         self._all = dist.new_group(backend="nccl", timeout=self._limit)
         self._gathers = self._new_groups(mesh.shard_ranks)
         self._reduces = self._new_groups(mesh.shard_ranks)
@@ -386,13 +388,13 @@ class NcclComm(GroupComm):
         return torch.stack(rows)
 
 
-def make_comm(mesh: Mesh, watchdog_s: float, pool: Pool) -> Comm:
+def make_comm(mesh: Mesh, watchdog_s: float, heartbeat_s: float, pool: Pool) -> Comm:
     """Return the collectives for the mesh's backend. Collective: makes process groups; every rank must call."""
     if mesh.world_size == 1:
         return SoloComm(mesh)
     if "nccl" in dist.get_backend():
-        return NcclComm(mesh, watchdog_s)
-    return GlooComm(mesh, watchdog_s, pool)
+        return NcclComm(mesh, watchdog_s, heartbeat_s)
+    return GlooComm(mesh, watchdog_s, heartbeat_s, pool)
 
 
 def gather_across_ranks(tensor: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ Note: why slices of parameters, and not one flat tensor
     foreach and loop updates all accept that.
 """
 
+import zlib
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -18,7 +20,7 @@ from zeroshard.core.comm import Pending
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import MasterSlice
 from zeroshard.core.parameter import Slot, slot_of
-from zeroshard.core.precision import LossScale
+from zeroshard.core.precision import LossScale, round_at_random
 from zeroshard.core.unit import Unit
 
 __all__ = ["ShardedOptimizer", "is_cut"]
@@ -39,7 +41,8 @@ class ShardedOptimizer:
         self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, state_cost: tuple[int, int] | None
     ) -> None:
         self._engine, self.optimizer, self._index, self.state_cost = engine, optimizer, index, state_cost
-        self._steps = 0
+        self.steps = 0
+        """Steps so far, skipped ones included."""
         self._set_aside: dict[Tensor, dict[str, Any]] | None = None
         for group in optimizer.param_groups:
             self._exchange(group)
@@ -99,14 +102,40 @@ class ShardedOptimizer:
         self._engine.check_reduced("optimizer.step()")
         assert not any(unit.is_open and not unit.is_whole for unit in self._engine.units), "a unit was left gathered"
         scale = self._engine.loss_scale
-        is_finite = scale is None or not scale.has_overflowed
-        place = f"step {self._steps} of optimizer {self._index} ({type(optimizer).__name__})"
+        if scale is not None:
+            is_finite = not scale.has_overflowed
+        else:
+            # A GradScaler has voted itself, and tells a fused optimizer to skip by this attribute.
+            is_finite = hasattr(optimizer, "found_inf") or _is_finite(self.masters)
+        place = f"step {self.steps} of optimizer {self._index} ({type(optimizer).__name__})"
         self._engine.is_skipping = not self._engine.order.barrier(place, is_finite)[0]
-        if self._engine.is_skipping and scale is not None and scale.value <= scale.FLOOR:
-            self._raise_overflow(scale)
+        if self._engine.is_skipping and (scale is None or scale.value <= scale.FLOOR):
+            self._engine.is_skipping = False
+            self._raise_not_finite(scale)
+        self._widen()
+
+    def _widen(self) -> None:
+        """Let masters that are rounded at random be updated in fp32; those of a step that failed begin anew."""
+        for master, slot in self._stochastic():
+            is_wide, master.data = master.dtype == torch.float32, slot.bucket.master(slot.index).float()
+            self._engine.ledger.add("transient", 0 if is_wide else master.nbytes)
+
+    def _round(self) -> None:
+        """Put masters that were updated in fp32 back into their buckets, rounded."""
+        for master, slot in self._stochastic():
+            place = slot.bucket.master_range(slot.index)[0] - slot.bucket.layout.offsets[slot.index]
+            seed = zlib.crc32(f"{slot.name} {self.steps}".encode())
+            narrow = slot.bucket.master(slot.index).copy_(round_at_random(master.data, place, seed))
+            self._engine.ledger.add("transient", -master.nbytes)
+            master.data = narrow
+
+    def _stochastic(self) -> list[tuple[Tensor, Slot]]:
+        pairs = [(master, slot_of(master)) for master in self.masters]
+        return [(master, slot) for master, slot in pairs if slot.bucket.dtypes.is_stochastic]
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._steps += 1
+        self.steps += 1
+        self._round()
         engine = self._engine
         has_overflowed, engine.is_skipping = engine.is_skipping, False
         if engine.loss_scale is not None:
@@ -123,7 +152,7 @@ class ShardedOptimizer:
         number = engine.order.next_tag()
 
         def start(unit: Unit) -> list[Pending]:
-            what = f"the updated parameters of {unit} after step {self._steps}"
+            what = f"the updated parameters of {unit} after step {self.steps}"
             published = [bucket for bucket in unit.buckets if bucket.is_published]
             return [engine.comm.gather(bucket.full, unit.tag(bucket, number), what) for bucket in published]
 
@@ -134,10 +163,16 @@ class ShardedOptimizer:
         ]
         torch.autograd.graph.increment_version(whole)
 
-    def _raise_overflow(self, scale: LossScale) -> None:
-        self._engine.is_skipping = False
+    def _raise_not_finite(self, scale: LossScale | None) -> None:
         mine = next((slot_of(m).name for m in self.masters if m.grad is not None and not m.grad.isfinite().all()), "")
-        names = [name for name in self._engine.comm.texts(mine, "the parameter whose gradient overflowed") if name]
+        texts = self._engine.comm.texts(mine, "the parameter whose gradient is not finite")
+        names = [name for name in texts if name]
+        if scale is None:
+            raise RuntimeError(
+                f"{self._engine.mesh} The gradient of '{min(names, default='?')}' is not finite; nothing was "
+                "changed on any rank. The training has diverged, or a rank's data hold what is no number: "
+                "look at the losses of each rank, lower the learning rate, or clip."
+            )
         raise RuntimeError(
             f"{self._engine.mesh} The gradient of '{min(names, default='?')}' is not finite at the smallest loss "
             f"scale, {scale.value:g}; earlier steps were skipped at {scale.history}. The training has diverged, or a "
@@ -236,6 +271,14 @@ class ShardedOptimizer:
                 value = flatten(value, bucket.shapes[index], bucket.strides[index])[first:last].clone()
             cut[key] = value
         return cut
+
+
+def _is_finite(masters: Sequence[Tensor]) -> bool:
+    """Tell whether the gradients of this rank's slices are; their sum costs one pass, and only what is not is sure."""
+    grads = [master.grad for master in masters if master.grad is not None]
+    if not grads or torch.stack([grad.sum() for grad in grads]).sum().isfinite():
+        return True
+    return all(bool(grad.isfinite().all()) for grad in grads)
 
 
 def make_master(slot: Slot) -> MasterSlice:

@@ -57,26 +57,31 @@ def _predict(engine: Engine, optimizers: Sequence[ShardedOptimizer], buckets: Se
     parameters, padding = _owned([(b, b.resident_range, b.dtype) for b in buckets])
     held_masters, spare = _owned_masters(buckets)
     gradients, more = _owned([(b, b.grads.range, b.dtypes.grad) for b in trained])
-    states = counters = 0
+    states = counters = wide_bytes = 0
     for one in optimizers:
+        wide_bytes = max(wide_bytes, sum(m.numel() * _state_itemsize(m) for m in one.masters if _is_widened(m)))
         per_element, counter = one.state_cost or (0, 0)
         masters = [m for m in one.masters if any(slot_of(m).bucket is b for b in trained)]
-        states += per_element * sum(m.nbytes for m in masters)
+        states += per_element * sum(m.numel() * _state_itemsize(m) for m in masters)
         counters += counter * len(masters)
     return {
         "parameters": parameters,
         "gradients": gradients,
         "states": states + held_masters,
         "padding": padding + spare + more + counters,
-        "transient": _predict_transient(engine.units, engine.mesh),
+        "transient": _predict_transient(engine.units, engine.mesh, wide_bytes),
     }
 
 
-def _predict_transient(units: Sequence[Unit], mesh: Mesh) -> int:
-    """Return the most bytes of whole units, gradients on their way and wire buffers."""
+def _predict_transient(units: Sequence[Unit], mesh: Mesh, wide_bytes: int) -> int:
+    """Return the most bytes of whole units, gradients on their way and wire buffers.
+
+    Args:
+        wide_bytes: of masters while they are updated in fp32, when no unit is whole.
+    """
     full = tuple(unit.full_bytes for unit in units)
     passes = schedule.plain_marks(len(units))
-    whole = max(schedule.peak_units(schedule.replay(record, marks), full) for record, marks in passes)
+    whole = max(wide_bytes, *(schedule.peak_units(schedule.replay(record, marks), full) for record, marks in passes))
     if mesh.shard_size == 1:
         return whole
     # Pools keep their buffers, so the most of each size counts. The root's gradients land first and are reduced last.
@@ -127,6 +132,15 @@ def _owned(parts: Sequence[tuple[Bucket, tuple[int, int], torch.dtype]]) -> tupl
         owned += bucket.layout.owned_numel(start, stop) * dtype.itemsize
         total += (stop - start) * dtype.itemsize
     return owned, total - owned
+
+
+def _state_itemsize(master: torch.Tensor) -> int:
+    """Return the bytes of a state's element: as the master while it is updated."""
+    return torch.float32.itemsize if _is_widened(master) else master.itemsize
+
+
+def _is_widened(master: torch.Tensor) -> bool:
+    return slot_of(master).bucket.dtypes.is_stochastic
 
 
 def _owned_masters(buckets: Sequence[Bucket]) -> tuple[int, int]:

@@ -1,0 +1,3 @@
+"""What a rank tells the others when something goes wrong. Read `watchdog.py`."""
+
+__all__: list[str] = []
