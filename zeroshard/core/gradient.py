@@ -131,8 +131,8 @@ class MasterSlice(torch.nn.Parameter):
                 part = part.as_subclass(MasterGradient)
                 part._slot = slot
             slot.master_grad = part
-        if slot.master_grad.dtype.itemsize < self.dtype.itemsize:
-            # Optimizers want one dtype: gradients held in less are widened for the update alone.
+        if slot.master_grad.dtype != self.dtype:
+            # Optimizers want one dtype: gradients held in another are converted for the update alone.
             wide = slot.master_grad.to(self.dtype).as_subclass(MasterGradient)
             wide._slot = slot
             return wide
