@@ -188,13 +188,18 @@ class Staged:
         self._inner.gather(host, *rest, **options).wait()
         return self._to_device(full, host)
 
-    def reduce(self, full: Tensor, *rest: Any, **options: Any) -> Pending:
+    def reduce(self, full: Tensor, own: Tensor, *rest: Any, **options: Any) -> Pending:
         """Reduce on the host; only this rank's shard comes back."""
         host = self._to_host(full)
-        self._inner.reduce(host, *rest, **options).wait()
-        mesh = self._inner.mesh
-        own, result = (t.view(mesh.shard_size, -1)[mesh.shard_rank] for t in (full, host))
+        result = torch.empty_like(own, device="cpu")
+        self._inner.reduce(host, result, *rest, **options).wait()
         return self._to_device(own, result)
+
+    def reduce_copies(self, own: Tensor, *rest: Any, **options: Any) -> Pending:
+        """Reduce over copies on the host."""
+        host = self._to_host(own)
+        self._inner.reduce_copies(host, *rest, **options).wait()
+        return self._to_device(own, host)
 
     def broadcast(self, tensor: Tensor, *rest: Any, **options: Any) -> None:
         """Broadcast on the host."""

@@ -165,22 +165,22 @@ class GradientBuffer:
         start, stop = self.shard_range
         return self.hold()[start - self.range[0] : stop - self.range[0]]
 
-    def add_reduced(self, staged: "Staged") -> Tensor:
-        """Add the reduced shard that now lies in the stage to what is held; return `held`.
+    def place_of_sum(self, staged: "Staged") -> Tensor:
+        """Return where this rank's shard of the sum goes: straight to what is held where no sum lies there yet."""
+        return staged.full[slice(*self.shard_range)] if True in staged.filled else self.own_shard()
+
+    def add_reduced(self, staged: "Staged", own: Tensor) -> Tensor:
+        """Add this rank's shard of the sum to what is held, where it does not lie there already; return `held`.
 
         Invariant: what is left over from before `zero_grad` is overwritten, not added to.
         """
         held = self.hold()
         if staged.full.data_ptr() != held.data_ptr():
-            start, stop = self.shard_range
-            own = self.own_shard()
             if True in staged.filled:
                 for index, is_filled in enumerate(staged.filled):
                     if not is_filled:
                         self.slice(index, held).zero_()
-                own.add_(staged.full[start:stop])
-            else:
-                own.copy_(staged.full[start:stop])
+                self.own_shard().add_(own)
             self._pool.give(staged.full)
         return held
 

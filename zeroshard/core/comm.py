@@ -33,6 +33,7 @@ from zeroshard.faults.watchdog import Watchdog
 __all__ = ["Comm", "Pending", "gather_across_ranks", "make_comm", "mean_across_ranks"]
 
 Tensor = torch.Tensor
+Ranks = tuple[int, ...]
 TEXT_BYTES = 4096
 FP32_BYTES = 4
 
@@ -75,11 +76,12 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def reduce(self, full: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
-        """Sum `full` over the ranks of one copy and multiply by `scale`; this rank's shard of it is in place then.
+    def reduce(self, full: Tensor, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+        """Sum `full` over the ranks of one copy, multiply by `scale`, and leave this rank's shard of it in `own`.
 
         Args:
             full: (N * S,) for the N ranks of one copy; the other shards are not changed.
+            own: (S,), this rank's shard of `full` itself or any other memory.
             wire: what elements are rounded to before they are sent; sums are made in fp32 or better.
         Collective: reduce-scatter (sum in rank order 0..N-1 where the backend allows); each rank sends (N-1) * S
             elements.
@@ -124,7 +126,7 @@ class SoloComm(Comm):
     def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
         return Pending(_nothing)
 
-    def reduce(self, full: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+    def reduce(self, full: Tensor, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
         return Pending(_nothing)
 
     def reduce_copies(self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
@@ -217,19 +219,21 @@ class GlooComm(GroupComm):
     def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
         return self._gather(full, self.mesh.shard_ranks, tag, what, kind)
 
-    def reduce(self, full: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
-        return self._reduce(full, self.mesh.shard_ranks, wire, scale, tag, what, "reduce")
+    def reduce(self, full: Tensor, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+        return self._reduce(full, own, self.mesh.shard_ranks, wire, scale, tag, what, "reduce")
 
     def reduce_copies(self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
-        summed = self._reduce(own, self.mesh.replica_ranks, wire, scale, tag, what, "replicate")
+        ranks = self.mesh.replica_ranks
+        part = own.view(len(ranks), -1)[ranks.index(self.mesh.rank)]
+        summed = self._reduce(own, part, ranks, wire, scale, tag, what, "replicate")
 
         def finish() -> None:
             summed.wait()
-            self._gather(own, self.mesh.replica_ranks, tag, what, "replicate").wait()
+            self._gather(own, ranks, tag, what, "replicate").wait()
 
         return Pending(finish)
 
-    def _gather(self, full: Tensor, ranks: tuple[int, ...], tag: int, what: str, kind: str) -> Pending:
+    def _gather(self, full: Tensor, ranks: Ranks, tag: int, what: str, kind: str) -> Pending:
         chunks, own = full.view(len(ranks), -1), full.view(len(ranks), -1)[ranks.index(self.mesh.rank)]
         peers = self._peers(ranks)
         works = [self._receive(chunks[place], ranks[place], 2 * tag) for place in peers]
@@ -237,10 +241,10 @@ class GlooComm(GroupComm):
         return Pending(lambda: self._wait(works, what))
 
     def _reduce(
-        self, full: Tensor, ranks: tuple[int, ...], wire: torch.dtype, scale: float, tag: int, what: str, kind: str
+        self, full: Tensor, own: Tensor, ranks: Ranks, wire: torch.dtype, scale: float, tag: int, what: str, kind: str
     ) -> Pending:
         chunks, place = full.view(len(ranks), -1), ranks.index(self.mesh.rank)
-        own, peers = chunks[place], self._peers(ranks)
+        mine, peers = chunks[place], self._peers(ranks)
         is_rounded = wire != full.dtype or wire.itemsize < FP32_BYTES
         taken = {peer: self._pool.take(own.numel(), wire, own.device) for peer in peers}
         works = [self._receive(buffer, ranks[peer], 2 * tag + 1) for peer, buffer in taken.items()]
@@ -251,17 +255,17 @@ class GlooComm(GroupComm):
             self._wait(works, what)
             if is_rounded:
                 total = self._pool.take(own.numel(), torch.promote_types(full.dtype, torch.float32), own.device)
-                _sum_rounded(own, place, taken, wire, total)
+                _sum_rounded(mine, place, taken, wire, total)
                 own.copy_(total.mul_(scale))
                 self._pool.give(total)
             else:
-                _sum_in_rank_order(own, place, taken, scale)
+                _sum_in_rank_order(mine, place, taken, scale, own)
             for buffer in [*taken.values(), *(chunk for chunk in sent.values() if chunk.dtype != full.dtype)]:
                 self._pool.give(buffer)
 
         return Pending(finish)
 
-    def _peers(self, ranks: tuple[int, ...]) -> list[int]:
+    def _peers(self, ranks: Ranks) -> list[int]:
         """Return the places of the others; starting with the next one spreads the first messages over all receivers."""
         place = ranks.index(self.mesh.rank)
         return [(place + step) % len(ranks) for step in range(1, len(ranks))]
@@ -302,14 +306,14 @@ class GlooComm(GroupComm):
         return work
 
 
-def _sum_in_rank_order(own: Tensor, rank: int, wires: dict[int, Tensor], scale: float) -> None:
-    """Leave scale * (chunk of rank 0 + chunk of rank 1 + ...) in `own`, without another buffer."""
-    total = own if rank == 0 else wires[0]
+def _sum_in_rank_order(mine: Tensor, rank: int, wires: dict[int, Tensor], scale: float, out: Tensor) -> None:
+    """Leave scale * (chunk of rank 0 + chunk of rank 1 + ...) in `out`, without another buffer."""
+    total = mine if rank == 0 else wires[0]
     for peer in range(1, len(wires) + 1):
-        chunk = own if peer == rank else wires[peer]
-        total = torch.add(total, chunk, out=own if peer >= rank else total)
+        chunk = mine if peer == rank else wires[peer]
+        total = torch.add(total, chunk, out=out if peer >= rank else total)
     if scale != 1.0:
-        own.mul_(scale)
+        out.mul_(scale)
 
 
 def _sum_rounded(own: Tensor, rank: int, wires: dict[int, Tensor], wire: torch.dtype, total: Tensor) -> None:
@@ -333,7 +337,7 @@ class NcclComm(GroupComm):
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-    def _new_groups(self, mine: tuple[int, ...]) -> dist.ProcessGroup:
+    def _new_groups(self, mine: Ranks) -> dist.ProcessGroup:
         """Make the process group of `mine`, and at the same time those of the other ranks along the same axis."""
         step = mine[1] - mine[0] if len(mine) > 1 else 1
         firsts = {rank - (rank // step % len(mine)) * step for rank in range(self.mesh.world_size)}
@@ -348,8 +352,7 @@ class NcclComm(GroupComm):
         self.sent_bytes[kind] += own.nbytes * (self.mesh.shard_size - 1)
         return Pending(lambda: self._wait([work], what))
 
-    def reduce(self, full: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
-        own = full.view(self.mesh.shard_size, -1)[self.mesh.shard_rank]
+    def reduce(self, full: Tensor, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
         sent = full.to(wire)
         part = sent.view(self.mesh.shard_size, -1)[self.mesh.shard_rank]
         work = self._reduce_scatter(part, sent, op=dist.ReduceOp.SUM, group=self._reduces, async_op=True)

@@ -185,7 +185,7 @@ class Order:
             g.landed = [False] * len(g.landed)
 
     def _merge(self, pass_: Pass) -> Record:
-        """Return the record for the next pass of this kind, from agreed requests only, so that ranks have the same."""
+        """Return the record for the next pass of this kind; its requests are agreed ones only, equal on all ranks."""
         record = self._records.get(pass_.key, Record())
         requests, pinned = list(record.requests), set(record.pinned)
         for kind, unit, is_again in pass_.agreed:
@@ -199,7 +199,7 @@ class Order:
             elif is_again or pass_.is_first:
                 pinned.add(unit)
         ordered = hoist(requests) if pass_.is_first else tuple(requests)
-        return Record(ordered, frozenset(pinned))
+        return Record(ordered, frozenset(pinned), frozenset(pass_.schedule.outlasting))
 
     # -- rounds -----------------------------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class Order:
             else:
                 while self._in_flight:
                     self._finish(self._in_flight.pop(0))
-                self._in_flight.append(unit.start_reduce(self._comm, pass_.number, str(pass_), defers=pass_.defers))
+                self._in_flight.append(Reduction(unit, self._comm, pass_.number, str(pass_), defers=pass_.defers))
 
     def _finish(self, reduction: Reduction) -> None:
         self._tails += reduction.finish()
@@ -321,9 +321,17 @@ class Order:
 
     def _event(self, phase: str, key: Hashable, kind: str, number: int, *, is_next: bool = False) -> Event:
         unit = self._units[number]
-        pinned = self._records[key].pinned if kind == "gather" and key in self._records else frozenset()
+        record = self._records.get(key, Record()) if kind == "gather" else Record()
         dtype = "" if kind == "release" else unit.wire_dtypes(kind)
-        return Event(self.steps + is_next, phase, kind, unit.name, unit.sent_bytes(kind), number in pinned, dtype)
+        return Event(
+            self.steps + is_next,
+            phase,
+            kind,
+            unit.name,
+            unit.sent_bytes(kind),
+            number in record.pinned | record.outlasting,
+            dtype,
+        )
 
     def _predict(self) -> list[Event]:
         done = self._done if self.has_stepped else self._last_step

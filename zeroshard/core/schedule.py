@@ -34,7 +34,7 @@ ROOT = 0
 """The unit of all parameters outside other units; whole from its first use in a pass to the end of the pass."""
 
 WINDOW = 2
-"""Units besides the root that may be whole at once: the one in use and the one on its way."""
+"""Units besides the root, and those that outlast others, that may be whole: the one in use, the one on its way."""
 
 Action = tuple[Literal["gather", "release", "reduce"], int]
 Request = tuple[Literal["gather", "reduce"], int]
@@ -51,6 +51,9 @@ class Record:
 
     requests: tuple[Request, ...] = ()
     pinned: frozenset[int] = frozenset()
+    outlasting: frozenset[int] = frozenset()
+    """Units that stayed whole on this rank while others came and went: tied and nested ones. They take no room in the
+    window, where the next unit would wait for them."""
 
 
 class Schedule:
@@ -64,6 +67,8 @@ class Schedule:
         self._queue = list(record.requests)
         self._kept = record.pinned | {ROOT}
         self._landed: set[int] = set()
+        self._recent: tuple[int, ...] = ()
+        self.outlasting = set(record.outlasting)
         self.issued: set[int] = set()
         """Units gathered in this pass: asking for one of them again means that it was released too early."""
         self.whole: dict[int, bool] = {}
@@ -71,6 +76,9 @@ class Schedule:
 
     def need(self, unit: int) -> list[Action] | None:
         """Make `unit` whole: issue what the record has before it, then it, then what fits in the window behind it."""
+        if unit not in (*self._kept, *self._recent[-1:]):
+            self._recent = (*self._recent[-1:], unit)
+            self.outlasting |= {u for u, is_used in self.whole.items() if is_used} - {*self._recent} - self._kept
         if unit in self.whole:
             actions = self._pass_over(unit)
             self.whole[unit] = True
@@ -132,7 +140,7 @@ class Schedule:
         actions: list[Action] = []
         while self._queue:
             kind, unit = self._queue[0]
-            has_room = unit in self._kept or len(self.whole.keys() - self._kept) < WINDOW
+            has_room = unit in self._kept or len(self.whole.keys() - self._kept - self.outlasting) < WINDOW
             if not (has_room if kind == "gather" else unit in self._landed):
                 break
             actions += self._issue_front()

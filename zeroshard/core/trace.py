@@ -20,7 +20,7 @@ class Event:
 
     `kind` is "gather", "release", "reduce", "publish" (updated parameters sent after a step) or "step"; `phase` is
     "forward", "backward" or "step"; `nbytes` is what this rank sends for it; `is_pinned` marks a unit that stays whole
-    to the end of its pass because it is used more than once (tied, nested or called again).
+    while others come and go, because it is used more than once or around others (tied, called again, nested).
 
     ```python
     import zeroshard as zs

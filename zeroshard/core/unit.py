@@ -35,25 +35,25 @@ class Reduction:
     def __init__(self, unit: "Unit", comm: Comm, number: int, where: str, *, defers: bool) -> None:
         self._unit, self._comm, self._number, self._defers = unit, comm, number, defers
         self._what = f"the reduction of {unit} in {where}"
-        self._pending: list[tuple[Bucket, Staged, Pending]] = []
+        self._pending: list[tuple[Bucket, Staged, Tensor, Pending]] = []
         for bucket in unit.reducible():
             staged = bucket.grads.take_stage()
             scale = unit.scale if comm.mesh.replicas == 1 else 1.0
-            pending = comm.reduce(staged.full, bucket.dtypes.reduce, scale, unit.tag(bucket, number), self._what)
-            self._pending.append((bucket, staged, pending))
+            own, wire = bucket.grads.place_of_sum(staged), bucket.dtypes.reduce
+            pending = comm.reduce(staged.full, own, wire, scale, unit.tag(bucket, number), self._what)
+            self._pending.append((bucket, staged, own, pending))
 
     def finish(self) -> list[Pending]:
         """Add the sums to what is held; return what gathers them where every rank needs them whole."""
         tails = []
-        for bucket, staged, pending in self._pending:
+        for bucket, staged, own, pending in self._pending:
             pending.wait()
             grads = bucket.grads
             grads.is_of_one_copy |= self._defers
-            own = staged.full[slice(*grads.shard_range)]
             if not grads.is_of_one_copy:
                 self._unit.reduce_copies(bucket, own, self._comm, self._number, self._what)
             self._unit.check_finite(bucket, own)
-            held = grads.add_reduced(staged)
+            held = grads.add_reduced(staged, own)
             if not grads.is_of_one_copy:
                 tails += self._unit.gather_sums(bucket, held, self._comm, self._number, self._what)
         return tails
@@ -186,10 +186,6 @@ class Unit:
     def has_all_landed(self) -> bool:
         """Tell whether every parameter that wants a gradient got one in this pass."""
         return self.landed == self._wanted
-
-    def start_reduce(self, comm: Comm, number: int, where: str, *, defers: bool) -> Reduction:
-        """Begin to sum the staged gradients over ranks; `defers` leaves the sum over copies to a later pass."""
-        return Reduction(self, comm, number, where, defers=defers)
 
     def finish_deferred(self, comm: Comm, number: int, where: str) -> list[Pending]:
         """Sum over copies what earlier passes left to this one; return what gathers it, as `Reduction.finish` does."""
