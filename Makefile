@@ -8,13 +8,24 @@ STAMP := $(VENV)/.stamp
 # One thread a process: ranks share the cores of this host.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check clean
+.PHONY: train test torture bench check clean
 
 train: $(STAMP)
 	$(VENV)/bin/zeroshard train $(ARGS)
 
+# Three at once: tests with several ranks wait more than they compute.
 test: $(STAMP)
-	$(VENV)/bin/pytest $(ARGS)
+	$(VENV)/bin/pytest -n 3 $(ARGS)
+
+# Kills a training at random; ARGS='--minutes 60' for longer (docs/reliability.md).
+torture: $(STAMP)
+	$(VENV)/bin/python -m tools.torture $(ARGS)
+
+# All that is published, which takes hours; ARGS='--case tiny' and its like measure less (docs/benchmarks.md).
+bench: $(STAMP)
+	DS_BUILD_OPS=0 $(VENV)/bin/pip install --quiet -c constraints.txt -e '.[bench]'
+	$(VENV)/bin/python -m benchmarks.run $(or $(ARGS),--plan all)
+	$(if $(ARGS),,$(VENV)/bin/python -m benchmarks.report)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .

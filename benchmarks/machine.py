@@ -41,7 +41,7 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write a result file: indented, each list of numbers on one line."""
     text = json.dumps(result, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text) + "\n")
+    path.write_text(re.sub(r"\[[^][{}]*\]", lambda found: f"[{' '.join(found[0][1:-1].split())}]", text) + "\n")
 
 
 def available_bytes() -> int:

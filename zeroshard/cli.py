@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn, Self, final
 
 import zeroshard
-from zeroshard.train.launch import StopSignal, is_first_rank, joined_world_size, launch_ranks
+from zeroshard.train.launch import StopSignal, follow_launcher, is_first_rank, joined_world_size, launch_ranks
 from zeroshard.train.metrics import EvalRecord, RankBytes, Start, StepRecord, Summary
 
 try:
@@ -66,13 +66,15 @@ def train(
     stage: Annotated[int | None, typer.Option(help="Row of the residency table, 0 to 3.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
     data: Annotated[str | None, typer.Option(help="Text, .jsonl, .parquet, or a folder of them.")] = None,
-    name: Annotated[str | None, typer.Option(help="Files go to runs/NAME/; an earlier run's are replaced.")] = None,
+    name: Annotated[str | None, typer.Option(help="Files go to runs/NAME/; a run there goes on.")] = None,
     steps: Annotated[int | None, typer.Option(help="Updates of the parameters.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of parameters, data order and sample.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run; refuse where there is one.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and stop.")] = False,
 ) -> None:
-    """Train a language model on text, its states sharded over ranks."""
+    """Train a language model on text, its states sharded over ranks. The same command again goes on with the run."""
     from zeroshard.train.config import load_config, to_toml
+    from zeroshard.train.resume import is_complete
 
     options = {
         "model.source": model,
@@ -88,6 +90,7 @@ def train(
     settings = [f"{key}={value}" for key, value in options.items() if value is not None] + (overrides or [])
     joined = joined_world_size()
     if joined is not None:
+        follow_launcher()
         settings.append(f"run.ranks={joined}")
     try:
         resolved = load_config(config, settings)
@@ -97,7 +100,11 @@ def train(
         print(to_toml(resolved), end="")
         return
     if is_first_rank():
-        _prepare(resolved)
+        _prepare(resolved, is_fresh=fresh)
+    if is_complete(resolved):
+        if is_first_rank():
+            print(_complete_line(resolved))
+        return
     if joined is None and resolved.run.ranks > 1:
         sys.exit(launch_ranks(resolved.run.ranks, sys.argv[1:], patience_s=resolved.zero.watchdog_s))
     _train(resolved)
@@ -155,11 +162,13 @@ def _train(config: Config) -> NoReturn:
     sys.exit(stop.exit_status if summary.is_interrupted else 0)
 
 
-def _prepare(config: Config) -> None:
+def _prepare(config: Config, *, is_fresh: bool) -> None:
     """Prepare before anything starts, so that one process says what is wrong, and ranks wait for nothing."""
+    from zeroshard.train.resume import check_folder
     from zeroshard.train.run import prepare
 
     try:
+        check_folder(config, is_fresh=is_fresh)
         prepare(config)
     except (ValueError, ImportError) as error:
         _fail(str(error))
@@ -187,7 +196,7 @@ class Terminal:
         if not self._console.is_terminal:
             self._console.width = _PLAIN_WIDTH
         self._log_every = log_every
-        self._steps = 0
+        self._steps = self._done = 0
         self._train_s = 0.0
         self._progress: Progress | None = None
 
@@ -201,7 +210,10 @@ class Terminal:
     def started(self, start: Start) -> None:
         """Print the banner, and start the progress bar where there is a terminal."""
         self._steps = start.steps
+        self._done = start.done
         facts = {"model": start.model, "mesh": start.mesh, "data": start.data, "files": f"{start.folder}/"}
+        if start.done:
+            facts["start"] = f"after step {start.done} of {start.steps}, from its checkpoint"
         for label, fact in facts.items():
             self._console.print(f"[bold]{label:<6}[/bold] {fact}", soft_wrap=True)
         table = Table(title="Residency", title_justify="left")
@@ -215,7 +227,7 @@ class Terminal:
         if self._console.is_terminal:
             self._progress = _make_progress(self._console)
             self._progress.start()
-            self._progress.add_task("train", total=start.steps, status="")
+            self._progress.add_task("train", total=start.steps, completed=start.done, status="")
 
     def stepped(self, record: StepRecord) -> None:
         """Move the bar, or print a line every so many steps."""
@@ -224,8 +236,8 @@ class Terminal:
         status = f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s  {held_bytes / 1e6:.1f} MB/rank"
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=record.step, status=status)
-        elif record.step % self._log_every == 0 or record.step in (1, self._steps):
-            left_s = self._train_s / record.step * (self._steps - record.step)
+        elif record.step % self._log_every == 0 or record.step in (self._done + 1, self._steps):
+            left_s = self._train_s / (record.step - self._done) * (self._steps - record.step)
             line = f"step {record.step:>5}/{self._steps}  {status}  {_minutes(left_s)} left"
             self._console.print(line, soft_wrap=True)
 
@@ -236,6 +248,13 @@ class Terminal:
             f"{record.scored_bytes:,} held-out bytes, {record.eval_s:.1f} s",
             soft_wrap=True,
         )
+
+    def saving(self, step: int) -> None:
+        """Print nothing yet."""
+
+    def saved(self, step: int, path: Path) -> None:
+        """Print where the checkpoint is."""
+        self._console.print(f"[bold]saved[/bold] after step {step}: {path}", soft_wrap=True)
 
     def finished(self, summary: Summary) -> None:
         """Print the sample and the closing tables."""
@@ -301,6 +320,12 @@ def _closing_line(summary: Summary) -> str:
     state = f"interrupted after {summary.steps} steps" if summary.is_interrupted else f"{summary.steps} steps"
     bits = "not evaluated" if summary.bits_per_byte is None else f"{summary.bits_per_byte:.4f} bits per byte held out"
     return f"[bold]{bits}[/bold], {state}, {summary.tokens_per_s:,.0f} tokens/s, {_minutes(summary.wall_s)} in all"
+
+
+def _complete_line(config: Config) -> str:
+    """Say that there is nothing left to do, and what there could be."""
+    made = f"{config.folder} is complete: all of its {config.train.steps} steps are made"
+    return f"{made}. More of them (--steps) go on with it, another --name starts anew."
 
 
 def _minutes(seconds: float) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint.load import Loaded, load
-from zeroshard.checkpoint.save import save
+from zeroshard.checkpoint.save import Saver
 from zeroshard.core.buffer import Pool
 from zeroshard.core.comm import make_comm
 from zeroshard.core.engine import Engine
@@ -199,6 +199,7 @@ class Zero:
     def __init__(self, engine: Engine, model: nn.Module, row: Residency, cut: str, elementwise: bool | None) -> None:
         self._engine, self._model, self._cut, self._elementwise = engine, model, cut, elementwise
         self._sharded: list[ShardedOptimizer] = []
+        self._saver = Saver(engine, model, self._sharded)
         self._averages: weakref.WeakSet[Average] = weakref.WeakSet()
         self.residency = row
         """The row of the residency table."""
@@ -328,11 +329,22 @@ class Zero:
         self._averages.add(average)
         return average
 
-    def save(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, step: int | None = None) -> Path:
+    def save(
+        self,
+        path: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        step: int | None = None,
+        asynchronous: bool = False,
+        keep: int | None = None,
+    ) -> Path:
         """Write a checkpoint: parameters, buffers, optimizers, loss scale, each rank's random generators, and `extra`.
 
-        When this returns, the checkpoint is on the disk; it is there wholly or not at all. Any number of ranks at any
-        stage and precision reads it. Needs no memory beside the buffers of files.
+        It is there wholly or not at all; any number of ranks at any stage and precision reads it. When this returns, it
+        is on the disk, unless `asynchronous`: then what this rank writes has been copied to host memory, and a thread
+        writes the copy. While it does, each optimizer step asks all ranks how far they are. The outcome is known, and
+        a failure raised on every rank, at the first step after it, at the next `save`, `load` or `wait`, or at exit of
+        the interpreter, which waits for it and ends with status 1 if it failed. (A killed process does not exit.)
 
         Args:
             path: a new folder, the same on every rank, on a disk that all of them share.
@@ -340,11 +352,14 @@ class Zero:
                 numbers, texts, lists, mappings, small tensors; the same on every rank.
             step: the checkpoint's number, by which `zs.latest` finds the newest; by default the number at the end of
                 the path ("runs/a/step-1000"), else the steps that were taken.
+            asynchronous: return after the copy, which is kept for the next one. One save is under way at a time.
+            keep: let this checkpoint expire, and remove those beside it that expire, too, and are older, but for so
+                many that `keep`, at least 2, are left with this one. Saved without it, a checkpoint stays.
 
         Returns: the path.
 
         Raises:
-            CheckpointError: on every rank, with the first rank's reason; nothing was committed.
+            CheckpointError: on every rank, with one rank's reason; nothing was committed, unless the text says so.
             RuntimeError: inside a pass or `gathered()`.
 
         Collective: agreements of some bytes, an all-gather of checksums; every rank must call.
@@ -355,11 +370,32 @@ class Zero:
         model = torch.nn.Linear(4, 1)
         zero = zs.shard(model, torch.optim.AdamW(model.parameters()))
         with tempfile.TemporaryDirectory() as folder:
-            zero.save(f"{folder}/step-7", extra={"epoch": 2})
+            zero.save(f"{folder}/step-7", extra={"epoch": 2}, keep=3)
             assert zero.load(zs.latest(folder)).extra == {"epoch": 2}
         ```
         """
-        return save(self._engine, self._model, self._sharded, path, extra, step=step)
+        return self._saver.save(path, extra, step=step, asynchronous=asynchronous, keep=keep)
+
+    def wait(self) -> None:
+        """Wait until an asynchronous save is committed; nothing is to be done where there is none.
+
+        Raises:
+            CheckpointError: on every rank, if it failed.
+            RuntimeError: inside a pass or `gathered()`.
+
+        Collective: agreements of some bytes; every rank must call.
+
+        ```python
+        import tempfile, torch, zeroshard as zs
+
+        zero = zs.shard(torch.nn.Linear(4, 1))
+        with tempfile.TemporaryDirectory() as folder:
+            path = zero.save(f"{folder}/step-7", asynchronous=True)
+            zero.wait()
+            assert zs.latest(folder) == path
+        ```
+        """
+        self._saver.wait("zero.wait()")
 
     def load(self, path: str | Path, *, only_model: bool = False, cast: bool = False) -> Loaded:
         """Read a checkpoint, written by any number of ranks at any stage, into the model and its optimizers.
@@ -383,6 +419,7 @@ class Zero:
         Collective: agreements of some bytes, and an all-gather where parameters are kept whole but updated in parts;
             every rank must call.
         """
+        self._saver.wait("zero.load()")
         return load(self._engine, self._model, self._sharded, path, only_model=only_model, cast=cast)
 
     def summary(self) -> str:

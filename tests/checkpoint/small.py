@@ -17,11 +17,17 @@ class Small:
     """A linear layer with a buffer, trained by AdamW, on one process."""
 
     def __init__(self, key: int = 0) -> None:
-        torch.manual_seed(key)
-        self.model = nn.Linear(2, 1)
-        self.model.register_buffer("count", torch.tensor([key]))
+        self.model = self.plain(key)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.zero = zs.shard(self.model, self.optimizer, stage=2)
+
+    @staticmethod
+    def plain(key: int) -> nn.Module:
+        """Return the model as it is before it is sharded."""
+        torch.manual_seed(key)
+        model = nn.Linear(2, 1)
+        model.register_buffer("count", torch.tensor([key]))
+        return model
 
     def train(self, steps: int) -> "Small":
         for step in range(steps):

@@ -1,6 +1,5 @@
 """Every file operation may fail, and every process may be killed: one error everywhere, and no checkpoint is lost."""
 
-import errno
 import os
 import random
 import signal
@@ -14,56 +13,11 @@ import torch.distributed as dist
 
 import zeroshard as zs
 from tests.engine.oracle import assert_same
-from zeroshard.checkpoint import files
 from zeroshard.checkpoint.verify import latest, verify
 from zeroshard.testing import RankFailure, run_ranks
 
+from .faulty import Failing, refuse
 from .rig import TIMEOUT_S, Trainer
-
-OPERATIONS = (
-    "close create free_bytes make_folder names_in open_file read_at rename size_of sync sync_folder write".split()
-)
-
-
-class Failing:
-    """Counts file operations of this process from now on, and does something at the n-th."""
-
-    def __init__(self, number: int, act: Callable[[str, tuple[Any, ...]], Any]) -> None:
-        self.number, self.act, self.count, self.name = number, act, 0, ""
-
-    def __enter__(self) -> "Failing":
-        self.originals = {name: getattr(files, name) for name in OPERATIONS}
-        for name, original in self.originals.items():
-            setattr(files, name, self.wrapped(name, original))
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for name, original in self.originals.items():
-            setattr(files, name, original)
-
-    def wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def operation(*args: Any) -> Any:
-            self.count += 1
-            if self.count == self.number:
-                self.name = name
-                try:
-                    if (answer := self.act(name, args)) is not None:
-                        return answer
-                except OSError:
-                    if name == "close":
-                        original(*args)  # a descriptor is gone even where closing it reports an error
-                    raise
-            return original(*args)
-
-        return operation
-
-
-def refuse(name: str, args: tuple[Any, ...]) -> None:
-    """Fail as a disk does: full when it is written to, broken when it is read."""
-    number = errno.ENOSPC if name in ("create", "write", "make_folder", "sync") else errno.EIO
-    if name == "free_bytes":
-        return
-    raise OSError(number, os.strerror(number))
 
 
 def write_half(name: str, args: tuple[Any, ...]) -> int | None:
@@ -186,18 +140,19 @@ def die(name: str, args: tuple[Any, ...]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def save_until_killed(folder: str, culprit: int, operation: int, after_s: float) -> None:
+def save_until_killed(folder: str, culprit: int, operation: int, after_s: float, options: dict[str, Any]) -> None:
     """Train and save step after step; one rank is killed at an operation of the second save, or after some time."""
     trainer = Trainer.make(3)
     trainer.train(0, 1)
-    trainer.zero.save(f"{folder}/step-1")
+    trainer.zero.save(f"{folder}/step-1", **options)
+    trainer.zero.wait()
     is_culprit = trainer.zero.mesh.rank == culprit
     if is_culprit and after_s:
         threading.Timer(after_s, die, ("", ())).start()
     with Failing(operation if is_culprit else -1, die):
         for step in range(2, 1000):
             trainer.train(step - 1, step)
-            trainer.zero.save(f"{folder}/step-{step}")
+            trainer.zero.save(f"{folder}/step-{step}", **options)
 
 
 def undisturbed(last: int) -> list[dict[str, Any]]:
@@ -221,15 +176,24 @@ def resume(path: str, first: int, last: int) -> dict[str, Any]:
     return trainer.state()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_kill_loses_no_checkpoint(tmp_path: Path, world: int) -> None:
-    draw = random.Random(world)
-    expected = run_ranks(undisturbed, world, 6, timeout_s=TIMEOUT_S, process_group=world > 1)
-    kills = [(culprit, draw.randint(1, 30 if culprit == 0 else 12), 0.0) for culprit in range(world) for _ in range(3)]
-    kills += [(draw.randrange(world), -1, draw.uniform(0.0, 0.15)) for _ in range(3)]
+@pytest.fixture(scope="module")
+def expected() -> dict[int, list[list[dict[str, Any]]]]:
+    """The states of an undisturbed run on one rank and on two."""
+    return {world: run_ranks(undisturbed, world, 6, timeout_s=TIMEOUT_S, process_group=world > 1) for world in (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [(1, {}), (2, {}), (2, {"asynchronous": True}), (2, {"keep": 2}), (2, {"asynchronous": True, "keep": 2})],
+    ids=str,
+)
+def test_a_kill_loses_no_checkpoint(tmp_path: Path, expected: Any, world: int, options: dict[str, Any]) -> None:
+    draw = random.Random(f"{world} {options}")
+    kills = [(culprit, draw.randint(1, 30 if culprit == 0 else 12), 0.0) for culprit in range(world)]
+    kills.append((draw.randrange(world), -1, draw.uniform(0.0, 0.15)))
     for number, (culprit, operation, after_s) in enumerate(kills):
         folder = tmp_path / str(number)
-        args = (str(folder), culprit, operation, after_s)
+        args = (str(folder), culprit, operation, after_s, options)
         with pytest.raises(RankFailure) as caught:
             run_ranks(save_until_killed, world, *args, timeout_s=TIMEOUT_S, process_group=world > 1)
         assert caught.value.errors[culprit].type_name == "SIGKILL", caught.value
@@ -237,14 +201,16 @@ def test_a_kill_loses_no_checkpoint(tmp_path: Path, world: int) -> None:
         assert found is not None
         step = int(found.name.removeprefix("step-"))
         listed = {int(name.removeprefix("step-")) for name in os.listdir(folder) if name.startswith("step-")}
-        assert listed == set(range(1, step + 1)), "a committed checkpoint was lost"
-        for kept in listed:
-            verify(folder / f"step-{kept}")
+        # Killed between commit and retention, one more is there than is asked for.
+        kept = set(range(max(1, step - options["keep"] + 1) if "keep" in options else 1, step + 1))
+        assert kept <= listed <= set(range(1, step + 1)), "a committed checkpoint was lost"
+        assert len(listed - kept) <= 1
+        for one in listed:
+            verify(folder / f"step-{one}")
         if step < 6:
-            args = (str(found), step, 6)
-            states = run_ranks(resume, world, *args, timeout_s=TIMEOUT_S, process_group=world > 1)
+            states = run_ranks(resume, world, str(found), step, 6, timeout_s=TIMEOUT_S, process_group=world > 1)
             for rank, state in enumerate(states):
-                mine = dict(expected[rank][-1])
+                mine = dict(expected[world][rank][-1])
                 if rank:
                     del mine["buffers"], state["buffers"]
                 assert_same(mine, state, f"{args}, rank {rank}")

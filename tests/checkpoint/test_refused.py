@@ -72,7 +72,7 @@ def save_an_object(folder: str) -> str:
     ("target", "text"),
     [
         (save_different_extra, "extra, or the optimizers' hyper-parameters or step counters, differ between ranks"),
-        (save_different_paths, "ranks were given different paths or steps"),
+        (save_different_paths, "ranks were given different paths, steps or options"),
         (save_different_rates, "extra, or the optimizers' hyper-parameters or step counters, differ between ranks"),
         (save_different_copies, "ranks hold copies of parameters or states that differ"),
         (save_different_replicas, "made the same steps: rank 3 differs from rank 1"),
@@ -162,6 +162,8 @@ def test_calls_out_of_order(tmp_path: Path) -> None:
     with trainer.zero.gathered():
         with pytest.raises(RuntimeError, match=r"zero.save\(\) under gathered\(\)"):
             trainer.zero.save(tmp_path / "a")
+        with pytest.raises(RuntimeError, match=r"zero.wait\(\) under gathered\(\)"):
+            trainer.zero.wait()
         with pytest.raises(RuntimeError, match=r"zero.load\(\) under gathered\(\)"):
             trainer.zero.load(tmp_path / "a")
     found = error_of(lambda: trainer.zero.load(tmp_path / "a"))
@@ -169,6 +171,7 @@ def test_calls_out_of_order(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     assert "so it was never finished" in error_of(lambda: trainer.zero.load(tmp_path / "a"))
     assert "does not begin with a dot" in error_of(lambda: trainer.zero.save(tmp_path / ".a"))
+    assert "keep must be at least 2" in error_of(lambda: trainer.zero.save(tmp_path / "a-1", keep=1))
 
 
 VALUES = [

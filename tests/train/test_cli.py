@@ -110,7 +110,7 @@ def _told(is_terminal):
     sent = {"gather": 4_321, "reduce": 1_234, "agree": 56}
     with Terminal(log_every=100, console=console) as terminal:
         cells = {"states": "sharded", "gradients": "replicated", "parameters": "replicated", "activations": "kept"}
-        terminal.started(Start("a model", "2 ranks", "a text", "stage 1", cells, [held, held], 2, Path("runs/x")))
+        terminal.started(Start("a model", "2 ranks", "a text", "stage 1", cells, [held, held], 2, 0, Path("runs/x")))
         for step in (1, 2):
             terminal.stepped(StepRecord(step, 3.25, 0.1, 1.0, 90.0, 1000.0, held, held))
         terminal.evaluated(EvalRecord(2, 1.5, 2.125, 999, 0.5))
@@ -119,7 +119,7 @@ def _told(is_terminal):
         )
         terminal.finished(
             Summary(
-                "x", "a model", False, 2, 1, 10, 2, 1, "stage 1", 3.25, 1.5, 2.125, 20, 1000.0, 180.0, 185.0,
+                "x", "a model", False, 2, [], 1, 10, 2, 1, "stage 1", 3.25, 1.5, 2.125, 20, 1000.0, 180.0, 185.0,
                 [of_rank, of_rank], {}, "[b]sample", {},
             )
         )  # fmt: skip
@@ -230,7 +230,7 @@ def test_two_ranks_through_the_launcher(tmp_path):
     assert run.returncode == 0, err
     assert err == ""
     folder = tmp_path / "runs" / "two"
-    assert {path.name for path in folder.iterdir()} == {"config.toml", "metrics.jsonl", "summary.json"}
+    assert {"config.toml", "metrics.jsonl", "summary.json", "step-00000003"} < {path.name for path in folder.iterdir()}
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["world_size"], summary["steps"], len(summary["ranks"])) == (2, 3, 2)
     assert out.count("step     3/3") == 1
@@ -251,21 +251,54 @@ def test_torchruns_ranks_join(tmp_path):
     assert json.loads((tmp_path / "runs" / "default" / "summary.json").read_text())["world_size"] == 2
 
 
-def test_signal_ends_all_ranks_cleanly(tmp_path):
-    run = _start("-m", "zeroshard.cli", "train", *SMALL, "--steps", "100000", cwd=tmp_path)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_saves_and_the_same_command_goes_on(number, tmp_path):
+    command = ["-m", "zeroshard.cli", "train", *SMALL, "--steps", "40", "checkpoint.every_s=0"]
+    run = _start(*command, cwd=tmp_path)
     folder = tmp_path / "runs" / "default"
     _wait_for_steps(folder, 3)
     ranks = _children(run.pid)
     assert len(ranks) == 2
-    run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=30)
-    assert run.returncode == 130
+    run.send_signal(number)
+    out, err = run.communicate(timeout=25)
+    assert run.returncode == 128 + number
     assert err == ""
     assert not any(_is_running(rank) for rank in ranks)
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["is_interrupted"] is True
-    assert summary["steps"] == (folder / "metrics.jsonl").read_text().count('"kind": "step"')
-    assert f"interrupted after {summary['steps']} steps" in out
+    made = summary["steps"]
+    assert (summary["is_interrupted"], made < 40) == (True, True)
+    assert made == (folder / "metrics.jsonl").read_text().count('"kind": "step"')
+    assert f"interrupted after {made} steps" in out
+    assert [path.name for path in folder.glob("step-*")] == [f"step-{made:08d}"]
+    assert f"saved after step {made}: runs/default/step-{made:08d}" in out
+
+    again = _start(*command, cwd=tmp_path)
+    out, err = again.communicate(timeout=60)
+    assert (again.returncode, err) == (0, "")
+    assert f"start  after step {made} of 40, from its checkpoint" in out
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [*range(1, 41), 40]  # the last step, and its evaluation
+    assert json.loads((folder / "summary.json").read_text())["resumed_at"] == [made]
+
+
+def test_what_the_command_line_says_of_a_run_that_is_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = ["train", *SMALL, "--ranks", "1", "--steps", "2"]
+    assert _main(monkeypatch, capsys, *command, "--fresh")[0] == 0
+    status, out, err = _main(monkeypatch, capsys, *command)
+    assert (status, err) == (0, "")
+    assert out == (
+        "runs/default is complete: all of its 2 steps are made. More of them (--steps) go on with it, another --name "
+        "starts anew.\n"
+    )
+    for extra, text in (
+        (["--fresh"], "zeroshard: --fresh: runs/default holds a run, and nothing is overwritten; give another --name"),
+        (["--seed", "7"], "zeroshard: run.name: runs/default/config.toml is of a run with other settings:\n  run.seed"),
+    ):
+        status, out, err = _main(monkeypatch, capsys, *command, *extra)
+        assert (status, out) == (2, "")
+        assert err.startswith(text)
+        assert "Traceback" not in err
 
 
 def test_signal_while_ranks_start_leaves_none(tmp_path):
@@ -280,6 +313,17 @@ def test_signal_while_ranks_start_leaves_none(tmp_path):
     assert run.returncode == 130
     assert err == ""
     assert not any(_is_running(rank) for rank in ranks)
+
+
+def test_no_rank_outlives_its_launcher(tmp_path):
+    run = _start("-m", "zeroshard.cli", "train", *SMALL, "--steps", "100000", cwd=tmp_path)
+    _wait_for_steps(tmp_path / "runs" / "default", 2)
+    ranks, end_s = _children(run.pid), time.monotonic() + 10
+    run.kill()
+    run.communicate(timeout=20)
+    while any(_is_running(rank) for rank in ranks):
+        assert time.monotonic() < end_s, "a rank goes on 10 s after its launcher was killed"
+        time.sleep(0.05)
 
 
 def test_death_of_one_rank_ends_the_others(tmp_path):

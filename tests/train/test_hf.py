@@ -68,10 +68,10 @@ def _train(folder, overrides):
 class _Nobody:
     """A reporter that listens to nothing."""
 
-    def started(self, start):
+    def started(self, *told):
         pass
 
-    stepped = evaluated = finished = started
+    stepped = evaluated = saving = saved = finished = started
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral"])
@@ -122,7 +122,7 @@ def test_neither_embeddings_nor_heads_tied_to_them_decay(tmp_path):
 def test_two_ranks_train_as_one_does(tmp_path):
     folder = _save(tmp_path)
     (two, other) = run_ranks(_train, 2, folder, ["run.ranks=2"])
-    one = _train(folder, ["run.ranks=1"])
+    one = _train(folder, ["run.ranks=1", "run.name=one"])
     assert two["bits_per_byte"] == other["bits_per_byte"]
     # Another order of the same sums: fp32's 2**-24 each, some hundreds of times over.
     assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-5)
@@ -147,9 +147,24 @@ def test_dropout_rests_while_held_out_text_is_scored(tmp_path):
     assert config["resid_pdrop"] > 0
     config |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
-    without = _train(folder, settings)
+    without = _train(folder, [*settings, "run.name=without"])
     assert with_dropout["final_train_loss"] != without["final_train_loss"]
     assert with_dropout["bits_per_byte"] == pytest.approx(without["bits_per_byte"], rel=1e-9)
+
+
+def _train_in_parts(folder):
+    """Train at once, and again in two parts, the first of which ends after one step. Runs on a rank."""
+    asked = []
+    config = load_config(overrides=[*SMALL, f"run.folder={folder}/runs", f"model.source=hf:{folder}", "run.name=parts"])
+    train(config, _Nobody(), lambda: asked.append(1) or True)
+    return _train(folder, ["run.name=whole"]), dataclasses.asdict(train(config, _Nobody())), len(asked)
+
+
+def test_dropout_draws_the_same_after_a_run_is_gone_on_with(tmp_path):
+    for whole, parts, asked in run_ranks(_train_in_parts, 2, _save(tmp_path, "gpt2", has_weights=True)):
+        assert (parts["resumed_at"], asked) == ([1], 1)
+        for key in ("steps", "final_train_loss", "final_heldout_loss", "sample"):
+            assert parts[key] == whole[key], key
 
 
 def _prepare(folder, *overrides):

@@ -19,6 +19,7 @@ SMALL = [
     "train.eval_every=2",
     "train.eval_bytes=500",
     "run.sample_bytes=8",
+    "checkpoint.every_s=0",
     "zero.watchdog_s=20",
 ]
 
@@ -37,6 +38,12 @@ class _Listener:
 
     def evaluated(self, record):
         self.evals.append(record)
+
+    def saving(self, step):
+        pass
+
+    def saved(self, step, path):
+        pass
 
     def finished(self, summary):
         self.summaries.append(summary)
@@ -61,7 +68,7 @@ def _run(folder, overrides, stopping_rank=None, stop_after=0):
 
 def _run_several(folder, variants):
     """Train once for each list of overrides. Runs on a rank."""
-    return [_run(folder, overrides) for overrides in variants]
+    return [_run(folder, [*overrides, f"run.name={number}"]) for number, overrides in enumerate(variants)]
 
 
 def _check_bytes(summary):
@@ -92,7 +99,7 @@ def test_stages_agree_bit_for_bit_and_predictions_hold(tmp_path):
 
 def test_data_and_loss_do_not_depend_on_the_rank_count(tmp_path):
     (two, _) = run_ranks(_run, 2, str(tmp_path), ["run.ranks=2"])
-    one = _run(tmp_path, ["run.ranks=1"])
+    one = _run(tmp_path, ["run.ranks=1", "run.name=one"])
     # Another order of the same sums: fp32's 2**-24 each, some hundreds of times over.
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert two["summary"]["bits_per_byte"] == pytest.approx(one["summary"]["bits_per_byte"], rel=1e-5)
@@ -119,7 +126,7 @@ def test_accumulation_with_and_without_a_reduction_each_time(tmp_path):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_follows_fp32(precision, tmp_path):
-    full, half = (_run(tmp_path, ["run.ranks=1", f"train.precision={name}"]) for name in ("fp32", precision))
+    full, half = _run_several(tmp_path, [["run.ranks=1", f"train.precision={name}"] for name in ("fp32", precision)])
     # bf16 keeps 8 bits, so a loss of 5 is right to some hundredths. fp16 skips steps until it finds its scale.
     same = 4 if precision == "bf16" else 1
     assert half["losses"][:same] == pytest.approx(full["losses"][:same], rel=0.01)
@@ -141,7 +148,9 @@ def test_one_rank_that_wants_to_stop_stops_all_after_the_same_step(tmp_path):
 def test_files_of_a_run(tmp_path):
     run = _run(tmp_path, ["run.ranks=1", "run.name=mine", "train.warmup_fraction=0.5"])
     folder = tmp_path / "mine"
-    assert sorted(path.name for path in folder.iterdir()) == ["config.toml", "metrics.jsonl", "summary.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".lease", "LATEST", "config.toml", "metrics.jsonl", "step-00000004", "summary.json",
+    ]  # fmt: skip
     config = load_config(folder / "config.toml")
     assert (config.model.depth, config.train.steps, config.train.batch) == (1, 4, config.gpt.batch)
 
@@ -167,14 +176,8 @@ def test_files_of_a_run(tmp_path):
     assert len(summary["data"]["sha256"]) == 64
 
 
-def test_an_earlier_run_of_the_name_is_replaced(tmp_path):
-    _run(tmp_path, ["run.ranks=1"])
-    _run(tmp_path, ["run.ranks=1", "train.steps=2"])
-    assert (tmp_path / "default" / "metrics.jsonl").read_text().count('"kind": "step"') == 2
-
-
 def test_two_runs_are_equal_bit_for_bit(tmp_path):
-    first, second = (_run(tmp_path, ["run.ranks=1"]) for _ in range(2))
+    first, second = _run_several(tmp_path, [["run.ranks=1"]] * 2)
     assert first["losses"] == second["losses"]
     assert first["summary"]["sample"] == second["summary"]["sample"]
 

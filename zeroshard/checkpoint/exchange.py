@@ -25,7 +25,7 @@ from zeroshard.checkpoint.manifest import (
     make_header,
     serialize,
 )
-from zeroshard.checkpoint.reader import CheckpointReader, Source, opened, read_exactly
+from zeroshard.checkpoint.reader import CheckpointReader, Source, opened, read_exactly, read_text
 from zeroshard.checkpoint.verify import verify
 from zeroshard.checkpoint.writer import FileWriter, write_file
 from zeroshard.core.errors import CheckpointError
@@ -171,7 +171,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    value = strict.loads(_read_all(path), str(path))
+    value = strict.loads(read_text(path), str(path))
     homes = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(homes, dict) or not all(isinstance(name, str) for name in homes.values()):
         raise CheckpointError(f"{path}: holds no weight_map from tensors to files.")
@@ -184,16 +184,6 @@ def _check_index(path: Path, homes: Mapping[str, str]) -> None:
         wrong = sorted(set(listed.items()) ^ set(homes.items()))
         if wrong:
             raise CheckpointError(f"{path / INDEX}: '{wrong[0][0]}' is not where it says ({wrong[0][1]}).")
-
-
-def _read_all(path: Path) -> bytes:
-    with opened(path) as descriptor:
-        nbytes = files.size_of(descriptor)
-        if nbytes > strict.MAX_BYTES:
-            raise CheckpointError(f"{path}: has {nbytes} bytes; at most {strict.MAX_BYTES} are read.")
-        data = bytearray(nbytes)
-        read_exactly(descriptor, memoryview(data), 0, path)
-    return bytes(data)
 
 
 def _read_header(path: Path) -> dict[str, tuple[Spec, int]]:

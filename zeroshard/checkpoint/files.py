@@ -4,6 +4,7 @@ Owns every system call of the package that touches a checkpoint, so that a test 
 not know formats. Nothing here follows a link or opens what is no regular file.
 """
 
+import contextlib
 import os
 import shutil
 import stat
@@ -12,6 +13,7 @@ from pathlib import Path
 from zeroshard.core.errors import CheckpointError
 
 __all__ = [
+    "bytes_in",
     "close",
     "create",
     "free_bytes",
@@ -19,6 +21,7 @@ __all__ = [
     "names_in",
     "open_file",
     "read_at",
+    "remove",
     "remove_tree",
     "rename",
     "size_of",
@@ -79,6 +82,19 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def bytes_in(path: Path) -> int:
+    """Return how many bytes the files in a folder have together, as far as they stay there.
+
+    Raises:
+        FileNotFoundError: the folder is gone.
+    """
+    total = 0
+    for name in os.listdir(path):
+        with contextlib.suppress(FileNotFoundError):
+            total += os.stat(path / name, follow_symlinks=False).st_size
+    return total
+
+
 def open_file(path: Path) -> int:
     """Open a regular file for reading.
 
@@ -104,6 +120,11 @@ def size_of(descriptor: int) -> int:
 def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
     """Fill some of `buffer` from a place in a file and return how many bytes."""
     return os.preadv(descriptor, [buffer], offset)
+
+
+def remove(path: Path) -> None:
+    """Remove a file."""
+    os.unlink(path)
 
 
 def remove_tree(path: Path) -> None:

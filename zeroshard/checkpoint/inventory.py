@@ -62,9 +62,9 @@ class Item:
         return (start - layout.offsets[index], stop - layout.offsets[index]) if stop > start else (0, 0)
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop), which this rank must hold."""
-        assert self.value is not None
-        return self.value[start - self.held[0] : stop - self.held[0]]
+        """Return elements [start, stop), which this rank must hold, flat."""
+        assert self.value is not None, f"{self.spec.name} is asked of a rank that does not hold it"
+        return self.value.reshape(-1)[start - self.held[0] : stop - self.held[0]]
 
 
 def model_items(engine: Engine, model: nn.Module) -> list[Item]:

@@ -35,7 +35,7 @@ from zeroshard.core.errors import CheckpointError
 from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.parameter import Slot, slot_of
 
-__all__ = ["Loaded", "load"]
+__all__ = ["Content", "Loaded", "load", "read_content", "to_rows"]
 
 Tensor = torch.Tensor
 
@@ -91,7 +91,7 @@ def load(
         reader = FolderReader(source) if only_model and is_tensor_folder(source) else CheckpointReader(source)
         items = model_items(engine, model)
         _check_model(items, aliases_of(engine, model), reader, cast)
-        content = _read_content(reader) if isinstance(reader, CheckpointReader) else None
+        content = read_content(reader) if isinstance(reader, CheckpointReader) else None
         rest = None if only_model else content
         if rest is not None:
             _check_optimizers(groups_of(optimizers), rest.optimizers, str(source / EXTRA))
@@ -111,7 +111,8 @@ def load(
     return Loaded(0, {}) if content is None else Loaded(content.reader.manifest.step, content.extra)
 
 
-def _read_content(reader: CheckpointReader) -> Content:
+def read_content(reader: CheckpointReader) -> Content:
+    """Return what a checkpoint's `extra.json` holds, as far as it is looked at without a model."""
     where = str(reader.path / EXTRA)
     value = strict.loads(reader.read_extra(), where)
     if not isinstance(value, dict) or set(value) != {"extra", "loss_scale", "optimizers"}:
@@ -182,12 +183,18 @@ def _read(there: Spec, here: Spec, held: tuple[int, int], read: Callable[[str, i
     if there.order == here.order or held[0] == held[1]:
         return tensor_of(read(there.name, *held), there.dtype)
     whole = tensor_of(read(there.name, 0, there.numel), there.dtype)
-    rows = whole.reshape([there.shape[dim] for dim in there.order] or there.shape)
-    if there.order:
-        rows = rows.permute([there.order.index(dim) for dim in range(len(there.shape))])
+    rows = to_rows(whole, there)
     if here.order:
         rows = rows.permute(here.order)
     return rows.reshape(-1)[held[0] : held[1]]
+
+
+def to_rows(values: Tensor, spec: Spec) -> Tensor:
+    """Return a tensor of its own shape, from all of its elements as a file has them."""
+    if not spec.order:
+        return values.reshape(spec.shape)
+    stored = values.reshape([spec.shape[dim] for dim in spec.order])
+    return stored.permute([spec.order.index(dim) for dim in range(len(spec.shape))])
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------

@@ -42,7 +42,9 @@ __all__ = [
     "is_own_name",
     "make_header",
     "parse",
+    "seal",
     "serialize",
+    "unseal",
 ]
 
 FORMAT: Final = "zeroshard checkpoint"
@@ -135,6 +137,7 @@ class Manifest:
         aliases: other names of tied parameters, each with the name under which it is stored; None where it was made of
             files that do not say.
         software: versions that wrote it, for people.
+        expires: whether retention may remove it once newer ones are there.
     """
 
     step: int
@@ -143,6 +146,7 @@ class Manifest:
     aliases: Mapping[str, str] | None
     files: Mapping[str, FileEntry]
     software: Mapping[str, str] = field(default_factory=dict)
+    expires: bool = False
 
     def place_of(self, file: str) -> list[tuple[Chunk, int]]:
         """Return the chunks of a file with the offset of each in bytes."""
@@ -202,6 +206,7 @@ def serialize(manifest: Manifest) -> bytes:
     text = strict.dumps(
         {
             "aliases": None if manifest.aliases is None else dict(manifest.aliases),
+            "expires": manifest.expires,
             "files": files,
             "format": FORMAT,
             "software": dict(manifest.software),
@@ -212,9 +217,14 @@ def serialize(manifest: Manifest) -> bytes:
         },
         MANIFEST,
     )
-    data = text + b'\n{"crc32":%d}\n' % zlib.crc32(text)
+    data = seal(text)
     parse(data, MANIFEST)
     return data
+
+
+def seal(text: bytes) -> bytes:
+    """Return a text with its checksum as the last line."""
+    return text + b'\n{"crc32":%d}\n' % zlib.crc32(text)
 
 
 def parse(data: bytes, where: str) -> Manifest:
@@ -226,13 +236,12 @@ def parse(data: bytes, where: str) -> Manifest:
     Raises:
         CheckpointError: the text is damaged, of another format, or contradicts itself.
     """
-    text = _check_sum(data, where)
-    value = _Value(strict.loads(text, where), where)
+    value = _Value(strict.loads(unseal(data, where), where), where)
     if value.get("format").value != FORMAT:
         raise CheckpointError(f"{where}: is no manifest of a {FORMAT}.")
     if (version := value.get("version").integer()) != VERSION:
         raise CheckpointError(f"{where}: is of format version {version}; this zeroshard reads version {VERSION}.")
-    value.has_keys("aliases", "files", "format", "software", "step", "tensors", "version", "world_size")
+    value.has_keys("aliases", "expires", "files", "format", "software", "step", "tensors", "version", "world_size")
     manifest = Manifest(
         value.get("step").integer(),
         value.get("world_size").integer(),
@@ -240,6 +249,7 @@ def parse(data: bytes, where: str) -> Manifest:
         _parse_aliases(value.get("aliases")),
         {name: _parse_file(name, item) for name, item in value.get("files").entries()},
         {key: item.text() for key, item in value.get("software").entries()},
+        value.get("expires").boolean(),
     )
     _check_names(manifest, where)
     _check_cover(manifest, where)
@@ -247,13 +257,18 @@ def parse(data: bytes, where: str) -> Manifest:
     return manifest
 
 
-def _check_sum(data: bytes, where: str) -> bytes:
+def unseal(data: bytes, where: str) -> bytes:
+    """Return the text that was sealed.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
     end = data.rfind(b"\n", 0, -1)
     match = _LAST_LINE.fullmatch(data, max(end, 0))
     if match is None:
         raise CheckpointError(f"{where}: its last line is no checksum, so the file is cut short or damaged.")
     text, expected = data[:end], int(match[1])
-    if data[end:] != b'\n{"crc32":%d}\n' % expected or zlib.crc32(text) != expected:
+    if data != seal(text):
         raise CheckpointError(f"{where}: is damaged: its checksum is {zlib.crc32(text)}, expected {expected}.")
     return text
 
@@ -271,6 +286,11 @@ class _Value:
     def integer(self, most: int = _MAX_INTEGER) -> int:
         if type(self.value) is not int or not 0 <= self.value <= most:
             raise self.fail(f"an integer from 0 to {most}")
+        return self.value
+
+    def boolean(self) -> bool:
+        if not isinstance(self.value, bool):
+            raise self.fail("true or false")
         return self.value
 
     def text(self) -> str:

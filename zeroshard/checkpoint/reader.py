@@ -25,7 +25,7 @@ from zeroshard.checkpoint.manifest import (
 )
 from zeroshard.core.errors import CheckpointError
 
-__all__ = ["CheckpointReader", "Source", "opened", "read_exactly", "read_manifest"]
+__all__ = ["CheckpointReader", "Source", "opened", "read_exactly", "read_manifest", "read_text"]
 
 KEPT_BLOCKS = 4
 """Blocks of 4 MiB that a reader keeps: its whole memory, beside what it hands out."""
@@ -78,6 +78,21 @@ def read_exactly(descriptor: int, buffer: memoryview, offset: int, path: Path) -
         done += count
 
 
+def read_text(path: Path) -> bytes:
+    """Return a whole file of JSON.
+
+    Raises:
+        CheckpointError: it is larger than such files are.
+    """
+    with opened(path) as descriptor:
+        nbytes = files.size_of(descriptor)
+        if nbytes > strict.MAX_BYTES:
+            raise CheckpointError(f"{path}: has {nbytes} bytes; at most {strict.MAX_BYTES} are read.")
+        data = bytearray(nbytes)
+        read_exactly(descriptor, memoryview(data), 0, path)
+    return bytes(data)
+
+
 def read_manifest(folder: Path) -> tuple[Manifest, int]:
     """Return the manifest of a checkpoint, and the checksum of its text.
 
@@ -88,13 +103,8 @@ def read_manifest(folder: Path) -> tuple[Manifest, int]:
     if not path.exists() and not path.is_symlink():
         why = "there is no such folder" if not folder.exists() else f"it has no {MANIFEST}, so it was never finished"
         raise CheckpointError(f"{folder}: is no checkpoint: {why}.")
-    with opened(path) as descriptor:
-        nbytes = files.size_of(descriptor)
-        if nbytes > strict.MAX_BYTES:
-            raise CheckpointError(f"{path}: has {nbytes} bytes; at most {strict.MAX_BYTES} are read.")
-        data = bytearray(nbytes)
-        read_exactly(descriptor, memoryview(data), 0, path)
-    return parse(bytes(data), str(path)), zlib.crc32(data)
+    data = read_text(path)
+    return parse(data, str(path)), zlib.crc32(data)
 
 
 @final

@@ -1,6 +1,6 @@
 """Saving: every rank writes its own ranges, rank 0 proves that they are everything, and one rename commits.
 
-Owns the protocol. Read `manifest.py` (the folder) and `together.py` first.
+Owns the protocol. Read `contents.py` (what is written), `commit.py` (the folder) and `together.py` first.
 
 Note: from tensors to a checkpoint
     1. Ranks agree on path, step and everything that all have in common; rank 0 makes `.tmp-<name>-<attempt>`.
@@ -8,250 +8,160 @@ Note: from tensors to a checkpoint
     3. Sizes and checksums are exchanged; rank 0 writes extra.json and, last, the manifest, which is not written unless
        every element of every tensor is in exactly one file. It flushes file and folder.
     4. The folder is renamed, which makes it a checkpoint, and the folder above is flushed.
-    5. LATEST, a hint for people, is replaced.
-    A failure at any point is raised on all ranks. A kill leaves a folder whose name begins with a dot, which nothing
-    reads; the next save of the same name removes it if its process has ended on this host.
+    5. LATEST, a hint for people, is replaced, and retention removes old checkpoints.
+    A failure at any point is raised on all ranks. In the background, steps 2 to 5 run in threads (`background.py`), and
+    ranks ask each other at each optimizer step how far they are.
 """
 
-import os
-import platform
-import re
-import secrets
-import socket
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
 
-from zeroshard.checkpoint import files, strict
-from zeroshard.checkpoint.generators import read_generators
-from zeroshard.checkpoint.inventory import Item, aliases_of, generator_items, groups_of, model_items, state_items
-from zeroshard.checkpoint.manifest import (
-    EXTRA,
-    LATEST,
-    MANIFEST,
-    Chunk,
-    FileEntry,
-    Manifest,
-    Spec,
-    file_name,
-    make_header,
-    serialize,
+from zeroshard.checkpoint import files
+from zeroshard.checkpoint.background import BackgroundSave, Snapshot, Status
+from zeroshard.checkpoint.commit import (
+    make_folder,
+    new_attempt,
+    publish,
+    remove_older,
+    write_manifest,
+    write_tensors,
 )
-from zeroshard.checkpoint.together import agree_equal, begin, together
-from zeroshard.checkpoint.values import bytes_of, encode
-from zeroshard.checkpoint.writer import FileWriter, write_file
+from zeroshard.checkpoint.contents import ADVICE, COMMITTED, KINDS, LOOK, Plan, agree_on, make_plan
+from zeroshard.checkpoint.manifest import FileEntry, file_name
+from zeroshard.checkpoint.together import begin, together
+from zeroshard.checkpoint.values import bytes_of
 from zeroshard.core.engine import Engine
 from zeroshard.core.errors import CheckpointError
 from zeroshard.core.optimizer import ShardedOptimizer
-from zeroshard.core.version import VERSION
 
-__all__ = ["save"]
+__all__ = ["Saver"]
 
-_INTEGERS: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
-ADVICE: Final = "Nothing was committed, and checkpoints from before are as they were."
+POLL_S: Final = 0.05
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is saved where; the same on all ranks but for the items' values."""
+@final
+class Saver:
+    """The saves of one model: one at a time, at most one of them in the background.
 
-    path: Path
-    step: int
-    items: tuple[Item, ...]
-    aliases: Mapping[str, str]
-    extra: bytes
+    Args:
+        optimizers: the model's, also those that are attached later.
+    """
 
-    @property
-    def specs(self) -> list[Spec]:
-        """The tensors, in the manifest's order."""
-        return [item.spec for item in self.items]
+    def __init__(self, engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimizer]) -> None:
+        self._engine, self._model, self._optimizers = engine, model, optimizers
+        self._snapshot = Snapshot()
+        self._under_way: BackgroundSave | None = None
+        self._watched: list[torch.optim.Optimizer] = []
 
-    def chunks(self, kind: str, rank: int) -> tuple[Chunk, ...]:
-        """Return what a rank writes into its file of a kind ("model" or "state")."""
-        found = []
-        for place, item in enumerate(self.items):
-            start, stop = item.written_by(rank)
-            if (item.spec.kind == "model") == (kind == "model") and stop > start:
-                found.append(Chunk(place, start, stop))
-        return tuple(found)
+    def save(
+        self,
+        path: str | Path,
+        extra: Mapping[str, Any] | None,
+        *,
+        step: int | None,
+        asynchronous: bool,
+        keep: int | None,
+    ) -> Path:
+        """Write a checkpoint. See `Zero.save`."""
+        engine, target, what = self._engine, Path(path), "zero.save()"
+        begin(engine, what)
+        self._settle(waits=True)
+        with together(engine, f"{what}: looking at what is to be saved", ADVICE):
+            plan = make_plan(engine, self._model, self._optimizers, target, extra or {}, step, keep)
+        agree_on(engine, plan, what, f"asynchronous={asynchronous}")
+        attempt = engine.comm.texts(new_attempt(), "the name of a save")[0]
+        folder, what = target.parent / f".tmp-{target.name}-{attempt}", f"{what} to {target}"
+        with together(engine, f"{what}: making a folder", ADVICE):
+            if engine.mesh.rank == 0:
+                make_folder(plan, folder)
+        try:
+            if asynchronous:
+                self._start(plan, folder, what)
+            else:
+                self._write(plan, folder, what)
+        except CheckpointError:
+            if engine.mesh.rank == 0:
+                files.remove_tree(folder)
+            raise
+        return target
 
+    def wait(self, what: str) -> None:
+        """Wait for the save in the background. See `Zero.wait`.
 
-def save(
-    engine: Engine,
-    model: nn.Module,
-    optimizers: Sequence[ShardedOptimizer],
-    path: str | Path,
-    extra: Mapping[str, Any] | None = None,
-    *,
-    step: int | None = None,
-) -> Path:
-    """Write a checkpoint; when this returns it is on the disk. See `Zero.save`."""
-    target, what = Path(path), "zero.save()"
-    begin(engine, what)
-    with together(engine, f"{what}: looking at what is to be saved", ADVICE):
-        plan = _plan(engine, model, optimizers, target, dict(extra or {}), step)
-    _agree_on(engine, plan, what)
-    folder = target.parent / f".tmp-{target.name}-{_agree_on_attempt(engine)}"
-    try:
-        _write(engine, plan, folder, f"{what} to {target}")
-    except CheckpointError:
-        if engine.mesh.rank == 0:
-            files.remove_tree(folder)
-        raise
-    return target
+        Args:
+            what: the call that waits, for messages.
+        """
+        begin(self._engine, what)
+        self._settle(waits=True)
 
+    # -- at once ------------------------------------------------------------------------------------------------------
 
-def _plan(
-    engine: Engine,
-    model: nn.Module,
-    optimizers: Sequence[ShardedOptimizer],
-    target: Path,
-    extra: dict[str, Any],
-    step: int | None,
-) -> Plan:
-    if not target.name or target.name.startswith("."):
-        raise ValueError(f"path must be a new folder whose name does not begin with a dot; got '{target}'.")
-    if step is None:
-        number = re.search(r"step[-_]?(\d{1,18})$", target.name)
-        step = int(number[1]) if number else engine.order.steps + engine.order.has_stepped
-    scale = engine.loss_scale
-    common = {
-        "extra": encode(extra, "extra"),
-        "loss_scale": None if scale is None else [scale.value, scale._good_steps, encode(scale.history, "history")],
-        "optimizers": encode(groups_of(optimizers), "the optimizers"),
-    }
-    items = model_items(engine, model) + state_items(optimizers)
-    items += generator_items(engine, read_generators(engine.mesh.device))
-    return Plan(target, step, tuple(items), aliases_of(engine, model), strict.dumps(common, EXTRA))
+    def _write(self, plan: Plan, folder: Path, what: str) -> None:
+        engine, rank = self._engine, self._engine.mesh.rank
+        entries = {}
+        with together(engine, f"{what}: writing tensors", ADVICE):
+            for kind in KINDS:
+                parts = (bytes_of(value) for value in plan.values(kind, rank))
+                entries[kind] = write_tensors(plan, folder, kind, rank, parts)
+        written = _exchange(engine, plan, entries)
+        with together(engine, f"{what}: writing the manifest", ADVICE):
+            if rank == 0:
+                write_manifest(plan, folder, written)
+        with together(engine, f"{what}: committing", LOOK):
+            if rank == 0:
+                publish(plan.path, folder)
+        if plan.keep is not None:
+            with together(engine, f"{what}: removing older checkpoints", COMMITTED):
+                if rank == 0:
+                    remove_older(plan.path, plan.step, plan.keep)
 
+    # -- in the background --------------------------------------------------------------------------------------------
 
-def _agree_on(engine: Engine, plan: Plan, what: str) -> None:
-    """Raise unless all ranks save the same, and unless what they have in copies is equal."""
-    tensors = strict.dumps([repr(plan.specs), repr(sorted(plan.aliases.items())), plan.step, str(plan.path)], what)
-    message = "ranks were given different paths or steps, or their optimizers hold different states. " + ADVICE
-    agree_equal(engine, f"{what}: comparing what is to be saved", zlib.crc32(tensors), message)
-    message = (
-        "extra, or the optimizers' hyper-parameters or step counters, differ between ranks, and a checkpoint holds "
-        "one. Give the same on every rank: gather what belongs to a rank first. " + ADVICE
-    )
-    agree_equal(engine, f"{what}: comparing extra and hyper-parameters", zlib.crc32(plan.extra), message)
-    _agree_on_copies(engine, plan.items, what)
+    def _start(self, plan: Plan, folder: Path, what: str) -> None:
+        mesh = self._engine.mesh
+        with together(self._engine, f"{what}: copying to host memory", ADVICE):
+            taken = self._snapshot.take(plan, mesh)
+        self._under_way = BackgroundSave(plan, folder, mesh.rank, taken)
+        for one in self._optimizers:
+            if not any(optimizer is one.optimizer for optimizer in self._watched):
+                self._watched.append(one.optimizer)
+                one.optimizer.register_step_post_hook(lambda *_: self._settle(waits=False))
 
+    def _settle(self, *, waits: bool) -> None:
+        """Ask all ranks how far the save in the background is; raise its failure.
 
-def _agree_on_copies(engine: Engine, items: Sequence[Item], what: str) -> None:
-    """Raise where ranks hold the same elements with different values. Collective: an all-gather of 16 bytes."""
-    if engine.mesh.world_size == 1:
-        return
-    slots = [(item, item.slot) for item in items if item.slot is not None]
-    everywhere = [item.part(*item.held) for item, slot in slots if slot.bucket.states_are_whole]
-    of_replicas = [item.part(*item.held) for item, slot in slots if not slot.bucket.states_are_whole]
-    digests = [_digest(everywhere), _digest(of_replicas) if engine.mesh.replicas > 1 else 0]
-    rows = engine.comm.collect(torch.tensor(digests, device=engine.mesh.device), what).tolist()
-    differ = [r for r, row in enumerate(rows) if row != [rows[0][0], rows[r % engine.mesh.shard_size][1]]]
-    if differ:
-        raise CheckpointError(
-            f"{what}: ranks hold copies of parameters or states that differ, so they have not made the same steps: "
-            f"rank {differ[0]} differs from rank {differ[0] % engine.mesh.shard_size}. {ADVICE}"
-        )
+        Collective: an all-reduce of 32 bytes while there is one, several where it `waits`; every rank must call.
+        """
+        while (save := self._under_way) is not None:
+            if waits:
+                save.join(POLL_S)
+            least, most = self._engine.order.barrier(f"the save of {save.path} in the background", save.status)
+            if most == Status.FAILED:
+                self._fail(save)
+            if least == Status.DONE:
+                save.close()
+                self._under_way = None
+            elif not waits:
+                return
 
-
-def _digest(values: Sequence[torch.Tensor]) -> int:
-    """Return a number that shows a difference of bits: of the sums of their integers, taken where the values are."""
-    sums = [value.view(_INTEGERS[value.itemsize]).sum(dtype=torch.int64) for value in values]
-    return zlib.crc32(repr(torch.stack(sums).tolist()).encode()) if sums else 0
-
-
-def _agree_on_attempt(engine: Engine) -> str:
-    """Return a name of this attempt, the same on all ranks; it says which process of which host is at work."""
-    host = zlib.crc32(socket.gethostname().encode())
-    return engine.comm.texts(f"{host:08x}-{os.getpid()}-{secrets.token_hex(4)}", "the name of a save")[0]
-
-
-def _write(engine: Engine, plan: Plan, folder: Path, what: str) -> None:
-    mesh = engine.mesh
-    with together(engine, f"{what}: making a folder", ADVICE):
-        if mesh.rank == 0:
-            _prepare(plan, folder, mesh.world_size)
-    entries = {}
-    with together(engine, f"{what}: writing tensors", ADVICE):
-        for kind in ("model", "state"):
-            entries[kind] = _write_tensors(plan, folder / file_name(kind, mesh.rank, mesh.world_size), kind, mesh.rank)
-    found = _exchange(engine, plan, entries)
-    with together(engine, f"{what}: writing the manifest", ADVICE):
-        if mesh.rank == 0:
-            found[EXTRA] = write_file(folder / EXTRA, plan.extra)
-            write_file(folder / MANIFEST, serialize(_manifest(plan, mesh.world_size, found)))
-            files.sync_folder(folder)
-    with together(engine, f"{what}: committing", "Look with `zeroshard checkpoint ls` whether it is there."):
-        if mesh.rank == 0:
-            if plan.path.exists():
-                raise CheckpointError(f"{plan.path} came into being meanwhile; nothing is overwritten.")
-            files.rename(folder, plan.path)
-            files.sync_folder(plan.path.parent)
-            _point_to(plan.path)
-
-
-def _prepare(plan: Plan, folder: Path, world_size: int) -> None:
-    """Make the temporary folder, where there is room and nothing would be overwritten."""
-    if plan.path.exists() or plan.path.is_symlink():
-        raise CheckpointError(f"{plan.path} exists, and a checkpoint is never overwritten. Choose another name.")
-    for above in [*reversed(plan.path.parent.parents), plan.path.parent]:
-        if not above.exists():
-            files.make_folder(above)
-            files.sync_folder(above.parent)
-    _remove_dead(plan.path)
-    needed = len(plan.extra) + sum(item.spec.numel * item.spec.item_bytes for item in plan.items)
-    if (free := files.free_bytes(plan.path.parent)) < needed:
-        raise CheckpointError(f"{plan.path.parent} has {free} free bytes, and the checkpoint needs {needed}.")
-    files.make_folder(folder)
-
-
-def _remove_dead(path: Path) -> None:
-    """Remove what attempts at the same checkpoint left behind whose process on this host has ended."""
-    host = zlib.crc32(socket.gethostname().encode())
-    own = re.compile(rf"\.tmp-{re.escape(path.name)}-{host:08x}-(\d+)-[0-9a-f]{{8}}")
-    for name in files.names_in(path.parent):
-        match = own.fullmatch(name)
-        if match and not _is_alive(int(match[1])):
-            files.remove_tree(path.parent / name)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
-def _write_tensors(plan: Plan, path: Path, kind: str, rank: int) -> FileEntry:
-    chunks = plan.chunks(kind, rank)
-    with FileWriter(path) as writer:
-        writer.write(memoryview(make_header(plan.specs, chunks)))
-        for chunk in chunks:
-            item = plan.items[chunk.tensor]
-            value = item.part(chunk.start, chunk.stop) if item.slot is not None else _whole(item)
-            writer.write(bytes_of(value))
-    return writer.entry(chunks)
-
-
-def _whole(item: Item) -> torch.Tensor:
-    assert item.value is not None, f"{item.spec.name} is written by a rank that does not hold it"
-    return item.value.reshape(-1)
+    def _fail(self, save: BackgroundSave) -> None:
+        """End the save on every rank, and raise the failure of the last rank that failed by itself."""
+        save.give_up()
+        self._under_way = None
+        texts = self._engine.comm.texts(save.failure, "the failure of a save")
+        save.remove()
+        save.close()
+        raise CheckpointError(f"zero.save() to {save.path} in the background: {[t for t in texts if t][-1]}")
 
 
 def _exchange(engine: Engine, plan: Plan, entries: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
     """Return what every rank wrote. Collective: an all-gather of sizes and checksums."""
-    numbers = [n for kind in ("model", "state") for n in (entries[kind].nbytes, len(entries[kind].crc32))]
-    numbers += [crc32 for kind in ("model", "state") for crc32 in entries[kind].crc32]
+    numbers = [n for kind in KINDS for n in (entries[kind].nbytes, len(entries[kind].crc32))]
+    numbers += [crc32 for kind in KINDS for crc32 in entries[kind].crc32]
     length = -engine.comm.agree([-len(numbers)], "the number of checksums")[0]
     row = torch.tensor(numbers + [0] * (length - len(numbers)), dtype=torch.int64, device=engine.mesh.device)
     found = {}
@@ -261,15 +171,3 @@ def _exchange(engine: Engine, plan: Plan, entries: Mapping[str, FileEntry]) -> d
             crc32 = tuple(next(checksums) for _ in range(count))
             found[file_name(kind, rank, engine.mesh.world_size)] = FileEntry(nbytes, crc32, plan.chunks(kind, rank))
     return found
-
-
-def _manifest(plan: Plan, world_size: int, found: Mapping[str, FileEntry]) -> Manifest:
-    software = {"python": platform.python_version(), "torch": str(torch.__version__), "zeroshard": VERSION}
-    return Manifest(plan.step, world_size, tuple(plan.specs), plan.aliases, found, software)
-
-
-def _point_to(path: Path) -> None:
-    """Replace LATEST, in one step."""
-    temporary = path.parent / f".tmp-{LATEST}-{secrets.token_hex(4)}"
-    write_file(temporary, f"{path.name}\n".encode())
-    files.rename(temporary, path.parent / LATEST)

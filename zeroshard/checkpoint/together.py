@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from zeroshard.core.engine import Engine
 from zeroshard.core.errors import CheckpointError
 
-__all__ = ["agree_equal", "begin", "together"]
+__all__ = ["agree_equal", "begin", "describe", "together"]
 
 
 def begin(engine: Engine, what: str) -> None:
@@ -42,13 +42,14 @@ def together(engine: Engine, what: str, advice: str) -> Iterator[None]:
     except Exception as error:  # whatever it is, the other ranks wait for this one
         failure = error
     if engine.order.barrier(what, int(failure is not None))[1]:
-        texts = engine.comm.texts(_describe(failure), f"the error in {what}")
+        texts = engine.comm.texts(describe(failure), f"the error in {what}")
         failed = [rank for rank, text in enumerate(texts) if text]
         more = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
         raise CheckpointError(f"{what} failed on rank {failed[0]}{more}: {texts[failed[0]]} {advice}") from failure
 
 
-def _describe(failure: Exception | None) -> str:
+def describe(failure: Exception | None) -> str:
+    """Return an error as a sentence; nothing for None."""
     if failure is None:
         return ""
     text = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"

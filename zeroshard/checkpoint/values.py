@@ -14,7 +14,7 @@ import torch
 
 from zeroshard.core.errors import CheckpointError
 
-__all__ = ["bytes_of", "decode", "dtype_name", "encode", "tensor_of"]
+__all__ = ["bytes_of", "decode", "dtype_name", "dtype_of", "encode", "tensor_of"]
 
 Tensor = torch.Tensor
 
@@ -54,6 +54,11 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
     raise CheckpointError(f"{where} is of {dtype}, which safetensors can not hold. Keep it out of the model's state.")
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a safetensors name."""
+    return dict(_BY_NAME)[name]
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor, shared with it where it is on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -64,7 +69,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def tensor_of(data: bytearray, dtype: str) -> Tensor:
     """Return a flat CPU tensor that shares `data`."""
-    kind = dict(_BY_NAME)[dtype]
+    kind = dtype_of(dtype)
     return torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
 
 

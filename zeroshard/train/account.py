@@ -9,7 +9,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -20,9 +19,8 @@ from zeroshard.train.config import Config
 from zeroshard.train.metrics import RankBytes, Start, Summary
 from zeroshard.train.run import Run
 
-__all__ = ["describe_start", "summarize", "tokens_per_step"]
+__all__ = ["describe_data", "describe_start", "summarize", "tokens_per_step"]
 
-_FINAL_STEPS: Final = 50
 _PREDICTED_KINDS: Final = ("gather", "reduce")
 _KINDS: Final = (*_PREDICTED_KINDS, "agree", "start", "state")
 
@@ -38,34 +36,35 @@ def describe_start(run: Run) -> Start:
         cells={column: str(getattr(row, column)) for column in ("states", "gradients", "parameters", "activations")},
         predicted_bytes=_by_rank(run, run.zero.memory().predicted_bytes),
         steps=run.config.train.steps,
-        folder=Path(run.config.run.folder, run.config.run.name),
+        done=run.tally.steps,
+        folder=run.config.folder,
     )
 
 
 def summarize(run: Run, sample: str, is_interrupted: bool) -> Summary:
     """Sum the run up. Collective: all-gathers of the ranks' bytes; every rank must call."""
     config, tally = run.config, run.tally
-    steps, last = len(tally.losses), tally.last_eval
-    tokens = steps * tokens_per_step(config)
+    last, tokens = tally.last_eval, tally.steps * tokens_per_step(config)
     return Summary(
         name=config.run.name,
         model=run.language.description,
         is_interrupted=is_interrupted,
-        steps=steps,
+        steps=tally.steps,
+        resumed_at=tally.resumed_at,
         depth=None if config.hf_folder else config.model.depth,
         parameters_numel=run.parameters_numel,
         world_size=run.mesh.world_size,
         stage=config.zero.stage,
         row=name_of_row(run.zero.residency),
-        final_train_loss=statistics.fmean(tally.losses[-_FINAL_STEPS:]),
+        final_train_loss=statistics.fmean(tally.losses),
         final_heldout_loss=last.loss if last else None,
         bits_per_byte=last.bits_per_byte if last else None,
         tokens=tokens,
         tokens_per_s=tokens / tally.train_s,
         train_s=tally.train_s,
-        wall_s=time.perf_counter() - run.start_s,
+        wall_s=tally.earlier_s + time.perf_counter() - run.start_s,
         ranks=_rank_bytes(run),
-        data=_describe_data(run),
+        data=describe_data(run),
         sample=sample,
         versions=_versions(),
     )
@@ -76,14 +75,15 @@ def _rank_bytes(run: Run) -> list[RankBytes]:
     tally = run.tally
     memory = tally.memory or run.zero.memory()
     sent = Counter(run.zero.traffic().sent_bytes)
-    steps = len(tally.losses)
+    steps = tally.steps - (tally.resumed_at[-1] if tally.resumed_at else 0)
+    of_step = tally.predicted_step_bytes
     columns = [
         _by_rank(run, bytes_)
         for bytes_ in (
             memory.predicted_bytes,
             memory.resident_bytes,
             memory.peak_bytes,
-            {kind: steps * tally.predicted_step_bytes[kind] for kind in _PREDICTED_KINDS},
+            {kind: steps * of_step[kind] for kind in _PREDICTED_KINDS if of_step is not None},
             {kind: tally.sent_bytes[kind] for kind in _KINDS},
             {kind: sent[kind] - tally.sent_bytes[kind] for kind in _KINDS},
         )
@@ -115,7 +115,8 @@ def _name_data(run: Run) -> str:
     return f"{corpus.name}, {parts}; {tokenizer.name}, vocabulary {tokenizer.vocabulary:,}"
 
 
-def _describe_data(run: Run) -> dict[str, str | int]:
+def describe_data(run: Run) -> dict[str, str | int]:
+    """Describe the text and its tokens."""
     corpus, tokenizer = run.corpus, run.tokenizer
     return {
         "name": corpus.name,

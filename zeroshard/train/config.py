@@ -16,12 +16,19 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from zeroshard.core.stages import row_of_stage
 from zeroshard.train.models.gpt import GPTConfig
 
-__all__ = ["Config", "Data", "Model", "Run", "Train", "Zero", "load_config", "to_toml"]
+__all__ = ["Checkpoint", "Config", "Data", "Model", "Run", "Train", "Zero", "differences", "load_config", "to_toml"]
 
 _GPT: Final = "gpt"
 _HF: Final = "hf:"
 _HF_BATCH: Final = 8
 _HF_LEARNING_RATE: Final = 3e-4
+_FREE: Final = frozenset(
+    """
+    data.path data.column data.tokenizer data.cache train.steps train.accumulation train.eval_every train.eval_bytes
+    """.split()
+)
+_FREE_SECTIONS: Final = frozenset(["checkpoint", "run", "zero"])
+_SEED: Final = "run.seed"
 
 
 def _known_stage(stage: int) -> int:
@@ -107,12 +114,21 @@ class Zero(_Section):
 
 
 @final
+class Checkpoint(_Section):
+    """When a run saves, beside its end and a signal. Both may be set: whichever comes first."""
+
+    every_steps: int = Field(default=0, ge=0, description="steps between checkpoints; 0 for none by steps")
+    every_s: float = Field(default=600.0, ge=0, description="seconds between checkpoints; 0 for none by time")
+    keep: int = Field(default=2, ge=2, description="checkpoints that stay, the newest ones")
+
+
+@final
 class Run(_Section):
     """Where, how often, and on how many ranks."""
 
     name: Annotated[str, AfterValidator(_plain_name)] = Field(default="default", description="files go to runs/<name>/")
     folder: str = Field(
-        default="runs", description="where that folder is; what an earlier run of the name left is replaced"
+        default="runs", description="where that folder is; a run of the name that is there is gone on with"
     )
     ranks: int = Field(default=2, ge=1, description="processes; torchrun's own number wins where it started them")
     seed: int = Field(default=1, ge=0, description="of parameters, data order and sample")
@@ -132,7 +148,13 @@ class Config(_Section):
     data: Data = Data()
     train: Train = Train()
     zero: Zero = Zero()
+    checkpoint: Checkpoint = Checkpoint()
     run: Run = Run()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return Path(self.run.folder, self.run.name)
 
     @property
     def gpt(self) -> GPTConfig:
@@ -212,6 +234,22 @@ def to_toml(config: Config) -> str:
             "".join([f"[{name}]\n", *(f"{a:<{width}}  # {b}\n" for a, b in zip(lines, notes, strict=True))])
         )
     return "\n".join(sections)
+
+
+def differences(before: Config, now: Config) -> list[str]:
+    """Return the settings in which `now` is another training than `before`, each with both values.
+
+    Where and how a run is made, saved, evaluated and shown may change from one start to the next, and so may the number
+    of steps. Files of the text and its tokens may move: what is in them is compared when a checkpoint is loaded.
+    """
+    earlier, found = before.model_dump(), []
+    for section, values in now.model_dump().items():
+        for key, value in values.items():
+            name = f"{section}.{key}"
+            is_free = name in _FREE or (section in _FREE_SECTIONS and name != _SEED)
+            if not is_free and value != (old := earlier[section][key]):
+                found.append(f"{name} is {_toml_value(value)}, and was {_toml_value(old)}")
+    return found
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -8,6 +8,8 @@ Note: Ctrl-C
     passes the signal on and waits; the ranks finish their step, agree to stop, write what they have and end. They get
     as long for it as a rank waits for the others (`zero.watchdog_s`). A second signal ends them at once. A rank that is
     still starting, and holds nothing worth writing, ends at once, too.
+Note: no orphans
+    A launcher that is killed can pass nothing on. So a rank looks after the process that started it, and ends with it.
 """
 
 import logging
@@ -15,14 +17,17 @@ import math
 import os
 import signal
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Sequence
 from types import FrameType
 from typing import Final, Self, final
 
-__all__ = ["StopSignal", "is_first_rank", "joined_world_size", "launch_ranks"]
+__all__ = ["StopSignal", "follow_launcher", "is_first_rank", "joined_world_size", "launch_ranks"]
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_LOOK_S: Final = 1.0
 _RANK_MAIN: Final = """
 import os, signal
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -42,6 +47,17 @@ def joined_world_size() -> int | None:
 def is_first_rank() -> bool:
     """Tell whether this process is rank 0 of those that were started, or the only one."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def follow_launcher() -> None:
+    """End this process when the one that started it is gone, however that ended."""
+    threading.Thread(target=_end_without, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_without(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_LOOK_S)
+    os._exit(1)
 
 
 def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> int:

@@ -4,9 +4,9 @@ Owns the order of what happens in a run. Must not know the terminal (it tells a 
 (`launch.py`), nor what a stage means: the model, the optimizer and the loop are those of one process, and `zs.shard` is
 the one line that makes them sharded. Read `train` first, then `_step`.
 
-Note: ending early
-    A signal reaches the ranks at different times. So the wish to stop travels with the loss, which all ranks average
-    after each step anyway, and all leave the loop after the same step.
+Note: what ranks agree on
+    A signal reaches the ranks at different times, and their clocks differ. So the wish to stop and the need to save
+    travel with the loss, which all ranks average after each step anyway, and all do it after the same step.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -25,8 +24,10 @@ import zeroshard as zs
 from zeroshard.train.account import describe_start, summarize, tokens_per_step
 from zeroshard.train.config import Config, to_toml
 from zeroshard.train.data import IGNORED, count_scored, heldout_batches, training_batch
+from zeroshard.train.lease import Lease
 from zeroshard.train.metrics import EvalRecord, Reporter, Reporters, RunFiles, StepRecord, Summary
 from zeroshard.train.models.language import generate
+from zeroshard.train.resume import Saver, check_settings, resume
 from zeroshard.train.run import Run
 
 __all__ = ["train"]
@@ -35,7 +36,7 @@ _EVAL_WINDOWS: Final = 8
 
 
 def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool] = lambda: False) -> Summary:
-    """Train a model as `config` says, and write the run's files.
+    """Train a model as `config` says, from the newest checkpoint of the run on, and write the run's files.
 
     Args:
         config: resolved; equal on all ranks.
@@ -46,7 +47,9 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
         The summary, on every rank.
 
     Raises:
-        ValueError: the text or the model does not fit the configuration.
+        ValueError: the text or the model does not fit the configuration; the folder is in use, or holds a run with
+            other settings.
+        CheckpointError: the run can not be saved, or none of its checkpoints is whole.
 
     Collective: joins the process group of torchrun's environment and leaves it at the end, unless there is one already;
     every rank must call.
@@ -54,58 +57,66 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
     start_s, is_joined = time.perf_counter(), torch.distributed.is_initialized()
     mesh = zs.init(config.run.seed, watchdog_s=config.zero.watchdog_s)
     try:
+        check_settings(config)
         with contextlib.ExitStack() as stack:
+            if mesh.rank == 0:
+                stack.enter_context(Lease(config.folder))
+            run = Run(config, mesh, start_s)
+            resume(run)
             reporters: list[Reporter] = []
             if mesh.rank == 0:
-                folder = Path(config.run.folder, config.run.name)
-                reporters = [stack.enter_context(RunFiles(folder, to_toml(config))), reporter]
-            return _train(Run(config, mesh, start_s), Reporters(reporters), is_stop_wanted)
+                files = RunFiles(config.folder, to_toml(config), run.tally.steps)
+                reporters = [stack.enter_context(files), reporter]
+            return _train(run, Reporters(reporters), is_stop_wanted)
     finally:
         if torch.distributed.is_initialized() and not is_joined:
             torch.distributed.destroy_process_group()
 
 
 def _train(run: Run, tell: Reporters, is_stop_wanted: Callable[[], bool]) -> Summary:
-    """Run the loop, the evaluations between and after the steps, and the sample."""
-    steps, every = run.config.train.steps, run.config.train.eval_every
+    """Run the loop, with evaluations and checkpoints between and after the steps, and the sample."""
+    tally, steps = run.tally, run.config.train.steps
     tell.started(describe_start(run))
-    is_interrupted = False
-    for step in range(steps):
-        record, is_interrupted = _step(run, step, is_stop_wanted)
+    saver, is_interrupted = Saver(run, tell), False
+    _evaluate_if_due(run, tell)
+    while tally.steps < steps and not is_interrupted:
+        record, is_interrupted, is_due = _step(run, is_stop_wanted, saver.is_due)
         tell.stepped(record)
-        if is_interrupted:
-            break
-        if (every and (step + 1) % every == 0) or step + 1 == steps:
-            run.tally.last_eval = _evaluate(run, step + 1)
-            tell.evaluated(run.tally.last_eval)
+        if not is_interrupted:
+            _evaluate_if_due(run, tell)
+        if is_due or is_interrupted or tally.steps == steps:
+            saver.save()
     sample = "" if is_interrupted else _sample(run)
     summary = summarize(run, sample, is_interrupted)
     tell.finished(summary)
     return summary
 
 
-def _step(run: Run, step: int, is_stop_wanted: Callable[[], bool]) -> tuple[StepRecord, bool]:
+def _step(
+    run: Run, is_stop_wanted: Callable[[], bool], is_save_due: Callable[[int], bool]
+) -> tuple[StepRecord, bool, bool]:
     """Make one step.
 
     Returns:
-        Its record, and whether some rank wants to stop.
+        Its record, whether some rank wants to stop, and whether a checkpoint is due on some rank.
 
-    Collective: the engine's, and a mean of two numbers; every rank must call.
+    Collective: the engine's, and a mean of four numbers; every rank must call.
     """
     before, start_s = Counter(run.zero.traffic().sent_bytes), time.perf_counter()
     learning_rate = float(run.scheduler.get_last_lr()[0])
-    loss = _backward(run, step)
+    loss = _backward(run)
     norm = _clip(run)
     run.optimizer.step()
     run.scheduler.step()
     memory = run.zero.memory()
     run.optimizer.zero_grad()
-    stop = torch.tensor(float(is_stop_wanted()), device=loss.device)
-    mean_loss, mean_stop = zs.mean_across_ranks(torch.stack([loss, stop])).tolist()
-    step_s = time.perf_counter() - start_s
+    step = run.tally.steps + 1
+    mine = [float(is_stop_wanted()), float(is_save_due(step)), time.perf_counter() - start_s]
+    mean = zs.mean_across_ranks(torch.cat([loss[None], torch.tensor(mine, device=loss.device)])).tolist()
+    mean_loss, mean_stop, mean_save, step_s = mean
     _count(run, before, mean_loss, step_s, memory)
     record = StepRecord(
-        step=step + 1,
+        step=step,
         loss=mean_loss,
         learning_rate=learning_rate,
         grad_norm=float(norm),
@@ -114,10 +125,10 @@ def _step(run: Run, step: int, is_stop_wanted: Callable[[], bool]) -> tuple[Step
         resident_bytes=memory.resident_bytes,
         peak_bytes=memory.peak_bytes,
     )
-    return record, mean_stop > 0
+    return record, mean_stop > 0, mean_save > 0
 
 
-def _backward(run: Run, step: int) -> Tensor:
+def _backward(run: Run) -> Tensor:
     """Accumulate the gradients of this rank's part of the global batch.
 
     Returns:
@@ -127,7 +138,7 @@ def _backward(run: Run, step: int) -> Tensor:
     inputs, targets = training_batch(
         run.corpus.train,
         seed=run.config.run.seed,
-        step=step,
+        step=run.tally.steps,
         batch=train.batch,
         context=run.config.model.context,
         rank=mesh.rank,
@@ -160,20 +171,33 @@ def _clip(run: Run) -> Tensor:
 def _count(run: Run, before: Counter[str], loss: float, step_s: float, memory: zs.Memory) -> None:
     """Add one step to the tally."""
     tally = run.tally
+    follows_eval = tally.last_eval is not None and tally.last_eval.step == tally.steps
+    tally.steps += 1
     tally.losses.append(loss)
     tally.train_s += step_s
     tally.memory = memory
     tally.sent_bytes += Counter(run.zero.traffic().sent_bytes) - before
-    if not tally.predicted_step_bytes:
+    if tally.predicted_step_bytes is None and not follows_eval:
+        tally.predicted_step_bytes = Counter()
         for event in run.zero.trace.predicted():
             tally.predicted_step_bytes["reduce" if event.kind == "reduce" else "gather"] += event.nbytes
 
 
+def _evaluate_if_due(run: Run, tell: Reporters) -> None:
+    """Evaluate every so many steps and after the last, once. Collective: as `_evaluate`."""
+    tally, wanted = run.tally, run.config.train
+    is_due = tally.steps == wanted.steps or (wanted.eval_every and tally.steps % wanted.eval_every == 0)
+    is_done = tally.last_eval is not None and tally.last_eval.step == tally.steps
+    if tally.steps and is_due and not is_done:
+        tally.last_eval = _evaluate(run)
+        tell.evaluated(tally.last_eval)
+
+
 @torch.no_grad()
-def _evaluate(run: Run, step: int) -> EvalRecord:
+def _evaluate(run: Run) -> EvalRecord:
     """Score the held-out text.
 
-    Collective: the forward passes', and a mean of one number; every rank must call.
+    Collective: the forward passes', and a mean of two numbers; every rank must call.
     """
     start_s = time.perf_counter()
     scored, scored_bytes = count_scored(run.corpus.heldout_ends, run.config.train.eval_bytes)
@@ -192,13 +216,15 @@ def _evaluate(run: Run, step: int) -> EvalRecord:
         targets = targets.to(run.mesh.device).flatten()
         nats += F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     run.model.train()
-    total = float(zs.mean_across_ranks(nats)) * run.mesh.world_size
+    mine = torch.stack([nats, torch.tensor(time.perf_counter() - start_s).to(nats)])
+    mean, eval_s = zs.mean_across_ranks(mine).tolist()
+    total = mean * run.mesh.world_size
     return EvalRecord(
-        step=step,
+        step=run.tally.steps,
         loss=total / scored,
         bits_per_byte=total / scored_bytes / math.log(2),
         scored_bytes=scored_bytes,
-        eval_s=time.perf_counter() - start_s,
+        eval_s=eval_s,
     )
 
 

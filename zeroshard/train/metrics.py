@@ -30,7 +30,8 @@ class Start:
         row: how the row of the residency table is called.
         cells: by column, where it lives.
         predicted_bytes: for each rank, by column.
-        steps: how many there will be.
+        steps: how many there will be, in all.
+        done: how many of them earlier starts of the run have made.
         folder: where the files go.
     """
 
@@ -41,13 +42,14 @@ class Start:
     cells: Mapping[str, str]
     predicted_bytes: list[Bytes]
     steps: int
+    done: int
     folder: Path
 
 
 @final
 @dataclass(frozen=True)
 class StepRecord:
-    """One step: `loss` in nats a token, the mean over all ranks; bytes are of rank 0, by column."""
+    """One step: `loss` in nats a token and seconds, means over all ranks; bytes are of rank 0, by column."""
 
     step: int
     loss: float
@@ -62,7 +64,10 @@ class StepRecord:
 @final
 @dataclass(frozen=True)
 class EvalRecord:
-    """One evaluation on held-out text, after `step` steps: `loss` in nats a token, and bits a byte of the text."""
+    """One evaluation on held-out text, after `step` steps: `loss` in nats a token, and bits a byte of the text.
+
+    Seconds are the mean over all ranks.
+    """
 
     step: int
     loss: float
@@ -80,7 +85,8 @@ class RankBytes:
         predicted_bytes: that it should hold in training.
         resident_bytes: that it held at the end of the last step, gradients included.
         peak_bytes: that it held at most, each column by itself.
-        predicted_sent_bytes: that the training steps should send, by the schedule of the first one.
+        predicted_sent_bytes: that the training steps should send, by the schedule of the first one; empty where each
+            of them followed an evaluation.
         sent_bytes: that the training steps sent.
         other_sent_bytes: that everything else sent: the start, evaluations, the sample.
     """
@@ -101,6 +107,8 @@ class Summary:
     Args:
         model: one line that names it and its size.
         is_interrupted: whether it was ended before its last step.
+        steps: made in all.
+        resumed_at: how many were made when the run was gone on with, once for each time; `ranks` counts from the last.
         depth: of a GPT; None for other models.
         final_train_loss: mean over the last steps, up to 50, in nats a token.
         final_heldout_loss: of the last evaluation, in nats a token.
@@ -114,6 +122,7 @@ class Summary:
     model: str
     is_interrupted: bool
     steps: int
+    resumed_at: list[int]
     depth: int | None
     parameters_numel: int
     world_size: int
@@ -144,6 +153,12 @@ class Reporter(Protocol):
     def evaluated(self, record: EvalRecord) -> None:
         """Take one evaluation."""
 
+    def saving(self, step: int) -> None:
+        """Know that a checkpoint is about to be made after `step` steps: what was told must outlast it."""
+
+    def saved(self, step: int, path: Path) -> None:
+        """Take a checkpoint that is on the disk."""
+
     def finished(self, summary: Summary) -> None:
         """Take the end of the run, whole or interrupted."""
 
@@ -170,6 +185,16 @@ class Reporters:
         for reporter in self._reporters:
             reporter.evaluated(record)
 
+    def saving(self, step: int) -> None:
+        """Tell each."""
+        for reporter in self._reporters:
+            reporter.saving(step)
+
+    def saved(self, step: int, path: Path) -> None:
+        """Tell each."""
+        for reporter in self._reporters:
+            reporter.saved(step, path)
+
     def finished(self, summary: Summary) -> None:
         """Tell each."""
         for reporter in self._reporters:
@@ -180,19 +205,24 @@ class Reporters:
 class RunFiles:
     """The folder of a run: `config.toml`, `metrics.jsonl` and `summary.json`. A reporter that writes.
 
-    A line of `metrics.jsonl` is in the file as soon as it is told, so an interrupted run keeps what it did.
+    A line of `metrics.jsonl` is in the file as soon as it is told, so an interrupted run keeps what it did, and on the
+    disk before a checkpoint that comes after it. So the lines up to a checkpoint are whole wherever there is one.
 
     Args:
-        folder: made if it is not there; the three files of an earlier run in it are replaced.
+        folder: made if it is not there.
         config_toml: the resolved configuration.
+        done: steps that the run has made already. Lines about later ones, from a start that was cut off after its last
+            checkpoint, go: their steps are made again.
     """
 
-    def __init__(self, folder: Path, config_toml: str) -> None:
+    def __init__(self, folder: Path, config_toml: str, done: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._summary = folder / "summary.json"
         self._summary.unlink(missing_ok=True)
-        (folder / "config.toml").write_text(config_toml, "utf-8")
-        self._metrics: TextIO = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        metrics = folder / "metrics.jsonl"
+        _replace(folder / "config.toml", config_toml)
+        _replace(metrics, "".join(_lines_until(metrics, done)))
+        self._metrics: TextIO = metrics.open("a", encoding="utf-8")
 
     def __enter__(self) -> Self:
         return self
@@ -211,15 +241,43 @@ class RunFiles:
         """Append one evaluation."""
         self._append("eval", record)
 
+    def saving(self, step: int) -> None:
+        """Have all lines on the disk."""
+        os.fsync(self._metrics.fileno())
+
+    def saved(self, step: int, path: Path) -> None:
+        """Write nothing: the checkpoint is there."""
+
     def finished(self, summary: Summary) -> None:
-        """Write the summary, whole or not at all."""
-        unfinished = self._summary.with_suffix(".json.unfinished")
-        unfinished.write_text(json.dumps(_plain(summary), indent=2) + "\n", "utf-8")
-        os.replace(unfinished, self._summary)
+        """Write the summary."""
+        _replace(self._summary, json.dumps(_plain(summary), indent=2) + "\n")
 
     def _append(self, kind: str, record: StepRecord | EvalRecord) -> None:
         self._metrics.write(json.dumps({"kind": kind, **_plain(record)}) + "\n")
         self._metrics.flush()
+
+
+def _lines_until(metrics: Path, step: int) -> list[str]:
+    """Return the lines about steps up to `step`; what is no whole record, and what comes after it, is left out."""
+    lines: list[str] = []
+    if not step or not metrics.exists():
+        return lines
+    for line in metrics.read_text("utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if not line.endswith("\n") or record["step"] > step:
+            break
+        lines.append(line)
+    return lines
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text, "utf-8")
+    os.replace(unfinished, path)
 
 
 def _plain(value: Any) -> Any:

@@ -5,9 +5,9 @@ uses them (`loop.py`). Read `Run` first.
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Final, final
 
 import torch
 
@@ -21,6 +21,8 @@ from zeroshard.train.text import DEFAULT_NAME, open_source
 from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Run", "Tally", "learning_rate_factor", "prepare"]
+
+_FINAL_STEPS: Final = 50
 
 
 def prepare(config: Config) -> None:
@@ -80,12 +82,24 @@ class Run:
 @final
 @dataclass
 class Tally:
-    """What is counted over the steps of a run, on this rank."""
+    """What is counted over the steps of a run, on this rank. Bytes are those of this start.
 
-    losses: list[float] = field(default_factory=list)
+    Args:
+        steps: made so far, by this start and earlier ones.
+        losses: of the last of them, up to 50.
+        train_s: spent in them.
+        earlier_s: all that earlier starts took, up to the checkpoint that was gone on from.
+        resumed_at: steps that were made when the run was gone on with, once for each time.
+        predicted_step_bytes: None until a step was made that did not follow an evaluation, which would count as its.
+    """
+
+    steps: int = 0
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=_FINAL_STEPS))
     train_s: float = 0.0
+    earlier_s: float = 0.0
+    resumed_at: list[int] = field(default_factory=list)
     sent_bytes: Counter[str] = field(default_factory=Counter)
-    predicted_step_bytes: Counter[str] = field(default_factory=Counter)
+    predicted_step_bytes: Counter[str] | None = None
     memory: zs.Memory | None = None
     last_eval: EvalRecord | None = None
 

@@ -1,0 +1,382 @@
+"""zeroshard on one GPU: beside the bare loop, beside FSDP2 at emulated ranks, and beside the bandwidth of a copy.
+
+    python -m benchmarks.gpu --output benchmarks/results/gpu.json   # CUDA; some minutes on one H100
+    python -m benchmarks.gpu --device cpu --output gpu.json         # the script itself, with tiny sizes
+
+Owns what is compared on a GPU, and its result file. **It has not been run on a GPU yet**: it was written where there is
+none, and a test runs it on the CPU. Read `SECTIONS` first, then `measure_section`.
+
+Note: emulated ranks
+    NCCL refuses several ranks on one GPU. Here one process plays rank 0 of many: shards have the size that they would
+    have, all copies, casts and launches happen, and nothing travels. FSDP2 runs on torch's fake backend, zeroshard on
+    its own code for NCCL with collectives that send nothing. zeroshard refuses gradients that are no numbers, so its
+    gathers write copies of the own shard, where FSDP2's leave what was there: a small handicap. Step times show what
+    host and GPU have to do besides waiting for messages; losses mean nothing.
+Note: memory alone, time together
+    Each entrant first makes its steps alone, and the allocator's peaks are read. Then all entrants of a section are
+    built, and make steps in turn, so that a GPU that changes its clock changes it for all.
+"""
+
+import argparse
+import contextlib
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, final
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroshard as zs
+from benchmarks.cases import CASES, Block, make_batch, make_model
+from benchmarks.machine import circumstances, write_result
+from benchmarks.report import aligned, gpu_table, optimizer_table
+from zeroshard import handle
+from zeroshard.core.comm import Comm, NcclComm, Pending
+
+__all__ = ["SECTIONS", "Emulated", "Entrant", "main"]
+
+LOSS_TOLERANCE: Final = 1e-2
+"""By how much, of the first entrant's loss, another's may differ at one rank: bf16 has 8 bits."""
+
+
+@final
+@dataclass(frozen=True)
+class Entrant:
+    """Who takes part, and with what.
+
+    Args:
+        library: "bare", "zeroshard" or "FSDP2".
+        stage: what is sharded; FSDP2 at 2 keeps parameters after forward.
+        has_masters: fp32 parameters and states behind bf16 modules; otherwise all is bf16.
+        is_compiled: whether the blocks are compiled.
+    """
+
+    library: str
+    stage: int = 0
+    has_masters: bool = False
+    is_compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return self.library if self.library == "bare" else f"{self.library} {self.stage}"
+
+
+@final
+@dataclass(frozen=True)
+class Section:
+    """Entrants that make steps in turn, as rank 0 of `ranks`; the first one is what the others are compared with."""
+
+    title: str
+    ranks: int
+    entrants: tuple[Entrant, ...]
+
+
+def _against_fsdp2(ranks: int, stage: int) -> Section:
+    title = f"rank 0 of {ranks}, bf16 with fp32 masters, stage {stage}"
+    return Section(title, ranks, tuple(Entrant(name, stage, has_masters=True) for name in ("FSDP2", "zeroshard")))
+
+
+SECTIONS: Final = (
+    Section("one rank, all bf16", 1, (Entrant("bare"), Entrant("zeroshard", 0), Entrant("zeroshard", 3))),
+    Section(
+        "one rank, all bf16, blocks compiled",
+        1,
+        (Entrant("bare", is_compiled=True), Entrant("zeroshard", 3, is_compiled=True)),
+    ),
+    *(_against_fsdp2(ranks, stage) for ranks in (8, 64) for stage in (2, 3)),
+)
+
+
+@final
+@dataclass(frozen=True)
+class Sizes:
+    """What is trained on which device: `samples` a micro-batch, steps before the recorded ones, and recorded ones.
+
+    Args:
+        copied_bytes: of the tensor whose copy shows the device's bandwidth.
+    """
+
+    device: str
+    case: str
+    samples: int
+    warmup: int
+    steps: int
+    copied_bytes: int
+
+
+SIZES: Final = {
+    "cuda": Sizes("cuda", "gpt-1.3b", samples=4, warmup=5, steps=30, copied_bytes=2**32),
+    "cpu": Sizes("cpu", "tiny", samples=1, warmup=1, steps=2, copied_bytes=2**22),
+}
+
+
+# -- entrants --------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class Running:
+    """An entrant that was built."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def step(self, batch: Tensor) -> Tensor:
+        """Train once; return the loss, 0-d."""
+        loss = self.backward(batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def backward(self, batch: Tensor) -> Tensor:
+        """Compute gradients; return the loss, 0-d."""
+        loss: Tensor = self.model(batch)
+        loss.backward()
+        return loss.detach()
+
+
+def build(entrant: Entrant, ranks: int, sizes: Sizes) -> Running:
+    """Build an entrant as rank 0 of `ranks`; for more than one inside `fake_ranks`."""
+    with torch.device(sizes.device):
+        model = make_model(CASES[sizes.case])
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    if not entrant.has_masters:
+        model.to(torch.bfloat16)
+    if entrant.is_compiled:
+        for block in blocks:
+            block.compile()
+    if entrant.library == "FSDP2":
+        _fully_shard(model, blocks, entrant.stage, sizes.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    if entrant.library == "zeroshard":
+        precision = "bf16" if entrant.has_masters else "fp32"  # the latter leaves a bf16 model as it is
+        mesh = zs.Mesh(0, ranks, 0, torch.device(sizes.device))
+        with contextlib.ExitStack() as stack:
+            if ranks > 1:
+                stack.enter_context(patch.object(handle, "current_mesh", lambda: mesh))
+                stack.enter_context(patch.object(handle, "make_comm", lambda *_: Emulated(mesh)))
+            zs.shard(model, optimizer, stage=entrant.stage, precision=precision)
+    return Running(model, optimizer)
+
+
+def _fully_shard(model: nn.Module, blocks: Sequence[nn.Module], stage: int, device: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=stage > 2)
+
+
+@contextlib.contextmanager
+def fake_ranks(ranks: int) -> Iterator[None]:
+    """Be rank 0 of a process group in which collectives do nothing; for one rank, have none."""
+    if ranks == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Emulated(NcclComm):
+    """The engine's collectives on NCCL, with nobody at the other end: everything but the messages."""
+
+    def __init__(self, mesh: zs.Mesh) -> None:
+        Comm.__init__(self, mesh)
+        self._all = self._gathers = self._reduces = self._replicas = None
+        self._all_gather = self._reduce_scatter = lambda *args, **options: None
+
+    def _wait(self, works: list[Any], what: str) -> None:
+        pass
+
+    def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
+        """Fill the others' shards with copies of the own one."""
+        pending = super().gather(full, tag, what, kind)
+        shards = full.view(self.mesh.shard_size, -1)
+        shards[1:].copy_(shards[:1])
+        return pending
+
+    def broadcast(self, tensor: Tensor, what: str, kind: str) -> None:
+        """Keep rank 0's values, which this rank's are."""
+
+    def agree(self, values: list[int], what: str) -> list[int]:
+        """Return what ranks that all say the same agree on."""
+        return values
+
+    def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
+        """Return the same from every rank."""
+        return tensor.expand(self.mesh.world_size, *tensor.shape)
+
+
+# -- measurements ----------------------------------------------------------------------------------------------------
+
+
+def measure_section(section: Section, sizes: Sizes) -> dict[str, Any]:
+    """Return what each entrant of a section needed, by name: a time and a loss for each step, and peaks of memory.
+
+    Raises:
+        RuntimeError: at one rank, an entrant whose losses differ, so that it trains something else.
+    """
+    with fake_ranks(section.ranks):
+        found = {}
+        for entrant in section.entrants:
+            found[entrant.name] = _measure_memory(entrant, section.ranks, sizes)
+            _free(sizes.device)
+        for name, series in _measure_time(section, sizes).items():
+            found[name].update(series)
+        _free(sizes.device)
+    first = section.entrants[0].name
+    if section.ranks == 1:
+        _check_losses(section.title, found, first)
+    return {"section": section.title, "ranks": section.ranks, "first": first, "entrants": found}
+
+
+def _measure_memory(entrant: Entrant, ranks: int, sizes: Sizes) -> dict[str, int]:
+    """Return the allocator's peaks over the steps of one entrant alone; zeros on a CPU, which has no such counters."""
+    running = build(entrant, ranks, sizes)
+    for number in range(sizes.warmup):
+        running.step(_batch(sizes, number))
+    if sizes.device == "cpu":
+        return {"allocated_bytes": 0, "reserved_bytes": 0}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    for number in range(sizes.warmup, sizes.warmup + sizes.steps):
+        running.step(_batch(sizes, number))
+    torch.cuda.synchronize()
+    return {
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+    }
+
+
+def _measure_time(section: Section, sizes: Sizes) -> dict[str, dict[str, list[float]]]:
+    """Return each entrant's seconds and loss of every recorded step; they make their steps in turn."""
+    running = {entrant.name: build(entrant, section.ranks, sizes) for entrant in section.entrants}
+    series: dict[str, dict[str, list[float]]] = {name: {"wall_s": [], "loss": []} for name in running}
+    for number in range(sizes.warmup + sizes.steps):
+        batch = _batch(sizes, number)
+        for name, one in running.items():
+            wall_s, loss = _time(sizes.device, partial(one.step, batch))
+            if number >= sizes.warmup:
+                series[name]["wall_s"].append(wall_s)
+                series[name]["loss"].append(float(loss))
+    return series
+
+
+def measure_optimizer(sizes: Sizes) -> dict[str, Any]:
+    """Return the seconds of optimizer steps, the bytes that one must move, and the bandwidth of a plain copy.
+
+    The bytes: masters and states are read and written, gradients read; the modules' bf16 parameters are written.
+    """
+    running = build(Entrant("zeroshard", 3, has_masters=True), 1, sizes)
+    times = []
+    for number in range(sizes.warmup + sizes.steps):
+        running.backward(_batch(sizes, number))
+        wall_s, _ = _time(sizes.device, running.optimizer.step)
+        times += [wall_s] if number >= sizes.warmup else []
+        running.optimizer.zero_grad()
+    moved = sum(parameter.nbytes for parameter in running.model.parameters())
+    for group in running.optimizer.param_groups:
+        for master in group["params"]:
+            states = [value for value in running.optimizer.state[master].values() if value.numel() == master.numel()]
+            moved += 3 * master.nbytes + 2 * sum(state.nbytes for state in states)
+    source = torch.ones(sizes.copied_bytes, dtype=torch.uint8, device=sizes.device)
+    target = torch.empty_like(source)
+    copies = [_time(sizes.device, partial(target.copy_, source))[0] for _ in range(sizes.warmup + sizes.steps)]
+    return {
+        "step_s": times,
+        "moved_bytes": moved,
+        "copy_s": copies[sizes.warmup :],
+        "copy_moved_bytes": 2 * sizes.copied_bytes,
+    }
+
+
+def _batch(sizes: Sizes, number: int) -> Tensor:
+    return make_batch(CASES[sizes.case], sizes.samples, 0, number).to(sizes.device)
+
+
+def _time(device: str, work: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds that some work takes, to its end on the device, and what it returns."""
+    _synchronize(device)
+    begin_s = time.perf_counter()
+    result = work()
+    _synchronize(device)
+    return round(time.perf_counter() - begin_s, 6), result
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _free(device: str) -> None:
+    """Give back the memory of entrants that nothing refers to any more."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _check_losses(title: str, found: dict[str, Any], first: str) -> None:
+    expected = found[first]["loss"]
+    for name, one in found.items():
+        worst = max(abs(mine - theirs) / abs(theirs) for mine, theirs in zip(one["loss"], expected, strict=True))
+        one["loss_deviation"] = float(f"{worst:.2g}")
+        if not worst <= LOSS_TOLERANCE:
+            raise RuntimeError(
+                f"{title}: {name} did not train as {first}; its losses differ by up to {worst:.2g} of them, "
+                f"expected {LOSS_TOLERANCE:g} at most. Its times can not be compared."
+            )
+
+
+# -- command line ----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run all sections, show their tables, and write the result file."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=list(SIZES), default="cuda")
+    parser.add_argument("--only", default="", help="sections whose title contains this text")
+    parser.add_argument("--output", type=Path, required=True, help="the result file")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device here; --device cpu runs the script itself, with tiny sizes")
+    sizes = SIZES[options.device]
+    result: dict[str, Any] = {"sizes": asdict(sizes), **_circumstances(options.device), "sections": []}
+    for section in [section for section in SECTIONS if options.only in section.title]:
+        result["sections"].append(measure_section(section, sizes))
+        _show(gpu_table(result["sections"][-1]), section.title)
+    result["optimizer"] = measure_optimizer(sizes)
+    _show(optimizer_table(result["optimizer"]), "optimizer step, fp32 masters")
+    write_result(options.output, result)
+
+
+def _circumstances(device: str) -> dict[str, Any]:
+    found = circumstances("benchmarks.gpu")
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found["machine"] |= {"gpu": properties.name, "gpu_bytes": properties.total_memory}
+        found["versions"] |= {"cuda": torch.version.cuda}
+    return found
+
+
+def _show(table: Sequence[str], title: str) -> None:
+    print("\n".join([title, *aligned(table), ""]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,66 @@
+"""Retention removes what it may: older checkpoints that were saved to expire, and nothing else."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from zeroshard.checkpoint.verify import verify
+
+from . import small
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name != "LATEST")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_newest_are_kept(tmp_path: Path, asynchronous: bool) -> None:
+    trainer = small.Small()
+    kept = []
+    for step in (1, 2, 3, 10, 20):
+        trainer.zero.save(tmp_path / f"step-{step}", keep=3, asynchronous=asynchronous)
+        trainer.zero.wait()
+        kept.append(names(tmp_path))
+    assert kept[2] == ["step-1", "step-2", "step-3"]
+    assert kept[3] == ["step-10", "step-2", "step-3"]
+    assert kept[4] == ["step-10", "step-20", "step-3"]
+    for name in names(tmp_path):
+        verify(tmp_path / name)
+
+
+def test_nothing_else_is_touched(tmp_path: Path) -> None:
+    trainer = small.Small()
+    for step in (1, 2, 3, 4, 50):
+        trainer.zero.save(tmp_path / f"step-{step}", keep=9)
+    trainer.zero.save(tmp_path / "best-5")  # does not expire
+    (tmp_path / "step-2" / "notes.txt").write_text("mine")  # holds something else
+    (tmp_path / "step-3" / "manifest.json").write_text("damaged")
+    (tmp_path / "linked").symlink_to(trainer.zero.save(tmp_path.parent / f"{tmp_path.name}-else-1", keep=9))
+    (tmp_path / "step-6").mkdir()
+    (tmp_path / "runs.txt").touch()
+    before = set(names(tmp_path))
+    # Training went on from an earlier step: step 50 is of another branch, and is not older.
+    trainer.zero.save(tmp_path / "step-7", keep=2)
+    trainer.zero.save(tmp_path / "step-8", keep=2)
+    assert set(names(tmp_path)) == before - {"step-1", "step-4"} | {"step-7", "step-8"}
+    assert (tmp_path / "step-2" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "linked" / "manifest.json").exists()
+
+
+def test_one_of_the_same_step_outlives_the_other(tmp_path: Path) -> None:
+    trainer = small.Small()
+    for name in ("z", "y", "x"):
+        trainer.zero.save(tmp_path / name, step=4, keep=2)
+        assert name in names(tmp_path)
+    assert len(names(tmp_path)) == 2
+
+
+def test_what_a_killed_retention_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / ".old-step-1-0123abcd"
+    left.mkdir()
+    (left / "manifest.json").touch()
+    other = tmp_path / ".old-things"
+    other.mkdir()
+    small.Small().zero.save(tmp_path / "step-2", keep=2)
+    assert (left.exists(), other.exists()) == (False, True)

@@ -1,0 +1,164 @@
+"""Ranks that differ: an error with the difference before anything changes, or the result of ranks that do not."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroshard as zs
+from tests.engine.oracle import STAGES, randn, seed
+from zeroshard.testing import RankFailure, run_ranks
+
+from .job import Net, loss_of, make
+
+
+def whole(model: nn.Module, zero: zs.Zero) -> dict[str, Tensor]:
+    with zero.gathered():
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def one_rank_computes_no_number(stage: int, value: float) -> tuple[str, bool]:
+    """Put a value into one rank's gradient; return the error, and whether anything changed. Runs on a rank."""
+    model, optimizer, zero = make(stage)
+    states = []
+    for step in range(3):
+        if step == 2 and zero.mesh.rank == 1:
+            model.blocks[1][0].bias.register_hook(lambda grad: grad + value)
+        loss_of(model, step, zero.mesh.rank).backward()
+        states.append(whole(model, zero))
+        if step == 2:
+            with pytest.raises(RuntimeError) as caught:
+                optimizer.step()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+    after = whole(model, zero)
+    counters = {float(state["step"]) for state in optimizer.state.values()}
+    return str(caught.value), all(torch.equal(states[-1][key], after[key]) for key in after) and counters == {2.0}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_changes_nothing_on_any_rank(stage: int, value: float) -> None:
+    for rank, (text, is_unchanged) in enumerate(run_ranks(one_rank_computes_no_number, 3, stage, value)):
+        assert f"[rank {rank}/3] The gradient of 'blocks.1.0.bias' is not finite; nothing was changed" in text
+        assert is_unchanged
+
+
+def start(what: str) -> dict[str, Tensor]:
+    """Shard with something that differs between ranks, and train. Runs on a rank."""
+    rank = dist.get_rank()
+    seed(3, rank if what == "seed" else 0)
+    model = Net() if what != "model" or rank != 1 else Net().double()
+    rate = 0.02 if what == "rate" and rank == 1 else 0.01
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    if what == "version" and rank == 1:
+        import zeroshard.handle
+
+        zeroshard.handle.VERSION = "0.0.0+other"
+    stage = 1 if what == "stage" and rank == 1 else 3
+    zero = zs.shard(model, optimizer, stage=stage, watchdog_s=10.0)
+    for step in range(2):
+        seed(4, rank)
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model, zero)
+
+
+@pytest.mark.parametrize(
+    ("what", "texts"),
+    [
+        ("model", ["torch.float32", "torch.float64"]),
+        ("rate", ["lr=0.01", "lr=0.02"]),
+        ("stage", ["stage 3", "stage 1"]),
+        ("version", ["zeroshard 0.0.0+other"]),
+    ],
+)
+def test_ranks_that_were_given_different_things_say_which(what: str, texts: list[str]) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(start, 3, what)
+    for error in failure.value.errors.values():
+        assert error.type_name == "RankMismatchError"
+        assert all(text in error.message for text in texts), error.message
+
+
+def test_ranks_with_different_seeds_train_the_model_of_rank_0() -> None:
+    same, other = run_ranks(start, 3, "nothing"), run_ranks(start, 3, "seed")
+    for rank in range(3):
+        assert all(torch.equal(same[rank][name], value) for name, value in other[rank].items())
+
+
+class Experts(nn.Module):
+    """Experts of one shape, of which a rank may use another than the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: int) -> Tensor:
+        return self.experts[chosen](torch.tanh(self.first(x)))
+
+
+def train_experts(model: nn.Module, optimizer: torch.optim.Optimizer, choices: list[list[int]], rank: int) -> None:
+    for step, chosen in enumerate(choices):
+        model(randn(4, 6, key=(1, step, rank)), chosen[rank]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_experts(stage: int, choices: list[list[int]]) -> dict[str, Tensor]:
+    """Train where ranks choose experts of their own. Runs on a rank."""
+    seed(3)
+    model = Experts()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    zero = zs.shard(model, optimizer, stage=stage, units=[nn.Linear], watchdog_s=10.0)
+    train_experts(model, optimizer, choices, zero.mesh.rank)
+    return whole(model, zero)
+
+
+def with_experts_in_ddp(choices: list[list[int]]) -> dict[str, Tensor]:
+    """Do the same with DistributedDataParallel. Runs on a rank."""
+    seed(3)
+    model = nn.parallel.DistributedDataParallel(Experts(), find_unused_parameters=True)
+    train_experts(model, torch.optim.AdamW(model.parameters(), lr=0.01), choices, dist.get_rank())
+    return {name: value.clone() for name, value in model.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_use_different_experts_train_as_ddp_does(stage: int) -> None:
+    choices = [[0, 1], [1, 0], [2, 2], [0, 2]]
+    ours, theirs = run_ranks(with_experts, 2, stage, choices), run_ranks(with_experts_in_ddp, 2, choices)
+    for rank in range(2):
+        for name, value in theirs[rank].items():
+            assert torch.equal(ours[rank][name], value), name
+
+
+def swallow(where: str) -> Any:
+    """Train where one rank swallows an exception of its own in a step. Runs on a rank."""
+    model, optimizer, zero = make(3, watchdog_s=4.0)
+    for step in range(6):
+        try:
+            loss = loss_of(model, step, zero.mesh.rank)
+            if step == 2 and zero.mesh.rank == 1 and where == "before backward":
+                raise ArithmeticError("swallowed")
+            loss.backward()
+            if step == 2 and zero.mesh.rank == 1 and where == "before the step":
+                raise ArithmeticError("swallowed")
+            optimizer.step()
+            optimizer.zero_grad()
+        except ArithmeticError:
+            continue
+
+
+@pytest.mark.parametrize("where", ["before backward", "before the step"])
+def test_an_exception_that_one_rank_swallowed_is_noticed(where: str) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(swallow, 2, where)
+    for error in failure.value.errors.values():
+        assert error.type_name == "RankMismatchError", error
+        assert "rank 0" in error.message and "rank 1" in error.message

@@ -1,0 +1,65 @@
+"""A process that gives no sign of life, though its connections stay open: the others name it and end."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from zeroshard.testing import RankFailure, run_ranks
+
+from .job import loss_of, make
+
+HEARTBEAT_S = 2.0
+WORLD = 3
+
+
+def hold_the_lock(seconds: float) -> None:
+    """Keep every other thread of this process from running."""
+    import ctypes
+
+    # PyDLL, unlike CDLL, calls without releasing the interpreter's lock.
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def train_until(folder: str, fault: str, culprit: int) -> None:
+    """Train; one rank falls silent in its third step. What ranks print goes to files. Runs on a rank."""
+    rank = dist.get_rank()
+    os.dup2(os.open(f"{folder}/{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+    model, optimizer, _ = make(3, watchdog_s=40.0, heartbeat_s=HEARTBEAT_S)
+    for step in range(6):
+        loss = loss_of(model, step, rank)
+        if step == 3 and rank == culprit:
+            Path(folder, "silent").write_text(repr(time.time()))
+            if fault == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif fault == "locked":
+                hold_the_lock(30.0)
+            else:
+                time.sleep(2 * HEARTBEAT_S)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("fault", ["stopped", "locked"])
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_silent_rank_is_named_within_its_heartbeat(tmp_path: Path, fault: str, culprit: int) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(train_until, WORLD, str(tmp_path), fault, culprit, timeout_s=30.0, grace_s=1.0)
+    began = float((tmp_path / "silent").read_text())
+    for rank in range(WORLD):
+        error = failure.value.errors[rank]
+        if rank == culprit:
+            assert error.type_name == "TimeoutError", error
+            continue
+        assert error.message == "the process ended with exit code 1 without a report", error
+        said = tmp_path / f"{rank}.err"
+        assert f"rank {culprit}: no sign of life for {HEARTBEAT_S:g} s" in said.read_text()
+        assert said.stat().st_mtime - began <= HEARTBEAT_S + 1.0
+
+
+def test_a_rank_that_is_busy_is_left_alone(tmp_path: Path) -> None:
+    assert run_ranks(train_until, WORLD, str(tmp_path), "busy", 1, timeout_s=30.0) == [None] * WORLD

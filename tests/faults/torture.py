@@ -1,0 +1,178 @@
+"""Kills a job again and again, and looks each time at what is left: nothing committed may be lost, no bit may differ.
+
+Owns the kills and the counts; `job.py` is what is killed. `tools/torture.py` runs it for as long as one likes.
+"""
+
+import itertools
+import random
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zeroshard as zs
+from zeroshard.checkpoint.diff import diff
+from zeroshard.testing import RankFailure, run_ranks
+
+from .job import Kill, place_of, train
+
+__all__ = ["Counts", "Torture"]
+
+STEPS = 6
+TIMEOUT_S = 60.0
+KILLS_OF_A_JOB = 8
+
+
+@dataclass
+class Counts:
+    """What came of it.
+
+    Args:
+        kills: starts that a kill ended.
+        places: what the killed ranks did then.
+        jobs: that were killed at least once and then run to their end.
+        resumed: of them, how many starts went on from a checkpoint.
+        lost: kills after which a checkpoint that was committed, and not removed as an old one, was gone or damaged.
+        mismatched: jobs whose losses, parameters, states or counters are not those of the undisturbed one.
+        problems: one line for each that is lost or mismatched.
+    """
+
+    kills: int = 0
+    places: Counter[str] = field(default_factory=Counter)
+    jobs: int = 0
+    resumed: int = 0
+    lost: int = 0
+    mismatched: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of job."""
+
+    world: int
+    stage: int
+    asynchronous: bool
+
+    def __str__(self) -> str:
+        return f"ranks-{self.world}-stage-{self.stage}{'-asynchronous' if self.asynchronous else ''}"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The undisturbed job: its checkpoint, its losses, how long it took, and in how many file operations."""
+
+    folder: Path
+    losses: list[float]
+    seconds: float
+    operations: int
+
+
+class Torture:
+    """Jobs that are killed at random.
+
+    Args:
+        folder: for the jobs; what is in it afterwards belongs to jobs that went wrong, and to undisturbed ones.
+        key: chooses when and whom.
+        worlds: rank counts to choose from.
+        stages: stages to choose from.
+
+    Jobs save at once or in the background, half of them each.
+    """
+
+    def __init__(
+        self, folder: Path, key: int, worlds: Sequence[int] = (1, 2, 3), stages: Sequence[int] = (0, 1, 2, 3)
+    ) -> None:
+        self.counts = Counts()
+        self._folder, self._draw = folder, random.Random(key)
+        self._kinds = [Kind(*each) for each in itertools.product(worlds, stages, (False, True))]
+        self._whole: dict[Kind, Whole] = {}
+        self._number = 0
+
+    def run(self, is_enough: Callable[[Counts], bool]) -> Counts:
+        """Kill jobs until it is enough; the last one is run to its end."""
+        while not is_enough(self.counts):
+            self._job(self._draw.choice(self._kinds), is_enough)
+        return self.counts
+
+    def _job(self, kind: Kind, is_enough: Callable[[Counts], bool]) -> None:
+        whole = self._undisturbed(kind)
+        self._number += 1
+        folder = self._folder / f"job-{self._number}-{kind}"
+        folder.mkdir()
+        kills = 0
+        while True:
+            is_last = kills == KILLS_OF_A_JOB or (kills > 0 and is_enough(self.counts))
+            kill = Kill() if is_last else self._kill(kind.world, whole)
+            self.counts.resumed += (folder / "checkpoints").exists() and zs.latest(folder / "checkpoints") is not None
+            losses = self._start(folder, kind, kill)
+            if losses is not None:
+                break
+            kills += 1
+            self._look(folder, kill)
+        if kills:
+            self.counts.jobs += 1
+            self._compare(folder, whole, losses)
+        if not any(folder.name in problem for problem in self.counts.problems):
+            shutil.rmtree(folder)
+
+    def _kill(self, world: int, whole: Whole) -> Kill:
+        """Choose one rank or all, and a time or a file operation: few moments are in one, and most that matter."""
+        ranks = tuple(range(world)) if self._draw.random() < 0.2 else (self._draw.randrange(world),)
+        if self._draw.random() < 0.5:
+            return Kill(ranks, operation=self._draw.randint(1, whole.operations))
+        return Kill(ranks, after_s=self._draw.uniform(0.0, whole.seconds))
+
+    def _start(self, folder: Path, kind: Kind, kill: Kill) -> list[float] | None:
+        """Start the job, or go on with it; return rank 0's losses, None where it was killed."""
+        args = (str(folder), kind.stage, STEPS, kill, kind.asynchronous)
+        try:
+            return run_ranks(train, kind.world, *args, timeout_s=TIMEOUT_S, process_group=kind.world > 1)[0]
+        except RankFailure as failure:
+            if not any(error.type_name == "SIGKILL" for error in failure.errors.values()):
+                raise
+        return None
+
+    def _look(self, folder: Path, kill: Kill) -> None:
+        """Count a kill, and look whether what was committed before it is still there."""
+        counts = self.counts
+        counts.kills += 1
+        counts.places.update(place_of(folder, rank) for rank in kill.ranks)
+        ledger = folder / "committed"
+        committed = ledger.read_text().split()[-1:] if ledger.exists() else []
+        try:
+            newest = zs.latest(folder / "checkpoints")
+        except zs.CheckpointError as error:
+            counts.problems.append(f"{folder.name}: {error}")
+            newest = None
+        # A kill between the commit and the ledger leaves one more than the ledger knows.
+        if committed and (newest is None or newest.name < committed[0]):
+            counts.lost += 1
+            counts.problems.append(f"{folder.name}: {committed[0]} was committed, and {newest} is the newest whole one")
+
+    def _compare(self, folder: Path, whole: Whole, losses: list[float]) -> None:
+        found = [f"{one.name}: {one.what}" for one in diff(_last(whole.folder), _last(folder))]
+        if losses != whole.losses:
+            found.append(f"losses {losses}, undisturbed {whole.losses}")
+        if found:
+            self.counts.mismatched += 1
+            self.counts.problems.append(f"{folder.name}: {'; '.join(found[:5])}")
+
+    def _undisturbed(self, kind: Kind) -> Whole:
+        if kind not in self._whole:
+            folder = self._folder / f"whole-{kind}"
+            folder.mkdir()
+            begin_s = time.monotonic()
+            losses = self._start(folder, kind, Kill())
+            assert losses is not None and len(losses) == STEPS
+            seconds = time.monotonic() - begin_s
+            self._whole[kind] = Whole(folder, losses, seconds, int((folder / "operations").read_text()))
+        return self._whole[kind]
+
+
+def _last(folder: Path) -> Path:
+    newest = zs.latest(folder / "checkpoints")
+    assert newest is not None and newest.name == f"step-{STEPS:04d}"
+    return newest

@@ -1,0 +1,239 @@
+"""A save in the background: memory is copied once, and a thread of each rank writes the copy while training goes on.
+
+Owns the copy, the thread, and how ranks tell rank 0 that they are done without a collective. Read `commit.py` first.
+
+Note: receipts
+    A thread can not take part in collectives: ranks would issue them in different orders. So each rank leaves a receipt
+    in the folder, with sizes and checksums or with its error; rank 0's thread waits for all, completes the folder and
+    renames it. What came of it is agreed upon later, by the ranks' main threads (`save.py`), or at exit by looking
+    whether the checkpoint is there.
+"""
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from enum import IntEnum
+from pathlib import Path
+from typing import Final, final
+
+import torch
+
+from zeroshard.checkpoint import files, strict
+from zeroshard.checkpoint.commit import publish, remove_older, write_manifest, write_tensors
+from zeroshard.checkpoint.contents import ADVICE, COMMITTED, KINDS, LOOK, Plan
+from zeroshard.checkpoint.manifest import FileEntry, file_name, seal, unseal
+from zeroshard.checkpoint.reader import read_text
+from zeroshard.checkpoint.together import describe
+from zeroshard.checkpoint.values import bytes_of
+from zeroshard.checkpoint.writer import write_file
+from zeroshard.core.errors import CheckpointError
+from zeroshard.core.mesh import Mesh
+
+__all__ = ["BackgroundSave", "Snapshot", "Status"]
+
+POLL_S: Final = 0.02
+PATIENCE_S: Final = 20.0
+"""How long a rank that leaves waits for others of which nothing new is seen."""
+
+PIECE_BYTES: Final = 64 << 20
+"""What is written between two looks whether the save is still wanted."""
+
+
+@final
+class Snapshot:
+    """Host memory for what this rank writes; it is kept, so that only the first save touches fresh pages."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, plan: Plan, mesh: Mesh) -> dict[str, memoryview]:
+        """Copy the values that this rank writes; return them by kind of file."""
+        values = {kind: list(plan.values(kind, mesh.rank)) for kind in KINDS}
+        nbytes = sum(value.nbytes for of_kind in values.values() for value in of_kind)
+        if self._memory.numel() < nbytes:
+            is_cuda = mesh.device.type == "cuda"
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_cuda)
+        end, taken = 0, {}
+        for kind, of_kind in values.items():
+            start = end
+            for value in of_kind:
+                self._memory[end : end + value.nbytes].copy_(value.view(torch.uint8))
+                end += value.nbytes
+            taken[kind] = bytes_of(self._memory[start:end])
+        return taken
+
+
+class Status(IntEnum):
+    """How far a save is on this rank; on rank 0, for all."""
+
+    RUNNING = 0
+    DONE = 1
+    FAILED = 2
+
+
+@final
+class BackgroundSave:
+    """One save on its way to the disk. It is under way when it is made.
+
+    Args:
+        taken: the values that this rank writes, by kind of file; they must not change until `status` does.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, rank: int, taken: Mapping[str, memoryview]) -> None:
+        self.path, self.failure = plan.path, ""
+        self._plan, self._folder, self._rank, self._taken = plan, folder, rank, taken
+        self._is_given_up, self._is_leaving = threading.Event(), threading.Event()
+        self._doing, self._advice = "writing tensors", ADVICE
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run, name=f"saving {plan.path.name}", daemon=True)
+        atexit.register(self._leave)
+        self._thread.start()
+
+    @property
+    def status(self) -> Status:
+        """How far it is."""
+        if self._thread.is_alive():
+            return Status.RUNNING
+        return Status.FAILED if self.failure else Status.DONE
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until this rank's part is done, but not longer than that."""
+        self._thread.join(timeout_s)
+
+    def give_up(self) -> None:
+        """End this rank's part, because another rank's failed."""
+        self._is_given_up.set()
+        self._thread.join()
+
+    def remove(self) -> None:
+        """Remove what is left of a failed one, once no rank writes any more."""
+        if self._rank == 0:
+            files.remove_tree(self._folder)
+
+    def close(self) -> None:
+        """Leave nothing to be done at exit: all ranks know the outcome."""
+        atexit.unregister(self._leave)
+
+    # -- in the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            entries = {}
+            for kind in KINDS:
+                name = file_name(kind, self._rank, self._plan.world_size)
+                entries[name] = write_tensors(self._plan, self._folder, kind, self._rank, self._parts(kind))
+            if self._rank:
+                self._leave_receipt({name: [entry.nbytes, list(entry.crc32)] for name, entry in entries.items()})
+            else:
+                self._complete(entries)
+        except _GivenUp:
+            return
+        except _OtherRankFailed as error:
+            self.failure = str(error)
+        except Exception as error:  # whatever it is, the main threads must hear of it
+            self.failure = f"{self._doing} failed on rank {self._rank}: {describe(error)} {self._advice}"
+            if self._rank:
+                self._report()
+
+    def _parts(self, kind: str) -> Iterator[memoryview]:
+        taken = self._taken[kind]
+        for start in range(0, len(taken), PIECE_BYTES):
+            if self._is_given_up.is_set():
+                raise _GivenUp
+            yield taken[start : start + PIECE_BYTES]
+
+    def _leave_receipt(self, content: object) -> None:
+        receipt = self._receipt(self._rank)
+        part = receipt.with_suffix(".part")
+        write_file(part, seal(strict.dumps(content, receipt.name)))
+        files.rename(part, receipt)
+
+    def _report(self) -> None:
+        """Tell rank 0 about the failure, if that is still possible; what was written makes room for it."""
+        for kind in KINDS:
+            with contextlib.suppress(OSError):
+                files.remove(self._folder / file_name(kind, self._rank, self._plan.world_size))
+        with contextlib.suppress(OSError):
+            self._leave_receipt(self.failure)
+
+    def _receipt(self, rank: int) -> Path:
+        return self._folder / f"receipt-{rank + 1:05}"
+
+    def _complete(self, entries: dict[str, FileEntry]) -> None:
+        """Wait for the others, and make it a checkpoint."""
+        self._doing = "waiting for the other ranks"
+        for rank in range(1, self._plan.world_size):
+            entries |= self._await_receipt(rank)
+        self._doing = "writing the manifest"
+        for rank in range(1, self._plan.world_size):
+            files.remove(self._receipt(rank))
+        write_manifest(self._plan, self._folder, entries)
+        self._doing, self._advice = "committing", LOOK
+        publish(self._plan.path, self._folder)
+        if self._plan.keep is not None:
+            self._doing, self._advice = "removing older checkpoints", COMMITTED
+            remove_older(self._plan.path, self._plan.step, self._plan.keep)
+
+    def _await_receipt(self, rank: int) -> dict[str, FileEntry]:
+        receipt = self._receipt(rank)
+        self._await(receipt)
+        content = strict.loads(unseal(read_text(receipt), str(receipt)), str(receipt))
+        if isinstance(content, str):
+            raise _OtherRankFailed(content)
+        found = {}
+        for kind in KINDS:
+            name = file_name(kind, rank, self._plan.world_size)
+            nbytes, crc32 = content[name]
+            found[name] = FileEntry(nbytes, tuple(crc32), self._plan.chunks(kind, rank))
+        return found
+
+    # -- in either ----------------------------------------------------------------------------------------------------
+
+    def _await(self, path: Path) -> None:
+        """Wait for what another rank makes; at exit, as long as the folder is seen to grow."""
+        seen, since_s = -1, time.monotonic()
+        while not path.exists():
+            if self._is_given_up.wait(POLL_S):
+                raise _GivenUp
+            try:
+                nbytes = files.bytes_in(self._folder)
+            except FileNotFoundError as error:
+                if path.exists():
+                    return
+                raise CheckpointError(f"{self._folder} is gone, so rank 0 has given up.") from error
+            if nbytes != seen or not self._is_leaving.is_set():
+                seen, since_s = nbytes, time.monotonic()
+            elif time.monotonic() - since_s > PATIENCE_S:
+                raise CheckpointError(f"{path} did not appear, and nothing was written for {PATIENCE_S:g} s.")
+
+    def _leave(self) -> None:
+        """See to it at exit that the outcome is known: a failure ends the process with status 1."""
+        if os.getpid() != self._process:
+            return
+        self._is_leaving.set()
+        self._thread.join()
+        if self._rank and not self.failure:
+            try:
+                self._await(self.path)
+            except CheckpointError as error:
+                self.failure = f"waiting for rank 0 failed on rank {self._rank}: {error} {ADVICE}"
+        if self.failure:
+            self.remove()
+            # Python takes no notice of what is raised here, neither of an exit status: only this ends with one, and it
+            # leaves unwritten what the program has printed.
+            sys.excepthook(CheckpointError, CheckpointError(f"The save of {self.path}: {self.failure}"), None)
+            for name in ("stdout", "stderr"):
+                getattr(sys, name).flush()
+            os._exit(1)
+
+
+class _OtherRankFailed(Exception):
+    """Another rank's failure, with its text."""
+
+
+class _GivenUp(Exception):
+    """The ranks know of a failure already."""
