@@ -15,6 +15,7 @@ Note: heats
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -300,4 +301,5 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `launch` ends its ranks on the way out
     raise SystemExit(main(sys.argv[1:]))

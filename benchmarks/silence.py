@@ -272,7 +272,7 @@ def judge_end(kind: type[Ours] | type[Theirs], fault: Fault) -> Outcome:
 def _errors(failure: RankFailure) -> str:
     first = next(iter(failure.errors.values()))
     ranks = "all ranks" if len(failure.errors) == WORLD else f"{len(failure.errors)} of {WORLD} ranks"
-    text = re.sub(r"^\[rank \d+/\d+\] ", "", " ".join(first.message.split()))
+    text = re.sub(r"^\[rank \d+/\d+\] |\S+/(?=step-)", "", " ".join(first.message.split()))
     return f"{ranks}, {first.type_name}: {text[:SHOWN]}{'…' if len(text) > SHOWN else ''}"
 
 
@@ -392,21 +392,25 @@ def judge_killed_saves(kind: type[Ours] | type[Theirs], count: int = 12) -> Outc
     return Outcome("silent" if mixed else "lost" if lost else "right", detail)
 
 
-def judge_missing_dtype(kind: type[Ours] | type[Theirs]) -> Outcome:
+def judge_dtype(kind: type[Ours] | type[Theirs]) -> Outcome:
     """Load a checkpoint of fp32 into a model of bf16."""
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(write, WORLD, kind, f"{folder}/step-1")
+        saved = run_ranks(write, WORLD, kind, f"{folder}/step-1")[0]
         try:
-            run_ranks(read_into_bf16, WORLD, kind, f"{folder}/step-1")
+            got = run_ranks(read_into_bf16, WORLD, kind, f"{folder}/step-1")[0]
         except RankFailure as failure:
             return Outcome("error", _errors(failure))
-    return Outcome("silent", "every value is rounded, exit status 0")
+    changed = sum(int((got[name].float() != value).sum()) for name, value in saved.items())
+    numel = sum(value.numel() for value in saved.values())
+    return Outcome("silent" if changed else "right", f"{changed} of {numel} values are rounded, exit status 0")
 
 
-def read_into_bf16(kind: type[Ours] | type[Theirs], path: str) -> None:
-    """Load a checkpoint into a job of another dtype. Runs on a rank."""
-    torch.manual_seed(0)
-    kind(Net().bfloat16(), 0.01).load(path)
+def read_into_bf16(kind: type[Ours] | type[Theirs], path: str) -> dict[str, Tensor]:
+    """Load a checkpoint into a job of another dtype; return its parameters. Runs on a rank."""
+    torch.manual_seed(5)
+    job = kind(Net().bfloat16(), 0.01)
+    job.load(path)
+    return job.whole()
 
 
 FAULTS: tuple[tuple[str, Callable[[type[Ours] | type[Theirs]], Outcome]], ...] = (
@@ -418,7 +422,7 @@ FAULTS: tuple[tuple[str, Callable[[type[Ours] | type[Theirs]], Outcome]], ...] =
     ("one rank is stopped (SIGSTOP)", lambda kind: judge_end(kind, Fault(stops=True))),
     ("one bit of a checkpoint is flipped", judge_flips),
     ("kill -9 during a second save", judge_killed_saves),
-    ("a checkpoint of another dtype", judge_missing_dtype),
+    ("a checkpoint of another dtype", judge_dtype),
 )
 
 

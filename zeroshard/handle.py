@@ -351,7 +351,7 @@ class Zero:
             extra: what the program needs to go on, such as a scheduler's `state_dict()` and the position in its data:
                 numbers, texts, lists, mappings, small tensors; the same on every rank.
             step: the checkpoint's number, by which `zs.latest` finds the newest; by default the number at the end of
-                the path ("runs/a/step-1000"), else the steps that were taken.
+                the path ("runs/a/step-1000"), else the steps that the optimizer has taken, also before a load.
             asynchronous: return after the copy, which is kept for the next one. One save is under way at a time.
             keep: let this checkpoint expire, and remove those beside it that expire, too, and are older, but for so
                 many that `keep`, at least 2, are left with this one. Saved without it, a checkpoint stays.

@@ -1,5 +1,7 @@
 """Masters in bfloat16, rounded at random: unbiased, the same on any ranks, and small updates are not lost."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -96,6 +98,33 @@ def after_a_failed_step() -> None:
 
 def test_a_failed_step_leaves_masters_narrow() -> None:
     run_ranks(after_a_failed_step, 2)
+
+
+def resumed(path: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    found = []
+    for has_stopped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        zero = zs.shard(model, optimizer, precision=STOCHASTIC, watchdog_s=5)
+        x = torch.randn(4, 16)
+        for step in range(6):
+            if has_stopped and step == 3:
+                zero.load(path)
+            if not has_stopped and step == 3:
+                zero.save(path)
+            if not has_stopped or step >= 3:
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with zero.gathered():
+            found.append(model.weight.detach().clone())
+    return [(found[0], found[1])]
+
+
+def test_a_resumed_run_draws_the_same_chances(tmp_path: Path) -> None:
+    for [(straight, again)] in run_ranks(resumed, 2, str(tmp_path / "step-3")):
+        assert torch.equal(straight, again)
 
 
 def test_other_masters_are_refused() -> None:

@@ -95,7 +95,8 @@ def test_dry_run_prints_the_resolved_configuration(monkeypatch, capsys, tmp_path
         (["--config", "/nowhere.toml"], "zeroshard: --config: cannot read '/nowhere.toml'"),
     ],
 )
-def test_mistakes_end_with_one_message(arguments, message, monkeypatch, capsys):
+def test_mistakes_end_with_one_message(arguments, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)  # here may be runs
     status, out, err = _main(monkeypatch, capsys, "train", *arguments)
     assert status == 2
     assert err.startswith(message)

@@ -100,7 +100,7 @@ def make_plan(
         )
     if step is None:
         number = re.search(r"step[-_]?(\d{1,18})$", path.name)
-        step = int(number[1]) if number else engine.order.steps + engine.order.has_stepped
+        step = int(number[1]) if number else max((one.steps for one in optimizers), default=0)
     scale = engine.loss_scale
     common = {
         "extra": encode(dict(extra), "extra"),

@@ -112,7 +112,7 @@ def generator_items(engine: Engine, own: dict[str, Tensor]) -> list[Item]:
 
 
 def groups_of(optimizers: Sequence[ShardedOptimizer]) -> list[dict[str, Any]]:
-    """Return classes, groups, hyper-parameters and what states have beside a value for each element."""
+    """Return classes, groups, hyper-parameters, steps and what states have beside a value for each element."""
     described = []
     for one in optimizers:
         groups, whole = [], {}
@@ -123,7 +123,8 @@ def groups_of(optimizers: Sequence[ShardedOptimizer]) -> list[dict[str, Any]]:
             if (state := one.optimizer.state.get(master)) is not None:
                 slot = slot_of(master)
                 whole[slot.name] = {key: value for key, value in state.items() if not is_cut(key, value, master)}
-        described.append({"class": type(one.optimizer).__name__, "groups": groups, "states": whole})
+        cls = type(one.optimizer).__name__
+        described.append({"class": cls, "groups": groups, "states": whole, "steps": one.steps})
     return described
 
 

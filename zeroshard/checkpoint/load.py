@@ -223,7 +223,9 @@ def _check_optimizers(here: list[dict[str, Any]], there: list[dict[str, Any]], w
 
 def _is_described(one: Any) -> bool:
     """Tell whether a value describes an optimizer, as far as it is read without asking."""
-    if not isinstance(one, dict) or set(one) != {"class", "groups", "states"} or not isinstance(one["groups"], list):
+    if not isinstance(one, dict) or set(one) != {"class", "groups", "states", "steps"}:
+        return False
+    if not isinstance(one["groups"], list) or type(one["steps"]) is not int or one["steps"] < 0:
         return False
     if not isinstance(one["states"], dict) or not all(isinstance(state, dict) for state in one["states"].values()):
         return False
@@ -270,6 +272,7 @@ def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, cast:
             number, key, name = spec.name.split("/", 2)
             keys[int(number), name].append(key)
     for place, (one, saved) in enumerate(zip(optimizers, content.optimizers, strict=True)):
+        one.steps = saved["steps"]
         for group, described in zip(one.optimizer.param_groups, saved["groups"], strict=True):
             options = {key: _like(value, group.get(key)) for key, value in described["options"].items()}
             group.update({key: value for key, value in options.items() if key not in HOW})

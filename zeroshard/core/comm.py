@@ -194,13 +194,18 @@ class GroupComm(Comm):
         agreed: list[int] = tensor.tolist()
         return agreed
 
-    def _run(self, start: Callable[[], Any], what: str) -> None:
-        """Start a blocking collective and wait for it. A dead peer may show already at the start."""
+    def _start(self, start: Callable[[], Any], what: str) -> dist.Work:
+        """Start a collective, or a message of one. A dead peer may show already here."""
         try:
-            work = start()
+            work: dist.Work | None = start()
         except RuntimeError as error:
             raise self._explain(error, what) from error
-        self._wait([work], what)
+        assert work is not None  # None only for ranks outside the process group, and this one is inside
+        return work
+
+    def _run(self, start: Callable[[], Any], what: str) -> None:
+        """Start a collective and wait for it."""
+        self._wait([self._start(start, what)], what)
 
 
 def _leave(comm: "weakref.ref[GroupComm]") -> None:
@@ -236,7 +241,7 @@ class GlooComm(GroupComm):
     def _gather(self, full: Tensor, ranks: Ranks, tag: int, what: str, kind: str) -> Pending:
         chunks, own = full.view(len(ranks), -1), full.view(len(ranks), -1)[ranks.index(self.mesh.rank)]
         peers = self._peers(ranks)
-        works = [self._receive(chunks[place], ranks[place], 2 * tag) for place in peers]
+        works = [self._receive(chunks[place], ranks[place], 2 * tag, what) for place in peers]
         works += [self._send(own, ranks[place], 2 * tag, kind, what) for place in peers]
         return Pending(lambda: self._wait(works, what))
 
@@ -247,7 +252,7 @@ class GlooComm(GroupComm):
         mine, peers = chunks[place], self._peers(ranks)
         is_rounded = wire != full.dtype or wire.itemsize < FP32_BYTES
         taken = {peer: self._pool.take(own.numel(), wire, own.device) for peer in peers}
-        works = [self._receive(buffer, ranks[peer], 2 * tag + 1) for peer, buffer in taken.items()]
+        works = [self._receive(buffer, ranks[peer], 2 * tag + 1, what) for peer, buffer in taken.items()]
         sent = {peer: self._round(chunks[peer], wire) for peer in peers}
         works += [self._send(chunk, ranks[peer], 2 * tag + 1, kind, what) for peer, chunk in sent.items()]
 
@@ -293,17 +298,10 @@ class GlooComm(GroupComm):
 
     def _send(self, chunk: Tensor, peer: int, tag: int, kind: str, what: str) -> dist.Work:
         self.sent_bytes[kind] += chunk.nbytes
-        try:
-            work = dist.isend(chunk, group=self._control, tag=tag, group_dst=peer)
-        except RuntimeError as error:
-            raise self._explain(error, what) from error
-        assert work is not None  # None only for ranks outside the process group, and this one is inside
-        return work
+        return self._start(lambda: dist.isend(chunk, group=self._control, tag=tag, group_dst=peer), what)
 
-    def _receive(self, chunk: Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.irecv(chunk, group=self._control, tag=tag, group_src=peer)
-        assert work is not None
-        return work
+    def _receive(self, chunk: Tensor, peer: int, tag: int, what: str) -> dist.Work:
+        return self._start(lambda: dist.irecv(chunk, group=self._control, tag=tag, group_src=peer), what)
 
 
 def _sum_in_rank_order(mine: Tensor, rank: int, wires: dict[int, Tensor], scale: float, out: Tensor) -> None:
