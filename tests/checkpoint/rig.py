@@ -23,7 +23,10 @@ WATCHDOG_S = 8.0
 
 
 class Zoo(nn.Module):
-    """Tied, frozen, unused, one-element and channels-last parameters; buffers that are saved and one that is not."""
+    """Tied, frozen, unused, one-element and channels-last parameters; buffers that are saved and one that is not.
+
+    It stays as it is: the golden checkpoints are of it.
+    """
 
     def __init__(self) -> None:
         super().__init__()

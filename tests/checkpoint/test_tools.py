@@ -187,6 +187,22 @@ def test_tied_names_in_a_folder_must_hold_the_same(tmp_path: Path) -> None:
         zero.load(tmp_path)
 
 
+def test_a_buffer_may_lie_in_memory_as_it_likes(tmp_path: Path) -> None:
+    def made(first: int) -> tuple[nn.Module, zs.Zero]:
+        model = nn.Linear(2, 2)
+        model.register_buffer("turned", torch.arange(first, first + 6).reshape(2, 3).t())
+        model.register_buffer("sliced", torch.arange(first, first + 6.0)[::2])
+        return model, zs.shard(model)
+
+    model, zero = made(0)
+    zero.save(tmp_path / "a")
+    other, twin = made(10)
+    twin.load(tmp_path / "a")
+    assert torch.equal(other.turned, model.turned)
+    assert torch.equal(other.sliced, model.sliced)
+    assert other.turned.stride() == (1, 3)
+
+
 def test_a_dtype_is_cast_only_on_demand(tmp_path: Path) -> None:
     model = nn.Linear(3, 2).bfloat16()
     zero = zs.shard(model)

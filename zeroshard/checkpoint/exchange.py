@@ -142,13 +142,11 @@ class FolderReader(Source):
         super().__init__(Path(path), specs, None, digest)
         _check_index(Path(path), {name: home[0].name for name, home in self._homes.items()})
 
-    def read(self, name: str, start: int, stop: int) -> bytearray:
-        """Return elements [start, stop) of a tensor; see `Source`."""
-        spec, (file, offset) = self.specs[name], self._homes[name]
-        data = bytearray((stop - start) * spec.item_bytes)
+    def fill(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with elements of a tensor; see `Source`."""
+        file, offset = self._homes[name]
         with opened(file) as descriptor:
-            read_exactly(descriptor, memoryview(data), offset + start * spec.item_bytes, file)
-        return data
+            read_exactly(descriptor, buffer, offset + start * self.specs[name].item_bytes, file)
 
 
 def is_tensor_folder(path: Path) -> bool:

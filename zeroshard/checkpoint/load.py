@@ -29,7 +29,7 @@ from zeroshard.checkpoint.inventory import Item, aliases_of, groups_of, held_ran
 from zeroshard.checkpoint.manifest import EXTRA, Spec
 from zeroshard.checkpoint.reader import CheckpointReader, Source
 from zeroshard.checkpoint.together import agree_equal, begin, together
-from zeroshard.checkpoint.values import decode, tensor_of
+from zeroshard.checkpoint.values import bytes_of, decode, dtype_of, tensor_of
 from zeroshard.core.engine import Engine
 from zeroshard.core.errors import CheckpointError
 from zeroshard.core.optimizer import ShardedOptimizer
@@ -38,6 +38,7 @@ from zeroshard.core.parameter import Slot, slot_of
 __all__ = ["Content", "Loaded", "load", "read_content", "to_rows"]
 
 Tensor = torch.Tensor
+Fill = Callable[[str, int, memoryview], None]
 
 UNCHANGED = "Nothing in memory was changed."
 PIECE_NUMEL = 1 << 20
@@ -169,24 +170,32 @@ def _is_equal(source: Source, first: str, second: str) -> bool:
 
 
 def _copy_model(items: Sequence[Item], source: Source) -> None:
-    """Read this rank's elements of each parameter, and whole buffers, into place. One tensor is in memory at a time."""
+    """Read this rank's elements of each parameter, and whole buffers, into place."""
+    for item in items:
+        assert item.value is not None, f"{item.spec.name} is not on every rank"
+        flat = item.value.reshape(-1)
+        _read(source.specs[item.spec.name], item.spec, item.held, source.fill, flat)
+        if not item.value.is_contiguous():
+            item.value.copy_(flat.view(item.value.shape))
+
+
+def _read(there: Spec, here: Spec, held: tuple[int, int], fill: Fill, target: Tensor) -> None:
+    """Read elements of a tensor, as they are counted here, into `target`, (stop - start,).
+
+    Where they can not go there as the file has them, one tensor is in memory besides.
+    """
+    dtype = dtype_of(there.dtype)
+    is_ordered = there.order == here.order or held[0] == held[1]
+    if is_ordered and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
+        fill(there.name, held[0], bytes_of(target))
+        return
+    values = torch.empty(held[1] - held[0] if is_ordered else there.numel, dtype=dtype)
+    fill(there.name, held[0] if is_ordered else 0, bytes_of(values))
+    if not is_ordered:
+        rows = to_rows(values, there)
+        values = (rows.permute(here.order) if here.order else rows).reshape(-1)[held[0] : held[1]]
     with torch.no_grad():
-        for item in items:
-            spec = source.specs[item.spec.name]
-            values = _read(spec, item.spec, item.held, source.read)
-            if item.value is not None:
-                item.value.copy_(values.reshape(item.value.shape))
-
-
-def _read(there: Spec, here: Spec, held: tuple[int, int], read: Callable[[str, int, int], bytearray]) -> Tensor:
-    """Return elements of a tensor as they are counted here, (stop - start,), in the files' dtype."""
-    if there.order == here.order or held[0] == held[1]:
-        return tensor_of(read(there.name, *held), there.dtype)
-    whole = tensor_of(read(there.name, 0, there.numel), there.dtype)
-    rows = to_rows(whole, there)
-    if here.order:
-        rows = rows.permute(here.order)
-    return rows.reshape(-1)[held[0] : held[1]]
+        target.copy_(values)
 
 
 def to_rows(values: Tensor, spec: Spec) -> Tensor:
@@ -290,10 +299,11 @@ def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, cast:
 def _read_state(reader: CheckpointReader, name: str, master: Tensor, before: Any, cast: bool) -> Tensor:
     slot, there = slot_of(master), reader.states[name]
     here = Spec(there.kind, name, there.dtype, there.shape, order_of(slot))
-    values = _read(there, here, held_range(slot), reader.read_state)
-    if isinstance(before, Tensor) and before.shape == master.shape and (before.dtype == values.dtype or cast):
-        return before.copy_(values)
-    return values.to(master.device, copy=True)
+    dtype = dtype_of(there.dtype)
+    can_stay = isinstance(before, Tensor) and before.shape == master.shape and (before.dtype == dtype or cast)
+    state: Tensor = before if can_stay else torch.empty(master.shape, dtype=dtype, device=master.device)
+    _read(there, here, held_range(slot), reader.fill_state, state)
+    return state
 
 
 def _place(key: str, value: Any, group: Mapping[str, Any], slot: Slot) -> Any:

@@ -44,12 +44,18 @@ class Source(ABC):
         self.path, self.specs, self.aliases, self.digest = path, specs, aliases, digest
 
     @abstractmethod
-    def read(self, name: str, start: int, stop: int) -> bytearray:
-        """Return elements [start, stop) of a tensor, counted as they lie in memory there.
+    def fill(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with elements of a tensor from `start` on, counted as they lie in memory there.
 
         Raises:
             CheckpointError: the file is gone or damaged.
         """
+
+    def read(self, name: str, start: int, stop: int) -> bytearray:
+        """Return elements [start, stop) of a tensor; see `fill`."""
+        data = bytearray((stop - start) * self.specs[name].item_bytes)
+        self.fill(name, start, memoryview(data))
+        return data
 
 
 @contextmanager
@@ -137,23 +143,33 @@ class CheckpointReader(Source):
                     raise CheckpointError(f"{self.path / name}: has {nbytes} bytes, expected {entry.nbytes}.")
             if name != EXTRA:
                 header = make_header(self.manifest.tensors, entry.chunks)
-                if self._read_bytes(name, 0, len(header)) != header:
+                found = bytearray(len(header))
+                self._fill_bytes(name, 0, memoryview(found))
+                if found != header:
                     raise CheckpointError(f"{self.path / name}: its header is not what the manifest says.")
 
-    def read(self, name: str, start: int, stop: int) -> bytearray:
-        """Return elements of a parameter or buffer; see `Source`."""
-        return self._read_chunks((True, name), self.specs[name], start, stop)
+    def fill(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with elements of a parameter or buffer; see `Source`."""
+        self._fill_elements((True, name), self.specs[name], start, buffer)
+
+    def fill_state(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with elements of an optimizer's state or of a generator; see `fill`."""
+        self._fill_elements((False, name), self.states[name], start, buffer)
 
     def read_state(self, name: str, start: int, stop: int) -> bytearray:
-        """Return elements of an optimizer's state or of a generator; see `Source`."""
-        return self._read_chunks((False, name), self.states[name], start, stop)
+        """Return elements [start, stop) of a state or generator."""
+        data = bytearray((stop - start) * self.states[name].item_bytes)
+        self.fill_state(name, start, memoryview(data))
+        return data
 
     def read_extra(self) -> bytes:
         """Return the text of `extra.json`."""
         nbytes = self.manifest.files[EXTRA].nbytes
         if nbytes > strict.MAX_BYTES:
             raise CheckpointError(f"{self.path / EXTRA}: has {nbytes} bytes; at most {strict.MAX_BYTES} are read.")
-        return bytes(self._read_bytes(EXTRA, 0, nbytes))
+        data = bytearray(nbytes)
+        self._fill_bytes(EXTRA, 0, memoryview(data))
+        return bytes(data)
 
     def verify(self, share: int = 0, shares: int = 1, on_bytes: Callable[[int], None] | None = None) -> None:
         """Check every block of every file, or one of several equal shares of them.
@@ -175,24 +191,30 @@ class CheckpointReader(Source):
                         on_bytes(nbytes)
             first += len(entry.crc32)
 
-    def _read_chunks(self, key: tuple[bool, str], spec: Spec, start: int, stop: int) -> bytearray:
-        data = bytearray()
+    def _fill_elements(self, key: tuple[bool, str], spec: Spec, start: int, buffer: memoryview) -> None:
+        size = spec.item_bytes
+        stop = start + len(buffer) // size
         for chunk, name, offset in self._places.get(key, []):
             first, last = max(start, chunk.start), min(stop, chunk.stop)
             if first < last:
-                size = spec.item_bytes
-                data += self._read_bytes(name, offset + (first - chunk.start) * size, (last - first) * size)
-        return data
+                part = buffer[(first - start) * size : (last - start) * size]
+                self._fill_bytes(name, offset + (first - chunk.start) * size, part)
 
-    def _read_bytes(self, name: str, offset: int, nbytes: int) -> bytearray:
-        """Return bytes of a file out of verified blocks."""
-        data = bytearray(nbytes)
-        view = memoryview(data)
-        for block in range(offset // BLOCK_BYTES, -(-(offset + nbytes) // BLOCK_BYTES) if nbytes else 0):
-            content, base = self._keep_block(name, block), block * BLOCK_BYTES
-            first, last = max(offset, base), min(offset + nbytes, base + len(content))
-            view[first - offset : last - offset] = content[first - base : last - base]
-        return data
+    def _fill_bytes(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with verified bytes of a file: blocks that lie in it wholly straight, of others a part."""
+        end = offset + len(buffer)
+        for block in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES) if buffer else 0):
+            base = block * BLOCK_BYTES
+            first, last = max(offset, base), min(end, base + self._block_bytes(name, block))
+            part = buffer[first - offset : last - offset]
+            if len(part) == self._block_bytes(name, block):
+                with opened(self.path / name) as descriptor:
+                    self._read_block(descriptor, name, block, part)
+            else:
+                part[:] = self._keep_block(name, block)[first - base : last - base]
+
+    def _block_bytes(self, name: str, block: int) -> int:
+        return min(BLOCK_BYTES, self.manifest.files[name].nbytes - block * BLOCK_BYTES)
 
     def _keep_block(self, name: str, block: int) -> memoryview:
         """Return a block; the last few are kept, since neighbouring tensors are read one after the other."""
@@ -207,7 +229,7 @@ class CheckpointReader(Source):
 
     def _read_block(self, descriptor: int, name: str, block: int, buffer: memoryview) -> memoryview:
         entry = self.manifest.files[name]
-        content = buffer[: min(BLOCK_BYTES, entry.nbytes - block * BLOCK_BYTES)]
+        content = buffer[: self._block_bytes(name, block)]
         read_exactly(descriptor, content, block * BLOCK_BYTES, self.path / name)
         if (found := zlib.crc32(content)) != entry.crc32[block]:
             raise CheckpointError(

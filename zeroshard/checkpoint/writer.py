@@ -6,12 +6,15 @@ Owns the way from tensors' bytes to a file. It must not know what the bytes are.
 import zlib
 from pathlib import Path
 from types import TracebackType
-from typing import Self, final
+from typing import Final, Self, final
 
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.manifest import BLOCK_BYTES, Chunk, FileEntry
 
 __all__ = ["FileWriter", "write_file"]
+
+SYNC_BYTES: Final = 32 << 20
+"""How much is written before the disk begins with it: the disk and the checksums so work at the same time."""
 
 
 @final
@@ -23,7 +26,7 @@ class FileWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._crc32, self._done = path, [0], 0
+        self._path, self._crc32, self._done, self._started = path, [0], 0, 0
         self._descriptor = files.create(path)
 
     def __enter__(self) -> Self:
@@ -61,6 +64,9 @@ class FileWriter:
             if not count:
                 raise OSError(0, "the disk took no more bytes")
             part = part[count:]
+        if self._done - self._started >= SYNC_BYTES:
+            files.start_sync(self._descriptor, self._started, self._done - self._started)
+            self._started = self._done
 
     def entry(self, chunks: tuple[Chunk, ...] = ()) -> FileEntry:
         """Return what the manifest says of the file."""
