@@ -129,12 +129,12 @@ def _wire(model: nn.Module, samples: int) -> Running:
     return Running(step)
 
 
-def _zeroshard(stage: int) -> Callable[[nn.Module, int], Running]:
+def _zeroshard(stage: int, *, shared_memory: bool = True) -> Callable[[nn.Module, int], Running]:
     def build(model: nn.Module, samples: int) -> Running:
         import zeroshard as zs
 
         optimizer = _adamw(model.parameters())
-        return _loop(model, optimizer, zs.shard(model, optimizer, stage=stage))
+        return _loop(model, optimizer, zs.shard(model, optimizer, stage=stage, shared_memory=shared_memory))
 
     return build
 
@@ -271,13 +271,16 @@ CONTESTANTS: Final[dict[str, Contestant]] = {
     "ddp-default": Contestant("DDP", "DDP", 0, _ddp()),
     "zs-0": Contestant("zeroshard 0", "zeroshard", 0, _zeroshard(0)),
     "zs-1": Contestant("zeroshard 1", "zeroshard", 1, _zeroshard(1)),
+    "zs-1-wire": Contestant("zeroshard 1, messages", "zeroshard", 1, _zeroshard(1, shared_memory=False)),
     "zro": Contestant("ZeroRedundancyOptimizer", "ZeroRedundancyOptimizer", 1, _redundancy()),
     "ds-1": Contestant("DeepSpeed 1", "DeepSpeed", 1, _deepspeed(1)),
     "zs-2": Contestant("zeroshard 2", "zeroshard", 2, _zeroshard(2)),
+    "zs-2-wire": Contestant("zeroshard 2, messages", "zeroshard", 2, _zeroshard(2, shared_memory=False)),
     "fsdp1-2": Contestant("FSDP1, grad-op", "FSDP1", 2, _fsdp1("SHARD_GRAD_OP")),
     "fsdp2-2": Contestant("FSDP2, kept after forward", "FSDP2", 2, _fsdp2(reshard_after_forward=False)),
     "ds-2": Contestant("DeepSpeed 2", "DeepSpeed", 2, _deepspeed(2)),
     "zs-3": Contestant("zeroshard 3", "zeroshard", 3, _zeroshard(3)),
+    "zs-3-wire": Contestant("zeroshard 3, messages", "zeroshard", 3, _zeroshard(3, shared_memory=False)),
     "fsdp1-3": Contestant("FSDP1", "FSDP1", 3, _fsdp1("FULL_SHARD")),
     "fsdp2-3": Contestant("FSDP2", "FSDP2", 3, _fsdp2()),
     "ds-3": Contestant("DeepSpeed 3", "DeepSpeed", 3, _deepspeed(3)),

@@ -72,6 +72,7 @@ def shard(
     replicas: int = 1,
     init_fn: InitFn | None = None,
     weights: str | Path | None = None,
+    shared_memory: bool = True,
     watchdog_s: float = 600.0,
     heartbeat_s: float = 30.0,
 ) -> "Zero":
@@ -98,6 +99,8 @@ def shard(
             `_init_weights` does for its models, and each module's `reset_parameters` for others.
         weights: a directory of safetensors with the values of a model on the meta device, under its own names; every
             rank must see it, and rank 0 reads it, slice by slice.
+        shared_memory: False has ranks send messages even where a copy of the state lies on one host, with gloo on the
+            CPU: there they read each other's memory by default, which is faster and gives the same bits.
         watchdog_s: seconds after which a wait for another rank is an error that names what every rank does.
         heartbeat_s: seconds after which a rank without a sign of life, stopped or out of reach, is named as the cause,
             and the others end.
@@ -137,7 +140,7 @@ def shard(
     mesh, ledger = dataclasses.replace(current_mesh(), replicas=replicas), Ledger()
     check_replicas(mesh)
     pool = Pool(ledger)
-    comm = make_comm(mesh, watchdog_s, heartbeat_s, pool)
+    comm = make_comm(mesh, watchdog_s, heartbeat_s, pool, shares_host=shared_memory)
     try:
         check_model(model, forward_methods, cut)
         check_optimizers(model, optimizers, row, elementwise, is_final=optimizer is not None)
@@ -148,7 +151,7 @@ def shard(
         raise
     options = (
         f"{name_of_row(row)}, cut={cut}, reduction={reduction}, {chosen}, replicas={replicas}, "
-        f"forward_methods={list(forward_methods)}"
+        f"shared_memory={shared_memory}, forward_methods={list(forward_methods)}"
     )
     check_equal(mesh, comm, describe(model, optimizers, plans, options, VERSION))
     register_foreach_types()

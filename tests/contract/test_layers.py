@@ -10,6 +10,7 @@ from .source import Module, package_modules, plant
 LAYERS = (
     "testing",
     "faults",
+    "host",
     "core",
     "state",
     "activations",

@@ -118,7 +118,7 @@ def test_resident_bytes_are_exact_over_all_ranks_padding_aside(stage: int, world
 
 def measure_storages(stage: int) -> tuple[int, int, int]:
     """Return numel, and the bytes of parameters and states that live in this process, counted without the engine."""
-    run = Sharded(stage)
+    run = Sharded(stage, {"shared_memory": False})
     model = models.build(Even)
     numel = sum(p.numel() for p in model.parameters())
     optimizer = models.adamw(model)
@@ -151,7 +151,7 @@ def test_storages_hold_what_the_ledger_says(stage: int) -> None:
 
 def whole_units(stage: int) -> tuple[list[int], dict[str, int], dict[str, int], int]:
     """Return how many blocks are whole at each call of a hook, peak and predicted bytes, and a block's bytes."""
-    run = Sharded(stage)
+    run = Sharded(stage, {"shared_memory": False})
     model = models.build(Even, depth=8)
     counts: list[int] = []
 
@@ -358,7 +358,7 @@ def wire_bytes(stage: int) -> tuple[int, int]:
     """Return what torch's own send functions were handed in one step, and what the engine says it sent."""
     import torch.distributed as dist
 
-    run = Sharded(stage)
+    run = Sharded(stage, {"shared_memory": False})
     model = models.build(Even)
     optimizer = models.adamw(model)
     run.shard(model, optimizer)

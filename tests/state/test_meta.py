@@ -231,7 +231,7 @@ def most_alive(stage: int) -> tuple[int, int, int]:
         peak = max(peak, tensor_bytes())
 
     model = on_meta(Wide)
-    zero = zs.shard(model, stage=stage, init_fn=look)
+    zero = zs.shard(model, stage=stage, init_fn=look, shared_memory=False)
     shards = sum(bucket.shard.nbytes for unit in zero.units for bucket in unit.buckets)
     return peak, shards, max(unit.full_bytes for unit in zero.units)
 

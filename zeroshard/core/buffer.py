@@ -6,8 +6,9 @@ not know passes or hooks. Read `core/layout.py` (where elements lie) and `core/r
 Note: the life of a parameter's bytes
     `Bucket.full` holds the whole bucket; the model's parameters are views of it for good. Where parameters are kept
     whole, `shard` is a view of `full`, and nothing ever moves. Where they are sharded, `shard` is a tensor of its own
-    and the storage of `full` is empty between uses: `open()` gives it memory and copies the own shard in, a gather
-    fills the rest, `close()` takes the memory back. The views stay valid throughout, also those that autograd saved.
+    and `full` has no memory between uses: `open()` gives it memory with the own shard in it, a gather fills the rest,
+    `close()` takes the memory back. The views stay valid throughout, also those that autograd saved. Whether memory is
+    this process's alone or shared on the host is for `host/memory.py`.
 
 Note: the life of a gradient
     Autograd accumulates into its own slot; a hook moves the tensor into `GradientBuffer.stage` (whole bucket) and
@@ -26,6 +27,7 @@ from zeroshard.core.layout import Layout
 from zeroshard.core.precision import Dtypes
 from zeroshard.core.residency import Residency
 from zeroshard.core.trace import Ledger
+from zeroshard.host.memory import Memory, OwnMemory
 
 __all__ = ["Bucket", "GradientBuffer", "Pool", "Staged", "flatten"]
 
@@ -39,6 +41,7 @@ class Pool:
     """
 
     def __init__(self, ledger: Ledger) -> None:
+        self.memory: Memory = OwnMemory()
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
         self._ledger = ledger
 
@@ -47,7 +50,7 @@ class Pool:
         free = self._free[numel, dtype, device]
         if free:
             return free.pop()
-        buffer = torch.empty(numel, dtype=dtype, device=device)
+        buffer = self.memory.zeros(numel, dtype, device)
         self._ledger.add("transient", buffer.nbytes)
         return buffer
 
@@ -100,7 +103,7 @@ class GradientBuffer:
         """Return the buffer that gradients are held in, made at its first use."""
         if self.held is None:
             start, stop = self.range
-            self.held = torch.zeros(stop - start, dtype=self.dtype, device=self._device)
+            self.held = self._pool.memory.zeros(stop - start, self.dtype, self._device)
         return self.held
 
     def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
@@ -259,12 +262,15 @@ class Bucket:
         self.is_whole = row.parameters.is_whole(layout, rank)
         self.states_are_whole = row.states.is_whole(layout, rank)
         self._rank, self._ledger = rank, ledger
-        self.full = torch.zeros(layout.full_numel, dtype=self.dtype, device=self.device)
+        self._memory, (start, stop) = pool.memory, layout.shard_range(rank)
+        if self.is_whole:
+            self.full = self._memory.zeros(layout.full_numel, self.dtype, self.device)
+            self.shard = self.full[start:stop]
+        else:
+            self.full, self.shard = self._memory.home(layout.full_numel, (start, stop), self.dtype, self.device)
+        self.own = self.full[start:stop]
         self.grads = GradientBuffer(self, row, pool, rank)
         self.views = self.grads.views_of(self.full)
-        start, stop = layout.shard_range(rank)
-        self.own = self.full[start:stop]
-        self.shard = self.own if self.is_whole else torch.empty_like(self.own)
         self._master_start = 0 if self.states_are_whole else start
         rounded = self.full if self.states_are_whole else self.shard
         self.has_masters = dtypes.master != dtypes.param
@@ -282,15 +288,13 @@ class Bucket:
 
     def open(self) -> None:
         """Give `full` its memory and put the own shard in its place."""
-        nbytes = self.full.nbytes
-        self.full.untyped_storage().resize_(nbytes)
-        self._ledger.add("transient", nbytes)
         with torch.no_grad():
-            self.own.copy_(self.shard)
+            self._memory.open(self.full, self.layout.shard_range(self._rank)[0], self.shard)
+        self._ledger.add("transient", self.full.nbytes)
 
     def close(self) -> None:
         """Take the memory of `full` back; views stay, and are empty."""
-        self.full.untyped_storage().resize_(0)
+        self._memory.close(self.full)
         self._ledger.add("transient", -self.full.nbytes)
 
     def keep(self) -> None:

@@ -5,9 +5,13 @@ tensors and say in words what they are for. Read `docs/design.md` ("Collectives"
 
 Note: gloo
     Point-to-point in place is 2.7 to 4 times as fast as gloo's own all-gather and reduce-scatter, which copy through
-    fresh
-    pages, and it fixes the order of the sum: rank 0 first, at the chunk's owner. Messages carry tags, because
+    fresh pages, and it fixes the order of the sum: rank 0 first, at the chunk's owner. Messages carry tags, because
     equal-sized messages of different units would otherwise mix without an error when ranks disagree.
+Note: the host
+    Ranks of one copy of the state that run on one host exchange through its memory (`host/memory.py`): they meet to
+    say where values lie (`host/board.py`), read each other's, and meet again when they have, so a collective ends when
+    nobody reads any more. Only parameters at stage 3 are read for as long as they are gathered, not copied: they
+    change after a barrier that each rank enters when its passes are over. Tags, waits and errors are those of gloo.
 Note: NCCL
     Its own in-place collectives, asynchronous; reductions have their own communicator, since two collectives on one
     communicator serialize. Waiting orders the current stream after the collective, so buffers need no stream of their
@@ -18,7 +22,7 @@ import atexit
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, final
 
@@ -29,13 +33,18 @@ from zeroshard.core.buffer import Pool
 from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.mesh import Mesh
 from zeroshard.faults.watchdog import Watchdog
+from zeroshard.host.board import WORDS, Meeting
+from zeroshard.host.memory import HostMemory
 
 __all__ = ["Comm", "Pending", "gather_across_ranks", "make_comm", "mean_across_ranks"]
 
 Tensor = torch.Tensor
 Ranks = tuple[int, ...]
 TEXT_BYTES = 4096
-FP32_BYTES = 4
+BLOCK_NUMEL = 1 << 15
+BUCKETS = (1 << 15) - 1
+AGREEMENTS = 4 << 15
+"""Places on the board: four of each bucket, then those of agreements."""
 
 
 class Pending:
@@ -57,12 +66,14 @@ def _nothing() -> None:
 class Comm(ABC):
     """The collectives that the engine needs, over all ranks of the mesh.
 
-    `sent_bytes` counts what this rank hands to the wire, by what it is for.
+    `sent_bytes` counts what this rank hands to others, over the wire or in memory of the host, by what it is for.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.sent_bytes: Counter[str] = Counter()
+        self.is_in_place = False
+        """Whether ranks of one copy read each other's memory, so that a reduction needs no buffers to receive in."""
 
     @abstractmethod
     def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
@@ -163,7 +174,7 @@ class GroupComm(Comm):
         # for that; in an interpreter that ends, it would abort the process. The last reference waits for the workers.
         del self._control
 
-    def _wait(self, works: list[dist.Work], what: str) -> None:
+    def _wait(self, works: Sequence[dist.Work | Meeting], what: str) -> None:
         self.watchdog.waits_for(what)
         try:
             for work in works:
@@ -215,17 +226,66 @@ def _leave(comm: "weakref.ref[GroupComm]") -> None:
 
 @final
 class GlooComm(GroupComm):
-    """Tagged point-to-point for shards, gloo's own collectives for small things. See "Note: gloo"."""
+    """Tagged point-to-point for shards, gloo's own collectives for small things. See the notes on gloo and the host."""
 
-    def __init__(self, mesh: Mesh, watchdog_s: float, heartbeat_s: float, pool: Pool) -> None:
+    def __init__(self, mesh: Mesh, watchdog_s: float, heartbeat_s: float, pool: Pool, *, shares_host: bool) -> None:
         super().__init__(mesh, watchdog_s, heartbeat_s)
-        self._pool = pool
+        self._pool, self._agreements = pool, 0
+        self._memory: HostMemory | None = None
+        self._memory = self._share_host(shares_host) if mesh.device.type == "cpu" else None
+        if self._memory is not None:
+            pool.memory, self.is_in_place = self._memory, True
+
+    def _share_host(self, is_wanted: bool) -> HostMemory | None:
+        """Return memory that the ranks of each copy share; None unless each copy is on one host, and all want it."""
+        memory, what = HostMemory(self.mesh.shard_rank), "the comparison of hosts"
+        cards = self.collect(torch.tensor(memory.card), what)[list(self.mesh.shard_ranks)].tolist()
+        return memory if self.agree([int(is_wanted and memory.join(cards))], what)[0] else None
 
     def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
-        return self._gather(full, self.mesh.shard_ranks, tag, what, kind)
+        memory, size = self._memory, self.mesh.shard_size
+        offset = memory.offset_of(full) if memory is not None else None
+        if memory is None or offset is None:
+            return self._gather(full, self.mesh.shard_ranks, tag, what, kind)
+        self.sent_bytes[kind] += full.nbytes // size * (size - 1)
+        meeting = memory.meet(4 * (tag & BUCKETS), tag, offset)
+
+        def finish() -> None:
+            self._wait([meeting], what)
+            if not memory.is_home(full):
+                for place, (there,) in meeting.numbers.items():
+                    whole = memory.of_peer(place, there, full.numel(), full.dtype)
+                    full.view(size, -1)[place] = whole.view(size, -1)[place]
+                self._wait([memory.meet(4 * (tag & BUCKETS) + 1, tag)], what)
+
+        return Pending(finish)
 
     def reduce(self, full: Tensor, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
-        return self._reduce(full, own, self.mesh.shard_ranks, wire, scale, tag, what, "reduce")
+        memory, (size, rank) = self._memory, (self.mesh.shard_size, self.mesh.shard_rank)
+        offset = memory.offset_of(full) if memory is not None else None
+        if memory is None or offset is None:
+            return self._reduce(full, own, self.mesh.shard_ranks, wire, scale, tag, what, "reduce")
+        self.sent_bytes["reduce"] += own.numel() * wire.itemsize * (size - 1)
+        meeting = memory.meet(4 * (tag & BUCKETS) + 2, tag, offset)
+
+        def finish() -> None:
+            self._wait([meeting], what)
+            there = {r: memory.of_peer(r, at, full.numel(), full.dtype) for r, (at,) in meeting.numbers.items()}
+            chunks = [there.get(r, full).view(size, -1)[rank] for r in range(size)]
+            _sum_in_rank_order(chunks, wire, scale, own)
+            self._wait([memory.meet(4 * (tag & BUCKETS) + 3, tag)], what)
+
+        return Pending(finish)
+
+    def agree(self, values: list[int], what: str) -> list[int]:
+        if self._memory is None or self.mesh.replicas > 1 or len(values) >= WORDS:
+            return super().agree(values, what)
+        # At two places in turn: nobody comes to the next agreement but one before all have heard this one.
+        self._agreements += 1
+        meeting = self._memory.meet(AGREEMENTS + self._agreements % 2, len(values), *values)
+        self._wait([meeting], what)
+        self.sent_bytes["agree"] += 8 * len(values)
+        return [min(each) for each in zip(values, *meeting.numbers.values(), strict=True)]
 
     def reduce_copies(self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
         ranks = self.mesh.replica_ranks
@@ -242,29 +302,23 @@ class GlooComm(GroupComm):
         chunks, own = full.view(len(ranks), -1), full.view(len(ranks), -1)[ranks.index(self.mesh.rank)]
         peers = self._peers(ranks)
         works = [self._receive(chunks[place], ranks[place], 2 * tag, what) for place in peers]
-        works += [self._send(own, ranks[place], 2 * tag, kind, what) for place in peers]
+        works += [self._send(own, ranks[place], 2 * tag, what) for place in peers]
+        self.sent_bytes[kind] += own.nbytes * len(peers)
         return Pending(lambda: self._wait(works, what))
 
     def _reduce(
         self, full: Tensor, own: Tensor, ranks: Ranks, wire: torch.dtype, scale: float, tag: int, what: str, kind: str
     ) -> Pending:
         chunks, place = full.view(len(ranks), -1), ranks.index(self.mesh.rank)
-        mine, peers = chunks[place], self._peers(ranks)
-        is_rounded = wire != full.dtype or wire.itemsize < FP32_BYTES
-        taken = {peer: self._pool.take(own.numel(), wire, own.device) for peer in peers}
+        taken = {peer: self._pool.take(own.numel(), wire, own.device) for peer in self._peers(ranks)}
         works = [self._receive(buffer, ranks[peer], 2 * tag + 1, what) for peer, buffer in taken.items()]
-        sent = {peer: self._round(chunks[peer], wire) for peer in peers}
-        works += [self._send(chunk, ranks[peer], 2 * tag + 1, kind, what) for peer, chunk in sent.items()]
+        sent = {peer: self._round(chunks[peer], wire) for peer in taken}
+        works += [self._send(chunk, ranks[peer], 2 * tag + 1, what) for peer, chunk in sent.items()]
+        self.sent_bytes[kind] += own.numel() * wire.itemsize * len(taken)
 
         def finish() -> None:
             self._wait(works, what)
-            if is_rounded:
-                total = self._pool.take(own.numel(), torch.promote_types(full.dtype, torch.float32), own.device)
-                _sum_rounded(mine, place, taken, wire, total)
-                own.copy_(total.mul_(scale))
-                self._pool.give(total)
-            else:
-                _sum_in_rank_order(mine, place, taken, scale, own)
+            _sum_in_rank_order([taken.get(peer, chunks[place]) for peer in range(len(ranks))], wire, scale, own)
             for buffer in [*taken.values(), *(chunk for chunk in sent.values() if chunk.dtype != full.dtype)]:
                 self._pool.give(buffer)
 
@@ -296,29 +350,25 @@ class GlooComm(GroupComm):
         self.sent_bytes[kind] += tensor.nbytes * (self.mesh.world_size - 1)
         return torch.stack(rows)
 
-    def _send(self, chunk: Tensor, peer: int, tag: int, kind: str, what: str) -> dist.Work:
-        self.sent_bytes[kind] += chunk.nbytes
+    def _send(self, chunk: Tensor, peer: int, tag: int, what: str) -> dist.Work:
         return self._start(lambda: dist.isend(chunk, group=self._control, tag=tag, group_dst=peer), what)
 
     def _receive(self, chunk: Tensor, peer: int, tag: int, what: str) -> dist.Work:
         return self._start(lambda: dist.irecv(chunk, group=self._control, tag=tag, group_src=peer), what)
 
 
-def _sum_in_rank_order(mine: Tensor, rank: int, wires: dict[int, Tensor], scale: float, out: Tensor) -> None:
-    """Leave scale * (chunk of rank 0 + chunk of rank 1 + ...) in `out`, without another buffer."""
-    total = mine if rank == 0 else wires[0]
-    for peer in range(1, len(wires) + 1):
-        chunk = mine if peer == rank else wires[peer]
-        total = torch.add(total, chunk, out=out if peer >= rank else total)
-    if scale != 1.0:
-        out.mul_(scale)
+def _sum_in_rank_order(chunks: Sequence[Tensor], wire: torch.dtype, scale: float, out: Tensor) -> None:
+    """Leave scale * (chunk of rank 0 + chunk of rank 1 + ...) in `out`, which may be one of them.
 
-
-def _sum_rounded(own: Tensor, rank: int, wires: dict[int, Tensor], wire: torch.dtype, total: Tensor) -> None:
-    """Add up all ranks' chunks in rank order in `total`; the own one is rounded as if it had been sent."""
-    for peer in range(len(wires) + 1):
-        chunk = own.to(wire) if peer == rank else wires[peer]
-        total.copy_(chunk) if peer == 0 else total.add_(chunk)
+    Each is rounded to `wire`, and they are added in fp32 or better; block by block, so that sums stay in the cache.
+    """
+    dtype = torch.promote_types(chunks[0].dtype, torch.float32)
+    for blocks in zip(out.split(BLOCK_NUMEL), *(chunk.split(BLOCK_NUMEL) for chunk in chunks), strict=True):
+        first, *others = (block.to(wire).to(dtype) for block in blocks[1:])
+        total = first + others[0]
+        for other in others[1:]:
+            total += other
+        blocks[0].copy_(total.mul_(scale))
 
 
 @final
@@ -389,13 +439,18 @@ class NcclComm(GroupComm):
         return torch.stack(rows)
 
 
-def make_comm(mesh: Mesh, watchdog_s: float, heartbeat_s: float, pool: Pool) -> Comm:
-    """Return the collectives for the mesh's backend. Collective: makes process groups; every rank must call."""
+def make_comm(mesh: Mesh, watchdog_s: float, heartbeat_s: float, pool: Pool, *, shares_host: bool) -> Comm:
+    """Return the collectives for the mesh's backend, and have `pool` use the memory that they want.
+
+    Args:
+        shares_host: whether ranks of one host may exchange in shared memory.
+    Collective: makes process groups; every rank must call.
+    """
     if mesh.world_size == 1:
         return SoloComm(mesh)
     if "nccl" in dist.get_backend():
         return NcclComm(mesh, watchdog_s, heartbeat_s)
-    return GlooComm(mesh, watchdog_s, heartbeat_s, pool)
+    return GlooComm(mesh, watchdog_s, heartbeat_s, pool, shares_host=shares_host)
 
 
 def gather_across_ranks(tensor: Tensor) -> Tensor:

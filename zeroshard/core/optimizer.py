@@ -23,7 +23,7 @@ from zeroshard.core.parameter import Slot, slot_of
 from zeroshard.core.precision import LossScale, round_at_random
 from zeroshard.core.unit import Unit
 
-__all__ = ["ShardedOptimizer", "is_cut"]
+__all__ = ["ShardedOptimizer", "cut_state", "is_cut"]
 
 Tensor = torch.Tensor
 
@@ -43,7 +43,6 @@ class ShardedOptimizer:
         self._engine, self.optimizer, self._index, self.state_cost = engine, optimizer, index, state_cost
         self.steps = 0
         """Steps so far, skipped ones included."""
-        self._set_aside: dict[Tensor, dict[str, Any]] | None = None
         for group in optimizer.param_groups:
             self._exchange(group)
         optimizer.register_step_pre_hook(self._before_step)
@@ -72,7 +71,7 @@ class ShardedOptimizer:
             master = make_master(slot)
             masters.append(master)
             if parameter in self.optimizer.state:
-                self.optimizer.state[master] = self._cut(slot, self.optimizer.state.pop(parameter))
+                self.optimizer.state[master] = cut_state(slot, self.optimizer.state.pop(parameter))
         group["params"] = masters
 
     def _add_group(self, group: dict[str, Any]) -> None:
@@ -197,81 +196,6 @@ class ShardedOptimizer:
                 "zero.gathered(states=True, writeback=True):` around it, on every rank, or zero.load(path)."
             )
 
-    def expand(self, parameters: dict[str, torch.nn.Parameter]) -> None:
-        """Put the model's parameters and their whole states into the groups. Collective: all-gather of each state."""
-        whole = self._gather_states()
-        self._set_aside = dict(self.optimizer.state)
-        self._masters = [list(group["params"]) for group in self.optimizer.param_groups]
-        self.optimizer.state.clear()
-        for group in self.optimizer.param_groups:
-            group["params"] = [parameters[slot_of(master).name] for master in group["params"]]
-        for name, state in whole.items():
-            self.optimizer.state[parameters[name]] = state
-
-    def contract(self, *, writeback: bool) -> None:
-        """Put the slices back, with the states they had, or with slices of what the whole states are now."""
-        changed = dict(self.optimizer.state)
-        self.optimizer.state.clear()
-        assert self._set_aside is not None
-        for group, masters in zip(self.optimizer.param_groups, self._masters, strict=True):
-            for parameter, master in zip(group["params"], masters, strict=True):
-                if writeback and parameter in changed:
-                    self.optimizer.state[master] = self._cut(slot_of(master), changed[parameter])
-                elif not writeback and master in self._set_aside:
-                    self.optimizer.state[master] = self._set_aside[master]
-            group["params"] = masters
-        self._set_aside = None
-
-    def whole_states(self) -> list[tuple[str, Tensor]]:
-        """Return (name, tensor) of the expanded states in a fixed order."""
-        found = []
-        for parameter in self.masters:
-            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, Tensor):
-                    found.append((f"{slot_of(parameter).name}/{key}", value))
-        return found
-
-    def _gather_states(self) -> dict[str, dict[str, Any]]:
-        by_bucket: dict[int, list[Tensor]] = {}
-        whole: dict[str, dict[str, Any]] = {}
-        for master in self.masters:
-            slot, state = slot_of(master), self.optimizer.state.get(master)
-            if state is not None:
-                by_bucket.setdefault(slot.bucket.number, []).append(master)
-                whole[slot.name] = {key: value for key, value in state.items() if not is_cut(key, value, master)}
-        for masters in by_bucket.values():
-            keys = {key for m in masters for key, value in self.optimizer.state[m].items() if is_cut(key, value, m)}
-            for key in sorted(keys):
-                for slot, value in self._gather_state(key, [m for m in masters if key in self.optimizer.state[m]]):
-                    whole[slot.name][key] = value
-        return whole
-
-    def _gather_state(self, key: str, masters: list[Tensor]) -> list[tuple[Slot, Tensor]]:
-        bucket = slot_of(masters[0]).bucket
-        dtype = self.optimizer.state[masters[0]][key].dtype
-        full = torch.zeros(bucket.layout.full_numel, dtype=dtype, device=bucket.device)
-        for master in masters:
-            start, stop = bucket.master_range(slot_of(master).index)
-            full[start:stop] = self.optimizer.state[master][key]
-        if not bucket.states_are_whole and full.numel():
-            what = f"the state '{key}' of {bucket.name}"
-            self._engine.comm.gather(full, self._engine.order.next_tag() << 15, what, kind="state").wait()
-        views = bucket.grads.views_of(full)
-        return [(slot_of(m), views[slot_of(m).index].clone(memory_format=torch.preserve_format)) for m in masters]
-
-    def _cut(self, slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of a parameter's whole state that belongs to this rank's slice."""
-        bucket, index = slot.bucket, slot.index
-        start, stop = bucket.master_range(index)
-        offset = bucket.layout.offsets[index]
-        first, last = (start - offset, stop - offset) if stop > start else (0, 0)
-        cut = {}
-        for key, value in state.items():
-            if isinstance(value, Tensor) and key != "step" and tuple(value.shape) == bucket.shapes[index]:
-                value = flatten(value, bucket.shapes[index], bucket.strides[index])[first:last].clone()
-            cut[key] = value
-        return cut
-
 
 def _is_finite(masters: Sequence[Tensor]) -> bool:
     """Tell whether the gradients of this rank's slices are; their sum costs one pass, and only what is not is sure."""
@@ -293,3 +217,17 @@ def make_master(slot: Slot) -> MasterSlice:
 def is_cut(key: str, value: Any, master: Tensor) -> bool:
     """Tell whether a state is one number for each element of the slice; a step counter is 0-d and common to all."""
     return isinstance(value, Tensor) and key != "step" and value.shape == master.shape
+
+
+def cut_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a parameter's whole state that belongs to this rank's slice."""
+    bucket, index = slot.bucket, slot.index
+    start, stop = bucket.master_range(index)
+    offset = bucket.layout.offsets[index]
+    first, last = (start - offset, stop - offset) if stop > start else (0, 0)
+    cut = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and key != "step" and tuple(value.shape) == bucket.shapes[index]:
+            value = flatten(value, bucket.shapes[index], bucket.strides[index])[first:last].clone()
+        cut[key] = value
+    return cut

@@ -123,6 +123,7 @@ class Traffic:
     """
 
     sent_bytes: dict[str, int]
+    """By what for; also what others read of this rank in shared memory, where nothing goes over the wire."""
     predicted_step_bytes: int
     """Gathered and reduced bytes that a step with one micro-batch sends."""
     steps: int

@@ -11,8 +11,8 @@ import torch
 
 from zeroshard.core import schedule
 from zeroshard.core.buffer import Bucket
+from zeroshard.core.comm import Comm
 from zeroshard.core.engine import Engine
-from zeroshard.core.mesh import Mesh
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.parameter import slot_of
 from zeroshard.core.trace import Memory
@@ -69,11 +69,11 @@ def _predict(engine: Engine, optimizers: Sequence[ShardedOptimizer], buckets: Se
         "gradients": gradients,
         "states": states + held_masters,
         "padding": padding + spare + more + counters,
-        "transient": _predict_transient(engine.units, engine.mesh, wide_bytes),
+        "transient": _predict_transient(engine.units, engine.comm, wide_bytes),
     }
 
 
-def _predict_transient(units: Sequence[Unit], mesh: Mesh, wide_bytes: int) -> int:
+def _predict_transient(units: Sequence[Unit], comm: Comm, wide_bytes: int) -> int:
     """Return the most bytes of whole units, gradients on their way and wire buffers.
 
     Args:
@@ -82,7 +82,7 @@ def _predict_transient(units: Sequence[Unit], mesh: Mesh, wide_bytes: int) -> in
     full = tuple(unit.full_bytes for unit in units)
     passes = schedule.plain_marks(len(units))
     whole = max(wide_bytes, *(schedule.peak_units(schedule.replay(record, marks), full) for record, marks in passes))
-    if mesh.shard_size == 1:
+    if comm.mesh.shard_size == 1:
         return whole
     # Pools keep their buffers, so the most of each size counts. The root's gradients land first and are reduced last.
     now: Counter[Buffer] = Counter()
@@ -94,7 +94,7 @@ def _predict_transient(units: Sequence[Unit], mesh: Mesh, wide_bytes: int) -> in
         stages = _stages(unit)
         _take(now, most, stages if unit is not root else [])
         now.subtract(before)  # the reduction before this one is finished before this one starts
-        wires = _wires(unit, mesh)
+        wires = _wires(unit, comm)
         _take(now, most, wires)
         before = stages + wires
     return whole + sum(numel * dtype.itemsize * count for (numel, dtype), count in most.items())
@@ -111,17 +111,15 @@ def _stages(unit: Unit) -> list[Buffer]:
     return [(b.layout.full_numel, b.dtypes.grad) for b in unit.reducible() if not b.grads.is_whole]
 
 
-def _wires(unit: Unit, mesh: Mesh) -> list[Buffer]:
+def _wires(unit: Unit, comm: Comm) -> list[Buffer]:
     """Return the pooled buffers of the unit's reduction."""
     wires: list[Buffer] = []
     for bucket in unit.reducible():
-        shard, dtypes = bucket.layout.shard_numel, bucket.dtypes
-        wires += [(shard, dtypes.reduce)] * (mesh.shard_size - 1)
+        shard, dtypes, mesh = bucket.layout.shard_numel, bucket.dtypes, comm.mesh
+        if not comm.is_in_place:
+            is_rounded = dtypes.reduce != dtypes.grad
+            wires += [(shard, dtypes.reduce)] * (mesh.shard_size - 1) * (1 + is_rounded)
         wires += [(shard // mesh.replicas, dtypes.reduce)] * (mesh.replicas - 1)
-        if dtypes.reduce != dtypes.grad:
-            wires += [(shard, dtypes.reduce)] * (mesh.shard_size - 1)
-        if dtypes.reduce.itemsize < torch.float32.itemsize:
-            wires.append((shard, torch.float32))
     return wires
 
 

@@ -1,20 +1,25 @@
 """Whole parameters, and whole optimizer states, for code that reads or changes them.
 
-Owns the way in and the way out of `zero.gathered()`. Read `core/unit.py` (gather and release) first.
+Owns the way in and the way out of `zero.gathered()`, and the exchange of slices of states for whole ones. Read
+`core/unit.py` (gather and release) first.
 """
 
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from zeroshard.core.engine import Engine, Gathered
 from zeroshard.core.errors import RankMismatchError
-from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.core.optimizer import ShardedOptimizer, cut_state, is_cut
+from zeroshard.core.parameter import Slot, slot_of
 
 __all__ = ["gathered"]
+
+Tensor = torch.Tensor
 
 
 @contextmanager
@@ -36,9 +41,7 @@ def gathered(
         if not unit.is_whole:
             unit.start_gather(engine.comm, number, "gathered()", kind="state")
             unit.wait()
-    if states:
-        for optimizer in optimizers:
-            optimizer.expand(parameters)
+    expanded = [WholeStates(engine, optimizer, parameters) for optimizer in optimizers if states]
     engine.gathered = Gathered(writeback, states)
     versions = {name: p._version for name, p in parameters.items()}
     has_finished = False
@@ -51,11 +54,13 @@ def gathered(
         keeps = writeback and has_finished
         try:
             if keeps:
-                _spread(engine, model, optimizers if states else ())
+                _spread(engine, model, expanded)
+            elif has_finished and engine.is_sharded:
+                # Whoever leaves may change its shards next, and others may read them in place until they leave.
+                engine.order.barrier("the end of gathered()")
         finally:
-            if states:
-                for optimizer in optimizers:
-                    optimizer.contract(writeback=keeps)
+            for one in expanded:
+                one.contract(writeback=keeps)
             for unit in engine.units:
                 if not unit.is_whole:
                     unit.release()
@@ -67,9 +72,9 @@ def gathered(
             )
 
 
-def _spread(engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimizer]) -> None:
+def _spread(engine: Engine, model: nn.Module, expanded: Sequence["WholeStates"]) -> None:
     """Make rank 0's parameters, buffers and states everybody's, and keep this rank's part."""
-    named = [pair for optimizer in optimizers for pair in optimizer.whole_states()]
+    named = [pair for one in expanded for pair in one.tensors()]
     buffers = list(model.named_buffers())
     shapes = ";".join(f"{name}{tuple(t.shape)}" for name, t in [*named, *buffers])
     least, greatest = engine.order.barrier("the end of gathered(writeback=True)", zlib.crc32(shapes.encode()))
@@ -86,3 +91,74 @@ def _spread(engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimi
                 bucket.updates += 1
         for name, tensor in [*buffers, *named]:
             engine.comm.broadcast(tensor.data, name, "state")
+
+
+@final
+class WholeStates:
+    """One optimizer that holds the model's parameters and their whole states for a while, instead of slices.
+
+    Args:
+        parameters: the model's, by name.
+    Collective: all-gather of each state.
+    """
+
+    def __init__(self, engine: Engine, sharded: ShardedOptimizer, parameters: dict[str, nn.Parameter]) -> None:
+        self._engine, self._sharded, self._optimizer = engine, sharded, sharded.optimizer
+        whole = self._gather()
+        self._set_aside = dict(self._optimizer.state)
+        self._masters = [list(group["params"]) for group in self._optimizer.param_groups]
+        self._optimizer.state.clear()
+        for group in self._optimizer.param_groups:
+            group["params"] = [parameters[slot_of(master).name] for master in group["params"]]
+        for name, state in whole.items():
+            self._optimizer.state[parameters[name]] = state
+
+    def contract(self, *, writeback: bool) -> None:
+        """Put the slices back, with the states they had, or with slices of what the whole states are now."""
+        changed = dict(self._optimizer.state)
+        self._optimizer.state.clear()
+        for group, masters in zip(self._optimizer.param_groups, self._masters, strict=True):
+            for parameter, master in zip(group["params"], masters, strict=True):
+                if writeback and parameter in changed:
+                    self._optimizer.state[master] = cut_state(slot_of(master), changed[parameter])
+                elif not writeback and master in self._set_aside:
+                    self._optimizer.state[master] = self._set_aside[master]
+            group["params"] = masters
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return (name, tensor) of the whole states in a fixed order."""
+        found = []
+        for parameter in self._sharded.masters:
+            for key, value in sorted(self._optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, Tensor):
+                    found.append((f"{slot_of(parameter).name}/{key}", value))
+        return found
+
+    def _gather(self) -> dict[str, dict[str, Any]]:
+        by_bucket: dict[int, list[Tensor]] = {}
+        whole: dict[str, dict[str, Any]] = {}
+        for master in self._sharded.masters:
+            slot, state = slot_of(master), self._optimizer.state.get(master)
+            if state is not None:
+                by_bucket.setdefault(slot.bucket.number, []).append(master)
+                whole[slot.name] = {key: value for key, value in state.items() if not is_cut(key, value, master)}
+        for masters in by_bucket.values():
+            states = {master: self._optimizer.state[master] for master in masters}
+            keys = {key for master, state in states.items() for key in state if is_cut(key, state[key], master)}
+            for key in sorted(keys):
+                for slot, value in self._gather_one(key, [master for master in masters if key in states[master]]):
+                    whole[slot.name][key] = value
+        return whole
+
+    def _gather_one(self, key: str, masters: list[Tensor]) -> list[tuple[Slot, Tensor]]:
+        bucket = slot_of(masters[0]).bucket
+        dtype = self._optimizer.state[masters[0]][key].dtype
+        full = torch.zeros(bucket.layout.full_numel, dtype=dtype, device=bucket.device)
+        for master in masters:
+            start, stop = bucket.master_range(slot_of(master).index)
+            full[start:stop] = self._optimizer.state[master][key]
+        if not bucket.states_are_whole and full.numel():
+            what = f"the state '{key}' of {bucket.name}"
+            self._engine.comm.gather(full, self._engine.order.next_tag() << 15, what, kind="state").wait()
+        views = bucket.grads.views_of(full)
+        return [(slot_of(m), views[slot_of(m).index].clone(memory_format=torch.preserve_format)) for m in masters]

@@ -1,0 +1,157 @@
+"""Ranks of one host exchange through its memory: the same bits as by messages, no more memory, and no messages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroshard as zs
+from zeroshard.host.board import is_supported
+from zeroshard.testing import run_ranks
+
+from . import models
+from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S, assert_same
+
+pytestmark = pytest.mark.skipif(not is_supported(), reason="shared memory needs Linux on x86-64")
+
+WIDTH = 1024
+MIB = 2**20
+
+
+def train(stage: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Train a few steps of two micro-batches with clipping; return all that came of it, and what torch sent."""
+    model = models.build(models.GPT)
+    optimizer = models.adamw(model)
+    zero = zs.shard(model, optimizer, stage=stage, watchdog_s=WATCHDOG_S, **options)
+    sent, isend = 0, dist.isend
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += tensor.nbytes
+        return isend(tensor, *args, **kwargs)
+
+    dist.isend = counting
+    losses = []
+    try:
+        for step in range(4):
+            with zero.no_sync() if step % 2 else zero.no_sync("replicate"):
+                models.gpt_loss(model, step, dist.get_rank(), 0).backward()
+            loss = models.gpt_loss(model, step, dist.get_rank(), 1)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append((loss.detach(), norm.clone()))
+    finally:
+        dist.isend = isend
+    with zero.gathered(states=True):
+        result = {"model": {n: p.clone() for n, p in model.state_dict().items()}, "losses": losses}
+        result["states"] = {k: v.clone() for k, v in sorted(_tensors(optimizer.state_dict()["state"]))}
+    counted = zero.traffic().sent_bytes
+    del counted["agree"]  # ranks of one host tell each other where their files are
+    return {**result, "counted": counted, "sent": sent}
+
+
+def _tensors(states: dict[int, dict[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    return [(f"{number}/{key}", value) for number, state in states.items() for key, value in state.items()]
+
+
+def train_both_ways(options: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    return [
+        (train(stage, {"shared_memory": True, **options}), train(stage, {"shared_memory": False, **options}))
+        for stage in STAGES
+        if stage or "replicas" not in options
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [(2, {}), (3, {}), (4, {"replicas": 2}), (2, {"precision": "bf16"}), (3, {"precision": "fp16"})],
+)
+def test_shared_memory_and_messages_give_the_same_bits(world: int, options: dict[str, Any]) -> None:
+    for runs in run_ranks(train_both_ways, world, options, timeout_s=TIMEOUT_S):
+        for shared, sent in runs:
+            # Only what copies of the state exchange goes over the wire.
+            assert shared.pop("sent") == shared["counted"].get("replicate", 0)
+            assert sent.pop("sent") == sum(sent["counted"].get(kind, 0) for kind in ("gather", "reduce", "replicate"))
+            assert_same(sent, shared)
+
+
+class Wide(nn.Module):
+    """Eight blocks of 4 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def shared_bytes() -> int:
+    """Return the bytes of shared memory that this process has mapped in."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem")]
+    return int(line.split()[1]) * 1024
+
+
+def most_mapped() -> tuple[int, int]:
+    """Return the most shared memory that is mapped in at any hook, and between steps."""
+    model = Wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zs.shard(model, optimizer, stage=3, watchdog_s=WATCHDOG_S)
+    before, most = shared_bytes(), 0
+
+    def look(*args: Any) -> None:
+        nonlocal most
+        most = max(most, shared_bytes())
+
+    for block in model.blocks:
+        block.register_forward_hook(look)
+        block.register_full_backward_hook(look)
+    for _ in range(3):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return before, most
+
+
+def test_two_units_and_their_gradients_are_mapped_at_most() -> None:
+    block = 4 * MIB
+    for before, most in run_ranks(most_mapped, 2, timeout_s=TIMEOUT_S):
+        shards = 8 * block // 2
+        assert before <= shards + MIB
+        # Held gradients; two units whole; three stages of gradients; half a stage read of the other rank.
+        assert shards + block < most <= 2 * shards + 2 * block + 3.5 * block + MIB
+
+
+def change_everywhere() -> tuple[Tensor, Tensor]:
+    """Change parameters in place in a forward and under gathered(); return what is left of it."""
+    model = Wide()
+    nn.init.ones_(model.blocks[3].weight)
+    zero = zs.shard(model, stage=3, watchdog_s=WATCHDOG_S)
+
+    def double(module: nn.Module, *args: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(2)
+
+    handle = model.blocks[3].register_forward_hook(double)
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))
+    handle.remove()
+    with zero.gathered():
+        after_forward = model.blocks[3].weight.detach().clone()
+    with zero.gathered(writeback=True), torch.no_grad():
+        model.blocks[3].weight.add_(dist.get_rank() + 1)
+    with zero.gathered():
+        return after_forward, model.blocks[3].weight.detach().clone()
+
+
+def test_a_change_in_place_is_made_by_no_rank_for_another() -> None:
+    for after_forward, written in run_ranks(change_everywhere, 2, timeout_s=TIMEOUT_S):
+        assert after_forward.unique().tolist() == [1.0]
+        assert written.unique().tolist() == [2.0]  # rank 0's, once

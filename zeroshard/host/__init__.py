@@ -1,0 +1,3 @@
+"""What the ranks of one host share."""
+
+__all__: list[str] = []

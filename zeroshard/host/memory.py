@@ -1,0 +1,254 @@
+"""Where flat tensors get their memory: of this process alone, or shared by the ranks of one host.
+
+Owns files without a name (memfd) and their mappings. It must not know what lies in them, nor when another rank may read
+it: `core/comm.py` orders that, and `core/buffer.py` says what is kept where.
+
+Note: nothing to clean up
+    The files are in memory and have no name; the kernel frees them with the last process that maps them, however it
+    ends. Another rank opens one as /proc/PID/fd/N. Where that can not be done (another host, user or container, another
+    system than Linux) `join` says so, and messages are used instead.
+Note: the common file
+    What is gathered and released again lies once per host, in a file that all ranks map. Each rank changes its own
+    shard through a shared mapping, and reads the whole through a private one: the kernel shows it what the others
+    wrote, but a page that this rank writes becomes its own until it is forgotten. So a change in place, which belongs
+    to this rank only, reaches nobody else, and is gone with the release, as with memory of its own.
+"""
+
+import math
+import mmap
+import os
+import secrets
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final, final
+
+import torch
+
+from zeroshard.host.board import BOARD_BYTES, Board, Meeting, is_supported
+
+__all__ = ["HostMemory", "Memory", "OwnMemory"]
+
+Tensor = torch.Tensor
+
+SLAB_BYTES: Final = 256 << 20
+"""Least bytes of a private mapping: the kernel may count each as memory of the process in full."""
+
+
+class Memory(ABC):
+    """What buckets and pools need of memory."""
+
+    @abstractmethod
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return (numel,) of zeros, to be kept for as long as the model lives."""
+
+    @abstractmethod
+    def home(
+        self, numel: int, bounds: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return zeros (numel,) that are closed and opened again, and the shard (stop - start,) of them that stays."""
+
+    @abstractmethod
+    def open(self, full: Tensor, start: int, shard: Tensor) -> None:
+        """Give `full` of a home its memory, with this rank's shard, from element `start` on, in place."""
+
+    @abstractmethod
+    def close(self, full: Tensor) -> None:
+        """Take the memory of `full` back; views of it stay."""
+
+
+@final
+class OwnMemory(Memory):
+    """Memory of this process, on any device."""
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `Memory`."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def home(
+        self, numel: int, bounds: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """See `Memory`."""
+        return self.zeros(numel, dtype, device), self.zeros(bounds[1] - bounds[0], dtype, device)
+
+    def open(self, full: Tensor, start: int, shard: Tensor) -> None:
+        """See `Memory`."""
+        full.untyped_storage().resize_(full.nbytes)
+        full[start : start + shard.numel()] = shard
+
+    def close(self, full: Tensor) -> None:
+        """See `Memory`."""
+        full.untyped_storage().resize_(0)
+
+
+@final
+class HostMemory(Memory):
+    """Memory of the ranks that together keep one copy of the state, all on this host; for the CPU.
+
+    Make one on each rank, exchange the cards, and use it where every rank's `join` succeeded.
+
+    Args:
+        place: this rank's place among them.
+    """
+
+    def __init__(self, place: int) -> None:
+        self._place, self._secret = place, secrets.randbits(62)
+        self._homes: dict[int, tuple[mmap.mmap, int, int]] = {}
+        self._slab: tuple[mmap.mmap, int] | None = None
+        self._files: list[_File] = []
+        if is_supported():
+            with suppress(OSError):  # limits of this process do not allow it
+                self._files = [_File.make(self._secret), _File.make(self._secret)]
+        self._peers: list[_File] = []
+        self._board: Board | None = None
+
+    @property
+    def card(self) -> list[int]:
+        """What the others need to open this rank's files: process, descriptors, and a secret that stands in both."""
+        descriptors = [file.descriptor for file in self._files] or [-1, -1]
+        return [os.getpid(), *descriptors, self._secret]
+
+    def join(self, cards: Sequence[Sequence[int]]) -> bool:
+        """Open the others' files; False where one can not be opened.
+
+        Args:
+            cards: every rank's, by place.
+        """
+        if not self._files:
+            return False
+        own, common = self._files
+        try:
+            self._peers = [
+                own if place == self._place else _File.open(pid, number, secret)
+                for place, (pid, number, _, secret) in enumerate(cards)
+            ]
+            pid, _, number, secret = cards[0]
+            self._files = [own, common if self._place == 0 else _File.open(pid, number, secret)]
+            self._board = Board([peer.words for peer in self._peers], self._place, [card[0] for card in cards])
+        except OSError:
+            return False
+        return True
+
+    def meet(self, place: int, about: int, *numbers: int) -> Meeting:
+        """Tell the others some numbers, and hear theirs; see `Board.meet`."""
+        assert self._board is not None, "join() comes first"
+        return self._board.meet(place, about, *numbers)
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `Memory`."""
+        own = self._files[0]
+        return own.view(own.take(numel * dtype.itemsize), numel, dtype)
+
+    def home(
+        self, numel: int, bounds: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """See `Memory`."""
+        # Every rank makes the same homes in the same order, so that they lie at the same place on all.
+        common, nbytes = self._files[1], numel * dtype.itemsize
+        offset = common.take(nbytes)
+        shard = common.view(offset + bounds[0] * dtype.itemsize, bounds[1] - bounds[0], dtype)
+        if self._slab is None or offset + nbytes > self._slab[1] + len(self._slab[0]):
+            length, access = max(SLAB_BYTES, _whole_pages(nbytes)), mmap.PROT_READ | mmap.PROT_WRITE
+            self._slab = mmap.mmap(common.descriptor, length, mmap.MAP_PRIVATE, access, offset=offset), offset
+        slab, first = self._slab
+        full = _view(slab, offset - first, numel, dtype)
+        if numel:
+            self._homes[full.data_ptr()] = slab, offset - first, _whole_pages(nbytes)
+        return full, shard
+
+    def open(self, full: Tensor, start: int, shard: Tensor) -> None:
+        """See `Memory`."""
+        # The mapping shows what the owners of the shards last wrote.
+        return
+
+    def close(self, full: Tensor) -> None:
+        """See `Memory`."""
+        if full.numel():
+            slab, first, nbytes = self._homes[full.data_ptr()]
+            slab.madvise(mmap.MADV_DONTNEED, first, nbytes)
+
+    def is_home(self, tensor: Tensor) -> bool:
+        """Tell whether `tensor` is the whole of a home: then it shows the others' shards without a copy."""
+        return tensor.data_ptr() in self._homes
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Return where `tensor` lies in this rank's file, 0 for the whole of a home; None where it is not shared."""
+        if self.is_home(tensor):
+            return 0
+        offset = tensor.data_ptr() - self._files[0].address
+        return offset if 0 < offset < self._files[0].taken_bytes else None
+
+    def of_peer(self, place: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return (numel,) of another rank's memory, to be read only.
+
+        Args:
+            place: of that rank.
+            offset: what `offset_of` said there.
+        """
+        return self._peers[place].view(offset, numel, dtype)
+
+
+@final
+class _File:
+    """A file in memory, mapped shared; a secret by which it is known, and a board, come first.
+
+    Invariant: as much is mapped as the host has memory, which costs nothing until it is used.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+        self.taken_bytes = mmap.PAGESIZE + BOARD_BYTES
+        self._map = mmap.mmap(descriptor, _host_bytes())
+        self.address = _view(self._map, 0, 1, torch.uint8).data_ptr()
+
+    @classmethod
+    def make(cls, secret: int) -> "_File":
+        """Make a file of this rank."""
+        descriptor = os.memfd_create("zeroshard", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, _host_bytes())
+        os.pwrite(descriptor, secret.to_bytes(8, "little"), 0)
+        return cls(descriptor)
+
+    @classmethod
+    def open(cls, pid: int, number: int, secret: int) -> "_File":
+        """Open another rank's file.
+
+        Raises:
+            OSError: it can not be opened from here.
+        """
+        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        if os.pread(descriptor, 8, 0) != secret.to_bytes(8, "little"):
+            os.close(descriptor)
+            raise OSError(f"/proc/{pid}/fd/{number} is another file: its process is not on this host")
+        return cls(descriptor)
+
+    def take(self, nbytes: int) -> int:
+        """Return the offset of new bytes, at the start of a page."""
+        offset, self.taken_bytes = self.taken_bytes, self.taken_bytes + _whole_pages(nbytes)
+        if self.taken_bytes > len(self._map):
+            raise MemoryError(f"{self.taken_bytes} bytes of shared memory are needed; this host has {len(self._map)}.")
+        return offset
+
+    @property
+    def words(self) -> memoryview:
+        """The board, as 64-bit numbers."""
+        return memoryview(self._map)[mmap.PAGESIZE : mmap.PAGESIZE + BOARD_BYTES].cast("q")
+
+    def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return (numel,) of its bytes from `offset` on."""
+        return _view(self._map, offset, numel, dtype)
+
+
+def _view(mapping: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return a tensor on mapped bytes, which keeps the mapping alive."""
+    return torch.frombuffer(mapping, dtype=dtype, count=numel, offset=offset) if numel else torch.empty(0, dtype=dtype)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return math.ceil(nbytes / mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
