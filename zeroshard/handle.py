@@ -34,6 +34,7 @@ from zeroshard.core.version import VERSION
 from zeroshard.state import accounting
 from zeroshard.state.admission import state_cost
 from zeroshard.state.average import Average, count_averages
+from zeroshard.state.copies import check_copies
 from zeroshard.state.gathered import gathered
 from zeroshard.state.materialize import InitFn, check_source, materialize
 from zeroshard.state.summary import summarize
@@ -421,6 +422,27 @@ class Zero:
         """
         self._saver.wait("zero.load()")
         return load(self._engine, self._model, self._sharded, path, only_model=only_model, cast=cast)
+
+    def check_copies(self) -> None:
+        """Compare what several ranks hold of the same values: parameters and states that are not sharded, replicas.
+
+        Costs a read of them; where everything is sharded, nothing. Call it every so many steps.
+
+        Raises:
+            RankMismatchError: on every rank, with the first parameter or state that differs.
+            RuntimeError: inside a pass.
+
+        Collective: all-gathers of 16 bytes, where there are copies; every rank must call.
+
+        ```python
+        import torch, zeroshard as zs
+
+        model = torch.nn.Linear(4, 1)
+        zero = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=1)
+        zero.check_copies()
+        ```
+        """
+        check_copies(self._engine, self._sharded)
 
     def summary(self) -> str:
         """Return a table in plain text, a line for each unit: parameters, shards, padding, bytes held and sent.

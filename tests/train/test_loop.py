@@ -7,6 +7,7 @@ import math
 import pytest
 import torch.distributed as dist
 
+import zeroshard as zs
 from zeroshard.testing import run_ranks
 from zeroshard.train.config import load_config
 from zeroshard.train.loop import train
@@ -143,6 +144,14 @@ def test_one_rank_that_wants_to_stop_stops_all_after_the_same_step(tmp_path):
     assert all(run["summary"]["is_interrupted"] for run in runs)
     assert json.loads((tmp_path / "default" / "summary.json").read_text())["is_interrupted"] is True
     assert (tmp_path / "default" / "metrics.jsonl").read_text().count('"kind": "step"') == 3
+
+
+def test_copies_are_compared_every_so_many_steps(tmp_path, monkeypatch):
+    compared = []
+    monkeypatch.setattr(zs.Zero, "check_copies", lambda zero: compared.append(zero.trace.events[-1].step + 1))
+    _run(tmp_path, ["run.ranks=1", "zero.check_every=2"])
+    _run(tmp_path, ["run.ranks=1", "zero.check_every=0", "run.name=never"])
+    assert compared == [2, 4]
 
 
 def test_files_of_a_run(tmp_path):

@@ -82,6 +82,8 @@ def _train(run: Run, tell: Reporters, is_stop_wanted: Callable[[], bool]) -> Sum
     while tally.steps < steps and not is_interrupted:
         record, is_interrupted, is_due = _step(run, is_stop_wanted, saver.is_due)
         tell.stepped(record)
+        if run.config.zero.check_every and tally.steps % run.config.zero.check_every == 0:
+            run.zero.check_copies()
         if not is_interrupted:
             _evaluate_if_due(run, tell)
         if is_due or is_interrupted or tally.steps == steps:
