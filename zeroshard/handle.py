@@ -19,7 +19,7 @@ from torch import nn
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
 from zeroshard.core.buffer import Pool
-from zeroshard.core.comm import make_comm
+from zeroshard.core.comm import GroupComm, make_comm
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import register_foreach_types
 from zeroshard.core.mesh import Mesh, current_mesh
@@ -250,6 +250,8 @@ class Zero:
             raise ValueError(f"This {type(optimizer).__name__} is attached already.")
         check_optimizers(self._model, [optimizer], self.residency, self._elementwise, is_final=False)
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded), state_cost(optimizer)))
+        if isinstance(self._engine.comm, GroupComm) and len(self._sharded) == 1:
+            optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step)
 
     def gathered(self, *, writeback: bool = False, states: bool = False) -> AbstractContextManager[None]:
         """Hold all parameters whole inside the context, as plain tensors; passes inside it communicate nothing.
