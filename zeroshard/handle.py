@@ -7,6 +7,7 @@ the layers between add: whole state, accounts of bytes. Read `docs/design.md` fo
 """
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -35,6 +36,7 @@ from zeroshard.state import accounting
 from zeroshard.state.admission import state_cost
 from zeroshard.state.average import Average, count_averages
 from zeroshard.state.copies import check_copies
+from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
 from zeroshard.state.materialize import InitFn, check_source, materialize
 from zeroshard.state.summary import summarize
@@ -204,6 +206,9 @@ class Zero:
         self._averages: weakref.WeakSet[Average] = weakref.WeakSet()
         self.residency = row
         """The row of the residency table."""
+        if isinstance(engine.comm, GroupComm):
+            # The watchdog's threads must not keep the model alive.
+            engine.comm.watchdog.tell_with_errors(functools.partial(_describe, weakref.ref(self)))
 
     @property
     def mesh(self) -> Mesh:
@@ -468,3 +473,9 @@ class Zero:
         order = self._engine.order
         per_step = accounting.predict_step_bytes(self._engine.units)
         return Traffic(dict(self._engine.comm.sent_bytes), per_step, order.steps + order.has_stepped)
+
+
+def _describe(handle: "weakref.ref[Zero]", error: BaseException) -> str:
+    """Return what is to be told beside an error that ends this process."""
+    zero = handle()
+    return describe_exhaustion(zero.mesh, zero.memory()) if zero is not None and is_exhaustion(error) else ""

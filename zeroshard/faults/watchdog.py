@@ -67,6 +67,8 @@ class _Status:
     """All seconds of the last step."""
     answered_s: float = field(default_factory=time.monotonic)
     """When the store answered last."""
+    detail: Callable[[BaseException], str] = lambda error: ""
+    """What is to be told beside an error that ends this process."""
     stop: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -133,6 +135,10 @@ class Watchdog:
         status.step_s = now_s - self._stepped_s
         status.own_s = (*status.own_s[1 - PACE_STEPS :], status.step_s - self._waited_s)
         self._stepped_s, self._waited_s = now_s, 0.0
+
+    def tell_with_errors(self, detail: Callable[[BaseException], str]) -> None:
+        """Have `detail(error)` told with an error that ends this process; it may be empty."""
+        self._status.detail = detail
 
     def cause(self, *, is_closed: bool) -> str:
         """Return what failed first; empty where nothing did.
@@ -252,8 +258,11 @@ def _tell_errors(status: _Status) -> tuple[Hook, Hook]:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with suppress(Exception):  # a detail must not cost the cause
+            if detail := status.detail(error):
+                error.add_note(detail)
         with suppress(Exception):  # without the store nobody reads any more
-            status.blame(status.rank, f"{kind.__name__}: {error}")
+            status.blame(status.rank, "\n".join([f"{kind.__name__}: {error}", *getattr(error, "__notes__", [])]))
         before(kind, error, trace)
 
     sys.excepthook = hook
