@@ -47,6 +47,7 @@ from zeroshard.state.takeover import (
     check_optimizers,
     check_replicas,
     describe,
+    describe_optimizer,
     kept_parameters,
     make_unit,
     take_over,
@@ -151,7 +152,7 @@ def shard(
         raise
     options = (
         f"{name_of_row(row)}, cut={cut}, reduction={reduction}, {chosen}, replicas={replicas}, "
-        f"forward_methods={list(forward_methods)}"
+        f"elementwise={elementwise}, forward_methods={list(forward_methods)}"
     )
     check_equal(mesh, comm, describe(model, optimizers, plans, options, VERSION))
     register_foreach_types()
@@ -171,7 +172,7 @@ def shard(
         engine.use_loss_scale(LossScale(chosen.loss_scale))
     zero = Zero(engine, model, row, cut, elementwise)
     for one in optimizers:
-        zero.attach(one)
+        zero._take(one)
     wire(engine, model, plans, forward_methods, chosen)
     return zero
 
@@ -241,6 +242,9 @@ class Zero:
 
         Raises:
             ValueError: its update can not be cut, or a parameter is not in the model or has an optimizer already.
+            RankMismatchError: ranks differ in its settings.
+
+        Collective: as `check_equal` in `state/takeover.py`, 48 bytes; every rank must call.
 
         ```python
         import torch, zeroshard as zs
@@ -253,7 +257,19 @@ class Zero:
         """
         if any(one.optimizer is optimizer for one in self._sharded):
             raise ValueError(f"This {type(optimizer).__name__} is attached already.")
-        check_optimizers(self._model, [optimizer], self.residency, self._elementwise, is_final=False)
+        engine, number = self._engine, len(self._sharded)
+        engine.complete()
+        engine.order.barrier(f"attach() of optimizer {number}")
+        try:
+            check_optimizers(self._model, [optimizer], self.residency, self._elementwise, is_final=False)
+        except (TypeError, ValueError) as error:
+            tell_refusal(engine.mesh, engine.comm, error)
+            raise
+        check_equal(engine.mesh, engine.comm, describe_optimizer(self._model, optimizer, number))
+        self._take(optimizer)
+
+    def _take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over an optimizer that was checked and compared."""
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded), state_cost(optimizer)))
         if isinstance(self._engine.comm, GroupComm) and len(self._sharded) == 1:
             optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step)

@@ -28,7 +28,7 @@ from zeroshard.train.lease import Lease
 from zeroshard.train.metrics import EvalRecord, Reporter, Reporters, RunFiles, StepRecord, Summary
 from zeroshard.train.models.language import generate
 from zeroshard.train.resume import Saver, check_settings, resume
-from zeroshard.train.run import Run
+from zeroshard.train.run import Run, check_equal
 
 __all__ = ["train"]
 
@@ -39,7 +39,7 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
     """Train a model as `config` says, from the newest checkpoint of the run on, and write the run's files.
 
     Args:
-        config: resolved; equal on all ranks.
+        config: resolved; the same on all ranks.
         reporter: told what happens, on rank 0.
         is_stop_wanted: asked after each step; one rank's yes ends the run on all.
 
@@ -50,6 +50,7 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
         ValueError: the text or the model does not fit the configuration; the folder is in use, or holds a run with
             other settings.
         CheckpointError: the run can not be saved, or none of its checkpoints is whole.
+        RankMismatchError: ranks were given different settings, or a rank failed.
 
     Collective: joins the process group of torchrun's environment and leaves it at the end, unless there is one already;
     every rank must call.
@@ -57,6 +58,7 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
     start_s, is_joined = time.perf_counter(), torch.distributed.is_initialized()
     mesh = zs.init(config.run.seed, watchdog_s=config.zero.watchdog_s)
     try:
+        check_equal(config, mesh)
         check_settings(config)
         with contextlib.ExitStack() as stack:
             if mesh.rank == 0:
