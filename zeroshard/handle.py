@@ -467,6 +467,38 @@ class Zero:
         """
         check_copies(self._engine, self._sharded)
 
+    def agree(self, value: bool, what: str = "") -> bool:
+        """Return whether `value` is true on all ranks: the one way to decide alike what ranks see differently.
+
+        Whether there is a next batch, whether to stop, whether it is time to save: clocks, signals and data differ by
+        rank, and a rank that steps alone waits for the others until the watchdog ends it.
+
+        Args:
+            what: what is asked, for errors; ranks that ask for different things are one.
+
+        Raises:
+            RuntimeError: inside a pass.
+            RankMismatchError: ranks are at different places of the program, or one failed.
+
+        Collective: all-reduce of 32 bytes; every rank must call.
+
+        ```python
+        import torch, zeroshard as zs
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zero = zs.shard(model, optimizer)
+        batches = iter([torch.ones(2, 4)] * 3)
+        while zero.agree((batch := next(batches, None)) is not None, "is there a batch?"):
+            model(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ```
+        """
+        self._engine.check_outside_pass("agree()")
+        self._engine.complete()
+        return bool(self._engine.order.barrier(f"agree({what!r})", bool(value))[0])
+
     def summary(self) -> str:
         """Return a table in plain text, a line for each unit: parameters, shards, padding, bytes held and sent.
 
