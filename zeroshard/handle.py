@@ -244,7 +244,7 @@ class Zero:
             ValueError: its update can not be cut, or a parameter is not in the model or has an optimizer already.
             RankMismatchError: ranks differ in its settings.
 
-        Collective: as `check_equal` in `state/takeover.py`, 48 bytes; every rank must call.
+        Collective: two all-reduces of 32 bytes; every rank must call.
 
         ```python
         import torch, zeroshard as zs

@@ -36,6 +36,7 @@ __all__ = ["Watchdog"]
 BEAT_S: Final = 0.5
 """Seconds between two signs of life, at most; with a short heartbeat there are some within it."""
 BEATS: Final = 8
+STAY_BEATS: Final = 1.5
 PATIENCE_S: Final = 2.6 * BEAT_S
 """How long the others may take to tell why they closed a connection, before a rank without signs of life is named."""
 PACE_S: Final = 5.0
@@ -67,6 +68,8 @@ class _Status:
     """All seconds of the last step."""
     answered_s: float = field(default_factory=time.monotonic)
     """When the store answered last."""
+    known: str = ""
+    """What failed first, once this rank has read it: the store may go with the process that held it."""
     detail: Callable[[BaseException], str] = lambda error: ""
     """What is to be told beside an error that ends this process."""
     stop: threading.Event = field(default_factory=threading.Event)
@@ -92,7 +95,14 @@ class _Status:
 
     def cause(self) -> str:
         """Return what failed first; empty where nothing is known."""
-        return self.store.get(CAUSE).decode() if self.store.check([CAUSE]) else ""
+        if not self.known and self.store.check([CAUSE]):
+            self.known = self.store.get(CAUSE).decode()
+        return self.known
+
+    def stay(self) -> None:
+        """Let the others read the cause, on the rank that may hold the store, before its process ends."""
+        if self.rank == 0:
+            time.sleep(STAY_BEATS * self.beat_s)
 
 
 class Watchdog:
@@ -147,6 +157,12 @@ class Watchdog:
             is_closed: whether a connection was closed, so that some process ended: if it does not say why, it was
                 killed, and the rank that gives no sign of life any more is named.
         """
+        try:
+            return self._find_cause(is_closed=is_closed)
+        except Exception:  # the store is gone
+            return self._status.known or "rank 0: its process is gone, since the store that it held is"
+
+    def _find_cause(self, *, is_closed: bool) -> str:
         status, end_s = self._status, time.monotonic() + PATIENCE_S
         before = {rank: status.last_of(rank) for rank in range(status.world_size) if is_closed}
         while is_closed and not status.cause() and time.monotonic() < end_s:
@@ -159,13 +175,16 @@ class Watchdog:
 
     def report(self) -> str:
         """Return one line for each rank: what it does, and for how long."""
-        self._status.tell("report")
-        lines = []
-        for rank in range(self._status.world_size):
-            unknown = "0\n0.0\nhas published nothing yet"
-            _, seconds, text = (self._status.last_of(rank) or unknown).split("\n", 2)
-            lines.append(f"  rank {rank}: {text} ({seconds} s)")
-        return "\n".join(lines)
+        try:
+            self._status.tell("report")
+            return "\n".join(map(self._line, range(self._status.world_size)))
+        except Exception:  # the store is gone
+            return "  (unknown)"
+
+    def _line(self, rank: int) -> str:
+        unknown = "0\n0.0\nhas published nothing yet"
+        _, seconds, text = (self._status.last_of(rank) or unknown).split("\n", 2)
+        return f"  rank {rank}: {text} ({seconds} s)"
 
 
 def _words(published: str) -> str:
@@ -225,9 +244,7 @@ def _leave(status: _Status, why: str) -> None:
     """Say why, and end the process at once: what the main thread waits for can not be told to end."""
     place = f"[rank {status.rank}/{status.world_size}]"
     os.write(2, f"{place} ends, since it waits for {status.now[1]}, and {why}\n".encode())
-    if status.rank == 0:
-        # It may hold the store, in which the others read the cause.
-        time.sleep(2 * status.beat_s)
+    status.stay()
     os._exit(1)
 
 
@@ -264,6 +281,7 @@ def _tell_errors(status: _Status) -> tuple[Hook, Hook]:
         with suppress(Exception):  # without the store nobody reads any more
             status.blame(status.rank, "\n".join([f"{kind.__name__}: {error}", *getattr(error, "__notes__", [])]))
         before(kind, error, trace)
+        status.stay()
 
     sys.excepthook = hook
     return hook, before
