@@ -8,13 +8,14 @@ from zeroshard.checkpoint.load import Loaded
 from zeroshard.checkpoint.verify import latest
 from zeroshard.core.comm import gather_across_ranks, mean_across_ranks
 from zeroshard.core.errors import CheckpointError, RankMismatchError
-from zeroshard.core.mesh import Mesh, init
+from zeroshard.core.mesh import Mesh
 from zeroshard.core.precision import Precision
 from zeroshard.core.residency import Replicated, Residency, Sharded
 from zeroshard.core.trace import Event, Memory, Trace, Traffic
 from zeroshard.core.version import VERSION as __version__
 from zeroshard.handle import Zero, shard
 from zeroshard.state.average import Average
+from zeroshard.state.start import init
 
 __all__ = [
     "Average",

@@ -7,6 +7,7 @@ the layers between add: whole state, accounts of bytes. Read `docs/design.md` fo
 """
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +20,7 @@ from torch import nn
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
 from zeroshard.core.buffer import Pool
-from zeroshard.core.comm import make_comm
+from zeroshard.core.comm import GroupComm, make_comm
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import register_foreach_types
 from zeroshard.core.mesh import Mesh, current_mesh
@@ -34,6 +35,8 @@ from zeroshard.core.version import VERSION
 from zeroshard.state import accounting
 from zeroshard.state.admission import state_cost
 from zeroshard.state.average import Average, count_averages
+from zeroshard.state.copies import check_copies
+from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
 from zeroshard.state.materialize import InitFn, check_source, materialize
 from zeroshard.state.summary import summarize
@@ -44,6 +47,7 @@ from zeroshard.state.takeover import (
     check_optimizers,
     check_replicas,
     describe,
+    describe_optimizer,
     kept_parameters,
     make_unit,
     take_over,
@@ -151,7 +155,7 @@ def shard(
         raise
     options = (
         f"{name_of_row(row)}, cut={cut}, reduction={reduction}, {chosen}, replicas={replicas}, "
-        f"shared_memory={shared_memory}, forward_methods={list(forward_methods)}"
+        f"elementwise={elementwise}, shared_memory={shared_memory}, forward_methods={list(forward_methods)}"
     )
     check_equal(mesh, comm, describe(model, optimizers, plans, options, VERSION))
     register_foreach_types()
@@ -171,7 +175,7 @@ def shard(
         engine.use_loss_scale(LossScale(chosen.loss_scale))
     zero = Zero(engine, model, row, cut, elementwise)
     for one in optimizers:
-        zero.attach(one)
+        zero._take(one)
     wire(engine, model, plans, forward_methods, chosen)
     return zero
 
@@ -206,6 +210,9 @@ class Zero:
         self._averages: weakref.WeakSet[Average] = weakref.WeakSet()
         self.residency = row
         """The row of the residency table."""
+        if isinstance(engine.comm, GroupComm):
+            # The watchdog's threads must not keep the model alive.
+            engine.comm.watchdog.tell_with_errors(functools.partial(_describe, weakref.ref(self)))
 
     @property
     def mesh(self) -> Mesh:
@@ -238,6 +245,9 @@ class Zero:
 
         Raises:
             ValueError: its update can not be cut, or a parameter is not in the model or has an optimizer already.
+            RankMismatchError: ranks differ in its settings.
+
+        Collective: two all-reduces of 32 bytes; every rank must call.
 
         ```python
         import torch, zeroshard as zs
@@ -250,8 +260,22 @@ class Zero:
         """
         if any(one.optimizer is optimizer for one in self._sharded):
             raise ValueError(f"This {type(optimizer).__name__} is attached already.")
-        check_optimizers(self._model, [optimizer], self.residency, self._elementwise, is_final=False)
+        engine, number = self._engine, len(self._sharded)
+        engine.complete()
+        engine.order.barrier(f"attach() of optimizer {number}")
+        try:
+            check_optimizers(self._model, [optimizer], self.residency, self._elementwise, is_final=False)
+        except (TypeError, ValueError) as error:
+            tell_refusal(engine.mesh, engine.comm, error)
+            raise
+        check_equal(engine.mesh, engine.comm, describe_optimizer(self._model, optimizer, number))
+        self._take(optimizer)
+
+    def _take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over an optimizer that was checked and compared."""
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded), state_cost(optimizer)))
+        if isinstance(self._engine.comm, GroupComm) and len(self._sharded) == 1:
+            optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step)
 
     def gathered(self, *, writeback: bool = False, states: bool = False) -> AbstractContextManager[None]:
         """Hold all parameters whole inside the context, as plain tensors; passes inside it communicate nothing.
@@ -425,6 +449,59 @@ class Zero:
         self._saver.wait("zero.load()")
         return load(self._engine, self._model, self._sharded, path, only_model=only_model, cast=cast)
 
+    def check_copies(self) -> None:
+        """Compare what several ranks hold of the same values: parameters and states that are not sharded, replicas.
+
+        Costs a read of them; where everything is sharded, nothing. Call it every so many steps.
+
+        Raises:
+            RankMismatchError: on every rank, with the first parameter or state that differs.
+            RuntimeError: inside a pass.
+
+        Collective: all-gathers of 16 bytes, where there are copies; every rank must call.
+
+        ```python
+        import torch, zeroshard as zs
+
+        model = torch.nn.Linear(4, 1)
+        zero = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=1)
+        zero.check_copies()
+        ```
+        """
+        check_copies(self._engine, self._sharded)
+
+    def agree(self, value: bool, what: str = "") -> bool:
+        """Return whether `value` is true on all ranks: the one way to decide alike what ranks see differently.
+
+        Whether there is a next batch, whether to stop, whether it is time to save: clocks, signals and data differ by
+        rank, and a rank that steps alone waits for the others until the watchdog ends it.
+
+        Args:
+            what: what is asked, for errors; ranks that ask for different things are one.
+
+        Raises:
+            RuntimeError: inside a pass.
+            RankMismatchError: ranks are at different places of the program, or one failed.
+
+        Collective: all-reduce of 32 bytes; every rank must call.
+
+        ```python
+        import torch, zeroshard as zs
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zero = zs.shard(model, optimizer)
+        batches = iter([torch.ones(2, 4)] * 3)
+        while zero.agree((batch := next(batches, None)) is not None, "is there a batch?"):
+            model(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ```
+        """
+        self._engine.check_outside_pass("agree()")
+        self._engine.complete()
+        return bool(self._engine.order.barrier(f"agree({what!r})", bool(value))[0])
+
     def summary(self) -> str:
         """Return a table in plain text, a line for each unit: parameters, shards, padding, bytes held and sent.
 
@@ -447,3 +524,9 @@ class Zero:
         order = self._engine.order
         per_step = accounting.predict_step_bytes(self._engine.units)
         return Traffic(dict(self._engine.comm.sent_bytes), per_step, order.steps + order.has_stepped)
+
+
+def _describe(handle: "weakref.ref[Zero]", error: BaseException) -> str:
+    """Return what is to be told beside an error that ends this process."""
+    zero = handle()
+    return describe_exhaustion(zero.mesh, zero.memory()) if zero is not None and is_exhaustion(error) else ""

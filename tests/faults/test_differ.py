@@ -1,8 +1,10 @@
 """Ranks that differ: an error with the difference before anything changes, or the result of ranks that do not."""
 
 import math
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,16 +54,30 @@ def start(what: str) -> dict[str, Tensor]:
     """Shard with something that differs between ranks, and train. Runs on a rank."""
     rank = dist.get_rank()
     seed(3, rank if what == "seed" else 0)
-    model = Net() if what != "model" or rank != 1 else Net().double()
-    rate = 0.02 if what == "rate" and rank == 1 else 0.01
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
-    if what == "version" and rank == 1:
-        import zeroshard.handle
-
-        zeroshard.handle.VERSION = "0.0.0+other"
+    model, settings = Net(), {"lr": 0.01, "weight_decay": 0.0}
+    if rank == 1:
+        change(what, model, settings)
     stage = 1 if what == "stage" and rank == 1 else 3
-    zero = zs.shard(model, optimizer, stage=stage, watchdog_s=10.0)
+    parameters = list(model.parameters())
+    if what == "entries" and rank == 1:
+        parameters = parameters[1:] + parameters[:1]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        if what == "attached":
+            zero = zs.shard(model, stage=stage, watchdog_s=10.0)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 + 0.01 * (rank == 1))
+            zero.attach(optimizer)
+        else:
+            optimizer = torch.optim.AdamW(parameters, **settings)
+            zero = zs.shard(model, optimizer, stage=stage, watchdog_s=10.0)
+    except zs.RankMismatchError:
+        if what != "attached":
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+            assert type(model.head.weight) is nn.Parameter
+        raise
     for step in range(2):
+        if step == 1 and rank == 1 and what == "schedule":
+            optimizer.param_groups[0]["lr"] = 0.03
         seed(4, rank)
         loss_of(model, step, rank).backward()
         optimizer.step()
@@ -69,21 +85,89 @@ def start(what: str) -> dict[str, Tensor]:
     return whole(model, zero)
 
 
+def change(what: str, model: nn.Module, settings: dict[str, Any]) -> None:
+    """Let this rank be given something else than the others."""
+    if what == "dtype":
+        model.double()
+    elif what == "shape":
+        model.blocks[1][0] = nn.Linear(16, 48)
+        model.blocks[1][2] = nn.Linear(48, 16)
+    elif what == "module":
+        model.blocks[1][1] = nn.ReLU()
+    elif what == "rate":
+        settings["lr"] = 0.02
+    elif what == "tensor rate":
+        # Its text, as torch prints it, is that of the others.
+        settings |= {"lr": torch.tensor(0.01000001, dtype=torch.float64)}
+    elif what == "betas":
+        settings["betas"] = (0.9, 0.95)
+    elif what == "version":
+        import zeroshard.handle
+
+        zeroshard.handle.VERSION = "0.0.0+other"
+    elif what == "numpy":
+        np.__version__ = "0.0.0"
+    elif what == "library":
+        # A model of some library, which is here another version of it.
+        Net.__module__ = "pytest.models"
+        pytest.__version__ = "0.0.0"
+
+
 @pytest.mark.parametrize(
     ("what", "texts"),
     [
-        ("model", ["torch.float32", "torch.float64"]),
+        ("dtype", ["torch.float32", "torch.float64"]),
+        ("shape", ["'blocks.1.0.weight': (32, 16)", "'blocks.1.0.weight': (48, 16)"]),
+        ("module", ["module 'blocks.1.1': GELU", "module 'blocks.1.1': ReLU"]),
         ("rate", ["lr=0.01", "lr=0.02"]),
+        ("tensor rate", ["lr=0.01,", "lr=0.01000001,"]),
+        ("betas", ["betas=(0.9, 0.999)", "betas=(0.9, 0.95)"]),
+        ("entries", ["group 0: 'embedding.weight'", "group 0: 'blocks.0.0.weight'"]),
+        ("attached", ["lr=0.01", "lr=0.02"]),
+        ("schedule", ["step 1 of optimizer 0 (AdamW, lr [0.01])", "step 1 of optimizer 0 (AdamW, lr [0.03])"]),
         ("stage", ["stage 3", "stage 1"]),
-        ("version", ["zeroshard 0.0.0+other"]),
+        ("version", ["zeroshard 0.0.0+other", f"zeroshard {zs.__version__}"]),
+        ("numpy", ["numpy 0.0.0", f"numpy {np.__version__}"]),
+        ("library", ["pytest 0.0.0"]),
     ],
 )
 def test_ranks_that_were_given_different_things_say_which(what: str, texts: list[str]) -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(start, 3, what)
+    assert set(failure.value.errors) == {0, 1, 2}
     for error in failure.value.errors.values():
-        assert error.type_name == "RankMismatchError"
+        assert error.type_name == "RankMismatchError", error
         assert all(text in error.message for text in texts), error.message
+        assert "rank 0: " in error.message and "rank 1: " in error.message
+
+
+def seed_by_rank(seeds: list[int | None]) -> tuple[list[float], str]:
+    """Start with a seed of one's own; return what is drawn after it, and the error. Runs on a rank."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    text = ""
+    try:
+        zs.init(seed=seeds[dist.get_rank()])
+    except zs.RankMismatchError as error:
+        text = str(error)
+    return [float(torch.rand(())), random.random(), float(np.random.rand())], text
+
+
+@pytest.mark.parametrize("seeds", [[5, 6, 5], [None, None, 0], [-1, 1, 1], [2**64 - 1, 2**63, 2**64 - 1]])
+def test_different_seeds_are_an_error_with_all_of_them(seeds: list[int | None]) -> None:
+    [(undisturbed, _), *_] = run_ranks(seed_by_rank, 1, [None])
+    for rank, (drawn, text) in enumerate(run_ranks(seed_by_rank, 3, seeds)):
+        assert text.startswith(f"[rank {rank}/3] zs.init() was given different seeds:\n")
+        assert all(f"  rank {other}: seed={given}\n" in text for other, given in enumerate(seeds))
+        assert drawn == undisturbed
+
+
+@pytest.mark.parametrize("given", [7, None])
+def test_equal_seeds_are_none(given: int | None) -> None:
+    drawn, texts = zip(*run_ranks(seed_by_rank, 3, [given] * 3), strict=True)
+    assert texts == ("", "", "")
+    assert all((drawn[0] == other) == (given is None) for other in drawn[1:])
 
 
 def test_ranks_with_different_seeds_train_the_model_of_rank_0() -> None:

@@ -1,6 +1,8 @@
 """An exception on one rank, wherever it is raised, ends all ranks within two seconds, and each says what it was."""
 
 import contextlib
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -179,3 +181,28 @@ def test_all_ranks_end_with_the_cause(tmp_path: Path, point: str) -> None:
 def test_without_a_fault_nothing_is_raised(tmp_path: Path) -> None:
     assert run_ranks(use_everything, WORLD, str(tmp_path), "nowhere", 0, 3, timeout_s=40.0) == [None] * WORLD
     assert not (tmp_path / "raised").exists()
+
+
+def raise_on_the_host_of_the_store(port: int) -> None:
+    """Join without a launcher, so that rank 0 holds the store; it raises while the others wait. Runs on a rank."""
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo")
+    model, optimizer, zero = make(3)
+    for number in range(3):
+        if number == 2 and zero.mesh.rank == 0:
+            raise PlantedError("planted where the store is")
+        loss_of(model, number, zero.mesh.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_all_ranks_end_with_the_cause_of_the_one_that_holds_the_store() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(raise_on_the_host_of_the_store, WORLD, port, process_group=False, timeout_s=40.0)
+    errors = failure.value.errors
+    assert set(errors) == set(range(WORLD)), failure.value
+    for error in errors.values():
+        assert "planted where the store is" in error.message, error

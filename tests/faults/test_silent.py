@@ -1,4 +1,4 @@
-"""A process that gives no sign of life, though its connections stay open: the others name it and end."""
+"""A process that gives no sign of life, whether its connections stay open or not: the others name it and end."""
 
 import os
 import signal
@@ -13,6 +13,8 @@ from zeroshard.testing import RankFailure, run_ranks
 from .job import loss_of, make
 
 HEARTBEAT_S = 2.0
+KILLED_S = 3.0
+"""Until a killed rank is named: the time that it had to tell a cause, a beat, and what two busy cores take."""
 WORLD = 3
 
 
@@ -35,6 +37,8 @@ def train_until(folder: str, fault: str, culprit: int) -> None:
             Path(folder, "silent").write_text(repr(time.time()))
             if fault == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            elif fault == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
             elif fault == "locked":
                 hold_the_lock(30.0)
             else:
@@ -59,6 +63,20 @@ def test_a_silent_rank_is_named_within_its_heartbeat(tmp_path: Path, fault: str,
         said = tmp_path / f"{rank}.err"
         assert f"rank {culprit}: no sign of life for {HEARTBEAT_S:g} s" in said.read_text()
         assert said.stat().st_mtime - began <= HEARTBEAT_S + 1.0
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_killed_rank_is_named_by_all_others(tmp_path: Path, culprit: int) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(train_until, WORLD, str(tmp_path), "killed", culprit, timeout_s=30.0, grace_s=KILLED_S)
+    began, errors = float((tmp_path / "silent").read_text()), failure.value.errors
+    assert errors.pop(culprit).type_name == "SIGKILL"
+    assert len(errors) == WORLD - 1
+    for rank, error in errors.items():
+        assert error.type_name in ("RankMismatchError", "ProcessExit"), error
+        said = tmp_path / f"{rank}.err"
+        assert f"rank {culprit}: its process was killed; it was last seen to be: " in said.read_text()
+        assert said.stat().st_mtime - began <= KILLED_S
 
 
 def test_a_rank_that_is_busy_is_left_alone(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch.distributed as dist
 
-from zeroshard.testing import run_ranks
+import zeroshard as zs
+from zeroshard.testing import RankFailure, run_ranks
 from zeroshard.train.config import load_config
 from zeroshard.train.loop import train
 from zeroshard.train.run import learning_rate_factor
@@ -143,6 +144,36 @@ def test_one_rank_that_wants_to_stop_stops_all_after_the_same_step(tmp_path):
     assert all(run["summary"]["is_interrupted"] for run in runs)
     assert json.loads((tmp_path / "default" / "summary.json").read_text())["is_interrupted"] is True
     assert (tmp_path / "default" / "metrics.jsonl").read_text().count('"kind": "step"') == 3
+
+
+def test_copies_are_compared_every_so_many_steps(tmp_path, monkeypatch):
+    compared = []
+    monkeypatch.setattr(zs.Zero, "check_copies", lambda zero: compared.append(zero.trace.events[-1].step + 1))
+    _run(tmp_path, ["run.ranks=1", "zero.check_every=2"])
+    _run(tmp_path, ["run.ranks=1", "zero.check_every=0", "run.name=never"])
+    assert compared == [2, 4]
+
+
+def _train_otherwise(folder, overrides):
+    """Train with settings that one rank does not share. Runs on a rank."""
+    return _run(folder, overrides if dist.get_rank() == 1 else [])
+
+
+@pytest.mark.parametrize(
+    ("override", "lines"),
+    [
+        ("train.learning_rate=0.5", ["train.learning_rate=", "train.learning_rate=0.5"]),
+        ("run.seed=9", ["seed=1", "seed=9"]),
+        ("run.name=other", ["run.name='default'", "run.name='other'"]),
+    ],
+)
+def test_ranks_with_other_settings_say_which_before_anything_is_written(tmp_path, override, lines):
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(_train_otherwise, 2, tmp_path, [override])
+    for error in failure.value.errors.values():
+        assert error.type_name == "RankMismatchError"
+        assert all(f"rank {rank}: {line}" in error.message for rank, line in enumerate(lines))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_of_a_run(tmp_path):

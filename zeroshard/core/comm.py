@@ -185,10 +185,7 @@ class GroupComm(Comm):
 
     def _explain(self, error: RuntimeError, what: str) -> RankMismatchError:
         reason = str(error).splitlines()[0]
-        try:
-            cause, report = self.watchdog.cause(is_closed="imed out" not in reason), self.watchdog.report()
-        except Exception:  # rank 0 holds the store: without it there is nothing to read
-            cause, report = "rank 0: its process is gone, since the store that it held is", "  (unknown)"
+        cause, report = self.watchdog.cause(is_closed="imed out" not in reason), self.watchdog.report()
         first = (
             f"A rank failed, and with it the run. {cause}\n{self.mesh} noticed it" if cause else f"{self.mesh} gave up"
         )

@@ -1,18 +1,16 @@
-"""Which ranks there are and which one this is: the process group, the device, the seeds.
+"""Which ranks there are and which one this is: the process group, the device.
 
 The only module that reads or sets environment variables. It must not know models or optimizers.
 """
 
 import os
-import random
 from dataclasses import dataclass
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-__all__ = ["Mesh", "current_mesh", "init"]
+__all__ = ["Mesh", "current_mesh", "join"]
 
 
 @dataclass(frozen=True)
@@ -59,29 +57,8 @@ class Mesh:
         return f"[rank {self.rank}/{self.world_size}]"
 
 
-def init(seed: int | None = None, *, watchdog_s: float = 600.0, backend: str | None = None) -> Mesh:
-    """Join the ranks that torchrun started; do nothing but choose device and seeds for one process.
-
-    Args:
-        seed: rank r seeds torch, numpy and random with `seed + r`, so that ranks draw different dropout masks;
-            the parameters come from rank 0 in any case. None leaves the generators alone.
-        watchdog_s: seconds after which a wait for another rank is an error.
-        backend: "nccl" or "gloo"; by default NCCL where CUDA is available, else gloo.
-
-    Returns: the mesh. End with `torch.distributed.destroy_process_group()` where there are several ranks.
-
-    Raises:
-        RuntimeError: a torchrun variable is missing or is no number.
-
-    Collective: the rendezvous of the process group; every rank must call.
-
-    ```python
-    import zeroshard as zs
-
-    mesh = zs.init(seed=0)
-    assert mesh.world_size >= 1
-    ```
-    """
+def join(watchdog_s: float, backend: str | None) -> Mesh:
+    """Join the ranks that torchrun started, and choose the device. See `zs.init`."""
     world_size = _read_int("WORLD_SIZE", 1)
     if world_size > 1 and not dist.is_initialized():
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -98,10 +75,6 @@ def init(seed: int | None = None, *, watchdog_s: float = 600.0, backend: str | N
     mesh = current_mesh()
     if mesh.device.type == "cuda":
         torch.cuda.set_device(mesh.device)
-    if seed is not None:
-        torch.manual_seed(seed + mesh.rank)
-        np.random.seed((seed + mesh.rank) % 2**32)
-        random.seed(seed + mesh.rank)
     return mesh
 
 

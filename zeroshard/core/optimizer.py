@@ -106,7 +106,9 @@ class ShardedOptimizer:
         else:
             # A GradScaler has voted itself, and tells a fused optimizer to skip by this attribute.
             is_finite = hasattr(optimizer, "found_inf") or _is_finite(self.masters)
-        place = f"step {self.steps} of optimizer {self._index} ({type(optimizer).__name__})"
+        # All ranks must stand at one place, so a schedule that differs between them is found here.
+        rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))]
+        place = f"step {self.steps} of optimizer {self._index} ({type(optimizer).__name__}, lr {rates})"
         self._engine.is_skipping = not self._engine.order.barrier(place, is_finite)[0]
         if self._engine.is_skipping and (scale is None or scale.value <= scale.FLOOR):
             self._engine.is_skipping = False

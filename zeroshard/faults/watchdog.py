@@ -1,16 +1,24 @@
-"""Who waits for what, who still lives, and what failed first: told by every rank, so that each can name the cause.
+"""Who waits for what, who lives, who is slow, and what failed first: told by every rank, so that each can name it.
 
-Owns one daemon thread per sharded model, which writes this rank's status to the process group's store and looks at that
-of the next rank. It must not know what is waited for: callers say it in words.
+Owns two daemon threads per sharded model. One writes this rank's status to the process group's store and looks at that
+of the next rank; the other looks after the first, which the store may keep waiting. It must not know what is waited
+for: callers say it in words.
 
 Note: how a rank learns of a failure
     A process that ends closes its connections, so a wait for it fails at once, and the error asks here for the cause:
     what the first rank that failed told before it ended. A process that was stopped, or whose host is gone, keeps them
     open, and gloo can not be told to end a wait: once the rank before it has missed it for `heartbeat_s`, every rank
-    that waits prints the cause and ends its process with status 1.
+    that waits prints the cause and ends its process with status 1. Ranks that can not reach the store learn nothing any
+    more: that is their cause, after the same time.
+Note: slow ranks
+    All ranks take the same time for a step, for they wait for the slowest. What tells them apart is the time that a
+    rank did not wait: its own. The median over the last steps leaves out what only one rank does now and then (to
+    write a file, say), and of ranks the lower median is taken, so that of two the slower one can be told.
 """
 
+import logging
 import os
+import statistics
 import sys
 import threading
 import time
@@ -26,9 +34,20 @@ from torch.distributed import Store
 __all__ = ["Watchdog"]
 
 BEAT_S: Final = 0.5
-"""Seconds between two signs of life."""
+"""Seconds between two signs of life, at most; with a short heartbeat there are some within it."""
+BEATS: Final = 8
+STAY_BEATS: Final = 1.5
 PATIENCE_S: Final = 2.6 * BEAT_S
 """How long the others may take to tell why they closed a connection, before a rank without signs of life is named."""
+PACE_S: Final = 5.0
+"""Seconds between two comparisons of the ranks' paces."""
+PACE_STEPS: Final = 16
+"""Steps whose median is a rank's pace; it has none before."""
+SLOW: Final = 2.0
+EASED: Final = 1.5
+"""A rank is slow from the one multiple of the median on, until it is below the other."""
+FELT: Final = 0.1
+"""Share of a step for which a slow rank must keep the others waiting: less is not worth a word."""
 CAUSE: Final = "cause"
 ENDED: Final = "ended"
 
@@ -42,12 +61,28 @@ class _Status:
     world_size: int
     heartbeat_s: float
     now: tuple[str, str, float]
+    """Verb, object, and the monotonic time since when."""
+    own_s: tuple[float, ...] = ()
+    """Of the last steps, each the seconds in which this rank did not wait."""
+    step_s: float = 0.0
+    """All seconds of the last step."""
+    answered_s: float = field(default_factory=time.monotonic)
+    """When the store answered last."""
+    known: str = ""
+    """What failed first, once this rank has read it: the store may go with the process that held it."""
+    detail: Callable[[BaseException], str] = lambda error: ""
+    """What is to be told beside an error that ends this process."""
     stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two signs of life."""
+        return min(BEAT_S, self.heartbeat_s / BEATS)
 
     def tell(self, beat: object) -> None:
         """Publish what this rank does; each time with another `beat`."""
-        verb, what, since = self.now
-        self.store.set(f"status/{self.rank}", f"{beat}\n{since}\n{verb} {what}")
+        verb, what, since_s = self.now
+        self.store.set(f"status/{self.rank}", f"{beat}\n{time.monotonic() - since_s:.1f}\n{verb} {what}")
 
     def last_of(self, rank: int) -> str:
         """Return what a rank published last; empty where it has not."""
@@ -60,7 +95,14 @@ class _Status:
 
     def cause(self) -> str:
         """Return what failed first; empty where nothing is known."""
-        return self.store.get(CAUSE).decode() if self.store.check([CAUSE]) else ""
+        if not self.known and self.store.check([CAUSE]):
+            self.known = self.store.get(CAUSE).decode()
+        return self.known
+
+    def stay(self) -> None:
+        """Let the others read the cause, on the rank that may hold the store, before its process ends."""
+        if self.rank == 0:
+            time.sleep(STAY_BEATS * self.beat_s)
 
 
 class Watchdog:
@@ -75,23 +117,38 @@ class Watchdog:
 
     def __init__(self, store: Store, rank: int, world_size: int, limit_s: float, heartbeat_s: float) -> None:
         self.limit_s = limit_s
-        now = ("in user code since", "the model was sharded", time.time())
+        self._stepped_s, self._waited_s = time.monotonic(), 0.0
+        now = ("in user code since", "the model was sharded", self._stepped_s)
         self._status = _Status(store, rank, world_size, heartbeat_s, now)
         self._status.tell("start")
-        # The thread holds the status alone: it must not keep the model's communicator alive.
-        thread = threading.Thread(target=_watch, args=(self._status,), daemon=True)
-        thread.start()
+        # The threads hold the status alone: they must not keep the model's communicator alive.
+        threads = [threading.Thread(target=run, args=(self._status,), daemon=True) for run in (_watch, _guard)]
+        for thread in threads:
+            thread.start()
         hook = _tell_errors(self._status)
         # Runs at exit, too: a thread that returns from the store into an interpreter that ends would abort the process.
-        weakref.finalize(self, _end, self._status, thread, hook)
+        weakref.finalize(self, _end, self._status, threads, hook)
 
     def waits_for(self, what: str) -> None:
         """Note that this rank now waits for `what`."""
-        self._status.now = ("waits for", what, time.time())
+        self._status.now = ("waits for", what, time.monotonic())
 
     def runs_after(self, what: str) -> None:
         """Note that this rank is back in user code after `what`."""
-        self._status.now = ("in user code since", what, time.time())
+        now_s = time.monotonic()
+        self._waited_s += now_s - self._status.now[2]
+        self._status.now = ("in user code since", what, now_s)
+
+    def count_step(self, *_: object) -> None:
+        """Note the end of a step: how long it took, and how much of that this rank did not wait."""
+        status, now_s = self._status, time.monotonic()
+        status.step_s = now_s - self._stepped_s
+        status.own_s = (*status.own_s[1 - PACE_STEPS :], status.step_s - self._waited_s)
+        self._stepped_s, self._waited_s = now_s, 0.0
+
+    def tell_with_errors(self, detail: Callable[[BaseException], str]) -> None:
+        """Have `detail(error)` told with an error that ends this process; it may be empty."""
+        self._status.detail = detail
 
     def cause(self, *, is_closed: bool) -> str:
         """Return what failed first; empty where nothing did.
@@ -100,6 +157,12 @@ class Watchdog:
             is_closed: whether a connection was closed, so that some process ended: if it does not say why, it was
                 killed, and the rank that gives no sign of life any more is named.
         """
+        try:
+            return self._find_cause(is_closed=is_closed)
+        except Exception:  # the store is gone
+            return self._status.known or "rank 0: its process is gone, since the store that it held is"
+
+    def _find_cause(self, *, is_closed: bool) -> str:
         status, end_s = self._status, time.monotonic() + PATIENCE_S
         before = {rank: status.last_of(rank) for rank in range(status.world_size) if is_closed}
         while is_closed and not status.cause() and time.monotonic() < end_s:
@@ -112,13 +175,16 @@ class Watchdog:
 
     def report(self) -> str:
         """Return one line for each rank: what it does, and for how long."""
-        self._status.tell("report")
-        lines = []
-        for rank in range(self._status.world_size):
-            unknown = f"0\n{time.time()}\nhas published nothing yet"
-            _, since, text = (self._status.last_of(rank) or unknown).split("\n", 2)
-            lines.append(f"  rank {rank}: {text} ({time.time() - float(since):.1f} s)")
-        return "\n".join(lines)
+        try:
+            self._status.tell("report")
+            return "\n".join(map(self._line, range(self._status.world_size)))
+        except Exception:  # the store is gone
+            return "  (unknown)"
+
+    def _line(self, rank: int) -> str:
+        unknown = "0\n0.0\nhas published nothing yet"
+        _, seconds, text = (self._status.last_of(rank) or unknown).split("\n", 2)
+        return f"  rank {rank}: {text} ({seconds} s)"
 
 
 def _words(published: str) -> str:
@@ -128,8 +194,9 @@ def _words(published: str) -> str:
 def _watch(status: _Status) -> None:
     """Give signs of life, look for those of the next rank, and end the process where it waits for one that failed."""
     peer, heard, beat, last_s = (status.rank + 1) % status.world_size, "", 0, time.monotonic()
-    heard_s = last_s
-    while not status.stop.wait(min(BEAT_S, status.heartbeat_s / 4)):
+    heard_s = paced_s = last_s
+    slow: frozenset[int] = frozenset()
+    while not status.stop.wait(status.beat_s):
         beat += 1
         try:
             status.tell(beat)
@@ -141,13 +208,63 @@ def _watch(status: _Status) -> None:
             if now_s - heard_s > status.heartbeat_s:
                 status.blame(peer, f"no sign of life for {status.heartbeat_s:g} s; last: {_words(published)}")
             cause = status.cause()
+            if now_s - paced_s > PACE_S:
+                paced_s, slow = now_s, _compare_paces(status, slow)
         except Exception:  # the store is gone: the process group was destroyed, and nobody reads any more
+            status.stop.set()
             return
-        verb, what, since = status.now
-        if cause and verb == "waits for" and time.time() - since > PATIENCE_S:
-            place = f"[rank {status.rank}/{status.world_size}]"
-            os.write(2, f"{place} ends, since it waits for {what}, and a rank failed first: {cause}\n".encode())
-            os._exit(1)
+        status.answered_s = time.monotonic()
+        if cause and _waits_s(status) > PATIENCE_S:
+            _leave(status, f"a rank failed first: {cause}")
+
+
+def _guard(status: _Status) -> None:
+    """End the process where it waits, and the store, which would know the cause, does not answer."""
+    last_s = time.monotonic()
+    while not status.stop.wait(status.beat_s):
+        now_s, gap_s = time.monotonic(), time.monotonic() - last_s
+        last_s = now_s
+        if gap_s > 4 * BEAT_S:
+            status.answered_s = now_s
+        if now_s - status.answered_s > status.heartbeat_s and _waits_s(status) > PATIENCE_S:
+            _leave(
+                status,
+                f"the store of the process group, at rank 0's host or its launcher's, has not answered for "
+                f"{status.heartbeat_s:g} s: that host, or the network to it, is down",
+            )
+
+
+def _waits_s(status: _Status) -> float:
+    """Return how long this rank has waited for others, in seconds; 0 while it does not."""
+    verb, _, since_s = status.now
+    return time.monotonic() - since_s if verb == "waits for" else 0.0
+
+
+def _leave(status: _Status, why: str) -> None:
+    """Say why, and end the process at once: what the main thread waits for can not be told to end."""
+    place = f"[rank {status.rank}/{status.world_size}]"
+    os.write(2, f"{place} ends, since it waits for {status.now[1]}, and {why}\n".encode())
+    status.stay()
+    os._exit(1)
+
+
+def _compare_paces(status: _Status, before: frozenset[int]) -> frozenset[int]:
+    """Publish this rank's pace; on rank 0, warn of ranks that have become slow, and return those that are."""
+    if len(status.own_s) == PACE_STEPS:
+        status.store.set(f"pace/{status.rank}", str(statistics.median(status.own_s)))
+    keys = [f"pace/{rank}" for rank in range(status.world_size)]
+    if status.rank or not status.store.check(keys):
+        return before
+    paces = [float(pace) for pace in status.store.multi_get(keys)]
+    median_s = statistics.median_low(paces)
+    slow = {rank for rank, own_s in enumerate(paces) if own_s >= (EASED if rank in before else SLOW) * median_s}
+    slow -= {rank for rank in slow if paces[rank] - median_s < FELT * status.step_s}
+    for rank in sorted(slow - before):
+        logging.getLogger(__name__).warning(
+            f"rank {rank} is slow: its own part of a step takes {paces[rank]:.3g} s, that of the median rank "
+            f"{median_s:.3g} s, and {status.world_size - 1} rank(s) wait for it."
+        )
+    return frozenset(slow)
 
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -158,18 +275,23 @@ def _tell_errors(status: _Status) -> tuple[Hook, Hook]:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with suppress(Exception):  # a detail must not cost the cause
+            if detail := status.detail(error):
+                error.add_note(detail)
         with suppress(Exception):  # without the store nobody reads any more
-            status.blame(status.rank, f"{kind.__name__}: {error}")
+            status.blame(status.rank, "\n".join([f"{kind.__name__}: {error}", *getattr(error, "__notes__", [])]))
         before(kind, error, trace)
+        status.stay()
 
     sys.excepthook = hook
     return hook, before
 
 
-def _end(status: _Status, thread: threading.Thread, hooks: tuple[Hook, Hook]) -> None:
+def _end(status: _Status, threads: list[threading.Thread], hooks: tuple[Hook, Hook]) -> None:
     status.stop.set()
-    thread.join(timeout=5.0)
+    for thread in threads:
+        thread.join(timeout=5.0)
     if sys.excepthook is hooks[0]:
         sys.excepthook = hooks[1]
     with suppress(Exception):  # without the store nobody reads any more
-        status.store.set(f"status/{status.rank}", f"end\n{time.time()}\n{ENDED}")
+        status.store.set(f"status/{status.rank}", f"end\n0.0\n{ENDED}")

@@ -4,10 +4,12 @@ Owns the steps before training; `handle.py` calls them in order. Nothing is chan
 here and on the other ranks, so that a refusal leaves the model as it was.
 """
 
+import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -33,6 +35,7 @@ __all__ = [
     "check_optimizers",
     "check_replicas",
     "describe",
+    "describe_optimizer",
     "kept_parameters",
     "make_unit",
     "take_over",
@@ -134,19 +137,42 @@ def describe(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plans: Sequence[UnitPlan], options: str, version: str
 ) -> list[str]:
     """Return what all ranks must have in common, a fact a line."""
-    lines = [f"torch {torch.__version__}", f"zeroshard {version}", f"options: {options}"]
+    versions = _library_versions([*model.modules(), *optimizers]) | {"numpy": np.__version__, "zeroshard": version}
+    lines = [f"{library} {found}" for library, found in sorted(versions.items())] + [f"options: {options}"]
+    lines += [f"module '{name}': {type(module).__qualname__}" for name, module in model.named_modules()]
     for name, p in model.named_parameters():
         trains = "trainable" if p.requires_grad else "frozen"
         lines.append(f"parameter '{name}': {tuple(p.shape)} {p.dtype} {trains} strides {tuple(p.stride())}")
     lines += [f"buffer '{name}': {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     lines += [f"unit '{plan.name}': {len(plan.parameters)} parameters, {plan.numel} elements" for plan in plans]
     for number, optimizer in enumerate(optimizers):
-        for place, group in enumerate(optimizer.param_groups):
-            options = ", ".join(f"{key}={value}" for key, value in sorted(group.items()) if key != "params")
-            has_state = sum(parameter in optimizer.state for parameter in group["params"])
-            entries = f"{len(group['params'])} entries ({has_state} with state)"
-            lines.append(f"optimizer {number}, group {place}: {type(optimizer).__name__}, {entries}, {options}")
+        lines += describe_optimizer(model, optimizer, number)
     return lines
+
+
+def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> list[str]:
+    """Return what all ranks must have in common of one optimizer, a fact a line."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    lines = []
+    for place, group in enumerate(optimizer.param_groups):
+        settings = ", ".join(f"{key}={_plain(value)}" for key, value in sorted(group.items()) if key != "params")
+        has_state = sum(parameter in optimizer.state for parameter in group["params"])
+        entries = f"{len(group['params'])} entries ({has_state} with state)"
+        lines.append(f"optimizer {number}, group {place}: {type(optimizer).__name__}, {entries}, {settings}")
+        lines += [f"optimizer {number}, group {place}: '{names[id(parameter)]}'" for parameter in group["params"]]
+    return lines
+
+
+def _library_versions(things: Iterable[object]) -> dict[str, str]:
+    """Return the versions of the libraries that define the classes of things, and torch's."""
+    tops = {type(thing).__module__.partition(".")[0] for thing in things} | {"torch"}
+    versions = {top: getattr(sys.modules.get(top), "__version__", None) for top in tops}
+    return {top: str(version) for top, version in versions.items() if version is not None}
+
+
+def _plain(value: object) -> object:
+    """Return a setting as it is to be compared: a tensor's text would be rounded."""
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def tell_refusal(mesh: Mesh, comm: Comm, error: Exception) -> None:

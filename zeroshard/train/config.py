@@ -108,6 +108,9 @@ class Zero(_Section):
     stage: Annotated[int, AfterValidator(_known_stage)] = Field(default=3, description="the row of the residency table")
     cut: Literal["element", "row", "tensor"] = Field(default="element", description="where a rank boundary may fall")
     no_sync: bool = Field(default=False, description="reduce once a step, not at each micro-batch")
+    check_every: int = Field(
+        default=100, ge=0, description="steps between comparisons of what ranks hold copies of; 0 for none"
+    )
     watchdog_s: float = Field(
         default=600.0, gt=0, description="seconds that a rank waits for the others before it says so"
     )

@@ -5,8 +5,8 @@ Owns the order of what happens in a run. Must not know the terminal (it tells a 
 the one line that makes them sharded. Read `train` first, then `_step`.
 
 Note: what ranks agree on
-    A signal reaches the ranks at different times, and their clocks differ. So the wish to stop and the need to save
-    travel with the loss, which all ranks average after each step anyway, and all do it after the same step.
+    A signal reaches the ranks at different times, and their clocks differ. So after each step ranks agree whether one
+    of them wants to stop or is due to save, and all do it after the same step.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from zeroshard.train.lease import Lease
 from zeroshard.train.metrics import EvalRecord, Reporter, Reporters, RunFiles, StepRecord, Summary
 from zeroshard.train.models.language import generate
 from zeroshard.train.resume import Saver, check_settings, resume
-from zeroshard.train.run import Run
+from zeroshard.train.run import Run, check_equal
 
 __all__ = ["train"]
 
@@ -39,7 +39,7 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
     """Train a model as `config` says, from the newest checkpoint of the run on, and write the run's files.
 
     Args:
-        config: resolved; equal on all ranks.
+        config: resolved; the same on all ranks.
         reporter: told what happens, on rank 0.
         is_stop_wanted: asked after each step; one rank's yes ends the run on all.
 
@@ -50,6 +50,7 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
         ValueError: the text or the model does not fit the configuration; the folder is in use, or holds a run with
             other settings.
         CheckpointError: the run can not be saved, or none of its checkpoints is whole.
+        RankMismatchError: ranks were given different settings, or a rank failed.
 
     Collective: joins the process group of torchrun's environment and leaves it at the end, unless there is one already;
     every rank must call.
@@ -57,6 +58,7 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
     start_s, is_joined = time.perf_counter(), torch.distributed.is_initialized()
     mesh = zs.init(config.run.seed, watchdog_s=config.zero.watchdog_s)
     try:
+        check_equal(config, mesh)
         check_settings(config)
         with contextlib.ExitStack() as stack:
             if mesh.rank == 0:
@@ -82,6 +84,8 @@ def _train(run: Run, tell: Reporters, is_stop_wanted: Callable[[], bool]) -> Sum
     while tally.steps < steps and not is_interrupted:
         record, is_interrupted, is_due = _step(run, is_stop_wanted, saver.is_due)
         tell.stepped(record)
+        if run.config.zero.check_every and tally.steps % run.config.zero.check_every == 0:
+            run.zero.check_copies()
         if not is_interrupted:
             _evaluate_if_due(run, tell)
         if is_due or is_interrupted or tally.steps == steps:
@@ -100,7 +104,7 @@ def _step(
     Returns:
         Its record, whether some rank wants to stop, and whether a checkpoint is due on some rank.
 
-    Collective: the engine's, and a mean of four numbers; every rank must call.
+    Collective: the engine's, one or two agreements, and a mean of two numbers; every rank must call.
     """
     before, start_s = Counter(run.zero.traffic().sent_bytes), time.perf_counter()
     learning_rate = float(run.scheduler.get_last_lr()[0])
@@ -110,10 +114,12 @@ def _step(
     run.scheduler.step()
     memory = run.zero.memory()
     run.optimizer.zero_grad()
-    step = run.tally.steps + 1
-    mine = [float(is_stop_wanted()), float(is_save_due(step)), time.perf_counter() - start_s]
-    mean = zs.mean_across_ranks(torch.cat([loss[None], torch.tensor(mine, device=loss.device)])).tolist()
-    mean_loss, mean_stop, mean_save, step_s = mean
+    step, own_s = run.tally.steps + 1, time.perf_counter() - start_s
+    is_told = is_stop_wanted()
+    # A run that stops is saved, too, so most steps need the one question.
+    is_due = not run.zero.agree(not (is_told or is_save_due(step)), "go on without a checkpoint?")
+    is_interrupted = is_due and not run.zero.agree(not is_told, "go on?")
+    mean_loss, step_s = zs.mean_across_ranks(torch.stack([loss, torch.tensor(own_s).to(loss)])).tolist()
     _count(run, before, mean_loss, step_s, memory)
     record = StepRecord(
         step=step,
@@ -125,7 +131,7 @@ def _step(
         resident_bytes=memory.resident_bytes,
         peak_bytes=memory.peak_bytes,
     )
-    return record, mean_stop > 0, mean_save > 0
+    return record, is_interrupted, is_due
 
 
 def _backward(run: Run) -> Tensor:

@@ -7,11 +7,13 @@ uses them (`loop.py`). Read `Run` first.
 import math
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Final, final
 
 import torch
 
 import zeroshard as zs
+from zeroshard.state.start import texts_across_ranks
 from zeroshard.train.config import Config
 from zeroshard.train.corpus import Corpus, open_corpus, prepare_corpus
 from zeroshard.train.metrics import EvalRecord
@@ -20,7 +22,7 @@ from zeroshard.train.models.language import LanguageModel, make_gpt
 from zeroshard.train.text import DEFAULT_NAME, open_source
 from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Run", "Tally", "learning_rate_factor", "prepare"]
+__all__ = ["Run", "Tally", "check_equal", "learning_rate_factor", "prepare"]
 
 _FINAL_STEPS: Final = 50
 
@@ -36,6 +38,18 @@ def prepare(config: Config) -> None:
     if config.hf_folder:
         check_hf(config.hf_folder, context=config.model.context, vocabulary=tokenizer.vocabulary)
     _open(config, _prepare_corpus(config, tokenizer))
+
+
+def check_equal(config: Config, mesh: zs.Mesh) -> None:
+    """Raise RankMismatchError on every rank unless all were given the same settings. Collective: all-gathers."""
+    mine = [
+        f"{section}.{key}={value!r}" for section, values in config.model_dump().items() for key, value in values.items()
+    ]
+    texts = [text.splitlines() for text in texts_across_ranks(mesh, "\n".join(mine))]
+    for lines in zip_longest(*texts, fillvalue="(nothing)"):
+        if len(set(lines)) > 1:
+            shown = "\n".join(f"  rank {rank}: {line}" for rank, line in enumerate(lines))
+            raise zs.RankMismatchError(f"{mesh} Ranks were given different settings; the first difference is:\n{shown}")
 
 
 @final

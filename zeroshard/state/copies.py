@@ -1,0 +1,95 @@
+"""Copies of one value that several ranks hold: whether they still are copies.
+
+Owns the comparison. Ranks compute their copies each for themselves, so a bit that memory or a kernel got wrong stays on
+its rank, and every later step spreads what follows from it. Must not know what put things right: it only tells.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from zeroshard.core.engine import Engine
+from zeroshard.core.errors import RankMismatchError
+from zeroshard.core.optimizer import ShardedOptimizer, is_cut
+from zeroshard.core.parameter import slot_of
+
+__all__ = ["check_copies"]
+
+Tensor = torch.Tensor
+
+WORD_BYTES: Final = torch.int64.itemsize
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What this rank holds of something. `is_everywhere`: all ranks hold it, not only those with the same shard."""
+
+    name: str
+    value: Tensor
+    is_everywhere: bool
+
+
+def check_copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
+    """Raise on every rank unless all copies are equal, bit for bit. See `Zero.check_copies`."""
+    engine.check_outside_pass("check_copies()")
+    engine.complete()
+    copies = [] if engine.mesh.world_size == 1 else list(_copies(engine, optimizers))
+    if not copies:
+        return
+    what = f"the comparison of {len(copies)} copies"
+    engine.order.barrier(what)
+    sums = torch.stack([_sum_bits(copy.value) for copy in copies])
+    is_everywhere = torch.tensor([copy.is_everywhere for copy in copies], device=sums.device)
+    both = torch.stack([sums[is_everywhere].sum(), sums[~is_everywhere].sum()])
+    differs = _differ(engine, engine.comm.collect(both, what), torch.tensor([True, False], device=sums.device))
+    if not differs.any():
+        return
+    rows = engine.comm.collect(sums, what)
+    first = int(_differ(engine, rows, is_everywhere).nonzero()[0])
+    held = "\n".join(f"  rank {rank}: {value & 2**64 - 1:016x}" for rank, value in enumerate(rows[:, first].tolist()))
+    raise RankMismatchError(
+        f"{engine.mesh} The copies of {copies[first].name} are no longer equal; sums of their bits:\n{held}\n"
+        "Memory or a kernel was at fault on a rank, or one rank changed its copy by hand. Load a checkpoint, "
+        "and look at that rank's host."
+    )
+
+
+def _copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Iterator[Copy]:
+    """Yield what this rank holds of values that others hold, too; the same names in the same order on every rank."""
+    has_replicas = engine.mesh.replicas > 1
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            if bucket.is_whole:
+                yield from (Copy(f"parameter '{n}'", v, True) for n, v in zip(bucket.names, bucket.views, strict=True))
+            elif has_replicas:
+                yield Copy(f"the shard of {bucket.name}", bucket.shard, False)
+    for one in optimizers:
+        for master in one.masters:
+            slot = slot_of(master)
+            is_everywhere = slot.bucket.states_are_whole
+            if is_everywhere or has_replicas:
+                if slot.bucket.has_masters:
+                    yield Copy(f"the master values of '{slot.name}'", master, is_everywhere)
+                for key, value in sorted(one.optimizer.state.get(master, {}).items()):
+                    if is_cut(key, value, master):
+                        yield Copy(f"{key} of '{slot.name}'", value, is_everywhere)
+
+
+def _sum_bits(value: Tensor) -> Tensor:
+    """Return the sum of a tensor's memory taken as integers, modulo 2**64, 0-d int64: it follows every single bit.
+
+    Words of 8 bytes are summed where they lie; narrower ones would be copied to wider ones first.
+    """
+    raw = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    if raw.storage_offset() % WORD_BYTES:
+        raw = raw.clone()
+    end = raw.numel() // WORD_BYTES * WORD_BYTES
+    return raw[:end].view(torch.int64).sum() + raw[end:].sum(dtype=torch.int64)
+
+
+def _differ(engine: Engine, rows: Tensor, is_everywhere: Tensor) -> Tensor:
+    """Tell for each column of (world_size, columns) whether ranks that hold copies disagree."""
+    by_copy = rows.view(engine.mesh.replicas, engine.mesh.shard_size, -1)
+    return torch.where(is_everywhere, (rows != rows[0]).any(0), (by_copy != by_copy[0]).flatten(0, 1).any(0))
