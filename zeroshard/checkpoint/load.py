@@ -13,6 +13,7 @@ Note: all or nothing
     are checked.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch import nn
 
 from zeroshard.checkpoint import strict
 from zeroshard.checkpoint.exchange import FolderReader, is_tensor_folder
-from zeroshard.checkpoint.generators import read_generators, write_generators
+from zeroshard.checkpoint.generators import check_generators, read_generators, write_generators
 from zeroshard.checkpoint.inventory import Item, aliases_of, groups_of, held_range, model_items, order_of, state_name
 from zeroshard.checkpoint.manifest import EXTRA, Spec
 from zeroshard.checkpoint.reader import CheckpointReader, Source
@@ -43,6 +44,7 @@ Fill = Callable[[str, int, memoryview], None]
 UNCHANGED = "Nothing in memory was changed."
 PIECE_NUMEL = 1 << 20
 MIXED = "Memory is partly changed now: load a checkpoint before going on, or end the run."
+MAX_STEPS = 2**53
 HOW = frozenset(["capturable", "differentiable", "foreach", "fused"])
 """Options that say how an update is computed, not what: those of the running program stay."""
 
@@ -234,12 +236,15 @@ def _is_described(one: Any) -> bool:
     """Tell whether a value describes an optimizer, as far as it is read without asking."""
     if not isinstance(one, dict) or set(one) != {"class", "groups", "states", "steps"}:
         return False
-    if not isinstance(one["groups"], list) or type(one["steps"]) is not int or one["steps"] < 0:
+    if not isinstance(one["groups"], list) or type(one["steps"]) is not int or not 0 <= one["steps"] < MAX_STEPS:
         return False
     if not isinstance(one["states"], dict) or not all(isinstance(state, dict) for state in one["states"].values()):
         return False
     return all(
-        isinstance(group, dict) and set(group) == {"options", "params"} and isinstance(group["options"], dict)
+        isinstance(group, dict)
+        and set(group) == {"options", "params"}
+        and isinstance(group["options"], dict)
+        and "params" not in group["options"]
         for group in one["groups"]
     )
 
@@ -255,7 +260,8 @@ def _is_loss_scale(scale: Any) -> bool:
     return scale is None or (
         isinstance(scale, list)
         and [type(part) for part in scale] == [float, int, list]
-        and all(type(value) is float for value in scale[2])
+        and 0 <= scale[1] < MAX_STEPS
+        and all(type(value) is float and 0.0 < value < math.inf for value in [scale[0], *scale[2]])
     )
 
 
@@ -334,6 +340,20 @@ def _check_generators(engine: Engine, reader: CheckpointReader) -> None:
             raise CheckpointError(
                 f"{reader.path}: the random generator '{name}' of rank {rank} is missing or another's."
             )
+    try:
+        check_generators(_generators_of(engine, reader))
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{reader.path}: a random generator of rank {rank} can not be so ({error}).") from error
+
+
+def _generators_of(engine: Engine, reader: CheckpointReader) -> dict[str, Tensor]:
+    """Read the generators of this rank."""
+    states = {}
+    for name in read_generators(engine.mesh.device):
+        full_name = f"rng/{engine.mesh.rank}/{name}"
+        if (spec := reader.states.get(full_name)) is not None:
+            states[name] = tensor_of(reader.read_state(full_name, 0, spec.numel), "U8")
+    return states
 
 
 def _restore(engine: Engine, content: Content) -> None:
@@ -342,9 +362,4 @@ def _restore(engine: Engine, content: Content) -> None:
         scale.value, scale._good_steps, scale.history = content.loss_scale
         scale.has_overflowed = False
     if engine.mesh.rank < content.reader.manifest.world_size:
-        states = {}
-        for name in read_generators(engine.mesh.device):
-            full_name = f"rng/{engine.mesh.rank}/{name}"
-            if (spec := content.reader.states.get(full_name)) is not None:
-                states[name] = tensor_of(content.reader.read_state(full_name, 0, spec.numel), "U8")
-        write_generators(states, engine.mesh.device)
+        write_generators(_generators_of(engine, content.reader), engine.mesh.device)
