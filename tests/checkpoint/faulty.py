@@ -19,8 +19,8 @@ from zeroshard.checkpoint.verify import verify
 from .rig import Trainer
 
 OPERATIONS = [
-    *("close", "create", "free_bytes", "make_folder", "names_in", "open_file", "read_at"),
-    *("remove", "rename", "size_of", "sync", "sync_folder", "write"),
+    *("close", "create", "free_bytes", "identity_of", "make_folder", "names_in", "open_file"),
+    *("read_at", "remove", "rename", "size_of", "sync", "sync_folder", "write"),
 ]
 
 

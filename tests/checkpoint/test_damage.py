@@ -12,7 +12,8 @@ import zeroshard as zs
 from zeroshard.checkpoint.verify import latest, verify
 
 from . import small
-from .damage import FAULTS, files_of, flip_bits, replace_files, swap_files, truncate
+from .damage import FAULTS, GENERATORS_FROM, files_of, flip_bits, replace_files, swap_files, truncate
+from .faulty import Failing
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,44 @@ def test_a_damaged_load_changes_nothing(checkpoint: Path) -> None:
         assert trainer.state() == before
     trainer.zero.load(checkpoint)
     assert trainer.state() != before
+
+
+@pytest.mark.parametrize("how", ["in place", "by another"])
+@pytest.mark.parametrize("name", ["params-00001-of-00001.safetensors", "optim-00001-of-00001.safetensors"])
+def test_a_file_that_changes_during_a_load_is_noticed(name: str, how: str, pristine: Path, tmp_path: Path) -> None:
+    """Before any of its operations: what is loaded is what was checked, or there is an error."""
+    saved = small.Small(1)
+    saved.zero.load(pristine)
+    expected, refused = saved.state(), []
+    for number in range(1, 200):
+        checkpoint = Path(shutil.copytree(pristine, tmp_path / f"{number}"))
+        data = bytearray((checkpoint / name).read_bytes())
+        data[GENERATORS_FROM // 2 if name.startswith("optim") else -1] ^= 1
+
+        def change(
+            operation: str, args: tuple[object, ...], path: Path = checkpoint / name, data: bytes = data
+        ) -> None:
+            if how == "by another":
+                path.with_name("another").write_bytes(data)
+                path.with_name("another").rename(path)
+            else:
+                path.write_bytes(data)
+
+        trainer, text = small.Small(1), ""
+        with Failing(number, change) as failing:
+            try:
+                trainer.zero.load(checkpoint)
+            except zs.CheckpointError as error:
+                text = str(error)
+        if text:
+            assert str(checkpoint / name) in text
+            refused.append("Memory is partly changed" in text)
+        else:
+            assert trainer.state() == expected, f"operation {number}, {failing.name}"
+        if failing.count < number:
+            break
+    # The generators are looked at first, and the block that they lie in, which is all of that file, is kept.
+    assert set(refused) == ({False, True} if name.startswith("params") else {False})
 
 
 def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from zeroshard.checkpoint.verify import verify
 from zeroshard.testing import run_ranks
 
 from . import rig
-from .rig import TIMEOUT_S, WATCHDOG_S, Trainer
+from .rig import TIMEOUT_S, WATCHDOG_S, Trainer, copied
 
 STAGES = [0, 1, 2, 3]
 WORLDS = [1, 2, 3, 4]
@@ -102,6 +102,36 @@ def test_replicas_write_each_element_once(tmp_path: Path, stage: int) -> None:
     # Ranks 2 and 3 hold copies; of what they write only their own random generators are left.
     for name in ("params-00003-of-00004.safetensors", "params-00004-of-00004.safetensors"):
         assert manifest.files[name].chunks == ()
+
+
+def move_between_orders(folder: str, stage: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Save convolutions that lie in one order in memory, load them into another; return the state saved and loaded."""
+    moved = []
+    for key, orders in enumerate(itertools.permutations([torch.contiguous_format, torch.channels_last])):
+        states = []
+        for order in orders:
+            seed(8, key, len(states))
+            model = nn.Sequential(nn.Conv2d(3, 5, 2), nn.Conv2d(5, 2, 3)).to(memory_format=order)
+            optimizer = torch.optim.AdamW(model.parameters())
+            zero = zs.shard(model, optimizer, stage=stage, watchdog_s=WATCHDOG_S)
+            if states:
+                zero.load(f"{folder}/{key}")
+            else:
+                model(randn(2, 3, 8, 8, key=(9, key))).square().sum().backward()
+                optimizer.step()
+                zero.save(f"{folder}/{key}")
+            with zero.gathered(states=True):
+                states.append(copied({"parameters": model.state_dict(), "optimizer": optimizer.state_dict()}))
+        moved.append((states[0], states[1]))
+    return moved
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (3, 3)])
+def test_tensors_are_read_into_another_order(world: int, stage: int, tmp_path: Path) -> None:
+    args = (str(tmp_path), stage)
+    for moved in run_ranks(move_between_orders, world, *args, timeout_s=TIMEOUT_S, process_group=world > 1):
+        for saved, loaded in moved:
+            assert_same(saved, loaded)
 
 
 # -- on the way -------------------------------------------------------------------------------------------------------
