@@ -5,9 +5,9 @@
 Owns what is timed. Both train the same model with AdamW over the same ranks. A round saves and loads with either, one
 after the other and in the other order each time, in fresh folders on one disk; both flush their files to it (DCP's
 writer does so by default), and both load what the page cache holds. Ours computes a checksum of every byte on the way
-out and compares it on the way in, before anything is changed; DCP has none. For DCP only `dcp.save` and `dcp.load` are timed: making the
-state dict and handing it to the optimizer come on top. A time is that of the slowest rank. The first round is not
-counted: it makes what both keep.
+out and compares it on the way in, before anything is changed; DCP has none. For DCP only `dcp.save` and `dcp.load` are
+timed: making the state dict and handing it to the optimizer come on top. A time is that of the slowest rank. The first
+round is not counted: it makes what both keep.
 """
 
 import argparse
