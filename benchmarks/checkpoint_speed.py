@@ -3,10 +3,11 @@
     python -m benchmarks.checkpoint_speed --output benchmarks/results/checkpoint_speed.json
 
 Owns what is timed. Both train the same model with AdamW over the same ranks. A round saves and loads with either, one
-after the other, in fresh folders on one disk; both flush their files to it, and both load what the page cache holds.
-Ours computes a checksum of every byte on the way out and compares it on the way in; DCP has none. For DCP only
-`dcp.save` and `dcp.load` are timed: making the state dict and handing it to the optimizer come on top. A time is that
-of the slowest rank.
+after the other and in the other order each time, in fresh folders on one disk; both flush their files to it (DCP's
+writer does so by default), and both load what the page cache holds. Ours computes a checksum of every byte on the way
+out and compares it on the way in, before anything is changed; DCP has none. For DCP only `dcp.save` and `dcp.load` are
+timed: making the state dict and handing it to the optimizer come on top. A time is that of the slowest rank. The first
+round is not counted: it makes what both keep.
 """
 
 import argparse
@@ -31,22 +32,27 @@ from benchmarks.cases import CASES
 from benchmarks.machine import circumstances, write_result
 from zeroshard.testing import run_ranks
 
-__all__ = ["main", "measure"]
+__all__ = ["main", "measure", "to_markdown"]
 
 TIMEOUT_S = 3600.0
 OURS, THEIRS = "zeroshard", "torch.distributed.checkpoint"
+SAVE, LOAD, STALL, REST = "save", "load", "asynchronous save, until it returns", "asynchronous save, the rest"
 COPY = "a copy of what a rank writes"
 
 
 def measure(case: str, stage: int, rounds: int, folder: str) -> dict[str, Any]:
     """Time the rounds on this rank; return seconds by what was done, and the bytes of a checkpoint."""
     zero, state = _train_ours(case, stage), _train_theirs(case)
+    # Its own: the collectives of DCP's thread would else mix with those of this one, and hang.
+    control = dist.new_group(backend="gloo")
     seconds: dict[str, list[float]] = defaultdict(list)
     nbytes = {}
     for number in range(rounds):
         place = Path(folder, str(number))
-        for name, call in _round(zero, state, place).items():
-            seconds[name].append(_timed(call))
+        for pair in _round(zero, state, place, control):
+            for name, calls in list(pair.items())[:: 1 if number % 2 else -1]:
+                for what, call in calls.items():
+                    seconds[f"{what}: {name}"].append(_timed(call))
         source, target = _make_copy(place / "ours")
         seconds[COPY].append(_timed(lambda source=source, target=target: target.copy_(source)))
         nbytes = {OURS: _bytes_in(place / "ours"), THEIRS: _bytes_in(place / "theirs")}
@@ -56,21 +62,30 @@ def measure(case: str, stage: int, rounds: int, folder: str) -> dict[str, Any]:
     return {"seconds": dict(seconds), "bytes": nbytes}
 
 
-def _round(zero: zs.Zero, state: dict[str, Any], place: Path) -> dict[str, Callable[[], object]]:
-    """Return what is timed, in order."""
+def _round(
+    zero: zs.Zero, state: dict[str, Any], place: Path, control: dist.ProcessGroup
+) -> list[dict[str, dict[str, Callable[[], object]]]]:
+    """Return what is timed: pairs of what either does, by its name, as calls by what they do."""
     futures: list[Any] = []
-    begin = "asynchronous save, until it returns"
-    rest = "asynchronous save, the rest"
-    return {
-        f"save: {OURS}": lambda: zero.save(place / "ours"),
-        f"save: {THEIRS}": lambda: dcp.save(state, checkpoint_id=place / "theirs"),
-        f"load: {OURS}": lambda: zero.load(place / "ours"),
-        f"load: {THEIRS}": lambda: dcp.load(state, checkpoint_id=place / "theirs"),
-        f"{begin}: {OURS}": lambda: zero.save(place / "ours-later", asynchronous=True),
-        f"{rest}: {OURS}": zero.wait,
-        f"{begin}: {THEIRS}": lambda: futures.append(dcp.async_save(state, checkpoint_id=place / "theirs-later")),
-        f"{rest}: {THEIRS}": lambda: futures[0].result(),
-    }
+
+    def begin() -> None:
+        target = place / "theirs-later"
+        futures.append(dcp.async_save(state, checkpoint_id=target, process_group=control))
+
+    return [
+        {
+            OURS: {SAVE: lambda: zero.save(place / "ours")},
+            THEIRS: {SAVE: lambda: dcp.save(state, checkpoint_id=place / "theirs")},
+        },
+        {
+            OURS: {LOAD: lambda: zero.load(place / "ours")},
+            THEIRS: {LOAD: lambda: dcp.load(state, checkpoint_id=place / "theirs")},
+        },
+        {
+            OURS: {STALL: lambda: zero.save(place / "ours-later", asynchronous=True), REST: zero.wait},
+            THEIRS: {STALL: begin, REST: lambda: futures[0].result()},
+        },
+    ]
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -112,7 +127,9 @@ def _train_theirs(case: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     _step(case, model, optimizer)
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    return {"model": of_model, "optimizer": of_optimizer}
+    # DCP would write a tied weight under each of its names, and be slower by that.
+    once = {value.to_local().data_ptr(): name for name, value in of_model.items()}
+    return {"model": {name: of_model[name] for name in once.values()}, "optimizer": of_optimizer}
 
 
 def _step(case: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -122,26 +139,55 @@ def _step(case: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     optimizer.zero_grad()
 
 
+def to_markdown(result: dict[str, Any]) -> str:
+    """Return the table that people read: medians, and between which values; the ratio is taken round by round."""
+    sizes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in result["bytes"].items())
+    lines = [
+        f"{result['case']}, AdamW, {result['ranks']} ranks at stage {result['stage']}, "
+        f"{result['machine']['cores']} cores; {sizes}. "
+        f"Seconds: median of {len(_counted(result, COPY))} rounds (least to most). `{result['command']}`",
+        "",
+        f"| | {OURS} | {THEIRS} | {THEIRS} / {OURS}, median (least to most) |",
+        "|---|---|---|---|",
+    ]
+    for what in (SAVE, LOAD, STALL, REST):
+        ours, theirs = (_counted(result, f"{what}: {name}") for name in (OURS, THEIRS))
+        ratios = [other / one for one, other in zip(ours, theirs, strict=True)]
+        lines.append(f"| {what} | {_spread(ours)} | {_spread(theirs)} | {_spread(ratios)} |")
+    lines.append(f"| {COPY} | {_spread(_counted(result, COPY))} | | |")
+    return "\n".join(lines) + "\n"
+
+
+def _counted(result: dict[str, Any], name: str) -> list[float]:
+    """Return the seconds of all rounds but the first."""
+    return result["seconds"][name][1:]
+
+
+def _spread(values: list[float]) -> str:
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
 def main() -> None:
-    """Measure, print the medians, and write the result."""
+    """Measure, print the table, and write the result."""
     parser = argparse.ArgumentParser(description="Saving and loading, here and with torch.distributed.checkpoint.")
     parser.add_argument("--case", default="gpt-124m", choices=sorted(CASES))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--stage", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9, help="at least 2; the first is not counted")
     parser.add_argument("--folder", type=Path, help="where checkpoints are written for a while; by default in /tmp")
-    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--output", type=Path, help="a JSON file; the table goes beside it, as .md")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error(f"--rounds: expected at least 2, got {options.rounds}")
     with tempfile.TemporaryDirectory(prefix="zeroshard-bench-", dir=options.folder) as folder:
         arguments = (options.case, options.stage, options.rounds, folder)
         measured = run_ranks(measure, options.ranks, *arguments, timeout_s=TIMEOUT_S)[0]
-    medians = {name: median(values[1:] or values) for name, values in measured["seconds"].items()}
-    for name, value in medians.items():
-        print(f"{value:8.3f} s  {name}")
+    about = {"case": CASES[options.case].title, "ranks": options.ranks, "stage": options.stage}
+    result = circumstances("benchmarks.checkpoint_speed") | about | measured
+    print(to_markdown(result), end="")
     if options.output:
-        about = {"case": CASES[options.case].title, "ranks": options.ranks, "stage": options.stage}
-        about |= {"bytes": measured["bytes"], "median_s": medians, "seconds": measured["seconds"]}
-        write_result(options.output, circumstances("benchmarks.checkpoint_speed") | about)
+        write_result(options.output, result)
+        options.output.with_suffix(".md").write_text(to_markdown(result))
 
 
 if __name__ == "__main__":

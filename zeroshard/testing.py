@@ -207,7 +207,11 @@ def _forkserver() -> ForkServerContext:
 
 def _host_store() -> dist.TCPStore:
     """Host the store that `MASTER_ADDR` and `MASTER_PORT` lead to, as torchrun's agent does."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # Bound here, because a store that opens its port by itself listens on all interfaces.
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _start(context: ForkServerContext, place: _Place, blob: bytes) -> _Rank:

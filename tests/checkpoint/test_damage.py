@@ -12,9 +12,8 @@ import zeroshard as zs
 from zeroshard.checkpoint.verify import latest, verify
 
 from . import small
-
-GENERATORS_FROM = 1200
-"""Bytes of the small checkpoint's second file that are header and states, rounded up."""
+from .damage import FAULTS, GENERATORS_FROM, files_of, flip_bits, replace_files, swap_files, truncate
+from .faulty import Failing
 
 
 @pytest.fixture(scope="module")
@@ -27,106 +26,26 @@ def checkpoint(pristine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "step-2"))
 
 
-def files_of(checkpoint: Path) -> list[Path]:
-    return sorted(checkpoint.iterdir())
-
-
 def test_every_flipped_bit_is_seen(checkpoint: Path) -> None:
     verify(checkpoint)
-    flips = 0
-    for path in files_of(checkpoint):
-        data = path.read_bytes()
-        descriptor = os.open(path, os.O_WRONLY)
-        for place, byte in enumerate(data):
-            # The random generators are most of the bytes; of these a few bits, so that the test takes seconds.
-            is_sampled = path.name.startswith("optim") and place > GENERATORS_FROM
-            for bit in range(place % 61 == 0) if is_sampled else range(8):
-                os.pwrite(descriptor, bytes([byte ^ 1 << bit]), place)
-                with pytest.raises(zs.CheckpointError) as caught:
-                    verify(checkpoint)
-                assert str(path) in str(caught.value), (path, place, bit)
-                flips += 1
-            os.pwrite(descriptor, bytes([byte]), place)
-        os.close(descriptor)
-    verify(checkpoint)
-    assert flips > 20_000
+    assert flip_bits(checkpoint, every=61) > 20_000
 
 
 def test_every_truncation_is_seen(checkpoint: Path) -> None:
-    for path in files_of(checkpoint):
-        data = path.read_bytes()
-        lengths = [n for n in range(len(data)) if n < GENERATORS_FROM or n % 13 == 0]
-        for length in lengths:
-            os.truncate(path, length)
-            with pytest.raises(zs.CheckpointError) as caught:
-                verify(checkpoint)
-            assert str(path) in str(caught.value), (path, length)
-            with path.open("r+b") as file:
-                file.seek(length)
-                file.write(data[length:])
-    verify(checkpoint)
-
-
-def remove(path: Path, other: Path) -> None:
-    path.unlink()
-
-
-def grow(path: Path, other: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
-def replace_by_stale(path: Path, other: Path) -> None:
-    shutil.copy(other / path.name, path)
-
-
-def replace_by_link(path: Path, other: Path) -> None:
-    path.rename(path.parent / "moved")
-    path.symlink_to("moved")
-
-
-def replace_by_pipe(path: Path, other: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def replace_by_folder(path: Path, other: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-FAULTS = [remove, grow, replace_by_stale, replace_by_link, replace_by_pipe, replace_by_folder]
+    assert truncate(checkpoint, every=13) > 3_000
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_file_that_is_not_the_one_written_is_seen(
     fault: Callable[[Path, Path], None], pristine: Path, tmp_path: Path
 ) -> None:
-    # The other has the same names and sizes, and is of another run.
-    other = small.Small(5).train(2).zero.save(tmp_path / "other" / "step-2", {"steps": 7})
-    for path in files_of(pristine):
-        checkpoint = Path(shutil.copytree(pristine, tmp_path / f"{path.name}-step-2"))
-        fault(checkpoint / path.name, other)
-        trainer = small.Small(1).train(1)
-        before = trainer.state()
-        with pytest.raises(zs.CheckpointError) as caught:
-            trainer.zero.load(checkpoint)
-        # A manifest that is gone, or another's, shows in the folder or in the first file that does not fit it.
-        named = checkpoint if path.name == "manifest.json" else checkpoint / path.name
-        assert str(named) in str(caught.value)
-        assert "Nothing in memory was changed." in str(caught.value)
-        assert trainer.state() == before
+    assert replace_files(fault, pristine, tmp_path) == 4
 
 
 def test_swapped_and_copied_files_are_seen(pristine: Path, tmp_path: Path) -> None:
-    names = [path.name for path in files_of(pristine)]
-    for number, (one, other) in enumerate([(a, b) for a in names for b in names if a < b]):
-        checkpoint = Path(shutil.copytree(pristine, tmp_path / f"{number}"))
-        shutil.copy(pristine / one, checkpoint / other)
-        shutil.copy(pristine / other, checkpoint / one)
-        with pytest.raises(zs.CheckpointError):
-            verify(checkpoint)
+    assert swap_files(pristine, tmp_path) == 6
     checkpoint = Path(shutil.copytree(pristine, tmp_path / "copied"))
-    shutil.copy(checkpoint / names[-1], checkpoint / "params-00002-of-00002.safetensors")
+    shutil.copy(files_of(checkpoint)[-1], checkpoint / "params-00002-of-00002.safetensors")
     with pytest.raises(zs.CheckpointError, match=r"params-00002-of-00002.* is not of this checkpoint"):
         verify(checkpoint)
 
@@ -143,6 +62,44 @@ def test_a_damaged_load_changes_nothing(checkpoint: Path) -> None:
         assert trainer.state() == before
     trainer.zero.load(checkpoint)
     assert trainer.state() != before
+
+
+@pytest.mark.parametrize("how", ["in place", "by another"])
+@pytest.mark.parametrize("name", ["params-00001-of-00001.safetensors", "optim-00001-of-00001.safetensors"])
+def test_a_file_that_changes_during_a_load_is_noticed(name: str, how: str, pristine: Path, tmp_path: Path) -> None:
+    """Before any of its operations: what is loaded is what was checked, or there is an error."""
+    saved = small.Small(1)
+    saved.zero.load(pristine)
+    expected, refused = saved.state(), []
+    for number in range(1, 200):
+        checkpoint = Path(shutil.copytree(pristine, tmp_path / f"{number}"))
+        data = bytearray((checkpoint / name).read_bytes())
+        data[GENERATORS_FROM // 2 if name.startswith("optim") else -1] ^= 1
+
+        def change(
+            operation: str, args: tuple[object, ...], path: Path = checkpoint / name, data: bytes = data
+        ) -> None:
+            if how == "by another":
+                path.with_name("another").write_bytes(data)
+                path.with_name("another").rename(path)
+            else:
+                path.write_bytes(data)
+
+        trainer, text = small.Small(1), ""
+        with Failing(number, change) as failing:
+            try:
+                trainer.zero.load(checkpoint)
+            except zs.CheckpointError as error:
+                text = str(error)
+        if text:
+            assert str(checkpoint / name) in text
+            refused.append("Memory is partly changed" in text)
+        else:
+            assert trainer.state() == expected, f"operation {number}, {failing.name}"
+        if failing.count < number:
+            break
+    # The generators are looked at first, and the block that they lie in, which is all of that file, is kept.
+    assert set(refused) == ({False, True} if name.startswith("params") else {False})
 
 
 def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:

@@ -4,19 +4,16 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-import zeroshard as zs
 from tests.engine.oracle import assert_same
 from zeroshard.checkpoint.verify import latest, verify
 from zeroshard.testing import RankFailure, run_ranks
 
-from .faulty import Failing, refuse
+from .faulty import Failing, fail_each_operation_of_load, fail_each_operation_of_save, refuse
 from .rig import TIMEOUT_S, Trainer
 
 
@@ -28,37 +25,6 @@ def write_half(name: str, args: tuple[Any, ...]) -> int | None:
 def report_full(name: str, args: tuple[Any, ...]) -> int | None:
     """Say that hardly a byte is free."""
     return 7 if name == "free_bytes" else None
-
-
-def fail_each_operation_of_save(folder: str, culprit: int, act: Callable[..., Any]) -> list[tuple[str, str]]:
-    """Save again and again, with the n-th operation of one rank failing; return operations and errors."""
-    trainer = Trainer.make(3)
-    trainer.train(0, 1)
-    trainer.zero.save(f"{folder}/step-1")
-    rank = trainer.zero.mesh.rank
-    found = []
-    for number in range(1, 100):
-        target = Path(folder, f"step-{number + 1}")
-        text = ""
-        with Failing(number if rank == culprit else -1, act) as failing:
-            try:
-                trainer.zero.save(target)
-            except zs.CheckpointError as error:
-                text = str(error)
-        dist.barrier()
-        if text and target.exists():
-            verify(target)
-            assert failing.name in ("", "create", "write", "sync", "close", "rename", "sync_folder"), failing.name
-            assert "committing" in text, (failing.name, text)
-        if not text:
-            verify(target)
-        verify(f"{folder}/step-1")
-        assert not [name for name in os.listdir(folder) if name.startswith(".tmp-step")]
-        found.append((failing.name, text))
-        is_over = int(rank == culprit and failing.count < number)
-        if trainer.zero._engine.comm.agree([-is_over], "the end of the test")[0]:
-            return found
-    raise AssertionError("a save needs more than 100 operations")
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -88,40 +54,6 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path: Path) -> No
     texts = [text for _, text in found[1] if text]
     assert len(texts) == 1
     assert "has 7 free bytes, and the checkpoint needs" in texts[0]
-
-
-def fail_each_operation_of_load(folder: str, culprit: int) -> list[tuple[str, str]]:
-    """Load again and again, with the n-th operation of one rank failing; what is in memory is whole or said not to."""
-    trainer = Trainer.make(2)
-    trainer.train(0, 1)
-    trainer.zero.save(f"{folder}/step-1")
-    saved = trainer.state()
-    trainer.train(1, 2)
-    before = trainer.state()
-    rank = trainer.zero.mesh.rank
-    found = []
-    for number in range(1, 400):
-        text = ""
-        with Failing(number if rank == culprit else -1, refuse) as failing:
-            try:
-                trainer.zero.load(f"{folder}/step-1")
-            except zs.CheckpointError as error:
-                text = str(error)
-        found.append((failing.name, text))
-        if "Nothing in memory was changed." in text:
-            assert_same(before, trainer.state(), f"{failing.name}, operation {number}")
-        elif text:
-            assert "Memory is partly changed now" in text
-        is_over = int(rank == culprit and failing.count < number)
-        if text == "" or is_over:
-            after = trainer.state()
-            for part in ("parameters", "optimizers"):
-                assert_same(saved[part], after[part])
-        if trainer.zero._engine.comm.agree([-is_over], "the end of the test")[0]:
-            return found
-        if "partly changed" in text or not text:
-            before = trainer.state()
-    raise AssertionError("a load needs more than 400 operations")
 
 
 def test_each_file_operation_of_a_load_may_fail(tmp_path: Path) -> None:

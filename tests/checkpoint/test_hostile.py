@@ -1,8 +1,12 @@
 """Checkpoints from somebody who means harm: refused by name, quickly, in little memory, and nothing is executed."""
 
+import contextlib
+import functools
 import json
 import os
 import shutil
+import socket
+import struct
 import sys
 import time
 import tracemalloc
@@ -63,6 +67,39 @@ def million_tensors(manifest: Json) -> None:
 
 def million_chunks(manifest: Json) -> None:
     manifest["files"][PARAMS]["chunks"] = [[0, n, n + 1] for n in range(300_000)]
+
+
+def tensors_within_limits(manifest: Json) -> None:
+    manifest["tensors"] = [["model", f"t{n}", "F32", [1]] for n in range(40_000)]
+
+
+def chunks_within_limits(manifest: Json) -> None:
+    manifest["files"][PARAMS]["chunks"] = [[0, n, n + 1] for n in range(120_000)]
+
+
+def checksums_within_limits(manifest: Json) -> None:
+    manifest["files"][PARAMS]["crc32"] = [0] * 500_000
+
+
+def files_within_limits(manifest: Json) -> None:
+    manifest["files"] |= {f"{n}": {"bytes": 0, "chunks": [], "crc32": []} for n in range(30_000)}
+
+
+def aliases_within_limits(manifest: Json) -> None:
+    manifest["aliases"] = {f"a{n}": "weight" for n in range(120_000)} | {"a": "nothing"}
+
+
+def header_within_limits(manifest: Json) -> None:
+    """List tensors that are all there, in a file that is too small for them."""
+    first = len(manifest["tensors"])
+    manifest["tensors"] += [["model", f"t{n}", "F32", [1]] for n in range(28_000)]
+    manifest["files"][PARAMS]["chunks"] += [[first + n, 0, 1] for n in range(28_000)]
+
+
+def share_a_name(manifest: Json) -> None:
+    """Give a state and a generator one name."""
+    place = next(n for n, (kind, *_) in enumerate(manifest["tensors"]) if kind == "rng")
+    manifest["tensors"][place][1] = next(name for kind, name, *_ in manifest["tensors"] if kind == "state")
 
 
 def consistent_terabytes(manifest: Json) -> None:
@@ -133,17 +170,57 @@ MANIFESTS: dict[str, Callable[[Json], Any]] = {
     "alias of nothing": put("aliases", value={"a": "nothing"}),
     "alias of itself": put("aliases", value={"weight": "weight"}),
     "alias as number": put("aliases", value={"a": 1}),
+    "alias of a stored name": put("aliases", value={"bias": "weight"}),
+    "aliases as list": put("aliases", value=["a"]),
     "terabytes": consistent_terabytes,
+    "tensors within limits": tensors_within_limits,
+    "chunks within limits": chunks_within_limits,
+    "checksums within limits": checksums_within_limits,
+    "files within limits": files_within_limits,
+    "aliases within limits": aliases_within_limits,
+    "header within limits": header_within_limits,
+    "a state and a generator of one name": share_a_name,
+    "step true": put("step", value=True),
+    "step null": put("step", value=None),
+    "ranks as text": put("world_size", value="1"),
+    "files as list": put("files", value=[PARAMS]),
+    "a file as list": put("files", PARAMS, value=[]),
+    "a file with more keys": put("files", PARAMS, "link", value="/etc/passwd"),
+    "chunk as text": put("files", PARAMS, "chunks", 0, value="0"),
+    "chunk from a negative place": put("files", PARAMS, "chunks", 0, 1, value=-2),
+    "chunk of a negative tensor": put("files", PARAMS, "chunks", 0, 0, value=-1),
+    "fractional chunk": put("files", PARAMS, "chunks", 0, 2, value=1.5),
+    "negative checksum": put("files", PARAMS, "crc32", value=[-1]),
+    "tensor as object": put("tensors", 0, value={"name": "weight"}),
+    "tensor of two parts": put("tensors", 0, value=["model", "weight"]),
+    "dtype as list": put("tensors", 0, 2, value=[]),
+    "65 dimensions": put("tensors", 0, 3, value=[1] * 64 + [2]),
+    "negative order": lambda m: m["tensors"][0].append([-1, 0]),
+    "versions of numbers": put("software", value={"torch": 2}),
+    "expires as number": put("expires", value=1),
 }
 
 
+@functools.cache
+def audited() -> list[str]:
+    """Return the list to which the path of each file is added that this process opens from now on."""
+    opened: list[str] = []
+    sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+    return opened
+
+
 def refuse(load: Callable[[], object], path: Path) -> str:
-    """Require a refusal that names the path, in time (of the processor: others use it, too) and in memory."""
+    """Require a refusal that names the path and opens nothing outside its folder, in time and in memory.
+
+    The time is that of the processor: others use it, too.
+    """
     start_s = time.process_time()
     with pytest.raises(zs.CheckpointError) as caught:
         load()
     assert time.process_time() - start_s < LIMIT_S
     assert str(path) in str(caught.value)
+    opened = audited()
+    opened.clear()
     tracemalloc.start()
     try:
         with pytest.raises(zs.CheckpointError):
@@ -151,6 +228,8 @@ def refuse(load: Callable[[], object], path: Path) -> str:
         assert tracemalloc.get_traced_memory()[1] < LIMIT_BYTES
     finally:
         tracemalloc.stop()
+    folder = path if path.suffix == "" else path.parent
+    assert [name for name in opened if Path(name).parent != folder] == []
     return str(caught.value)
 
 
@@ -183,6 +262,7 @@ TEXTS = {
     "deep": b"[" * 100_000,
     "deep objects": b'{"a":' * 50_000,
     "many": b"[" + b"[]," * 3_000_000 + b"[]]",
+    "within limits": b"[" + b'{"a":[]},' * 60_000 + b"{}]",
     "large": b'["' + b"x" * (17 << 20) + b'"]',
     "long number": b'{"step": ' + b"9" * 100_000 + b"}",
     "not UTF-8": b'{"\xff\xfe": 1}',
@@ -233,6 +313,23 @@ EXTRAS: dict[str, Callable[[Json], Any]] = {
     "object tensor": put("extra", value={"a": {"$tensor": {"data": "", "dtype": "object", "shape": [0]}}}),
     "loss scale as text": put("loss_scale", value="65536"),
     "loss scale in parts": put("loss_scale", value=[1.0, 2]),
+    "loss scale of zero": put("loss_scale", value=[0.0, 1, []]),
+    "negative loss scale": put("loss_scale", value=[-2.0, 1, []]),
+    "loss scale that is no number": put("loss_scale", value=[{"$float": "nan"}, 1, []]),
+    "loss scale that was infinite": put("loss_scale", value=[1.0, 1, [{"$float": "inf"}]]),
+    "steps before the first": put("loss_scale", value=[1.0, -1, []]),
+    "parameters among options": put("optimizers", 0, "groups", 0, "options", "params", value=["weight"]),
+    "negative steps": put("optimizers", 0, "steps", value=-1),
+    "steps beyond 63 bits": put("optimizers", 0, "steps", value=HUGE),
+    "steps as text": put("optimizers", 0, "steps", value="1"),
+    "groups as object": put("optimizers", 0, "groups", value={}),
+    "a group as list": put("optimizers", 0, "groups", 0, value=[]),
+    "a group more": lambda e: e["optimizers"][0]["groups"].append(e["optimizers"][0]["groups"][0]),
+    "an optimizer more": lambda e: e["optimizers"].append(e["optimizers"][0]),
+    "negative size": put("extra", value={"a": {"$tensor": {"data": "AAAAAA==", "dtype": "F32", "shape": [-1]}}}),
+    "nested beyond depth": lambda e: put("extra", value={"a": json.loads("[" * 200 + "]" * 200)})(e),
+    "tensor without dtype": put("extra", value={"a": {"$tensor": {"data": "", "shape": [0]}}}),
+    "tensor as list": put("extra", value={"a": {"$tensor": []}}),
 }
 
 
@@ -248,11 +345,86 @@ def test_hostile_values_are_refused(name: str, checkpoint: Path) -> None:
     )
 
 
-def test_a_sparse_terabyte_is_refused(checkpoint: Path) -> None:
-    os.truncate(checkpoint / PARAMS, 2**40)
-    assert "expected" in refuse(lambda: verify(checkpoint), checkpoint / PARAMS)
-    os.truncate(checkpoint / "manifest.json", 2**40)
-    assert "at most" in refuse(lambda: verify(checkpoint), checkpoint / "manifest.json")
+def edit_numpy(state: bytearray, place: int) -> None:
+    struct.pack_into("<i", state, 4 * 624, place)
+
+
+def edit_python(state: bytearray, place: int) -> None:
+    struct.pack_into("<I", state, 4 * 624, place)
+
+
+# Numpy itself takes any place in its words, torch some, and then they read what lies behind.
+GENERATORS: dict[str, tuple[str, Callable[[bytearray], None]]] = {
+    "numpy behind its words": ("numpy", lambda state: edit_numpy(state, 625)),
+    "numpy far behind its words": ("numpy", lambda state: edit_numpy(state, 2**31 - 1)),
+    "numpy before its words": ("numpy", lambda state: edit_numpy(state, -1)),
+    "Python behind its words": ("python", lambda state: edit_python(state, 625)),
+    "Python far behind its words": ("python", lambda state: edit_python(state, 2**32 - 1)),
+    "torch behind its words": ("torch", lambda state: struct.pack_into("<iiQ", state, 8, 1, 1, 625)),
+    "torch far behind its words": ("torch", lambda state: struct.pack_into("<iiQ", state, 8, 1, 1, 2**40)),
+    "torch with words to come behind them": ("torch", lambda state: struct.pack_into("<iiQ", state, 8, 624, 1, 624)),
+    "torch without words": ("torch", lambda state: struct.pack_into("<i", state, 8, -1)),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_hostile_generator_is_refused(name: str, checkpoint: Path) -> None:
+    generator, change = GENERATORS[name]
+    manifest = verify(checkpoint)
+    places = manifest.place_of(OPTIM)
+    chunk, offset = next(p for p in places if manifest.tensors[p[0].tensor].name == f"rng/0/{generator}")
+    data = bytearray((checkpoint / OPTIM).read_bytes())
+    state = data[offset : offset + chunk.stop]
+    change(state)
+    data[offset : offset + chunk.stop] = state
+    (checkpoint / OPTIM).write_bytes(data)
+    small.rewrite(checkpoint / "manifest.json", put("files", OPTIM, "crc32", value=[zlib.crc32(data)]))
+    verify(checkpoint)
+    trainer = small.Small(1)
+    before = trainer.state()
+    assert "Nothing in memory was changed." in refuse(lambda: trainer.zero.load(checkpoint), checkpoint)
+    assert trainer.state() == before
+
+
+def link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def link_outside(path: Path) -> None:
+    outside = path.parent.with_name("outside")
+    outside.write_bytes(b"{}")
+    path.symlink_to(outside)
+
+
+def be_a_socket(path: Path) -> None:
+    # A socket's name may be too short for the path.
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as one:
+        one.bind(path.name)
+
+
+def be_a_sparse_terabyte(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**40)
+
+
+FILES: dict[str, Callable[[Path], object]] = {
+    "link to a device": link_to_a_device,
+    "link outside": link_outside,
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "pipe": os.mkfifo,
+    "socket": be_a_socket,
+    "folder": Path.mkdir,
+    "sparse terabyte": be_a_sparse_terabyte,
+}
+PLACES = ["manifest.json", "extra.json", PARAMS, OPTIM]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_of_a_checkpoint_is_refused(name: str, place: str, checkpoint: Path) -> None:
+    (checkpoint / place).unlink()
+    FILES[name](checkpoint / place)
+    refuse(lambda: verify(checkpoint), checkpoint / place)
 
 
 # -- folders of safetensors ---------------------------------------------------------------------------------------
@@ -292,9 +464,10 @@ def test_a_hostile_tensor_file_is_refused(name: str, tmp_path: Path) -> None:
     refuse(lambda: FolderReader(tmp_path), path)
 
 
-@pytest.mark.parametrize(
-    "name", ["../a.safetensors", "/a.safetensors", ".hidden.safetensors", "a.bin", "x/y.safetensors"]
-)
+INDEXED = ["../a.safetensors", "/a.safetensors", ".hidden.safetensors", "a.bin", "x/y.safetensors"]
+
+
+@pytest.mark.parametrize("name", INDEXED)
 def test_an_index_leads_nowhere_else(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -302,6 +475,14 @@ def test_an_index_leads_nowhere_else(name: str, tmp_path: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": name}}))
     refuse(lambda: FolderReader(folder), index)
+
+
+def test_how_many_there_are() -> None:
+    """The page that promises it says how many; each is another file, or other contents."""
+    count = len(MANIFESTS) + 2 * len(TEXTS) + len(EXTRAS) + len(GENERATORS) + len(FILES) * len(PLACES)
+    count += len(TENSOR_FILES) + len(INDEXED)
+    assert count >= 150
+    assert f"{count} of them" in (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
 
 
 # -- what a load touches ------------------------------------------------------------------------------------------

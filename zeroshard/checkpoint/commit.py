@@ -9,6 +9,7 @@ Note: names
     retention in the folder removes what is left of it.
 """
 
+import errno
 import os
 import platform
 import re
@@ -16,6 +17,7 @@ import secrets
 import socket
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -91,7 +93,7 @@ def write_tensors(plan: Plan, folder: Path, kind: str, rank: int, parts: Iterato
         parts: the bytes of its chunks, in order, cut anywhere.
     """
     chunks = plan.chunks(kind, rank)
-    with FileWriter(folder / file_name(kind, rank, plan.world_size)) as writer:
+    with _told_if_full(plan, folder), FileWriter(folder / file_name(kind, rank, plan.world_size)) as writer:
         writer.write(memoryview(make_header(plan.specs, chunks)))
         for part in parts:
             writer.write(part)
@@ -104,12 +106,25 @@ def write_manifest(plan: Plan, folder: Path, written: Mapping[str, FileEntry]) -
     Args:
         written: what all ranks wrote.
     """
-    entries = {**written, EXTRA: write_file(folder / EXTRA, plan.extra)}
     software = {"python": platform.python_version(), "torch": str(torch.__version__), "zeroshard": VERSION}
     expires = plan.keep is not None
-    manifest = Manifest(plan.step, plan.world_size, tuple(plan.specs), plan.aliases, entries, software, expires)
-    write_file(folder / MANIFEST, serialize(manifest))
-    files.sync_folder(folder)
+    with _told_if_full(plan, folder):
+        entries = {**written, EXTRA: write_file(folder / EXTRA, plan.extra)}
+        manifest = Manifest(plan.step, plan.world_size, tuple(plan.specs), plan.aliases, entries, software, expires)
+        write_file(folder / MANIFEST, serialize(manifest))
+        files.sync_folder(folder)
+
+
+@contextmanager
+def _told_if_full(plan: Plan, folder: Path) -> Iterator[None]:
+    """Add to the error of a full disk how much is free and how much is needed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        text = f"{error.strerror}: {files.free_bytes(folder)} bytes are free, and the checkpoint needs {plan.nbytes}"
+        raise OSError(error.errno, text, error.filename) from error
 
 
 def publish(path: Path, folder: Path) -> None:

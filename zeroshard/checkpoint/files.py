@@ -17,6 +17,7 @@ __all__ = [
     "close",
     "create",
     "free_bytes",
+    "identity_of",
     "make_folder",
     "names_in",
     "open_file",
@@ -126,6 +127,12 @@ def open_file(path: Path) -> int:
 def size_of(descriptor: int) -> int:
     """Return the size of an open file in bytes."""
     return os.fstat(descriptor).st_size
+
+
+def identity_of(descriptor: int) -> tuple[int, ...]:
+    """Return numbers of an open file that differ once another has its name, or its contents were changed."""
+    about = os.fstat(descriptor)
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
 
 def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:

@@ -8,11 +8,13 @@ import struct
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-__all__ = ["read_generators", "write_generators"]
+__all__ = ["check_generators", "read_generators", "write_generators"]
 
 Tensor = torch.Tensor
 
+_TORCH = struct.Struct("<QiiQ")
 _NUMPY = struct.Struct("<iid")
 _PYTHON = struct.Struct("<625I?d")
 WORDS = 624
@@ -36,16 +38,37 @@ def read_generators(device: torch.device) -> dict[str, Tensor]:
     return states
 
 
+def check_generators(states: dict[str, Tensor]) -> None:
+    """Raise ValueError, or what a generator raises, for states in which no generator can be."""
+    torch.Generator().set_state(states["torch"])
+    # Numpy looks at nothing and torch not at both together; they would read beyond their words.
+    _, left, _, place = _TORCH.unpack_from(states["torch"].numpy().tobytes())
+    if place + left - 1 > WORDS:
+        raise ValueError(f"torch's generator is at word {place} of {WORDS}, with {left - 1} to come")
+    _, _, place, *_ = _numpy_state(states["numpy"])
+    if not 0 <= place <= WORDS:
+        raise ValueError(f"numpy's generator is at word {place} of {WORDS}")
+    random.Random().setstate(_python_state(states["python"]))
+
+
 def write_generators(states: dict[str, Tensor], device: torch.device) -> None:
-    """Put each generator into a state that `read_generators` returned."""
+    """Put each generator into a state that `read_generators` returned and `check_generators` has seen."""
     torch.set_rng_state(states["torch"])
-    data = bytes(states["numpy"].tolist())
-    place, has_gauss, gauss = _NUMPY.unpack(data[4 * WORDS :])
-    np.random.set_state(("MT19937", np.frombuffer(data[: 4 * WORDS], dtype="<u4"), place, has_gauss, gauss))
-    *words, has_next, next_gauss = _PYTHON.unpack(bytes(states["python"].tolist()))
-    random.setstate((3, tuple(words), next_gauss if has_next else None))
+    np.random.set_state(_numpy_state(states["numpy"]))
+    random.setstate(_python_state(states["python"]))
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _numpy_state(state: Tensor) -> tuple[str, NDArray[np.uint32], int, int, float]:
+    data = state.numpy().tobytes()
+    place, has_gauss, gauss = _NUMPY.unpack(data[4 * WORDS :])
+    return "MT19937", np.frombuffer(data[: 4 * WORDS], dtype="<u4"), place, has_gauss, gauss
+
+
+def _python_state(state: Tensor) -> tuple[int, tuple[int, ...], float | None]:
+    *words, has_next, next_gauss = _PYTHON.unpack(state.numpy().tobytes())
+    return 3, tuple(words), next_gauss if has_next else None
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -5,16 +5,18 @@ Owns the protocol. Read `reader.py`, `inventory.py` and `together.py` first.
 Note: all or nothing
     1. Each rank reads the manifest and extra.json and compares them with its model and optimizers; all must have read
        the same manifest.
-    2. The ranks share the work of checking every byte of every file. Up to here a failure changes nothing.
-    3. Each rank reads its ranges, one tensor at a time, into the master values and states. Bytes are checked again on
-       the way, so files that change meanwhile are noticed; then memory is partly new, and the error says so.
+    2. Each rank checks every byte that it will read, and the ranks share the rest of every file. Up to here a failure
+       changes nothing.
+    3. Each rank reads its ranges, one tensor at a time, into the master values and states. Files that change meanwhile
+       are noticed; then memory is partly new, and the error says so.
     4. Generators, hyper-parameters and the loss scale follow; parameters are made to follow their master values.
     A folder of safetensors files, as others write them, gives a model alone, and has no checksums: headers and sizes
     are checked.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from torch import nn
 
 from zeroshard.checkpoint import strict
 from zeroshard.checkpoint.exchange import FolderReader, is_tensor_folder
-from zeroshard.checkpoint.generators import read_generators, write_generators
+from zeroshard.checkpoint.generators import check_generators, read_generators, write_generators
 from zeroshard.checkpoint.inventory import Item, aliases_of, groups_of, held_range, model_items, order_of, state_name
 from zeroshard.checkpoint.manifest import EXTRA, Spec
 from zeroshard.checkpoint.reader import CheckpointReader, Source
@@ -43,6 +45,7 @@ Fill = Callable[[str, int, memoryview], None]
 UNCHANGED = "Nothing in memory was changed."
 PIECE_NUMEL = 1 << 20
 MIXED = "Memory is partly changed now: load a checkpoint before going on, or end the run."
+MAX_STEPS = 2**53
 HOW = frozenset(["capturable", "differentiable", "foreach", "fused"])
 """Options that say how an update is computed, not what: those of the running program stay."""
 
@@ -102,7 +105,11 @@ def load(
     agree_equal(engine, f"{what}: comparing manifests", reader.digest, message)
     with together(engine, f"{what}: verifying {source}", UNCHANGED):
         if content is not None:
-            content.reader.verify(engine.mesh.rank, engine.mesh.world_size)
+            # What a rank reads it checks itself, and a share of what none reads.
+            for is_state, name, start, stop in _wanted(items, () if only_model else optimizers, content.reader):
+                content.reader.verify_range(name, start, stop, is_state=is_state)
+            but = frozenset(["model"] if only_model else ["model", "state"])
+            content.reader.verify(engine.mesh.rank, engine.mesh.world_size, but=but)
     with together(engine, f"{what}: reading {source}", MIXED):
         _copy_model(items, reader)
         if rest is not None:
@@ -179,18 +186,41 @@ def _copy_model(items: Sequence[Item], source: Source) -> None:
             item.value.copy_(flat.view(item.value.shape))
 
 
+def _wanted(
+    items: Sequence[Item], optimizers: Sequence[ShardedOptimizer], reader: CheckpointReader
+) -> Iterator[tuple[bool, str, int, int]]:
+    """Yield what this rank reads: whether it is a state, the name, and elements as they lie in the file."""
+    for item in items:
+        yield False, item.spec.name, *_range_in(reader.specs[item.spec.name], item.spec.order, item.held)
+    slots = _slots_of(optimizers)
+    for spec in reader.states.values():
+        if spec.kind == "state" and optimizers:
+            slot = slots[_owner_of(spec)]
+            yield True, spec.name, *_range_in(spec, order_of(slot), held_range(slot))
+
+
+def _range_in(there: Spec, order: tuple[int, ...], held: tuple[int, int]) -> tuple[int, int]:
+    """Return the elements to read, counted as they lie in the file, for those held here in an order of dimensions."""
+    return held if _is_in_order(there, order, held) else (0, there.numel)
+
+
+def _is_in_order(there: Spec, order: tuple[int, ...], held: tuple[int, int]) -> bool:
+    return there.order == order or held[0] == held[1]
+
+
 def _read(there: Spec, here: Spec, held: tuple[int, int], fill: Fill, target: Tensor) -> None:
     """Read elements of a tensor, as they are counted here, into `target`, (stop - start,).
 
     Where they can not go there as the file has them, one tensor is in memory besides.
     """
     dtype = dtype_of(there.dtype)
-    is_ordered = there.order == here.order or held[0] == held[1]
+    start, stop = _range_in(there, here.order, held)
+    is_ordered = _is_in_order(there, here.order, held)
     if is_ordered and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
-        fill(there.name, held[0], bytes_of(target))
+        fill(there.name, start, bytes_of(target))
         return
-    values = torch.empty(held[1] - held[0] if is_ordered else there.numel, dtype=dtype)
-    fill(there.name, held[0] if is_ordered else 0, bytes_of(values))
+    values = torch.empty(stop - start, dtype=dtype)
+    fill(there.name, start, bytes_of(values))
     if not is_ordered:
         rows = to_rows(values, there)
         values = (rows.permute(here.order) if here.order else rows).reshape(-1)[held[0] : held[1]]
@@ -234,12 +264,15 @@ def _is_described(one: Any) -> bool:
     """Tell whether a value describes an optimizer, as far as it is read without asking."""
     if not isinstance(one, dict) or set(one) != {"class", "groups", "states", "steps"}:
         return False
-    if not isinstance(one["groups"], list) or type(one["steps"]) is not int or one["steps"] < 0:
+    if not isinstance(one["groups"], list) or type(one["steps"]) is not int or not 0 <= one["steps"] < MAX_STEPS:
         return False
     if not isinstance(one["states"], dict) or not all(isinstance(state, dict) for state in one["states"].values()):
         return False
     return all(
-        isinstance(group, dict) and set(group) == {"options", "params"} and isinstance(group["options"], dict)
+        isinstance(group, dict)
+        and set(group) == {"options", "params"}
+        and isinstance(group["options"], dict)
+        and "params" not in group["options"]
         for group in one["groups"]
     )
 
@@ -255,22 +288,33 @@ def _is_loss_scale(scale: Any) -> bool:
     return scale is None or (
         isinstance(scale, list)
         and [type(part) for part in scale] == [float, int, list]
-        and all(type(value) is float for value in scale[2])
+        and 0 <= scale[1] < MAX_STEPS
+        and all(type(value) is float and 0.0 < value < math.inf for value in [scale[0], *scale[2]])
     )
 
 
 def _check_states(optimizers: Sequence[ShardedOptimizer], content: Content) -> None:
     """Raise unless each state belongs to a parameter of its optimizer, and is of its shape."""
     reader = content.reader
-    slots = {f"{place}/{slot_of(m).name}": slot_of(m) for place, one in enumerate(optimizers) for m in one.masters}
+    slots = _slots_of(optimizers)
     listed = {f"{place}/{name}" for place, one in enumerate(content.optimizers) for name in one["states"]}
     if strangers := sorted(listed - slots.keys()):
         raise CheckpointError(f"{reader.path}: the state of '{strangers[0]}' belongs to no parameter here.")
     for spec in reader.states.values():
-        number, _, rest = spec.name.partition("/")
-        name = f"{number}/{rest.partition('/')[2]}"
+        name = _owner_of(spec)
         if spec.kind == "state" and (name not in listed or spec.shape != slots[name].bucket.shapes[slots[name].index]):
             raise CheckpointError(f"{reader.path}: the state '{spec.name}' {spec.shape} belongs to no parameter here.")
+
+
+def _slots_of(optimizers: Sequence[ShardedOptimizer]) -> dict[str, Slot]:
+    """Return the parameters by the place of their optimizer and their name, as in "0/weight"."""
+    return {f"{place}/{slot_of(m).name}": slot_of(m) for place, one in enumerate(optimizers) for m in one.masters}
+
+
+def _owner_of(state: Spec) -> str:
+    """Return the optimizer and the parameter of a state, as in "0/weight" of "0/exp_avg/weight"."""
+    number, _, rest = state.name.partition("/")
+    return f"{number}/{rest.partition('/')[2]}"
 
 
 def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, cast: bool) -> None:
@@ -334,6 +378,20 @@ def _check_generators(engine: Engine, reader: CheckpointReader) -> None:
             raise CheckpointError(
                 f"{reader.path}: the random generator '{name}' of rank {rank} is missing or another's."
             )
+    try:
+        check_generators(_generators_of(engine, reader))
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{reader.path}: a random generator of rank {rank} can not be so ({error}).") from error
+
+
+def _generators_of(engine: Engine, reader: CheckpointReader) -> dict[str, Tensor]:
+    """Read the generators of this rank."""
+    states = {}
+    for name in read_generators(engine.mesh.device):
+        full_name = f"rng/{engine.mesh.rank}/{name}"
+        if (spec := reader.states.get(full_name)) is not None:
+            states[name] = tensor_of(reader.read_state(full_name, 0, spec.numel), "U8")
+    return states
 
 
 def _restore(engine: Engine, content: Content) -> None:
@@ -342,9 +400,4 @@ def _restore(engine: Engine, content: Content) -> None:
         scale.value, scale._good_steps, scale.history = content.loss_scale
         scale.has_overflowed = False
     if engine.mesh.rank < content.reader.manifest.world_size:
-        states = {}
-        for name in read_generators(engine.mesh.device):
-            full_name = f"rng/{engine.mesh.rank}/{name}"
-            if (spec := content.reader.states.get(full_name)) is not None:
-                states[name] = tensor_of(content.reader.read_state(full_name, 0, spec.numel), "U8")
-        write_generators(states, engine.mesh.device)
+        write_generators(_generators_of(engine, content.reader), engine.mesh.device)

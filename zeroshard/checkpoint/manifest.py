@@ -15,9 +15,10 @@ Note: the folder
     reads what any other wrote: it looks for the ranges that meet its own.
 """
 
+import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
@@ -83,7 +84,7 @@ _LAST_LINE = re.compile(rb"\n\{\"crc32\":(\d{1,10})\}\n")
 _MAX_INTEGER = 2**63 - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Spec:
     """One tensor: what it is, and how its elements are counted.
 
@@ -111,7 +112,7 @@ class Spec:
         return ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Elements [start, stop) of tensor `tensor` (its place in the manifest)."""
 
@@ -171,13 +172,15 @@ def is_own_name(name: str) -> bool:
 
 def make_header(tensors: Sequence[Spec], chunks: Sequence[Chunk]) -> bytes:
     """Return the beginning of a safetensors file: the length of the table, and the table."""
-    table, offset = {}, 0
+    # As texts, not as objects, which would take several times the memory: the manifest may be hostile.
+    entries, offset = [], 0
     for chunk in chunks:
         spec, numel = tensors[chunk.tensor], chunk.stop - chunk.start
-        end = offset + numel * spec.item_bytes
-        table[f"{spec.name}@{chunk.start}"] = {"dtype": spec.dtype, "shape": [numel], "data_offsets": [offset, end]}
+        end, key = offset + numel * spec.item_bytes, f"{spec.name}@{chunk.start}"
+        value = f'{{"data_offsets":[{offset},{end}],"dtype":"{spec.dtype}","shape":[{numel}]}}'
+        entries.append((key, f"{json.dumps(key)}:{value}"))
         offset = end
-    text = strict.dumps(table, "a tensor file's header")
+    text = f"{{{','.join(entry for _, entry in sorted(entries))}}}".encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -242,13 +245,15 @@ def parse(data: bytes, where: str) -> Manifest:
     if (version := value.get("version").integer()) != VERSION:
         raise CheckpointError(f"{where}: is of format version {version}; this zeroshard reads version {VERSION}.")
     value.has_keys("aliases", "expires", "files", "format", "software", "step", "tensors", "version", "world_size")
+    world_size = value.get("world_size").integer()
+    _check_files(value.get("files").keys(), world_size, where)
     manifest = Manifest(
         value.get("step").integer(),
-        value.get("world_size").integer(),
+        world_size,
         tuple(_parse_spec(item) for item in value.get("tensors").items()),
         _parse_aliases(value.get("aliases")),
         {name: _parse_file(name, item) for name, item in value.get("files").entries()},
-        {key: item.text() for key, item in value.get("software").entries()},
+        value.get("software").texts(),
         value.get("expires").boolean(),
     )
     _check_names(manifest, where)
@@ -273,7 +278,7 @@ def unseal(data: bytes, where: str) -> bytes:
     return text
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Value:
     """A value from a file, and where it came from: each method returns it as one type or raises."""
 
@@ -298,32 +303,45 @@ class _Value:
             raise self.fail("a text")
         return self.value
 
-    def items(self) -> "list[_Value]":
+    def items(self) -> "Iterator[_Value]":
         if not isinstance(self.value, list):
             raise self.fail("a list")
-        return [_Value(item, self.where) for item in self.value]
+        return (_Value(item, self.where) for item in self.value)
 
     def integers(self, most: int = _MAX_INTEGER) -> tuple[int, ...]:
-        return tuple(item.integer(most) for item in self.items())
+        # Without a `_Value` for each: there may be hundreds of thousands.
+        if not isinstance(self.value, list) or not all(type(n) is int and 0 <= n <= most for n in self.value):
+            raise self.fail(f"a list of integers from 0 to {most}")
+        return tuple(self.value)
 
-    def entries(self) -> "list[tuple[str, _Value]]":
-        if not isinstance(self.value, dict):
-            raise self.fail("an object")
-        return [(key, _Value(item, f"{self.where}, '{key[:80]}'")) for key, item in self.value.items()]
+    def texts(self) -> dict[str, str]:
+        if not isinstance(self.value, dict) or not all(isinstance(item, str) for item in self.value.values()):
+            raise self.fail("an object of texts")
+        return self.value
+
+    def keys(self) -> Set[str]:
+        return self._mapping().keys()
+
+    def entries(self) -> "Iterator[tuple[str, _Value]]":
+        return ((key, self.get(key)) for key in self._mapping())
 
     def get(self, key: str) -> "_Value":
-        found = dict(self.entries()).get(key)
-        if found is None:
+        if key not in (mapping := self._mapping()):
             raise self.fail(f"an object with '{key}'")
-        return found
+        return _Value(mapping[key], f"{self.where}, '{key[:80]}'")
 
     def has_keys(self, *keys: str) -> None:
-        if {key for key, _ in self.entries()} != set(keys):
+        if self.keys() != set(keys):
             raise self.fail(f"an object with {', '.join(keys)} and nothing else")
+
+    def _mapping(self) -> dict[str, Any]:
+        if not isinstance(self.value, dict):
+            raise self.fail("an object")
+        return self.value
 
 
 def _parse_spec(value: _Value) -> Spec:
-    items = value.items()
+    items = list(value.items())
     if len(items) not in (4, 5):
         raise value.fail("a tensor's [kind, name, dtype, shape] or these and its order")
     kind, name, dtype = (item.text() for item in items[:3])
@@ -340,7 +358,7 @@ def _parse_spec(value: _Value) -> Spec:
 
 
 def _parse_aliases(value: _Value) -> dict[str, str] | None:
-    return None if value.value is None else {key: item.text() for key, item in value.entries()}
+    return None if value.value is None else value.texts()
 
 
 def _parse_file(name: str, value: _Value) -> FileEntry:
@@ -354,18 +372,20 @@ def _parse_file(name: str, value: _Value) -> FileEntry:
     return FileEntry(value.get("bytes").integer(), value.get("crc32").integers(2**32 - 1), tuple(chunks))
 
 
-def _check_names(manifest: Manifest, where: str) -> None:
-    """Raise where a file's name leads elsewhere, or where something has no name of its own."""
+def _check_files(names: Set[str], world_size: int, where: str) -> None:
+    """Raise unless these are the files of that many ranks: a name never leads elsewhere."""
     expected = {EXTRA} | {
-        file_name(kind, rank, manifest.world_size)
-        for kind in ("model", "state")
-        for rank in range(min(manifest.world_size, len(manifest.files)))
+        file_name(kind, rank, world_size) for kind in ("model", "state") for rank in range(min(world_size, len(names)))
     }
-    for name in sorted(set(manifest.files) ^ expected):
-        what = "names a file that does not belong" if name in manifest.files else "does not name a file that belongs"
-        raise CheckpointError(f"{where}: {what} to a checkpoint of {manifest.world_size} ranks: {name[:200]!r}.")
-    if manifest.world_size < 1:
-        raise CheckpointError(f"{where}: says that {manifest.world_size} ranks wrote it.")
+    for name in sorted(names ^ expected):
+        what = "names a file that does not belong" if name in names else "does not name a file that belongs"
+        raise CheckpointError(f"{where}: {what} to a checkpoint of {world_size} ranks: {name[:200]!r}.")
+    if world_size < 1:
+        raise CheckpointError(f"{where}: says that {world_size} ranks wrote it.")
+
+
+def _check_names(manifest: Manifest, where: str) -> None:
+    """Raise where a tensor has no name of its own."""
     names = [(spec.kind == "model", spec.name) for spec in manifest.tensors]
     if len(set(names)) != len(names):
         raise CheckpointError(f"{where}: a tensor is listed twice.")

@@ -1,13 +1,19 @@
 """Reading a checkpoint's files, with every byte checked against the manifest before it is handed out.
 
 Owns the way from a folder to verified bytes. It must not know torch or what tensors are for. Read `manifest.py` first.
+
+Note: once
+    A checksum costs as much as reading three times. So a reader keeps in mind which blocks it has checked, and reads
+    parts of those as they are. What it then hands out is what was checked, or an error: each file must be the same one,
+    with the same size and times of change, from the first time it is opened to after the last byte is read.
 """
 
 import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import final
 
@@ -123,6 +129,8 @@ class CheckpointReader(Source):
         super().__init__(folder, specs, self.manifest.aliases, digest)
         self.states = {spec.name: spec for spec in self.manifest.tensors if spec.kind != "model"}
         self._blocks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._checked: set[tuple[str, int]] = set()
+        self._identities: dict[str, tuple[int, ...]] = {}
         self._check_folder()
         self._places: dict[tuple[bool, str], list[tuple[Chunk, str, int]]] = defaultdict(list)
         for name in self.manifest.files:
@@ -139,14 +147,15 @@ class CheckpointReader(Source):
             raise CheckpointError(f"{self.path / stranger}: is not of this checkpoint; its manifest does not name it.")
         for name, entry in self.manifest.files.items():
             with opened(self.path / name) as descriptor:
+                self._identities[name] = files.identity_of(descriptor)
                 if (nbytes := files.size_of(descriptor)) != entry.nbytes:
                     raise CheckpointError(f"{self.path / name}: has {nbytes} bytes, expected {entry.nbytes}.")
-            if name != EXTRA:
-                header = make_header(self.manifest.tensors, entry.chunks)
-                found = bytearray(len(header))
-                self._fill_bytes(name, 0, memoryview(found))
-                if found != header:
-                    raise CheckpointError(f"{self.path / name}: its header is not what the manifest says.")
+                if name != EXTRA:
+                    header = make_header(self.manifest.tensors, entry.chunks)
+                    found = bytearray(len(header))
+                    read_exactly(descriptor, memoryview(found), 0, self.path / name)
+                    if found != header:
+                        raise CheckpointError(f"{self.path / name}: its header is not what the manifest says.")
 
     def fill(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with elements of a parameter or buffer; see `Source`."""
@@ -171,44 +180,87 @@ class CheckpointReader(Source):
         self._fill_bytes(EXTRA, 0, memoryview(data))
         return bytes(data)
 
-    def verify(self, share: int = 0, shares: int = 1, on_bytes: Callable[[int], None] | None = None) -> None:
+    def verify(
+        self,
+        share: int = 0,
+        shares: int = 1,
+        on_bytes: Callable[[int], None] | None = None,
+        but: frozenset[str] = frozenset(),
+    ) -> None:
         """Check every block of every file, or one of several equal shares of them.
 
         Args:
             on_bytes: is told how many bytes were checked since the last call.
+            but: kinds of tensors; blocks that hold nothing else are left to those who read them.
 
         Raises:
             CheckpointError: a block is damaged; the text names the file.
         """
-        largest = max(entry.nbytes for entry in self.manifest.files.values())
-        buffer = memoryview(bytearray(min(BLOCK_BYTES, largest)))
-        first = 0
-        for name, entry in self.manifest.files.items():
-            with opened(self.path / name) as descriptor:
-                for block in range((share - first) % shares, len(entry.crc32), shares):
+        blocks = [(name, block) for name in self.manifest.files for block in self._blocks_beside(name, but)]
+        self._check(blocks[share::shares], on_bytes)
+
+    def verify_range(self, name: str, start: int, stop: int, *, is_state: bool = False) -> None:
+        """Check the blocks that elements [start, stop) of a tensor lie in; see `verify`."""
+        spec = (self.states if is_state else self.specs)[name]
+        for file, offset, first, last in self._parts((not is_state, name), start, stop):
+            blocks = _blocks_of(offset, offset + (last - first) * spec.item_bytes)
+            self._check([(file, block) for block in blocks], None)
+
+    def _blocks_beside(self, name: str, but: frozenset[str]) -> Iterable[int]:
+        """Return the blocks of a file that hold anything but tensors of some kinds."""
+        if not but:
+            return range(len(self.manifest.files[name].crc32))
+        found: set[int] = set()
+        for chunk, offset in self.manifest.place_of(name):
+            spec = self.manifest.tensors[chunk.tensor]
+            if spec.kind not in but:
+                found.update(_blocks_of(offset, offset + (chunk.stop - chunk.start) * spec.item_bytes))
+        return sorted(found)
+
+    def _check(self, blocks: Sequence[tuple[str, int]], on_bytes: Callable[[int], None] | None) -> None:
+        """Check blocks that are not checked yet, one file after the other."""
+        for name, of_file in groupby((one for one in blocks if one not in self._checked), key=lambda one: one[0]):
+            buffer = memoryview(bytearray(min(BLOCK_BYTES, self.manifest.files[name].nbytes)))
+            with self._open(name) as descriptor:
+                for _, block in of_file:
                     nbytes = len(self._read_block(descriptor, name, block, buffer))
                     if on_bytes is not None:
                         on_bytes(nbytes)
-            first += len(entry.crc32)
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[int]:
+        """Open a file, and raise afterwards if it is not, or no longer, the one that was there at first."""
+        with opened(self.path / name) as descriptor:
+            yield descriptor
+            if files.identity_of(descriptor) != self._identities[name]:
+                raise CheckpointError(f"{self.path / name}: was changed or replaced while it was read.")
 
     def _fill_elements(self, key: tuple[bool, str], spec: Spec, start: int, buffer: memoryview) -> None:
         size = spec.item_bytes
-        stop = start + len(buffer) // size
+        for name, offset, first, last in self._parts(key, start, start + len(buffer) // size):
+            self._fill_bytes(name, offset, buffer[(first - start) * size : (last - start) * size])
+
+    def _parts(self, key: tuple[bool, str], start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
+        """Yield where elements [start, stop) of a tensor are: a file, an offset in bytes, the first and last there."""
         for chunk, name, offset in self._places.get(key, []):
             first, last = max(start, chunk.start), min(stop, chunk.stop)
             if first < last:
-                part = buffer[(first - start) * size : (last - start) * size]
-                self._fill_bytes(name, offset + (first - chunk.start) * size, part)
+                yield name, offset + (first - chunk.start) * self.manifest.tensors[chunk.tensor].item_bytes, first, last
 
     def _fill_bytes(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with verified bytes of a file: blocks that lie in it wholly straight, of others a part."""
+        """Fill `buffer` with checked bytes of a file."""
         end = offset + len(buffer)
-        for block in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES) if buffer else 0):
+        blocks = _blocks_of(offset, end)
+        if all((name, block) in self._checked and (name, block) not in self._blocks for block in blocks):
+            with self._open(name) as descriptor:
+                read_exactly(descriptor, buffer, offset, self.path / name)
+            return
+        for block in blocks:
             base = block * BLOCK_BYTES
             first, last = max(offset, base), min(end, base + self._block_bytes(name, block))
             part = buffer[first - offset : last - offset]
             if len(part) == self._block_bytes(name, block):
-                with opened(self.path / name) as descriptor:
+                with self._open(name) as descriptor:
                     self._read_block(descriptor, name, block, part)
             else:
                 part[:] = self._keep_block(name, block)[first - base : last - base]
@@ -222,7 +274,7 @@ class CheckpointReader(Source):
             if len(self._blocks) == KEPT_BLOCKS:
                 self._blocks.popitem(last=False)
             buffer = memoryview(bytearray(min(BLOCK_BYTES, self.manifest.files[name].nbytes)))
-            with opened(self.path / name) as descriptor:
+            with self._open(name) as descriptor:
                 self._blocks[name, block] = self._read_block(descriptor, name, block, buffer)
         self._blocks.move_to_end((name, block))
         return self._blocks[name, block]
@@ -236,4 +288,10 @@ class CheckpointReader(Source):
                 f"{self.path / name}: bytes from {block * BLOCK_BYTES} are damaged: their checksum is {found}, "
                 f"expected {entry.crc32[block]}."
             )
+        self._checked.add((name, block))
         return content
+
+
+def _blocks_of(first: int, last: int) -> range:
+    """Return the blocks in which bytes [first, last) of a file lie."""
+    return range(first // BLOCK_BYTES, -(-last // BLOCK_BYTES) if last > first else 0)

@@ -5,17 +5,20 @@ so that a hostile file costs neither time nor memory.
 """
 
 import json
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from zeroshard.core.errors import CheckpointError
 
-__all__ = ["MAX_BYTES", "MAX_VALUES", "dumps", "loads"]
+__all__ = ["MAX_BYTES", "MAX_PARSED_BYTES", "dumps", "loads"]
 
-MAX_BYTES = 16 << 20
-"""Largest JSON text: the manifest of some 100,000 tensors."""
+MAX_BYTES: Final = 16 << 20
+"""Largest JSON text."""
 
-MAX_VALUES = 1_000_000
-"""Most values in one text, so that parsing takes less than a second and 64 MiB."""
+MAX_PARSED_BYTES: Final = 28 << 20
+"""Most memory that the values of a text may take, by an estimate: the manifest of some 40,000 tensors, or of 2 TiB."""
+
+_BYTES_OF: Final = ((b",", 40), (b'"', 30), (b"[", 80), (b"{", 240))
+"""What CPython spends on what a mark stands for: a value, half a text, a list, an object."""
 
 
 def dumps(value: Any, where: str) -> bytes:
@@ -53,9 +56,11 @@ def loads(data: bytes, where: str) -> Any:
 def _check_limits(data: bytes, where: str) -> None:
     if len(data) > MAX_BYTES:
         raise CheckpointError(f"{where}: {len(data)} bytes of JSON; at most {MAX_BYTES} are read.")
-    values = 1 + sum(data.count(mark) for mark in (b",", b"[", b"{"))
-    if values > MAX_VALUES:
-        raise CheckpointError(f"{where}: {values} values; at most {MAX_VALUES} are read.")
+    parsed_bytes = len(data) + sum(nbytes * data.count(mark) for mark, nbytes in _BYTES_OF)
+    if parsed_bytes > MAX_PARSED_BYTES:
+        raise CheckpointError(
+            f"{where}: its values would take some {parsed_bytes} bytes of memory; at most {MAX_PARSED_BYTES} are spent."
+        )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

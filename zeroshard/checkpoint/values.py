@@ -151,5 +151,7 @@ def _decode_word(word: str, content: Any, where: str, depth: int, count: int) ->
         data = bytearray(base64.b64decode(content["data"], validate=True))
         if len(data) > MAX_TENSOR_BYTES:
             raise ValueError(f"a tensor of {len(data)} bytes")
+        if any(size < 0 for size in content["shape"]):
+            raise ValueError(f"a tensor of shape {content['shape']}")
         return tensor_of(data, content["dtype"]).reshape(content["shape"])
     raise ValueError("an unknown word")

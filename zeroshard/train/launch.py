@@ -8,6 +8,9 @@ Note: Ctrl-C
     passes the signal on and waits; the ranks finish their step, agree to stop, write what they have and end. They get
     as long for it as a rank waits for the others (`zero.watchdog_s`). A second signal ends them at once. A rank that is
     still starting, and holds nothing worth writing, ends at once, too.
+Note: network
+    Ranks of one host need no network: the launcher's store and gloo's connections are on the loopback interface, where
+    no other host can reach them.
 Note: no orphans
     A launcher that is killed can pass nothing on. So a rank looks after the process that started it, and ends with it.
 """
@@ -16,6 +19,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -28,6 +32,7 @@ __all__ = ["StopSignal", "follow_launcher", "is_first_rank", "joined_world_size"
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S: Final = 1.0
+_LOOPBACK: Final = "127.0.0.1"
 _RANK_MAIN: Final = """
 import os, signal
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -73,6 +78,7 @@ def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> 
     Returns:
         The exit status: 0, that of the first rank that failed, or 128 and the number of the signal that ended it all.
     """
+    from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -81,14 +87,23 @@ def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> 
     # Not an argument of LaunchConfig: not every torch has that, and the launcher's own default is half a minute.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(patience_s)))
     _quieten()
+    listener = socket.socket()
+    listener.bind((_LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    # A store that opens its port by itself listens on all interfaces. Within a process, stores of one port share what
+    # listens there, so the launcher's own store, made with the same port, listens on loopback, too.
+    store = TCPStore(
+        _LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+    )
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
+        rdzv_backend="static",
+        rdzv_endpoint=f"{_LOOPBACK}:{store.port}",
+        rdzv_configs={"rank": 0},
+        local_addr=_LOOPBACK,
         max_restarts=0,
     )
     try:
