@@ -14,6 +14,7 @@ from zeroshard.core.residency import Replicated, Residency, Sharded
 from zeroshard.core.trace import Event, Memory, Trace, Traffic
 from zeroshard.core.version import VERSION as __version__
 from zeroshard.handle import Zero, shard
+from zeroshard.report.profile import Profile
 from zeroshard.state.average import Average
 from zeroshard.state.start import init
 
@@ -25,6 +26,7 @@ __all__ = [
     "Memory",
     "Mesh",
     "Precision",
+    "Profile",
     "RankMismatchError",
     "Replicated",
     "Residency",

@@ -35,6 +35,7 @@ __all__ = ["Terminal", "main"]
 
 _COLUMNS: Final = ("states", "gradients", "parameters", "padding", "transient")
 _PLAIN_WIDTH: Final = 100
+_PROFILED_STEPS: Final = 3
 
 
 def main() -> None:
@@ -69,6 +70,7 @@ def train(
     name: Annotated[str | None, typer.Option(help="Files go to runs/NAME/; a run there goes on.")] = None,
     steps: Annotated[int | None, typer.Option(help="Updates of the parameters.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of parameters, data order and sample.")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Show where the time of some steps goes.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run; refuse where there is one.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and stop.")] = False,
 ) -> None:
@@ -86,6 +88,7 @@ def train(
         "run.name": name,
         "train.steps": steps,
         "run.seed": seed,
+        "run.profile_steps": _PROFILED_STEPS if profile else None,
     }
     settings = [f"{key}={value}" for key, value in options.items() if value is not None] + (overrides or [])
     joined = joined_world_size()
@@ -266,6 +269,8 @@ class Terminal:
             self._console.rule()
         self._console.print(_memory_table(summary.ranks))
         self._console.print(_traffic_table(summary.ranks))
+        if summary.profile:
+            self._console.print(summary.profile, markup=False, soft_wrap=True)
         self._console.print(_closing_line(summary), soft_wrap=True)
 
 

@@ -32,6 +32,7 @@ from zeroshard.core.stages import DEFAULT_STAGE, name_of_row, row_of_stage
 from zeroshard.core.trace import Ledger, Memory, Trace, Traffic
 from zeroshard.core.unit import Unit
 from zeroshard.core.version import VERSION
+from zeroshard.report.profile import Profile
 from zeroshard.state import accounting
 from zeroshard.state.admission import state_cost
 from zeroshard.state.average import Average, count_averages
@@ -92,7 +93,8 @@ def shard(
         stage: 0 to 3, a row of the residency table by name; 3 by default.
         residency: a row of one's own, instead of `stage`.
         precision: "fp32" (all as it is), "bf16", "fp16" (with a dynamic loss scale), or a `Precision`.
-        units: what is gathered and reduced together: modules, classes or class names; by default blocks are found.
+        units: what is gathered and reduced together: modules, classes or class names; by default blocks are found, and
+            small ones joined.
         cut: where a boundary between ranks may fall: "element", "row" (first dimension) or "tensor".
         reduction: "mean" over ranks, as data parallelism does, or "sum", for losses weighted by tokens.
         elementwise: True vouches for an optimizer that is not known; None tries it.
@@ -518,6 +520,28 @@ class Zero:
     def memory(self) -> Memory:
         """Return the bytes that this rank holds, held at most, and is predicted to hold."""
         return count_averages(accounting.measure(self._engine, self._sharded), self._averages)
+
+    def profile(self) -> Profile:
+        """Return what counts, inside `with`, where the time of steps goes on this rank: see `zs.Profile`.
+
+        Raises:
+            RuntimeError: on entering it inside a pass.
+
+        ```python
+        import torch, zeroshard as zs
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        zero = zs.shard(model, optimizer)
+        with zero.profile() as profile:
+            for _ in range(3):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert profile.steps == 3 and profile.seconds["optimizer"] > 0
+        ```
+        """
+        return Profile(self._engine, self._model, self._sharded)
 
     def traffic(self) -> Traffic:
         """Return the bytes that this rank has sent, and what a step with one micro-batch sends."""

@@ -73,13 +73,14 @@ def test_dry_run_prints_the_resolved_configuration(monkeypatch, capsys, tmp_path
     options = ["--config", str(path), "--depth", "3", "--ranks", "4", "--stage", "2", "--data", "/x", "--name", "n"]
     status, out, _ = _main(
         monkeypatch, capsys, "train", *options, "--steps", "9", "--seed", "5", "--model", "hf:m", "--precision", "bf16",
-        "--dry-run", "zero.cut=row",
+        "--dry-run", "--profile", "zero.cut=row",
     )  # fmt: skip
     assert status == 0
     path.write_text(out, "utf-8")
     config = load_config(path)
     assert (config.model.depth, config.run.ranks, config.zero.stage, config.data.path) == (3, 4, 2, "/x")
     assert (config.run.name, config.train.steps, config.run.seed, config.zero.cut) == ("n", 9, 5, "row")
+    assert config.run.profile_steps == 3
     assert (config.train.clip, config.train.precision, config.model.source) == (0.5, "bf16", "hf:m")
 
 
@@ -121,7 +122,7 @@ def _told(is_terminal):
         terminal.finished(
             Summary(
                 "x", "a model", False, 2, [], 1, 10, 2, 1, "stage 1", 3.25, 1.5, 2.125, 20, 1000.0, 180.0, 185.0,
-                [of_rank, of_rank], {}, "[b]sample", {},
+                [of_rank, of_rank], {}, "[b]sample", {}, "[rank 0/2] a profile",
             )
         )  # fmt: skip
     return out.getvalue()
@@ -137,6 +138,7 @@ def test_what_a_person_sees(is_terminal):
     assert "loss 3.2500  1,000 tokens/s  3.0 MB/rank" in plain
     assert "eval after step 2: 2.1250 bits per byte on 999 held-out bytes" in plain
     assert "[b]sample" in plain
+    assert "[rank 0/2] a profile" in plain
     assert "2.1250 bits per byte held out, 2 steps, 1,000 tokens/s, 3:05 in all" in plain
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in plain.splitlines() if line.startswith("│")]
     assert ["rank 1 predicted", "2,000,000", "500,000", "500,000", "64", "7"] in rows

@@ -98,6 +98,17 @@ def test_stages_agree_bit_for_bit_and_predictions_hold(tmp_path):
         _check_bytes(run["summary"])
 
 
+def test_a_run_can_be_profiled(tmp_path):
+    variants = [["run.ranks=2", "run.profile_steps=2"], ["run.ranks=2", "run.profile_steps=2", "train.steps=2"]]
+    told, short = run_ranks(_run_several, 2, str(tmp_path), variants)[0]
+    assert told["summary"]["profile"].startswith("[rank 0/2] 2 step(s) in ")
+    trace = json.loads((tmp_path / "0" / "profile.json").read_text())
+    steps = [(event["pid"], event["name"]) for event in trace["traceEvents"] if event["name"] == "step"]
+    assert sorted(steps) == [(0, "step")] * 2 + [(1, "step")] * 2
+    assert short["summary"]["profile"] == "no step was profiled: of the 2 made, the first 2 are left out"
+    assert not (tmp_path / "1" / "profile.json").exists()
+
+
 def test_data_and_loss_do_not_depend_on_the_rank_count(tmp_path):
     (two, _) = run_ranks(_run, 2, str(tmp_path), ["run.ranks=2"])
     one = _run(tmp_path, ["run.ranks=1", "run.name=one"])

@@ -29,7 +29,7 @@ from zeroshard.core.schedule import ROOT
 from zeroshard.core.trace import Ledger
 from zeroshard.core.unit import Unit
 
-__all__ = ["Engine", "Frame", "Gathered"]
+__all__ = ["Engine", "Frame", "Gathered", "tensors_in"]
 
 Tensor = torch.Tensor
 
@@ -142,7 +142,8 @@ class Engine:
                 frame.saved.__exit__(None, None, None)
             return
         for number in frame.taken:
-            if not self.units[number].users:
+            unit = self.units[number]
+            if not unit.users and (not unit.blocks or unit.blocks[-1] is module):
                 self.order.leave(number)
         if frame.has_grad:
             self._hint_begin(frame.units, outputs)
@@ -283,13 +284,13 @@ class Engine:
             for number in targets:
                 self._need_in_backward(number)
 
-        for tensor in _tensors_in(outputs):
+        for tensor in tensors_in(outputs):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(begin)
 
     def _hint_end(self, units: tuple[int, ...], inputs: Any) -> None:
         targets = tuple(number for number in units if number != ROOT)
-        tensors = [t for t in _tensors_in(inputs) if t.requires_grad and t.grad_fn is not None] if targets else []
+        tensors = [t for t in tensors_in(inputs) if t.requires_grad and t.grad_fn is not None] if targets else []
         if not tensors:
             return
         has_fired = False
@@ -429,14 +430,14 @@ def _is_inside_reentrant_checkpoint() -> bool:
     return False
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in nested tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
-        return [t for item in value for t in _tensors_in(item)]
+        return [t for item in value for t in tensors_in(item)]
     if isinstance(value, dict):
-        return [t for item in value.values() for t in _tensors_in(item)]
+        return [t for item in value.values() for t in tensors_in(item)]
     if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        return [t for name in value.__dataclass_fields__ for t in _tensors_in(getattr(value, name, None))]
+        return [t for name in value.__dataclass_fields__ for t in tensors_in(getattr(value, name, None))]
     return []

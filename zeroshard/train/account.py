@@ -41,7 +41,7 @@ def describe_start(run: Run) -> Start:
     )
 
 
-def summarize(run: Run, sample: str, is_interrupted: bool) -> Summary:
+def summarize(run: Run, sample: str, profile: str, is_interrupted: bool) -> Summary:
     """Sum the run up. Collective: all-gathers of the ranks' bytes; every rank must call."""
     config, tally = run.config, run.tally
     last, tokens = tally.last_eval, tally.steps * tokens_per_step(config)
@@ -67,6 +67,7 @@ def summarize(run: Run, sample: str, is_interrupted: bool) -> Summary:
         data=describe_data(run),
         sample=sample,
         versions=_versions(),
+        profile=profile,
     )
 
 
@@ -75,7 +76,7 @@ def _rank_bytes(run: Run) -> list[RankBytes]:
     tally = run.tally
     memory = tally.memory or run.zero.memory()
     sent = Counter(run.zero.traffic().sent_bytes)
-    steps = tally.steps - (tally.resumed_at[-1] if tally.resumed_at else 0)
+    steps = tally.steps_of_start
     of_step = tally.predicted_step_bytes
     columns = [
         _by_rank(run, bytes_)

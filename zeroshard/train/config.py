@@ -135,6 +135,7 @@ class Run(_Section):
     )
     ranks: int = Field(default=2, ge=1, description="processes; torchrun's own number wins where it started them")
     seed: int = Field(default=1, ge=0, description="of parameters, data order and sample")
+    profile_steps: int = Field(default=0, ge=0, description="steps to profile, after the first two; 0 for none")
     log_every: int = Field(
         default=50, ge=1, description="steps between lines where there is no terminal for a progress bar"
     )

@@ -33,6 +33,9 @@ from zeroshard.train.run import Run, check_equal
 __all__ = ["train"]
 
 _EVAL_WINDOWS: Final = 8
+_UNPROFILED_STEPS: Final = 2
+"""The first steps of a start agree on an order and touch memory for the first time."""
+_PROFILE: Final = "profile.json"
 
 
 def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool] = lambda: False) -> Summary:
@@ -82,7 +85,8 @@ def _train(run: Run, tell: Reporters, is_stop_wanted: Callable[[], bool]) -> Sum
     saver, is_interrupted = Saver(run, tell), False
     _evaluate_if_due(run, tell)
     while tally.steps < steps and not is_interrupted:
-        record, is_interrupted, is_due = _step(run, is_stop_wanted, saver.is_due)
+        with _profile_if_wanted(run):
+            record, is_interrupted, is_due = _step(run, is_stop_wanted, saver.is_due)
         tell.stepped(record)
         if run.config.zero.check_every and tally.steps % run.config.zero.check_every == 0:
             run.zero.check_copies()
@@ -91,9 +95,30 @@ def _train(run: Run, tell: Reporters, is_stop_wanted: Callable[[], bool]) -> Sum
         if is_due or is_interrupted or tally.steps == steps:
             saver.save()
     sample = "" if is_interrupted else _sample(run)
-    summary = summarize(run, sample, is_interrupted)
+    summary = summarize(run, sample, _tell_profile(run), is_interrupted)
     tell.finished(summary)
     return summary
+
+
+def _profile_if_wanted(run: Run) -> contextlib.AbstractContextManager[object]:
+    """Return the context of one step: the profile, or nothing."""
+    made = run.tally.steps_of_start - _UNPROFILED_STEPS
+    return run.profile if 0 <= made < run.config.run.profile_steps else contextlib.nullcontext()
+
+
+def _tell_profile(run: Run) -> str:
+    """Write the trace of the profiled steps, and return their table.
+
+    Collective: all-gathers of some bytes an event, where steps were profiled; every rank must call.
+    """
+    if not run.config.run.profile_steps:
+        return ""
+    if not run.profile.steps:
+        return (
+            f"no step was profiled: of the {run.tally.steps_of_start} made, the first {_UNPROFILED_STEPS} are left out"
+        )
+    run.profile.save(run.config.folder / _PROFILE)
+    return run.profile.table()
 
 
 def _step(

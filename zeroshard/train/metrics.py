@@ -116,6 +116,7 @@ class Summary:
         tokens_per_s: of the training steps, over all ranks.
         train_s: spent in training steps; `wall_s` also counts start, evaluations and sample.
         ranks: by rank.
+        profile: the table of the profiled steps, of rank 0; empty where none was wanted.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Summary:
     data: Mapping[str, str | int]
     sample: str
     versions: Mapping[str, str]
+    profile: str = ""
 
 
 class Reporter(Protocol):

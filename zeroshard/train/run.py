@@ -80,6 +80,7 @@ class Run:
             cut=config.zero.cut,
             watchdog_s=config.zero.watchdog_s,
         )
+        self.profile = self.zero.profile()
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._factor)
         self.tally = Tally()
 
@@ -116,6 +117,11 @@ class Tally:
     predicted_step_bytes: Counter[str] | None = None
     memory: zs.Memory | None = None
     last_eval: EvalRecord | None = None
+
+    @property
+    def steps_of_start(self) -> int:
+        """How many steps this start has made."""
+        return self.steps - (self.resumed_at[-1] if self.resumed_at else 0)
 
 
 def learning_rate_factor(step: int, *, steps: int, warmup_fraction: float, final_fraction: float) -> float:

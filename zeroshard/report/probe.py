@@ -1,0 +1,253 @@
+"""What of the engine is timed, and how, while somebody looks.
+
+Owns the list of timed methods. The engine knows nothing of it and pays nothing for it: methods are replaced on the
+objects of one model, and put back. Read `Probe.attach` first; `core/engine.py` and `core/order.py` for what they do.
+
+Note: forward and backward
+    The model's own work is what is left between events. Modules of units say when their forward begins and ends, the
+    gradients of their outputs when their backward begins, and each gradient that lands whose it was. Backward ends with
+    autograd's own callback; recomputation in it is backward. On a GPU backward runs on a thread of autograd while the
+    caller's waits for it, so one timeline holds both.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.core.engine import Engine, tensors_in
+from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.core.parameter import slot_of
+from zeroshard.core.schedule import ROOT
+from zeroshard.core.trace import Event
+from zeroshard.core.unit import Reduction
+from zeroshard.report.timeline import (
+    BACKWARD,
+    COPIES,
+    FORWARD,
+    HOOKS,
+    NO_UNIT,
+    OPTIMIZER,
+    OTHER,
+    SENDING,
+    WAITING,
+    Timeline,
+)
+
+__all__ = ["Probe"]
+
+UnitOf = Callable[..., str | None]
+
+
+def _inherited(*args: Any, **kwargs: Any) -> None:
+    """Leave a span the unit of what it is in."""
+
+
+@final
+class Probe:
+    """Times the work on one model.
+
+    Args:
+        optimizers: those whose steps are timed.
+        timeline: what is told.
+    """
+
+    def __init__(
+        self, engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimizer], timeline: Timeline
+    ) -> None:
+        self._engine, self._model, self._optimizers, self._timeline = engine, model, optimizers, timeline
+        self._undo = ExitStack()
+        self._entered: list[tuple[nn.Module, tuple[str, str]]] = []
+        self._is_in_backward = False
+        self._issued = NO_UNIT
+
+    def attach(self) -> None:
+        """Replace what is timed."""
+        self._entered, self._is_in_backward = [], False
+        with ExitStack() as undo:
+            self._undo = undo
+            self._attach_engine()
+            self._attach_bytes()
+            self._watch_modules()
+            for one in self._optimizers:
+                self._time(one.optimizer, "step", OPTIMIZER, before=self._begin_step)
+            self._undo = undo.pop_all()
+
+    def detach(self) -> None:
+        """Put everything back."""
+        self._undo.close()
+
+    def _attach_engine(self) -> None:
+        """Time what the engine decides: in hooks, on parameters, at the ends of passes."""
+        engine = self._engine
+        self._time(engine, "enter", HOOKS, self._unit_entered, before=self._begin_forward)
+        self._time(engine, "exit", HOOKS, after=self._end_forward)
+        self._time(engine, "landed", HOOKS, lambda parameter: self._name(slot_of(parameter).unit), before=self._land)
+        for name in ("demand", "_need_in_backward"):
+            self._time(engine, name, HOOKS, self._name)
+        self._time(engine, "_end_unit", HOOKS, lambda numbers: self._name(numbers[0]))
+        for name in ("complete", "_end_backward"):
+            self._time(engine, name, HOOKS)
+        self._time(engine, "norms", OPTIMIZER)
+        self._time(engine.order, "publish", HOOKS)
+        saved = engine._saved
+        self._time(saved, "_need", HOOKS, self._name, before=self._need)
+        self._time(saved, "_pack", HOOKS)
+        self._time(saved, "_unpack", HOOKS)
+        self._replace(engine.order.trace, "add", lambda add: lambda event: self._note(event, add))
+
+    def _attach_bytes(self) -> None:
+        """Time what moves bytes: units, buckets, reductions, messages."""
+        engine = self._engine
+        for unit in engine.units:
+            owner = self._owner(unit.number)
+            self._time(unit, "start_gather", HOOKS, owner, label="gather")
+            self._time(unit, "wait", HOOKS, owner, label="await")
+            self._time(unit, "release", HOOKS, owner)
+            for bucket in unit.buckets:
+                for name in ("open", "close", "follow_masters"):
+                    self._time(bucket, name, COPIES, owner)
+                for name in ("land", "take_stage", "add_reduced"):
+                    self._time(bucket.grads, name, COPIES, owner)
+        self._time(engine.order, "_finish", COPIES, _unit_of_reduction, label="reduce")
+        for name in ("agree", "collect", "broadcast", "_wait"):
+            if hasattr(engine.comm, name):
+                self._time(engine.comm, name, WAITING)
+        self._time(engine.comm, "gather", SENDING, label="send")
+        self._time(engine.comm, "reduce", SENDING, lambda *args, **kwargs: self._issued, label="send")
+        self._time(engine.comm, "reduce_copies", SENDING, label="send")
+
+    def _watch_modules(self) -> None:
+        """See units that stay whole begin and end: the engine has no hooks on these."""
+        for unit in self._engine.units:
+            if unit.is_whole and unit.number != ROOT:
+                for module in unit.blocks or (self._model.get_submodule(unit.name),):
+                    self._watch(module, unit.name)
+
+    def _watch(self, module: nn.Module, unit: str) -> None:
+        enter = torch.compiler.disable(lambda module, args: self._enter(module, unit))
+        leave = torch.compiler.disable(lambda module, args, output: self._leave(module, output))
+        self._undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+        self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
+
+    # -- what runs between events -----------------------------------------------------------------------------------
+
+    def _begin_forward(self, module: nn.Module, name: str, units: tuple[int, ...], inputs: Any) -> None:
+        if not self._entered:
+            self._is_in_backward = self._is_in_backward and torch._C._current_graph_task_id() != -1
+        self._enter(module, self._unit_entered(module, name, units, inputs))
+
+    def _enter(self, module: nn.Module, unit: str) -> None:
+        self._entered.append((module, self._timeline.resting))
+        self._timeline.rest(BACKWARD if self._is_in_backward else FORWARD, unit)
+
+    def _end_forward(self, module: nn.Module, outputs: Any) -> None:
+        self._leave(module, outputs)
+
+    def _leave(self, module: nn.Module, outputs: Any) -> None:
+        """Go back to what ran around a module, and see the backward of its outputs begin."""
+        if not self._entered or self._entered[-1][0] is not module or not self._timeline.is_running:
+            return
+        unit = self._timeline.resting[1]
+        self._timeline.rest(*self._entered.pop()[1])
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad and not self._is_in_backward:
+                tensor.register_hook(lambda grad: self._backward_of(unit))
+
+    def _backward_of(self, unit: str) -> None:
+        if self._timeline.is_running:
+            self._begin_backward(unit)
+            self._timeline.rest(BACKWARD, unit)
+
+    def _begin_backward(self, unit: str) -> None:
+        """Know that a backward pass is under way, up to autograd's own callback."""
+        if not self._is_in_backward and torch._C._current_graph_task_id() != -1:
+            self._is_in_backward = True
+            self._timeline.rest(BACKWARD, unit)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _need(self, number: int) -> None:
+        self._begin_backward(self._name(number))
+
+    def _land(self, parameter: Tensor) -> None:
+        unit = self._name(slot_of(parameter).unit)
+        self._begin_backward(unit)
+        self._timeline.was(BACKWARD, unit)
+
+    def _end_backward(self) -> None:
+        self._is_in_backward = False
+        if self._timeline.is_running:
+            self._timeline.rest(OTHER, NO_UNIT)
+
+    def _begin_step(self, *args: Any, **kwargs: Any) -> None:
+        # A backward that failed never came to its callback.
+        self._end_backward()
+
+    # -- names ------------------------------------------------------------------------------------------------------
+
+    def _name(self, number: int) -> str:
+        return self._engine.units[number].name
+
+    def _owner(self, number: int) -> UnitOf:
+        return lambda *args, **kwargs: self._name(number)
+
+    def _unit_entered(self, module: nn.Module, name: str, units: tuple[int, ...], inputs: Any) -> str:
+        return self._name(units[-1] if units else ROOT)
+
+    def _note(self, event: Event, add: Callable[[Event], None]) -> None:
+        """Keep whose turn it is: an event is added just before what it tells of begins."""
+        self._issued = event.unit
+        add(event)
+
+    # -- replacing --------------------------------------------------------------------------------------------------
+
+    def _time(
+        self,
+        target: object,
+        name: str,
+        category: str,
+        unit_of: UnitOf = _inherited,
+        *,
+        label: str = "",
+        before: Callable[..., None] | None = None,
+        after: Callable[..., None] | None = None,
+    ) -> None:
+        """Make each call of a method a span.
+
+        Args:
+            unit_of: takes what the method takes and returns the unit.
+            label: what the span is called, if not as the method.
+            before: takes what the method takes, before the span begins; `after` when it is over.
+        """
+        timeline, label = self._timeline, label or name.lstrip("_")
+
+        def around(call: Callable[..., Any]) -> Callable[..., Any]:
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                if not timeline.is_running:
+                    # A graph that outlives the profile holds hooks that were made in it.
+                    return call(*args, **kwargs)
+                if before is not None:
+                    before(*args, **kwargs)
+                timeline.begin(label, category, unit_of(*args, **kwargs))
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    timeline.end()
+                    if after is not None:
+                        after(*args, **kwargs)
+
+            return timed
+
+        self._replace(target, name, around)
+
+    def _replace(self, target: object, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put something around a method of one object until `detach`."""
+        had, call = name in vars(target), getattr(target, name)
+        setattr(target, name, around(call))
+        self._undo.callback(setattr, target, name, call) if had else self._undo.callback(delattr, target, name)
+
+
+def _unit_of_reduction(reduction: Reduction) -> str:
+    return reduction._unit.name

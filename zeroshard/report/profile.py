@@ -1,0 +1,219 @@
+"""Where the time of steps went on this rank: by category, by unit, as a table and as a trace for Perfetto.
+
+Owns what a person is shown. What is timed is in `report/probe.py`, how in `report/timeline.py`.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Self, final
+
+import torch
+from torch import nn
+
+from zeroshard.core.engine import Engine
+from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.report.probe import Probe
+from zeroshard.report.timeline import CATEGORIES, NO_UNIT, Slice, Timeline
+
+__all__ = ["Profile"]
+
+_NS: Final = 1e-9
+_MS_OF_NS: Final = 1e-6
+_ROOT_NAME: Final = "(root)"
+
+
+@final
+class Profile:
+    """The time of steps on this rank. It counts inside `with`, and goes on counting when it is entered again.
+
+    Categories, none of which holds time of another:
+
+    - "forward", "backward": the model's own work, recomputation in backward included. Backward begins at the gradient
+      of the model's outputs; a loss that is computed outside the model is "other".
+    - "waiting": for messages of other ranks, and for them to agree.
+    - "sending": handing messages to the backend, rounded to what they are sent in.
+    - "copies": gradients that land, sums, shards copied to where they are gathered, casts of masters, memory taken and
+      given back.
+    - "hooks": the engine's own Python around these.
+    - "optimizer": updates, their check for finite gradients, norms.
+    - "other": the program around the model.
+
+    Times are the host's. On a GPU the device works behind the host, so that they say what the host was busy with, and
+    the device's own time is where the host waits for it. Looking costs about a microsecond for each event; a model that
+    is not looked at pays nothing.
+
+    ```python
+    import torch, zeroshard as zs
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero = zs.shard(model, optimizer)
+    with zero.profile() as profile:
+        model(torch.ones(8, 64)).sum().backward()
+        optimizer.step()
+    assert abs(sum(profile.seconds.values()) - profile.wall_s) < 1e-9
+    assert profile.steps == 1 and "forward" in profile.table()
+    ```
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimizer]) -> None:
+        self._engine, self._timeline = engine, Timeline()
+        self._probe = Probe(engine, model, optimizers, self._timeline)
+        self.steps = 0
+        """Updates that were counted."""
+
+    def __enter__(self) -> Self:
+        self._engine.check_outside_pass("A profile can not begin")
+        self._probe.attach()
+        self.steps -= self._steps_so_far()
+        self._timeline.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._timeline.stop()
+        self.steps += self._steps_so_far()
+        self._probe.detach()
+
+    def _steps_so_far(self) -> int:
+        return self._engine.order.steps + self._engine.order.has_stepped
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds by category; they add up to `wall_s`."""
+        return {category: _NS * self._sum_ns(category) for category in CATEGORIES}
+
+    @property
+    def units(self) -> Mapping[str, Mapping[str, float]]:
+        """Seconds by unit, as `zero.units` names them, and category; "(no unit)" is what belongs to none."""
+        spent = self._timeline.spent_ns
+        return {unit: {one: _NS * spent[one, unit] for one in CATEGORIES} for unit in self._names()}
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds inside the context."""
+        return _NS * self._timeline.spent_ns.total()
+
+    @property
+    def slices(self) -> Sequence[Slice]:
+        """What began when and took how long, in the order of the ends."""
+        return tuple(self._timeline.slices)
+
+    def _names(self) -> list[str]:
+        # Large parameters of one module are units of one name.
+        return [*dict.fromkeys(unit.name for unit in self._engine.units), NO_UNIT]
+
+    def _sum_ns(self, category: str) -> int:
+        return sum(ns for (one, _), ns in self._timeline.spent_ns.items() if one == category)
+
+    def table(self) -> str:
+        """Return plain text, a line for each unit: milliseconds of a step by category.
+
+        ```python
+        import torch, zeroshard as zs
+
+        zero = zs.shard(torch.nn.Linear(4, 1))
+        with zero.profile() as profile:
+            pass
+        assert profile.table() == str(profile)
+        ```
+        """
+        spent, steps = self._timeline.spent_ns, max(1, self.steps)
+        rows = {name or _ROOT_NAME: [spent[one, name] for one in CATEGORIES] for name in self._names()}
+        rows["total"] = totals = [self._sum_ns(category) for category in CATEGORIES]
+        cells = [[name, *(_ms(ns / steps) for ns in (*row, sum(row)))] for name, row in rows.items()]
+        wall = max(1, sum(totals))
+        cells.append(["share", *(f"{100 * ns / wall:.1f}%" for ns in (*totals, sum(totals)))])
+        kind = "" if self._engine.mesh.device.type == "cpu" else "; times of the host, behind which the device works"
+        title = f"{self._engine.mesh} {self.steps} step(s) in {self.wall_s:.3f} s; milliseconds of a step{kind}"
+        return "\n".join([title, *_aligned([["unit", *CATEGORIES, "total"], *cells])])
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def save(self, path: str | Path) -> None:
+        """Write what all ranks did as a Chrome trace, for https://ui.perfetto.dev: a process for each rank.
+
+        Ranks of one host share a clock; between hosts it is as good as their clocks are.
+
+        Args:
+            path: a file, overwritten; rank 0 writes it.
+
+        Raises:
+            OSError: on every rank, if it can not be written.
+
+        Collective: all-gathers of some ten bytes an event; every rank must call.
+
+        ```python
+        import json, pathlib, tempfile, torch, zeroshard as zs
+
+        zero = zs.shard(torch.nn.Linear(4, 1))
+        with zero.profile() as profile:
+            pass
+        with tempfile.TemporaryDirectory() as folder:
+            profile.save(f"{folder}/trace.json")
+            assert json.loads(pathlib.Path(folder, "trace.json").read_text())["traceEvents"]
+        ```
+        """
+        by_rank, problem = self._collect(), ""
+        if self._engine.mesh.rank == 0:
+            try:
+                Path(path).write_text(json.dumps(_chrome_trace(by_rank)), "utf-8")
+            except OSError as error:
+                problem = str(error)
+        if (first := self._engine.comm.texts(problem, "the writing of a profile")[0]) != "":
+            raise OSError(f"{self._engine.mesh} Rank 0 could not write the profile: {first}")
+
+    def _collect(self) -> list[list[Slice]]:
+        """Return every rank's slices, by rank."""
+        comm, device = self._engine.comm, self._engine.mesh.device
+        packed = zlib.compress(json.dumps(self._timeline.slices).encode())
+        sizes = comm.collect(torch.tensor([len(packed)], device=device), "the sizes of profiles", "state").flatten()
+        row = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        row[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        rows = comm.collect(row.to(device), "the profiles of all ranks", "state").cpu().numpy()
+        texts = [zlib.decompress(row[:size].tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
+        return [[Slice(*one) for one in json.loads(text)] for text in texts]
+
+
+def _chrome_trace(by_rank: Sequence[Sequence[Slice]]) -> dict[str, Any]:
+    """Return complete events in microseconds since the first one.
+
+    Source: Trace Event Format, "JSON Object Format" and "Complete Events".
+    """
+    first_ns = min((one.start_ns for slices in by_rank for one in slices), default=0)
+    events: list[dict[str, Any]] = []
+    for rank, slices in enumerate(by_rank):
+        process = {"pid": rank, "tid": 0, "ph": "M"}
+        events.append({**process, "name": "process_name", "args": {"name": f"rank {rank} of {len(by_rank)}"}})
+        events.append({**process, "name": "process_sort_index", "args": {"sort_index": rank}})
+        events += [_complete_event(rank, one, first_ns) for one in slices]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _complete_event(rank: int, one: Slice, first_ns: int) -> dict[str, Any]:
+    unit = one.unit or _ROOT_NAME
+    return {
+        "name": one.label if unit == NO_UNIT else f"{one.label} {unit}",
+        "cat": one.category,
+        "ph": "X",
+        "pid": rank,
+        "tid": 0,
+        "ts": (one.start_ns - first_ns) / 1000,
+        "dur": one.duration_ns / 1000,
+        "args": {"unit": unit},
+    }
+
+
+def _ms(ns: float) -> str:
+    return f"{_MS_OF_NS * ns:.2f}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines of equal columns: the first to the left, numbers to the right."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
