@@ -228,7 +228,8 @@ class ShardedOptimizer:
         for parameter in self.masters:
             for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor):
-                    found.append((f"{slot_of(parameter).name}/{key}", value))
+                    slot = slot_of(parameter)
+                    found.append((f"{slot.name}/{key}", slot.form.part(value)))
         return found
 
     def _gather_states(self) -> dict[str, dict[str, Any]]:
@@ -257,7 +258,8 @@ class ShardedOptimizer:
             what = f"the state '{key}' of {bucket.name}"
             self._engine.comm.gather(full, self._engine.order.next_tag() << 15, what, kind="state").wait()
         views = bucket.grads.views_of(full)
-        return [(slot_of(m), views[slot_of(m).index].clone(memory_format=torch.preserve_format)) for m in masters]
+        parts = [(slot_of(m), views[slot_of(m).index].clone(memory_format=torch.preserve_format)) for m in masters]
+        return [(slot, slot.form.join(part)) for slot, part in parts]
 
     def _cut(self, slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
         """Return the part of a parameter's whole state that belongs to this rank's slice."""
@@ -267,6 +269,7 @@ class ShardedOptimizer:
         first, last = (start - offset, stop - offset) if stop > start else (0, 0)
         cut = {}
         for key, value in state.items():
+            value = slot.form.part(value) if isinstance(value, Tensor) else value
             if isinstance(value, Tensor) and key != "step" and tuple(value.shape) == bucket.shapes[index]:
                 value = flatten(value, bucket.shapes[index], bucket.strides[index])[first:last].clone()
             cut[key] = value

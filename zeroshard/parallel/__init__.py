@@ -1,0 +1,1 @@
+"""Other axes of the mesh: thin adapters over torch's own."""
