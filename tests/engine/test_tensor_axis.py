@@ -474,7 +474,7 @@ def read_released() -> dict[str, str]:
     assert (tuple(parameter.shape), parameter.placements) == ((4 * WIDTH, WIDTH), (Shard(0),))
     assert (parameter.requires_grad, parameter.is_leaf, parameter.dtype) == (True, True, torch.float32)
     assert "blocks.1.up.weight" in repr(parameter)
-    with zero.gathered():
+    with zero.gathered(writeback=True):
         for read in READS.values():
             read(parameter)
     return texts
@@ -534,17 +534,73 @@ def state_round(stage: int) -> None:
     with zero.gathered(writeback=True, states=True), torch.no_grad():
         optimizer.load_state_dict(saved)
         for name, p in model.named_parameters():
-            p.copy_(
-                distribute_tensor(start[name], p.device_mesh, p.placements) if isinstance(p, DTensor) else start[name]
-            )
+            p.copy_(like(p, start[name]))
+        # What counts is rank 0's, and of what is split each first rank's along "shard".
+        for p in model.parameters():
+            if dist.get_rank() not in ((0, 1) if is_split(p) else (0,)):
+                p.zero_()
+                optimizer.state[p]["exp_avg"].fill_(7.0)
     with zero.gathered(states=True):
         assert_same(start, {name: whole(p) for name, p in model.named_parameters()})
         assert_same(expected, {name: whole(optimizer.state[p]["exp_avg"]) for name, p in model.named_parameters()})
 
 
+def like(parameter: Tensor, value: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+
+def is_split(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and parameter.placements != (Replicate(),)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_whole_parameters_and_states_are_those_of_the_whole_model(stage: int) -> None:
     run_ranks(state_round, WORLD, stage, timeout_s=TIMEOUT_S)
+
+
+def start_apart(stage: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Build another model on each rank; return the whole of what it starts with, and a buffer."""
+    torch.manual_seed(dist.get_rank())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)
+    model = Net()
+    model.register_buffer("shift", torch.randn(3))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], PLAN)
+    zero = zs.shard(model, stage=stage, mesh=mesh, watchdog_s=WATCHDOG_S)
+    with zero.gathered():
+        return {name: whole(p) for name, p in model.named_parameters()}, model.shift.clone()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_all_ranks_start_with_the_values_of_rank_0(stage: int) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    expected = {name: p.detach() for name, p in model.named_parameters()}, torch.randn(3)
+    for actual in run_ranks(start_apart, WORLD, stage, timeout_s=TIMEOUT_S):
+        assert_same(expected, actual)
+
+
+def plain_values(stage: int) -> None:
+    """Give plain tensors of the whole shape where torch would want DTensors."""
+    model, mesh = parallel()
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, watchdog_s=WATCHDOG_S)
+    weight = model.blocks[0].up.weight
+    loss_of(model, 0, 0).backward()
+    with pytest.raises(ValueError, match=r"shape \(64, 16\) stands where a DTensor of placements .* belongs"):
+        weight.grad = torch.ones(4 * WIDTH, WIDTH)
+    weight.grad = like(weight, torch.ones(4 * WIDTH, WIDTH))
+    assert torch.equal(weight.grad.full_tensor(), torch.ones(4 * WIDTH, WIDTH))
+    optimizer.step()
+    with pytest.raises(ValueError, match="stands where a DTensor"):  # noqa: SIM117
+        with zero.gathered(states=True, writeback=True):
+            optimizer.state[weight]["exp_avg"] = torch.ones(4 * WIDTH, WIDTH)
+
+
+def test_plain_values_for_a_split_parameter_are_refused() -> None:
+    run_ranks(plain_values, WORLD, 2, timeout_s=TIMEOUT_S)
 
 
 def checkpoint(folder: str) -> None:

@@ -100,9 +100,11 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def broadcast(self, tensor: Tensor, what: str, kind: str) -> None:
-        """Overwrite `tensor` with that of the first rank that trains the same tensors, rank 0 without a tensor axis.
+    def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
+        """Overwrite `tensor` with rank 0's.
 
+        Args:
+            is_part: ranks along the tensor axis have their own parts: take that of the first rank that has the same.
         Collective: broadcast; every rank must call.
         """
 
@@ -136,7 +138,7 @@ class SoloComm(Comm):
     def reduce_copies(self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
         return Pending(_nothing)
 
-    def broadcast(self, tensor: Tensor, what: str, kind: str) -> None:
+    def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         return None
 
     def agree(self, values: list[int], what: str) -> list[int]:
@@ -297,12 +299,12 @@ class GlooComm(GroupComm):
             return chunk
         return self._pool.take(chunk.numel(), wire, chunk.device).copy_(chunk)
 
-    def broadcast(self, tensor: Tensor, what: str, kind: str) -> None:
+    def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         # gloo refuses tensors that are not contiguous, and some dtypes: bytes are always right.
         data = tensor.contiguous()
         raw = data.view(-1).view(torch.uint8) if data.numel() else data.new_zeros(1, dtype=torch.uint8)
-        first = self.mesh.data_ranks[0]
-        self._run(lambda: dist.broadcast(raw, first, group=self._data, async_op=True), what)
+        group, first = (self._data, self.mesh.data_ranks[0]) if is_part else (self._control, 0)
+        self._run(lambda: dist.broadcast(raw, first, group=group, async_op=True), what)
         if data.data_ptr() != tensor.data_ptr():
             tensor.copy_(data)
         self.sent_bytes[kind] += raw.nbytes if self.mesh.rank == first else 0
@@ -384,10 +386,10 @@ class NcclComm(GroupComm):
 
         return Pending(finish)
 
-    def broadcast(self, tensor: Tensor, what: str, kind: str) -> None:
+    def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         data = tensor.contiguous()
-        first = self.mesh.data_ranks[0]
-        self._run(lambda: dist.broadcast(data, first, group=self._data, async_op=True), what)
+        group, first = (self._data, self.mesh.data_ranks[0]) if is_part else (self._all, 0)
+        self._run(lambda: dist.broadcast(data, first, group=group, async_op=True), what)
         if data.data_ptr() != tensor.data_ptr():
             tensor.copy_(data)
         self.sent_bytes[kind] += data.nbytes if self.mesh.rank == first else 0

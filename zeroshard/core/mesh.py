@@ -1,4 +1,4 @@
-"""Which ranks there are and which one this is: the process group, the device, the seeds.
+"""Which ranks there are, along which axes, and which one this is: the process group, the device, the seeds.
 
 The only module that reads or sets environment variables. It must not know models or optimizers.
 """

@@ -222,14 +222,17 @@ class ShardedOptimizer:
             group["params"] = masters
         self._set_aside = None
 
-    def whole_states(self) -> list[tuple[str, Tensor]]:
-        """Return (name, tensor) of the expanded states in a fixed order."""
+    def whole_states(self) -> list[tuple[str, Tensor, bool]]:
+        """Return (name, tensor, whether ranks along the tensor axis have other parts of it) of the expanded states.
+
+        The order is the same on every rank.
+        """
         found = []
         for parameter in self.masters:
             for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor):
                     slot = slot_of(parameter)
-                    found.append((f"{slot.name}/{key}", slot.form.part(value)))
+                    found.append((f"{slot.name}/{key}", slot.form.part(value), not slot.form.is_alike))
         return found
 
     def _gather_states(self) -> dict[str, dict[str, Any]]:

@@ -45,13 +45,14 @@ class Form(ABC):
     """What kind of tensor a parameter is to the model; its bucket holds plain ones.
 
     Args:
-        is_counted: whether norms count this rank's elements; what ranks have alike is counted once.
-        has_axis: whether some tensors of the model are split over another axis of the mesh than "shard", so that no
-            rank knows whole gradients.
+        has_axis: whether the mesh has another axis over which tensors of the model are split, so that no rank knows
+            whole gradients.
+        is_alike: whether the ranks along that axis have this one alike; norms count it on the first of them.
+        is_first: whether this rank is that.
     """
 
-    def __init__(self, *, is_counted: bool = True, has_axis: bool = False) -> None:
-        self.is_counted, self.has_axis = is_counted, has_axis
+    def __init__(self, *, has_axis: bool = False, is_alike: bool = False, is_first: bool = True) -> None:
+        self.has_axis, self.is_alike, self.is_counted = has_axis, is_alike, is_first or not is_alike
 
     @property
     @abstractmethod

@@ -46,8 +46,9 @@ class ReleasedDTensor(ReleasedParameter, ShardedDTensor):
 class DTensorForm(Form):
     """A parameter that torch split, or keeps alike, over the tensor axis."""
 
-    def __init__(self, parameter: DTensor, *, is_counted: bool) -> None:
-        super().__init__(is_counted=is_counted, has_axis=True)
+    def __init__(self, parameter: DTensor, *, is_first: bool) -> None:
+        is_alike = all(isinstance(one, Replicate) for one in parameter.placements)
+        super().__init__(has_axis=True, is_alike=is_alike, is_first=is_first)
         self._mesh, self._placements = parameter.device_mesh, parameter.placements
         self._shape, self._stride = parameter.shape, parameter.stride()
         # model.to() and half() exchange the innards of a DTensor; torch refuses that where there is a weak reference.
@@ -61,6 +62,12 @@ class DTensorForm(Form):
     def part(self, tensor: Tensor) -> Tensor:
         """Return the local tensor, in the parameter's placements. Collective: where another form of it is pending."""
         if not isinstance(tensor, DTensor):
+            if tensor.shape == self._shape and not self.is_alike:
+                raise ValueError(
+                    f"A plain tensor of shape {tuple(tensor.shape)} stands where a DTensor of placements "
+                    f"{self._placements} belongs, as the parameter is. Make it one with "
+                    "distribute_tensor(tensor, parameter.device_mesh, parameter.placements)."
+                )
             return tensor
         with torch.no_grad():
             return tensor.redistribute(placements=self._placements).to_local()
@@ -95,14 +102,13 @@ def forms_of(model: nn.Module, mesh: Mesh) -> dict[int, Form]:
         if isinstance(buffer, DTensor):
             raise ValueError(f"Buffer '{name}' is a DTensor; only parameters can be. Replace it by a plain tensor.")
     is_first = mesh.tensor_ranks[0] == mesh.rank
-    plain = PlainForm(is_counted=is_first, has_axis=True)
+    plain = PlainForm(has_axis=True, is_alike=True, is_first=is_first)
     forms: dict[int, Form] = {}
     for name, parameter in model.named_parameters():
         forms[id(parameter)] = plain
         if isinstance(parameter, DTensor):
             _check(name, parameter, mesh)
-            is_split = any(isinstance(one, Shard) for one in parameter.placements)
-            forms[id(parameter)] = DTensorForm(parameter, is_counted=is_first or is_split)
+            forms[id(parameter)] = DTensorForm(parameter, is_first=is_first)
     return forms
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from zeroshard.core.engine import Engine, Gathered
 from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.state.takeover import spread
 
 __all__ = ["gathered"]
 
@@ -69,9 +70,9 @@ def gathered(
 
 def _spread(engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimizer]) -> None:
     """Make rank 0's parameters, buffers and states everybody's, and keep this rank's part."""
-    named = [pair for optimizer in optimizers for pair in optimizer.whole_states()]
-    buffers = list(model.named_buffers())
-    shapes = ";".join(f"{name}{tuple(t.shape)}" for name, t in [*named, *buffers])
+    buffers = [(name, buffer.data, False) for name, buffer in model.named_buffers()]
+    named = [state for optimizer in optimizers for state in optimizer.whole_states()]
+    shapes = ";".join(f"{name}{tuple(t.shape)}" for name, t, _ in [*named, *buffers])
     least, greatest = engine.order.barrier("the end of gathered(writeback=True)", zlib.crc32(shapes.encode()))
     if least != greatest:
         raise RankMismatchError(
@@ -81,8 +82,8 @@ def _spread(engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimi
     with torch.no_grad():
         for unit in engine.units:
             for bucket in unit.buckets:
-                engine.comm.broadcast(bucket.full, f"the parameters of {unit}", "state")
+                spread(bucket, bucket.full, engine.comm, f"the parameters of {unit}", "state")
                 bucket.keep()
                 bucket.updates += 1
-        for name, tensor in [*buffers, *named]:
-            engine.comm.broadcast(tensor.data, name, "state")
+        for name, tensor, is_part in [*buffers, *named]:
+            engine.comm.broadcast(tensor, name, "state", is_part=is_part)

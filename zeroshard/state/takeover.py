@@ -19,7 +19,7 @@ from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.gradient import LogicalGradient, MasterGradient, MasterSlice
 from zeroshard.core.layout import CUTS, plan_layout
 from zeroshard.core.mesh import Mesh
-from zeroshard.core.parameter import Form, ShardedParameter, Slot
+from zeroshard.core.parameter import Form, ShardedParameter, Slot, slot_of
 from zeroshard.core.precision import Dtypes, Precision
 from zeroshard.core.residency import Replicated, Residency
 from zeroshard.core.trace import Ledger
@@ -37,6 +37,7 @@ __all__ = [
     "lay_out",
     "make_unit",
     "register_foreach_types",
+    "spread",
     "take_over",
     "tell_refusal",
 ]
@@ -293,9 +294,21 @@ def take_over(unit: Unit, plan: UnitPlan, forms: Mapping[int, Form], comm: Comm)
         unit.parameters.append(parameter)
         bucket.parameters.append(parameter)
     for bucket, values in zip(unit.buckets, start, strict=True):
-        comm.broadcast(values, f"the parameters of {unit}", "start")
+        spread(bucket, values, comm, f"the parameters of {unit}", "start")
         bucket.set_start(values)
         if not bucket.is_whole and bucket.layout.full_numel:
             bucket.close()
     if not unit.is_whole:
         unit.let_read(is_there=False)
+
+
+def spread(bucket: Bucket, values: torch.Tensor, comm: Comm, what: str, kind: str) -> None:
+    """Overwrite a whole bucket with rank 0's. Collective: broadcasts; every rank must call.
+
+    Args:
+        values: (full_numel,); each rank along the tensor axis has its own parts there, beside what all have alike.
+    """
+    for parameter, view in zip(bucket.parameters, bucket.grads.views_of(values), strict=True):
+        if slot_of(parameter).form.is_alike:
+            comm.broadcast(view, what, kind)
+    comm.broadcast(values, what, kind, is_part=True)
