@@ -12,7 +12,7 @@ Note: gradients
 """
 
 import weakref
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -28,6 +28,13 @@ Tensor = torch.Tensor
 
 class ShardedDTensor(ShardedParameter, DTensor):
     """A DTensor parameter whose local values are in its unit's bucket right now."""
+
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> DTensor:
+        # torch.compile traces with copies, and guards on the class.
+        copied: DTensor = DTensor.__tensor_unflatten__(*args)
+        copied.__class__ = ShardedDTensor
+        return copied
 
 
 @final
