@@ -500,6 +500,22 @@ def test_conversions_are_refused(stage: int) -> None:
     run_ranks(convert, WORLD, stage, timeout_s=TIMEOUT_S)
 
 
+def compiled(when: str) -> None:
+    model, mesh = parallel()
+    if when == "before":
+        model.blocks[0].compile(backend="eager")
+    zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, mesh=mesh, watchdog_s=WATCHDOG_S)
+    if when == "after":
+        model.blocks[0].compile(backend="eager")
+    with pytest.raises(Exception, match=r"'blocks.0.\S+' is a sharded DTensor, which torch.compile can not trace"):
+        loss_of(model, 0, 0)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiling_split_parameters_is_refused(when: str) -> None:
+    run_ranks(compiled, WORLD, when, timeout_s=TIMEOUT_S)
+
+
 def state_round(stage: int) -> None:
     """Take over states, read and change whole values, average, copy: all of it in the values of the whole model."""
     model, mesh = parallel()

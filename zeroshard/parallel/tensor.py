@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zeroshard.core.mesh import Mesh
-from zeroshard.core.parameter import Form, PlainForm, ReleasedParameter, ShardedParameter, demand
+from zeroshard.core.parameter import Form, PlainForm, ReleasedParameter, ShardedParameter, demand, slot_of
 
 __all__ = ["forms_of"]
 
@@ -29,12 +29,12 @@ Tensor = torch.Tensor
 class ShardedDTensor(ShardedParameter, DTensor):
     """A DTensor parameter whose local values are in its unit's bucket right now."""
 
-    @staticmethod
-    def __tensor_unflatten__(*args: Any) -> DTensor:
-        # torch.compile traces with copies, and guards on the class.
-        copied: DTensor = DTensor.__tensor_unflatten__(*args)
-        copied.__class__ = ShardedDTensor
-        return copied
+    def __tensor_flatten__(self) -> Any:
+        # torch.compile asks for the innards of what it traces, and would guard on DTensor's own class.
+        raise RuntimeError(
+            f"'{slot_of(self).name}' is a sharded DTensor, which torch.compile can not trace. Compile modules without "
+            "split parameters only, or leave compiling out."
+        )
 
 
 @final
