@@ -267,6 +267,8 @@ class Zero:
     def gathered(self, *, writeback: bool = False, states: bool = False) -> AbstractContextManager[None]:
         """Hold all parameters whole inside the context, as plain tensors; passes inside it communicate nothing.
 
+        Parameters that torch split over an axis "tensor" are DTensors here, and passes communicate along it as ever.
+
         Args:
             writeback: on the way out rank 0's parameters and buffers (and states) become everybody's. Without it a
                 change in place is an error. An exception inside the context leaves without writing back.

@@ -346,6 +346,37 @@ def test_an_overflow_on_any_rank_skips_the_step_on_all(stage: int) -> None:
         assert seen == [(True, True, 0.5)] * (WORLD * len(SPOILED))
 
 
+def with_grad_scaler() -> list[list[tuple[float, bool]]]:
+    """Return, by stage and step, torch's own scale after it, and whether parameters moved; one rank overflows once."""
+    results = []
+    for stage in (0, 3):
+        model, mesh = parallel()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, watchdog_s=WATCHDOG_S)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        seen = []
+        for step in range(3):
+            before = state_of(model, optimizer, zero)
+            is_bad = step == 1 and dist.get_rank() == WORLD - 1
+            loss = loss_of(model, step, mesh.get_local_rank("shard"))
+            scaler.scale(loss).backward()
+            if is_bad:
+                # Along "tensor" the other rank sees nothing of this.
+                model.blocks[1].up.weight.grad.mul_(float("inf"))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            after = state_of(model, optimizer, zero)
+            seen.append((scaler.get_scale(), any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))))
+        results.append(seen)
+    return results
+
+
+def test_the_users_grad_scaler_agrees_along_all_axes() -> None:
+    for results in run_ranks(with_grad_scaler, WORLD, timeout_s=TIMEOUT_S):
+        assert results == [[(1024.0, True), (512.0, False), (512.0, True)]] * 2
+
+
 def not_a_number(stage: int, bad_rank: int) -> str:
     model, mesh = parallel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
