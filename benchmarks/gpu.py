@@ -210,7 +210,7 @@ class Emulated(NcclComm):
         shards[1:].copy_(shards[:1])
         return pending
 
-    def broadcast(self, tensor: Tensor, what: str, kind: str) -> None:
+    def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         """Keep rank 0's values, which this rank's are."""
 
     def agree(self, values: list[int], what: str) -> list[int]:

@@ -6,7 +6,6 @@ the layers between add: whole state, accounts of bytes. Read `docs/design.md` fo
 `core/engine.py`.
 """
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,16 +15,16 @@ from typing import Any, Literal, final
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
 from zeroshard.core.buffer import Pool
 from zeroshard.core.comm import GroupComm, make_comm
 from zeroshard.core.engine import Engine
-from zeroshard.core.gradient import register_foreach_types
 from zeroshard.core.mesh import Mesh, current_mesh
 from zeroshard.core.optimizer import ShardedOptimizer
-from zeroshard.core.parameter import slot_of
+from zeroshard.core.parameter import Form, PlainForm, slot_of
 from zeroshard.core.precision import LossScale, Precision, precision_of
 from zeroshard.core.residency import Residency
 from zeroshard.core.stages import DEFAULT_STAGE, name_of_row, row_of_stage
@@ -46,16 +45,17 @@ from zeroshard.state.takeover import (
     check_equal,
     check_model,
     check_optimizers,
-    check_replicas,
     describe,
     describe_optimizer,
     kept_parameters,
+    lay_out,
     make_unit,
+    register_foreach_types,
     take_over,
     tell_refusal,
-    wire,
 )
 from zeroshard.state.units import plan_units
+from zeroshard.state.wiring import wire
 
 __all__ = ["Zero", "shard"]
 
@@ -75,6 +75,7 @@ def shard(
     elementwise: bool | None = None,
     forward_methods: Sequence[str] = (),
     replicas: int = 1,
+    mesh: DeviceMesh | None = None,
     init_fn: InitFn | None = None,
     weights: str | Path | None = None,
     shared_memory: bool = True,
@@ -101,6 +102,9 @@ def shard(
         forward_methods: methods of the model, besides `forward`, that compute with its parameters.
         replicas: copies of the sharded state, each over world_size / replicas neighbouring ranks: less memory is saved,
             and most messages stay among neighbours (one host, say).
+        mesh: axes of all ranks by name, in place of `replicas`: "replicate", "shard" (over which state is sharded) and
+            "tensor", over which `parallelize_module(model, mesh["tensor"], plan)` has split parameters. Ranks along
+            "tensor" train on the same data, ranks along the others on data of their own.
         init_fn: initializes the tensors of one module of a model on the meta device; by default Transformers'
             `_init_weights` does for its models, and each module's `reset_parameters` for others.
         weights: a directory of safetensors with the values of a model on the meta device, under its own names; every
@@ -143,35 +147,35 @@ def shard(
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}.")
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else _as_list(optimizer)
     chosen = precision_of(precision)
-    mesh, ledger = dataclasses.replace(current_mesh(), replicas=replicas), Ledger()
-    check_replicas(mesh)
+    ranks, ledger = lay_out(current_mesh(), replicas, mesh), Ledger()
     pool = Pool(ledger)
-    comm = make_comm(mesh, watchdog_s, heartbeat_s, pool, shares_host=shared_memory)
+    comm = make_comm(ranks, watchdog_s, heartbeat_s, pool, shares_host=shared_memory)
     try:
-        check_model(model, forward_methods, cut)
+        check_model(model, forward_methods, cut, ranks)
+        forms = _forms_of(model, ranks)
         check_optimizers(model, optimizers, row, elementwise, is_final=optimizer is not None)
         plans = plan_units(model, units)
         source = check_source(model, init_fn, weights)
     except (TypeError, ValueError) as error:
-        tell_refusal(mesh, comm, error)
+        tell_refusal(ranks, comm, error)
         raise
     options = (
-        f"{name_of_row(row)}, cut={cut}, reduction={reduction}, {chosen}, replicas={replicas}, "
+        f"{name_of_row(row)}, cut={cut}, reduction={reduction}, {chosen}, axes={ranks.axes}, "
         f"elementwise={elementwise}, shared_memory={shared_memory}, forward_methods={list(forward_methods)}"
     )
-    check_equal(mesh, comm, describe(model, optimizers, plans, options, VERSION))
+    check_equal(ranks, comm, describe(model, optimizers, plans, options, VERSION))
     register_foreach_types()
-    scale = 1.0 / mesh.world_size if reduction == "mean" else 1.0
-    common = Options(row, chosen, cut, scale, kept_parameters(model, chosen))
+    scale = 1.0 / len(ranks.data_ranks) if reduction == "mean" else 1.0
+    common = Options(row, chosen, cut, scale, kept_parameters(model, chosen), forms)
     made: dict[int, Unit] = {}
-    for number in materialize(model, plans, mesh, init_fn, source):
+    for number in materialize(model, plans, ranks, init_fn, source):
         first_bucket = sum(len(unit.buckets) for unit in made.values())
-        made[number] = make_unit(number, plans[number], common, mesh, pool, ledger, first_bucket)
+        made[number] = make_unit(number, plans[number], common, ranks, pool, ledger, first_bucket)
         # Taken over and released before the next is made: never more than one unit is there twice.
-        take_over(made[number], plans[number], comm)
+        take_over(made[number], plans[number], forms, comm)
     for name, tensor in model.named_buffers():
         comm.broadcast(tensor.data, f"buffer '{name}'", "start")
-    engine = Engine(mesh, comm, [made[number] for number in range(len(plans))], ledger)
+    engine = Engine(ranks, comm, [made[number] for number in range(len(plans))], ledger)
     engine.take_slots(slot_of(parameter) for parameter in model.parameters())
     if chosen.loss_scale is not None:
         engine.use_loss_scale(LossScale(chosen.loss_scale))
@@ -180,6 +184,16 @@ def shard(
         zero._take(one)
     wire(engine, model, plans, forward_methods, chosen)
     return zero
+
+
+def _forms_of(model: nn.Module, mesh: Mesh) -> Mapping[int, Form]:
+    """Return what kind of tensor each parameter is, by identity."""
+    if len(mesh.tensor_ranks) == 1:
+        return dict.fromkeys(map(id, model.parameters()), PlainForm())
+    # torch's DTensor takes half a second to import.
+    from zeroshard.parallel.tensor import forms_of
+
+    return forms_of(model, mesh)
 
 
 def _as_list(optimizers: object) -> list[torch.optim.Optimizer]:
@@ -282,6 +296,8 @@ class Zero:
     def gathered(self, *, writeback: bool = False, states: bool = False) -> AbstractContextManager[None]:
         """Hold all parameters whole inside the context, as plain tensors; passes inside it communicate nothing.
 
+        Parameters that torch split over an axis "tensor" are DTensors here, and passes communicate along it as ever.
+
         Args:
             writeback: on the way out rank 0's parameters and buffers (and states) become everybody's. Without it a
                 change in place is an error. An exception inside the context leaves without writing back.
@@ -312,14 +328,19 @@ class Zero:
         engine = self._engine
         engine.check_outside_pass("no_sync()")
         engine.complete()
-        syncs = engine.syncs
-        defers = engine.defer_copies(is_deferred=engine.defers or axis == "replicate")
-        engine.syncs = syncs and axis == "replicate"
+        grads = [bucket.grads for unit in engine.units for bucket in unit.buckets]
+        has_sums = any(True in g.used and not g.is_of_one_copy for g in grads)
+        if axis == "replicate" and has_sums and self.mesh.replicas > 1:
+            raise RuntimeError(
+                f"{self.mesh} no_sync('replicate') after a backward that summed over all copies. Enter it for all "
+                "micro-batches of a step but the last, or clear the gradients first."
+            )
+        before = engine.syncs, engine.defers
+        engine.syncs, engine.defers = engine.syncs and axis == "replicate", engine.defers or axis == "replicate"
         try:
             yield
         finally:
-            engine.syncs = syncs
-            engine.defer_copies(is_deferred=defers)
+            engine.syncs, engine.defers = before
 
     def grad_norm(self, p: float = 2.0) -> torch.Tensor:
         """Return the p-norm of all gradients of the model, 0-d, equal on all ranks.

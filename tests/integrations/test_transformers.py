@@ -1,6 +1,8 @@
 """Seven kinds of Transformers models, unmodified: trained at every stage as without it, saved whole, and reloaded."""
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -62,6 +64,77 @@ def test_training_saving_and_reloading(name: str, tmp_path: Path) -> None:
         assert_same(said, tiny.logits(plain, kind), f"state_dict of stage {stage}")
         saved = kind.model.from_pretrained(tmp_path / str(stage))
         assert_same(said, tiny.logits(saved, kind), f"save_pretrained at stage {stage}")
+
+
+def half_by_stage(name: str) -> list[tuple[list[Tensor], dict[str, Tensor], Tensor]]:
+    """Train in bfloat16 at each stage; return losses, parameters, and what the model says."""
+    found, kind = [], tiny.kinds()[name]
+    for stage in STAGES:
+        seed(99)
+        model = kind.build()
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        zero = zs.shard(model, optimizer, stage=stage, precision="bf16", watchdog_s=WATCHDOG_S)
+        losses = []
+        for step in range(STEPS):
+            seed(step, zero.mesh.rank)
+            loss = model(**kind.batch(step, zero.mesh.rank)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        with zero.gathered():
+            found.append((losses, values(model), tiny.logits(model, kind)))
+    return found
+
+
+def half_in_one_process(name: str, world: int) -> tuple[list[list[Tensor]], dict[str, Tensor], Tensor]:
+    """Train in one process: parameters in bfloat16 of fp32 masters, gradients summed in fp32 in rank order."""
+    seed(99)
+    kind = tiny.kinds()[name]
+    masters = kind.build()
+    model = copy.deepcopy(masters).train()
+    for p in model.parameters():
+        p.data = p.data.bfloat16()
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2)
+    losses: list[list[Tensor]] = [[] for _ in range(world)]
+    for step in range(STEPS):
+        for rank in range(world):
+            seed(step, rank)
+            batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in kind.batch(step, rank).items()}
+            loss = model(**batch).loss.float()
+            loss.backward()
+            losses[rank].append(loss.detach())
+            for p, master in zip(model.parameters(), masters.parameters(), strict=True):
+                if p.grad is not None:
+                    master.grad = p.grad.float() if master.grad is None else master.grad + p.grad
+                    p.grad = None
+        for master in masters.parameters():
+            if master.grad is not None:
+                master.grad *= 1 / world
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p, master in zip(model.parameters(), masters.parameters(), strict=True):
+                p.copy_(master)
+    return losses, values(model), logits_of_half(model, kind)
+
+
+def logits_of_half(model: nn.Module, kind: tiny.Kind) -> Tensor:
+    """Return what a model of bfloat16 parameters says, which takes what floats it is given in bfloat16."""
+    batch = kind.batch
+    cast = dataclasses.replace(
+        kind, batch=lambda *at: {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch(*at).items()}
+    )
+    return tiny.logits(model, cast).float()
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_training_in_bfloat16_equals_one_process_that_casts_alike(name: str) -> None:
+    losses, parameters, said = half_in_one_process(name, 2)
+    for rank, by_stage in enumerate(run_ranks(half_by_stage, 2, name, timeout_s=TIMEOUT_S)):
+        for stage, actual in zip(STAGES, by_stage, strict=True):
+            assert_same((losses[rank], parameters, said), actual, f"[rank {rank}/2] stage {stage}")
 
 
 def one_process(name: str) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.errors import CheckpointError
 from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.parameter import Slot, slot_of
+from zeroshard.state.masters import follow_masters
 
 __all__ = ["Content", "Loaded", "load", "read_content", "to_rows"]
 
@@ -115,7 +116,7 @@ def load(
         if rest is not None:
             _copy_states(optimizers, rest, cast)
             _restore(engine, rest)
-    engine.masters_changed()
+    follow_masters(engine)
     return Loaded(0, {}) if content is None else Loaded(content.reader.manifest.step, content.extra)
 
 

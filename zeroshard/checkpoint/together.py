@@ -17,8 +17,14 @@ def begin(engine: Engine, what: str) -> None:
     """Complete what is under way. Collective: a barrier; every rank must call.
 
     Raises:
-        RuntimeError: inside a pass or `gathered()`.
+        RuntimeError: inside a pass or `gathered()`, or on a mesh with an axis "tensor".
     """
+    if len(engine.mesh.tensor_ranks) > 1:
+        raise RuntimeError(
+            f"{engine.mesh} {what}: a checkpoint holds whole tensors, and is not written or read yet where the mesh "
+            "has an axis 'tensor'. Under `with zero.gathered(states=True):` model.state_dict() and "
+            "optimizer.state_dict() hold DTensors, which torch.distributed.checkpoint saves."
+        )
     engine.check_outside_pass(what)
     if engine.gathered is not None:
         raise RuntimeError(f"{engine.mesh} {what} under gathered(): leave the context first.")

@@ -19,6 +19,7 @@ Note: NCCL
 """
 
 import atexit
+import dataclasses
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -110,8 +111,13 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def broadcast(self, tensor: Tensor, what: str, kind: str) -> None:
-        """Overwrite `tensor` with rank 0's. Collective: broadcast; every rank must call."""
+    def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
+        """Overwrite `tensor` with rank 0's.
+
+        Args:
+            is_part: ranks along the tensor axis have their own parts: take that of the first rank that has the same.
+        Collective: broadcast; every rank must call.
+        """
 
     @abstractmethod
     def agree(self, values: list[int], what: str) -> list[int]:
@@ -143,7 +149,7 @@ class SoloComm(Comm):
     def reduce_copies(self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
         return Pending(_nothing)
 
-    def broadcast(self, tensor: Tensor, what: str, kind: str) -> None:
+    def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         return None
 
     def agree(self, values: list[int], what: str) -> list[int]:
@@ -156,6 +162,9 @@ class SoloComm(Comm):
 class GroupComm(Comm):
     """What gloo and NCCL share: waits with a limit that end in an error naming every rank."""
 
+    _data: dist.ProcessGroup
+    """The ranks that train the same tensors as this one."""
+
     def __init__(self, mesh: Mesh, watchdog_s: float, heartbeat_s: float) -> None:
         super().__init__(mesh)
         self._limit = timedelta(seconds=watchdog_s)
@@ -166,13 +175,21 @@ class GroupComm(Comm):
         self.watchdog = Watchdog(store, mesh.rank, mesh.world_size, watchdog_s, heartbeat_s)
         atexit.register(_leave, weakref.ref(self))
 
+    def _new_group(self, backend: str, *axes: str) -> dist.ProcessGroup:
+        """Make the process group of the ranks along `axes`, and at the same time those of all other ranks."""
+        meshes = [dataclasses.replace(self.mesh, rank=rank) for rank in range(self.mesh.world_size)]
+        all_ranks = sorted({mesh.along(*axes) for mesh in meshes})
+        group: dist.ProcessGroup
+        group, _ = dist.new_subgroups_by_enumeration(list(map(list, all_ranks)), timeout=self._limit, backend=backend)
+        return group
+
     def leave(self) -> None:
         """End the worker threads of the process groups, which must not outlive the interpreter."""
         if dist.is_initialized():
             dist.destroy_process_group()
         # A worker drops the last tensor that it sent a moment after the wait for it ends, and needs the interpreter
         # for that; in an interpreter that ends, it would abort the process. The last reference waits for the workers.
-        del self._control
+        del self._control, self._data
 
     def _wait(self, works: Sequence[dist.Work | Meeting], what: str) -> None:
         self.watchdog.waits_for(what)
@@ -227,6 +244,7 @@ class GlooComm(GroupComm):
 
     def __init__(self, mesh: Mesh, watchdog_s: float, heartbeat_s: float, pool: Pool, *, shares_host: bool) -> None:
         super().__init__(mesh, watchdog_s, heartbeat_s)
+        self._data = self._control if len(mesh.tensor_ranks) == 1 else self._new_group("gloo", "replicate", "shard")
         self._pool, self._agreements = pool, 0
         self._memory: HostMemory | None = None
         self._memory = self._share_host(shares_host) if mesh.device.type == "cpu" else None
@@ -275,7 +293,7 @@ class GlooComm(GroupComm):
         return Pending(finish)
 
     def agree(self, values: list[int], what: str) -> list[int]:
-        if self._memory is None or self.mesh.replicas > 1 or len(values) >= WORDS:
+        if self._memory is None or self.mesh.shard_size < self.mesh.world_size or len(values) >= WORDS:
             return super().agree(values, what)
         # At two places in turn: nobody comes to the next agreement but one before all have heard this one.
         self._agreements += 1
@@ -332,14 +350,15 @@ class GlooComm(GroupComm):
             return chunk
         return self._pool.take(chunk.numel(), wire, chunk.device).copy_(chunk)
 
-    def broadcast(self, tensor: Tensor, what: str, kind: str) -> None:
+    def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         # gloo refuses tensors that are not contiguous, and some dtypes: bytes are always right.
         data = tensor.contiguous()
         raw = data.view(-1).view(torch.uint8) if data.numel() else data.new_zeros(1, dtype=torch.uint8)
-        self._run(lambda: dist.broadcast(raw, 0, group=self._control, async_op=True), what)
+        group, first = (self._data, self.mesh.data_ranks[0]) if is_part else (self._control, 0)
+        self._run(lambda: dist.broadcast(raw, first, group=group, async_op=True), what)
         if data.data_ptr() != tensor.data_ptr():
             tensor.copy_(data)
-        self.sent_bytes[kind] += raw.nbytes if self.mesh.rank == 0 else 0
+        self.sent_bytes[kind] += raw.nbytes if self.mesh.rank == first else 0
 
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
         rows = [torch.empty_like(tensor) for _ in range(self.mesh.world_size)]
@@ -375,21 +394,13 @@ class NcclComm(GroupComm):
     def __init__(self, mesh: Mesh, watchdog_s: float, heartbeat_s: float) -> None:
         super().__init__(mesh, watchdog_s, heartbeat_s)
         self._all = dist.new_group(backend="nccl", timeout=self._limit)
-        self._gathers = self._new_groups(mesh.shard_ranks)
-        self._reduces = self._new_groups(mesh.shard_ranks)
-        self._replicas = self._new_groups(mesh.replica_ranks)
+        self._data = self._all if len(mesh.tensor_ranks) == 1 else self._new_group("nccl", "replicate", "shard")
+        self._gathers = self._new_group("nccl", "shard")
+        self._reduces = self._new_group("nccl", "shard")
+        self._replicas = self._new_group("nccl", "replicate")
         # torch 2.13 renamed both and warns at the old names; 2.11 has only those.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-    def _new_groups(self, mine: Ranks) -> dist.ProcessGroup:
-        """Make the process group of `mine`, and at the same time those of the other ranks along the same axis."""
-        step = mine[1] - mine[0] if len(mine) > 1 else 1
-        firsts = {rank - (rank // step % len(mine)) * step for rank in range(self.mesh.world_size)}
-        all_ranks = [list(range(first, first + step * len(mine), step)) for first in sorted(firsts)]
-        group: dist.ProcessGroup
-        group, _ = dist.new_subgroups_by_enumeration(all_ranks, timeout=self._limit, backend="nccl")
-        return group
 
     def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
         own = full.view(self.mesh.shard_size, -1)[self.mesh.shard_rank]
@@ -422,12 +433,13 @@ class NcclComm(GroupComm):
 
         return Pending(finish)
 
-    def broadcast(self, tensor: Tensor, what: str, kind: str) -> None:
+    def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         data = tensor.contiguous()
-        self._run(lambda: dist.broadcast(data, 0, group=self._all, async_op=True), what)
+        group, first = (self._data, self.mesh.data_ranks[0]) if is_part else (self._all, 0)
+        self._run(lambda: dist.broadcast(data, first, group=group, async_op=True), what)
         if data.data_ptr() != tensor.data_ptr():
             tensor.copy_(data)
-        self.sent_bytes[kind] += data.nbytes if self.mesh.rank == 0 else 0
+        self.sent_bytes[kind] += data.nbytes if self.mesh.rank == first else 0
 
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
         rows = [torch.empty_like(tensor) for _ in range(self.mesh.world_size)]

@@ -266,6 +266,7 @@ class Engine:
             )
         self._enter_backward()
         scale = 1.0 / self.loss_scale.value if self.loss_scale is not None else 1.0
+        grad = slot.form.part(grad)
         slot.bucket.grads.land(slot.index, grad.to_dense() if grad.layout is not torch.strided else grad, scale)
         unit = self.units[slot.unit]
         unit.count_landed()
@@ -317,23 +318,6 @@ class Engine:
                     self.order.land(number)
                 self.order.leave(number)
 
-    def masters_changed(self) -> None:
-        """Let the parameters follow their master values after a change outside a step: in a checkpoint, an average.
-
-        Collective: an all-gather of what is kept whole and updated in parts; every rank must call.
-        """
-        self.complete()
-        self.order.barrier("a change of master values")
-        number = self.order.next_tag()
-        for unit in self.units:
-            for bucket in unit.buckets:
-                bucket.follow_masters()
-                bucket.updates += 1
-                if bucket.is_whole and not bucket.states_are_whole and bucket.layout.full_numel:
-                    self.comm.gather(bucket.full, unit.tag(bucket, number), f"new values of {unit}", "state").wait()
-            if unit.is_whole:
-                torch.autograd.graph.increment_version(unit.parameters)
-
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def gradients_changed(self) -> None:
@@ -362,7 +346,7 @@ class Engine:
         self.order.barrier(f"a {p:g}-norm of gradients")
         local = gradient.local_norms(self.slots.values(), p)
         # Replicas have the same sums: those of this rank's own copy are all there is.
-        rows = self.comm.collect(local, f"a {p:g}-norm of gradients")[list(self.mesh.shard_ranks)]
+        rows = self.comm.collect(local, f"a {p:g}-norm of gradients")[list(self.mesh.along("shard", "tensor"))]
         if p == float("inf"):
             total = rows.amax(0)
         else:
@@ -373,21 +357,6 @@ class Engine:
         values = [v.to(slot.bucket.dtypes.grad) for v, slot in zip(total.unbind(), self.slots.values(), strict=True)]
         self._norms[p] = dict(zip(self.slots, values, strict=True))
         return self._norms[p]
-
-    def defer_copies(self, *, is_deferred: bool) -> bool:
-        """Leave sums over copies of the state to a later backward pass, or not any more; return what was before.
-
-        Raises:
-            RuntimeError: gradients that are summed over all copies are held, and could not be told from others.
-        """
-        grads = [bucket.grads for unit in self.units for bucket in unit.buckets]
-        if is_deferred and any(True in g.used and not g.is_of_one_copy for g in grads) and self.mesh.replicas > 1:
-            raise RuntimeError(
-                f"{self.mesh} no_sync('replicate') after a backward that summed over all copies. Enter it for all "
-                "micro-batches of a step but the last, or clear the gradients first."
-            )
-        before, self.defers = self.defers, is_deferred
-        return before
 
     def check_reduced(self, what: str) -> None:
         """Raise if gradients of `no_sync` passes wait for a reduction."""
@@ -412,7 +381,7 @@ class Engine:
         full[start:stop] = held[start - first : stop - first]
         if full.numel():
             self.comm.gather(full, self.order.next_tag() << 15, f"the gradient of '{slot.name}'", kind="state").wait()
-        return bucket.grads.views_of(full)[slot.index].clone()
+        return slot.form.whole(bucket.grads.views_of(full)[slot.index].clone())
 
 
 def _graph_task() -> int:

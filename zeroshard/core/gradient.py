@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zeroshard.core.engine import Engine
     from zeroshard.core.parameter import Slot
 
-__all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "read", "register_foreach_types"]
+__all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "read"]
 
 Tensor = torch.Tensor
 
@@ -46,10 +46,9 @@ class LogicalGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, slot: "Slot") -> "LogicalGradient":
         """Make the gradient of a slot's parameter."""
-        bucket = slot.bucket
-        shape, strides = bucket.shapes[slot.index], bucket.strides[slot.index]
+        bucket, parameter = slot.bucket, slot.parameter
         made: LogicalGradient = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=strides, dtype=bucket.dtypes.grad, device=bucket.device
+            cls, parameter.shape, strides=parameter.stride(), dtype=bucket.dtypes.grad, device=bucket.device
         )
         made._slot = slot
         return made
@@ -75,7 +74,7 @@ class LogicalGradient(torch.Tensor):
         slot = next(a._slot for a in _flatten(args) if isinstance(a, LogicalGradient))
         engine = slot.engine()
         raise RuntimeError(
-            f"{engine.mesh if engine else ''} The gradient of '{slot.name}' {slot.bucket.shapes[slot.index]} is spread "
+            f"{engine.mesh if engine else ''} The gradient of '{slot.name}' {tuple(slot.parameter.shape)} is spread "
             f"over ranks, so {func} can not read it here. Norms, clip_grad_norm_, scaling and zeroing work as they "
             "are; `p.grad.full_tensor()` gathers the values (every rank must call it). An optimizer that meets this "
             "gradient was built from sharded parameters: hand it to zero.attach(optimizer)."
@@ -126,7 +125,7 @@ class MasterSlice(torch.nn.Parameter):
             return None
         if slot.master_grad is None:
             part = grads.slice(slot.index, grads.hold())
-            if not grads.sums_are_whole:
+            if not grads.sums_are_whole or slot.form.has_axis:
                 part = part.as_subclass(MasterGradient)
                 part._slot = slot
             slot.master_grad = part
@@ -155,7 +154,7 @@ def read(slot: "Slot") -> Tensor | None:
         return None
     if slot.grad_view is None:
         grads = slot.bucket.grads
-        whole = grads.is_whole and grads.sums_are_whole
+        whole = grads.is_whole and grads.sums_are_whole and not slot.form.has_axis
         slot.grad_view = grads.views_of(grads.hold())[slot.index] if whole else LogicalGradient(slot)
     return slot.grad_view
 
@@ -169,12 +168,12 @@ def assign(slot: "Slot", value: Tensor | None) -> None:
     if value is None:
         grads.clear(slot.index)
     elif value is not slot.grad_view:
-        shape = slot.bucket.shapes[slot.index]
-        if tuple(value.shape) != shape:
-            raise RuntimeError(f"The gradient of '{slot.name}' must have shape {shape}; got {tuple(value.shape)}.")
+        shape, part = slot.bucket.shapes[slot.index], slot.form.part(value)
+        if tuple(part.shape) != shape:
+            raise RuntimeError(f"The gradient of '{slot.name}' must have shape {shape} here; got {tuple(part.shape)}.")
         grads.clear(slot.index)
         with torch.no_grad():
-            grads.set_reduced(slot.index, value)
+            grads.set_reduced(slot.index, part)
 
 
 def _norms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -246,7 +245,7 @@ def local_norms(slots: Iterable["Slot"], p: float) -> Tensor:
     device: torch.device | None = None
     for place, slot in enumerate(slots):
         grads, count, device = slot.bucket.grads, place + 1, slot.bucket.device
-        part = grads.own_part(slot.index) if grads.used[slot.index] else None
+        part = grads.own_part(slot.index) if grads.used[slot.index] and slot.form.is_counted else None
         if part is not None and part.numel():
             parts.append(part)
             places.append(place)
@@ -255,21 +254,6 @@ def local_norms(slots: Iterable["Slot"], p: float) -> Tensor:
         norms = torch.stack([n.double() for n in torch._foreach_norm(parts, p)])
         out[places] = norms if p == float("inf") else norms**p
     return out
-
-
-def register_foreach_types() -> None:
-    """Let torch's multi-tensor paths accept the classes of this module.
-
-    Without it, clipping would be one collective and the update one kernel per parameter. The lists are torch's own and
-    global; they hold types only, and adding twice changes nothing.
-    """
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
-
-    lists = [getattr(module, "_foreach_supported_types", None) for module in (optimizer, _foreach_utils)]
-    for types in lists:
-        if types is not None:
-            types.extend(t for t in (LogicalGradient, MasterGradient, MasterSlice) if t not in types)
 
 
 def _flatten(value: Any) -> list[Any]:

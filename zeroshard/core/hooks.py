@@ -1,16 +1,10 @@
-"""What the engine hangs on a model: hooks on modules and parameters, and copies without them.
+"""The hooks of a model's modules and parameters: each passes its event to the engine.
 
-Owns registration and nothing of what happens then; each hook passes its event to the engine. Hooks are objects, so that
-a deep copy of a module gets inert ones instead of a second engine.
-
-Note: order
-    The pre-hook is prepended, so that the user's own hooks find the parameters there; the post-hook is registered last
-    with `always_call=True`, so that it runs after them, and when forward raises.
+Owns nothing of what happens then, nor where they hang (`state/wiring.py`). Hooks are objects, so that a deep copy of a
+module gets inert ones instead of a second engine.
 """
 
-import copy
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 from weakref import ref
@@ -19,19 +13,19 @@ import torch
 from torch import nn
 
 from zeroshard.core.engine import Engine
-from zeroshard.core.precision import LossScale, Precision, map_floating
+from zeroshard.core.precision import LossScale, map_floating
 
-__all__ = ["Registered", "hang"]
+__all__ = ["CastIn", "CastOut", "Enter", "Exit", "Inert", "Landed", "RefuseLoad", "RefuseSave", "Registered"]
 
 
 class _Hook:
     """A hook that holds the engine and becomes inert in a copy."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Inert":
-        return _Inert()
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Inert":
+        return Inert()
 
     def __reduce__(self) -> Any:
-        return _Inert, ()
+        return Inert, ()
 
 
 class _Untraced(_Hook):
@@ -58,13 +52,17 @@ class Registered:
 
 
 @final
-class _Inert:
+class Inert:
+    """What a hook is in a copy of its module."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        return None
+        """Do nothing."""
 
 
 @final
-class _Enter(_Untraced):
+class Enter(_Untraced):
+    """Before a module's forward: tells the engine, and for the model that nothing of it was replaced."""
+
     def __init__(self, engine: Engine, name: str, units: tuple[int, ...], own: Sequence[Registered]) -> None:
         super().__init__()
         self._engine, self._name, self._units, self._own = engine, name, units, own
@@ -81,7 +79,9 @@ class _Enter(_Untraced):
 
 
 @final
-class _Exit(_Untraced):
+class Exit(_Untraced):
+    """After a module's forward: tells the engine."""
+
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self._engine = engine
@@ -91,13 +91,14 @@ class _Exit(_Untraced):
 
 
 @final
-class _CastIn(_Hook):
+class CastIn(_Hook):
     """Casts the floating-point inputs of a module."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the inputs, cast."""
         return map_floating(args, self._cast), map_floating(kwargs, self._cast)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -105,13 +106,14 @@ class _CastIn(_Hook):
 
 
 @final
-class _CastOut(_Hook):
+class CastOut(_Hook):
     """Casts the floating-point outputs of a module; with a loss scale, their gradients are multiplied by it."""
 
     def __init__(self, dtype: torch.dtype, loss_scale: LossScale | None = None) -> None:
         self._dtype, self._loss_scale = dtype, loss_scale
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Return the outputs, cast."""
         return map_floating(output, self._cast)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -135,24 +137,28 @@ class _Scaled(torch.autograd.Function):
 
 
 @final
-class _Landed(_Hook):
+class Landed(_Hook):
     """The parameter's hook: a weak reference, since autograd keeps it where Python's collector can not see it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = ref(engine)
 
     def __call__(self, parameter: torch.Tensor) -> None:
+        """Hand a gradient to the engine."""
         engine = self._engine()
         if engine is not None:
             engine.landed(parameter)
 
 
 @final
-class _RefuseSave(_Hook):
+class RefuseSave(_Hook):
+    """Before a module's `state_dict`."""
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Raise unless parameters are whole."""
         if self._engine.gathered is None:
             raise RuntimeError(
                 f"{self._engine.mesh} state_dict() outside gathered() would not hold the whole parameters on every "
@@ -162,104 +168,16 @@ class _RefuseSave(_Hook):
 
 
 @final
-class _RefuseLoad(_Hook):
+class RefuseLoad(_Hook):
+    """Before a module's `load_state_dict`."""
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Raise unless what is loaded reaches the shards."""
         if self._engine.gathered is None or not self._engine.gathered.writeback:
             raise RuntimeError(
                 f"{self._engine.mesh} load_state_dict() here would not reach the shards. Use `with "
                 "zero.gathered(writeback=True):` around it, on every rank, or zero.load(path)."
             )
-
-
-def hang(
-    engine: Engine,
-    model: nn.Module,
-    entries: dict[nn.Module, tuple[str, tuple[int, ...]]],
-    own: Sequence[Registered],
-    forward_methods: Sequence[str],
-    precision: Precision,
-) -> None:
-    """Register all hooks of a model.
-
-    Args:
-        entries: modules whose forward needs units: the module's name and the units' numbers.
-        own: what the model must find unchanged.
-        forward_methods: methods of the model that compute as forward does.
-    """
-    for module, (name, units) in entries.items():
-        enter, leave = _Enter(engine, name, units, own if module is model else ()), _Exit(engine)
-        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-        module.register_forward_hook(leave, with_kwargs=True, always_call=True)
-        if module is model:
-            casts = _hang_casts(engine, model, precision)
-            for method in forward_methods:
-                model.__dict__[method] = _wrap(model, method, enter, leave, casts)
-    for parameter in model.parameters():
-        # torch takes hooks of trainable parameters only; a frozen one may be trained later.
-        is_trainable = parameter.requires_grad
-        parameter.requires_grad_(True).register_post_accumulate_grad_hook(_Landed(engine))
-        parameter.requires_grad_(is_trainable)
-    refuse_save, refuse_load = _RefuseSave(engine), _RefuseLoad(engine)
-    for module in model.modules():
-        module.register_state_dict_pre_hook(refuse_save)
-        module.register_load_state_dict_pre_hook(refuse_load)
-    model.__dict__["__deepcopy__"] = functools.partial(_copy_plain, model, tuple(forward_methods))
-
-
-def _hang_casts(engine: Engine, model: nn.Module, precision: Precision) -> tuple[_CastIn, _CastOut] | None:
-    """Cast at the edges of the model, and at those of the modules that keep their own dtype."""
-    if precision.param is None:
-        return None
-    for module in model.modules():
-        if isinstance(module, precision.keep) and (kept := next(module.parameters(False), None)) is not None:
-            module.register_forward_pre_hook(_CastIn(kept.dtype), with_kwargs=True)
-            module.register_forward_hook(_CastOut(precision.param), with_kwargs=True)
-    casts = _CastIn(precision.param), _CastOut(torch.float32, engine.loss_scale)
-    model.register_forward_pre_hook(casts[0], with_kwargs=True)
-    model.register_forward_hook(casts[1], with_kwargs=True)
-    return casts
-
-
-def _wrap(
-    model: nn.Module, method: str, enter: _Enter, leave: _Exit, casts: tuple[_CastIn, _CastOut] | None
-) -> Callable[..., Any]:
-    plain = getattr(model, method)
-
-    @functools.wraps(plain)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        output = None
-        try:
-            enter(model, args, kwargs)
-            if casts is not None:
-                args, kwargs = casts[0](model, args, kwargs)
-            output = plain(*args, **kwargs)
-        except BaseException:
-            leave(model, args, kwargs, None)
-            raise
-        leave(model, args, kwargs, output)
-        return output if casts is None else casts[1](model, args, kwargs, output)
-
-    return run
-
-
-def _copy_plain(model: nn.Module, forward_methods: tuple[str, ...], memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of the model without hooks; its parameters are plain (and raise unless gathered)."""
-    hidden = {name: model.__dict__.pop(name) for name in ("__deepcopy__", *forward_methods) if name in model.__dict__}
-    try:
-        copied = copy.deepcopy(model, memo)
-    finally:
-        model.__dict__.update(hidden)
-    for module in copied.modules():
-        for hooks in vars(module).values():
-            if isinstance(hooks, dict):
-                for key in [key for key, hook in hooks.items() if _is_inert(hook)]:
-                    del hooks[key]
-    return copied
-
-
-def _is_inert(hook: Any) -> bool:
-    # State-dict pre-hooks are wrapped by torch in an object that keeps the hook itself.
-    return isinstance(hook, _Inert) or isinstance(getattr(hook, "hook", None), _Inert)

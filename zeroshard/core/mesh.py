@@ -1,4 +1,4 @@
-"""Which ranks there are and which one this is: the process group, the device.
+"""Which ranks there are, along which axes, and which one this is: the process group, the device.
 
 The only module that reads or sets environment variables. It must not know models or optimizers.
 """
@@ -6,6 +6,7 @@ The only module that reads or sets environment variables. It must not know model
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -29,29 +30,53 @@ class Mesh:
     world_size: int
     local_rank: int
     device: torch.device
-    replicas: int = 1
-    """Copies of the sharded state, each over neighbouring ranks; ranks of one place in each keep the same shard."""
+    axes: tuple[tuple[str, int], ...] = ()
+    """Name and size of each axis, the last one over neighbouring ranks; none: all ranks along "shard"."""
 
-    @property
+    def along(self, *names: str) -> tuple[int, ...]:
+        """Return, in order, the ranks that differ from this one along these axes only, and this one."""
+        ranks, step = [self.rank], 1
+        for name, size in reversed(self.axes or (("shard", self.world_size),)):
+            if name in names:
+                first = self.rank // step % size
+                ranks = [rank + (place - first) * step for place in range(size) for rank in ranks]
+            step *= size
+        return tuple(ranks)
+
+    @cached_property
+    def shard_ranks(self) -> tuple[int, ...]:
+        """The ranks over which this one's state is sharded."""
+        return self.along("shard")
+
+    @cached_property
     def shard_size(self) -> int:
-        """Ranks over which state is sharded."""
-        return self.world_size // self.replicas
+        """How many these are."""
+        return len(self.shard_ranks)
 
-    @property
+    @cached_property
     def shard_rank(self) -> int:
         """This rank's place among them."""
-        return self.rank % self.shard_size
+        return self.shard_ranks.index(self.rank)
 
-    @property
-    def shard_ranks(self) -> tuple[int, ...]:
-        """The ranks that together keep one copy, this one among them."""
-        first = self.rank - self.shard_rank
-        return tuple(range(first, first + self.shard_size))
-
-    @property
+    @cached_property
     def replica_ranks(self) -> tuple[int, ...]:
         """The ranks that keep the same shard as this one, and it itself."""
-        return tuple(range(self.shard_rank, self.world_size, self.shard_size))
+        return self.along("replicate")
+
+    @cached_property
+    def replicas(self) -> int:
+        """Copies of the sharded state."""
+        return len(self.replica_ranks)
+
+    @cached_property
+    def tensor_ranks(self) -> tuple[int, ...]:
+        """The ranks over which torch splits tensors that this one has a part of."""
+        return self.along("tensor")
+
+    @cached_property
+    def data_ranks(self) -> tuple[int, ...]:
+        """The ranks that train the same tensors as this one, on other data."""
+        return self.along("replicate", "shard")
 
     def __str__(self) -> str:
         return f"[rank {self.rank}/{self.world_size}]"

@@ -232,6 +232,7 @@ def cut_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
     first, last = (start - offset, stop - offset) if stop > start else (0, 0)
     cut = {}
     for key, value in state.items():
+        value = slot.form.part(value) if isinstance(value, Tensor) else value
         if isinstance(value, Tensor) and key != "step" and tuple(value.shape) == bucket.shapes[index]:
             value = flatten(value, bucket.shapes[index], bucket.strides[index])[first:last].clone()
         cut[key] = value

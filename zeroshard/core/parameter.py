@@ -12,6 +12,7 @@ Note: two classes
     Reading a tensor without storage crashes the process on CPU, so nothing may reach it in that state.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from zeroshard.core.buffer import Bucket
     from zeroshard.core.engine import Engine
 
-__all__ = ["ReleasedParameter", "ShardedParameter", "Slot", "slot_of"]
+__all__ = ["Form", "PlainForm", "ReleasedParameter", "ShardedParameter", "Slot", "demand", "slot_of"]
 
 Tensor = torch.Tensor
 
@@ -40,19 +41,85 @@ METADATA = frozenset(
 """Tensor attributes and methods that read no values, so that a released parameter answers them."""
 
 
+class Form(ABC):
+    """What kind of tensor a parameter is to the model; its bucket holds plain ones.
+
+    Args:
+        has_axis: whether the mesh has another axis over which tensors of the model are split, so that no rank knows
+            whole gradients.
+        is_alike: whether the ranks along that axis have this one alike; norms count it on the first of them.
+        is_first: whether this rank is that.
+    """
+
+    def __init__(self, *, has_axis: bool = False, is_alike: bool = False, is_first: bool = True) -> None:
+        self.has_axis, self.is_alike, self.is_counted = has_axis, is_alike, is_first or not is_alike
+
+    @property
+    @abstractmethod
+    def classes(self) -> tuple[type["ShardedParameter"], type["ShardedParameter"]]:
+        """Of the parameter while its values are there, and while they are released."""
+
+    @abstractmethod
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return, plain, what this rank's bucket holds of a tensor of this form; of a plain one all."""
+
+    @abstractmethod
+    def join(self, part: Tensor) -> Tensor:
+        """Return the tensor of this form of which the bucket holds `part`."""
+
+    @abstractmethod
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the whole of it, plain. Collective: all-gather over the other axis, if there is one."""
+
+    @abstractmethod
+    def point(self, parameter: Tensor, part: Tensor) -> None:
+        """Have the parameter's values be `part` from now on, and be of its dtype."""
+
+
+@final
+class PlainForm(Form):
+    """A plain parameter: the bucket holds it as it is."""
+
+    @property
+    def classes(self) -> tuple[type["ShardedParameter"], type["ShardedParameter"]]:
+        """Both of this module."""
+        return ShardedParameter, ReleasedParameter
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself."""
+        return tensor
+
+    def join(self, part: Tensor) -> Tensor:
+        """Return the part itself."""
+        return part
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the part itself."""
+        return part
+
+    def point(self, parameter: Tensor, part: Tensor) -> None:
+        """Make the parameter a view of what `part` is one of."""
+        parameter.data = part
+
+
 @final
 class Slot:
     """Where one parameter lives: its bucket and its place there. Held by the parameter object itself."""
 
-    __slots__ = ("bucket", "engine", "grad_view", "has_master", "index", "master_grad", "name", "unit")
+    __slots__ = ("bucket", "engine", "form", "grad_view", "has_master", "index", "master_grad", "name", "unit")
 
-    def __init__(self, name: str, unit: int, bucket: "Bucket", index: int) -> None:
-        self.name, self.unit, self.bucket, self.index = name, unit, bucket, index
+    def __init__(self, name: str, unit: int, bucket: "Bucket", index: int, form: Form) -> None:
+        self.name, self.unit, self.bucket, self.index, self.form = name, unit, bucket, index, form
         self.engine: Callable[[], Engine | None] = _no_engine
         """A weak reference: parameters must not keep alive what holds them."""
         self.has_master = False
         self.grad_view: Tensor | None = None
         self.master_grad: Tensor | None = None
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter itself."""
+        return self.bucket.parameters[self.index]
 
     @property
     def has_grad(self) -> bool:
@@ -128,14 +195,14 @@ class ReleasedParameter(ShardedParameter):
     ) -> Any:
         if _name_of(func) not in METADATA:
             for parameter in _released_in((args, kwargs)):
-                _demand(parameter, _name_of(func))
+                demand(parameter, _name_of(func))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     @property
     def data(self) -> Tensor:
         """The values, gathered on demand inside a pass; outside it raises."""
-        _demand(self, "data")
+        demand(self, "data")
         return _raw_data(self)
 
     @data.setter
@@ -143,15 +210,15 @@ class ReleasedParameter(ShardedParameter):
         ShardedParameter.data.fset(self, value)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        _demand(self, "deepcopy")
+        demand(self, "deepcopy")
         return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _demand(self, "pickle")
+        demand(self, "pickle")
         return super().__reduce_ex__(protocol)
 
 
-def _demand(parameter: Tensor, what: str) -> None:
+def demand(parameter: Tensor, what: str) -> None:
     """Have the parameter's unit gathered for an open pass, or raise."""
     slot = slot_of(parameter)
     engine = slot.engine()

@@ -50,7 +50,9 @@ class SavedTensors:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> _FromBucket | _Other:
-        found = self._by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        # Autograd saves a DTensor as it is; the bytes are those of its local tensor.
+        inner = getattr(tensor, "_local_tensor", tensor)
+        found = self._by_storage.get(inner.untyped_storage()._cdata) if inner.layout is torch.strided else None
         if found is None:
             return _Other(tensor.detach(), tensor._version)
         unit, bucket = found

@@ -20,7 +20,7 @@ import torch
 from zeroshard.core.buffer import Bucket, Staged
 from zeroshard.core.comm import Comm, Pending
 from zeroshard.core.mesh import Mesh
-from zeroshard.core.parameter import ReleasedParameter, ShardedParameter, Slot, slot_of
+from zeroshard.core.parameter import Slot, slot_of
 from zeroshard.core.precision import LossScale
 
 __all__ = ["Reduction", "Unit"]
@@ -161,7 +161,7 @@ class Unit:
             pending, self._pending = self._pending, []
             for one in pending:
                 one.wait()
-            self.set_class(ShardedParameter)
+            self.let_read(is_there=True)
 
     def release(self) -> None:
         """Give the memory back; a gather under way is awaited first, since others still send."""
@@ -171,12 +171,12 @@ class Unit:
                 bucket.close()
         self.is_open = self.is_whole
         if not self.is_whole:
-            self.set_class(ReleasedParameter)
+            self.let_read(is_there=False)
 
-    def set_class(self, cls: type[ShardedParameter]) -> None:
-        """Change what the parameters answer to a read."""
+    def let_read(self, *, is_there: bool) -> None:
+        """Change what the parameters answer to a read: their values, or an error."""
         for parameter in self.parameters:
-            parameter.__class__ = cls
+            parameter.__class__ = slot_of(parameter).form.classes[not is_there]
 
     # -- gradients --------------------------------------------------------------------------------------------------
 

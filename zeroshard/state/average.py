@@ -13,6 +13,7 @@ import torch
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
 from zeroshard.core.trace import Memory
+from zeroshard.state.masters import follow_masters
 
 __all__ = ["Average", "count_averages"]
 
@@ -93,7 +94,7 @@ class Average:
             raise RuntimeError(f"{self._engine.mesh} swapped() inside gathered(): enter gathered() inside it instead.")
         self._engine.check_outside_pass("swapped()")
         self._exchange()
-        self._engine.masters_changed()
+        follow_masters(self._engine)
         updates = [bucket.updates for bucket in self._buckets]
         has_finished = False
         try:
@@ -103,7 +104,7 @@ class Average:
             has_changed = updates != [bucket.updates for bucket in self._buckets]
             self._exchange()
             if has_finished:
-                self._engine.masters_changed()
+                follow_masters(self._engine)
             else:
                 self._follow()
         if has_changed:
@@ -118,7 +119,7 @@ class Average:
 
         Collective: as on the way out of `swapped()`; every rank must call.
         """
-        self._engine.masters_changed()
+        follow_masters(self._engine)
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -4,6 +4,7 @@ Owns the comparison. Ranks compute their copies each for themselves, so a bit th
 its rank, and every later step spreads what follows from it. Must not know what put things right: it only tells.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -24,7 +25,10 @@ WORD_BYTES: Final = torch.int64.itemsize
 
 @dataclass(frozen=True)
 class Copy:
-    """What this rank holds of something. `is_everywhere`: all ranks hold it, not only those with the same shard."""
+    """What this rank holds of something. `is_everywhere`: not only ranks with the same shard hold it, but all.
+
+    Ranks along the tensor axis hold parts of their own.
+    """
 
     name: str
     value: Tensor
@@ -91,5 +95,9 @@ def _sum_bits(value: Tensor) -> Tensor:
 
 def _differ(engine: Engine, rows: Tensor, is_everywhere: Tensor) -> Tensor:
     """Tell for each column of (world_size, columns) whether ranks that hold copies disagree."""
-    by_copy = rows.view(engine.mesh.replicas, engine.mesh.shard_size, -1)
-    return torch.where(is_everywhere, (rows != rows[0]).any(0), (by_copy != by_copy[0]).flatten(0, 1).any(0))
+    meshes = [dataclasses.replace(engine.mesh, rank=rank) for rank in range(engine.mesh.world_size)]
+    everywhere, by_shard = (
+        rows[[mesh.data_ranks[0] for mesh in meshes]],
+        rows[[mesh.replica_ranks[0] for mesh in meshes]],
+    )
+    return torch.where(is_everywhere, (rows != everywhere).any(0), (rows != by_shard).any(0))

@@ -16,6 +16,7 @@ from zeroshard.core.engine import Engine, Gathered
 from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.optimizer import ShardedOptimizer, cut_state, is_cut
 from zeroshard.core.parameter import Slot, slot_of
+from zeroshard.state.takeover import spread
 
 __all__ = ["gathered"]
 
@@ -74,9 +75,9 @@ def gathered(
 
 def _spread(engine: Engine, model: nn.Module, expanded: Sequence["WholeStates"]) -> None:
     """Make rank 0's parameters, buffers and states everybody's, and keep this rank's part."""
-    named = [pair for one in expanded for pair in one.tensors()]
-    buffers = list(model.named_buffers())
-    shapes = ";".join(f"{name}{tuple(t.shape)}" for name, t in [*named, *buffers])
+    buffers = [(name, buffer.data, False) for name, buffer in model.named_buffers()]
+    named = [state for one in expanded for state in one.tensors()]
+    shapes = ";".join(f"{name}{tuple(t.shape)}" for name, t, _ in [*named, *buffers])
     least, greatest = engine.order.barrier("the end of gathered(writeback=True)", zlib.crc32(shapes.encode()))
     if least != greatest:
         raise RankMismatchError(
@@ -86,11 +87,11 @@ def _spread(engine: Engine, model: nn.Module, expanded: Sequence["WholeStates"])
     with torch.no_grad():
         for unit in engine.units:
             for bucket in unit.buckets:
-                engine.comm.broadcast(bucket.full, f"the parameters of {unit}", "state")
+                spread(bucket, bucket.full, engine.comm, f"the parameters of {unit}", "state")
                 bucket.keep()
                 bucket.updates += 1
-        for name, tensor in [*buffers, *named]:
-            engine.comm.broadcast(tensor.data, name, "state")
+        for name, tensor, is_part in [*buffers, *named]:
+            engine.comm.broadcast(tensor, name, "state", is_part=is_part)
 
 
 @final
@@ -125,13 +126,17 @@ class WholeStates:
                     self._optimizer.state[master] = self._set_aside[master]
             group["params"] = masters
 
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """Return (name, tensor) of the whole states in a fixed order."""
+    def tensors(self) -> list[tuple[str, Tensor, bool]]:
+        """Return (name, tensor, whether ranks along the tensor axis have other parts of it) of the whole states.
+
+        The order is the same on every rank.
+        """
         found = []
         for parameter in self._sharded.masters:
             for key, value in sorted(self._optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor):
-                    found.append((f"{slot_of(parameter).name}/{key}", value))
+                    slot = slot_of(parameter)
+                    found.append((f"{slot.name}/{key}", slot.form.part(value), not slot.form.is_alike))
         return found
 
     def _gather(self) -> dict[str, dict[str, Any]]:
@@ -161,4 +166,5 @@ class WholeStates:
             what = f"the state '{key}' of {bucket.name}"
             self._engine.comm.gather(full, self._engine.order.next_tag() << 15, what, kind="state").wait()
         views = bucket.grads.views_of(full)
-        return [(slot_of(m), views[slot_of(m).index].clone(memory_format=torch.preserve_format)) for m in masters]
+        parts = [(slot_of(m), views[slot_of(m).index].clone(memory_format=torch.preserve_format)) for m in masters]
+        return [(slot, slot.form.join(part)) for slot, part in parts]

@@ -4,47 +4,53 @@ Owns the steps before training; `handle.py` calls them in order. Nothing is chan
 here and on the other ranks, so that a refusal leaves the model as it was.
 """
 
+import dataclasses
 import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.core.buffer import Bucket, Pool
 from zeroshard.core.comm import Comm
-from zeroshard.core.engine import Engine
 from zeroshard.core.errors import RankMismatchError
-from zeroshard.core.hooks import hang
+from zeroshard.core.gradient import LogicalGradient, MasterGradient, MasterSlice
 from zeroshard.core.layout import CUTS, plan_layout
 from zeroshard.core.mesh import Mesh
-from zeroshard.core.parameter import ReleasedParameter, ShardedParameter, Slot
+from zeroshard.core.parameter import Form, ShardedParameter, Slot, slot_of
 from zeroshard.core.precision import Dtypes, Precision
 from zeroshard.core.residency import Replicated, Residency
 from zeroshard.core.trace import Ledger
 from zeroshard.core.unit import Unit
 from zeroshard.state.admission import admit
-from zeroshard.state.units import UnitPlan, registered
+from zeroshard.state.units import UnitPlan
 
 __all__ = [
     "Options",
     "check_equal",
     "check_model",
     "check_optimizers",
-    "check_replicas",
     "describe",
     "describe_optimizer",
     "kept_parameters",
+    "lay_out",
     "make_unit",
+    "register_foreach_types",
+    "spread",
     "take_over",
     "tell_refusal",
-    "wire",
 ]
 
 
-def check_model(model: nn.Module, forward_methods: Sequence[str], cut: str) -> None:
+AXES = ("replicate", "shard", "tensor", "pipe")
+"""What an axis of a mesh may be called."""
+
+
+def check_model(model: nn.Module, forward_methods: Sequence[str], cut: str, mesh: Mesh) -> None:
     """Raise where a model can not be sharded."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
@@ -67,10 +73,11 @@ def check_model(model: nn.Module, forward_methods: Sequence[str], cut: str) -> N
             raise ValueError(
                 f"Parameter '{name}' is uninitialized (a lazy module). Run one forward pass before zs.shard()."
             )
-        if type(parameter).__name__ == "DTensor":
+        if type(parameter).__name__ == "DTensor" and len(mesh.tensor_ranks) == 1:
             raise TypeError(
-                f"Parameter '{name}' is a DTensor, and parameters of other mesh axes can not be sharded yet. Apply "
-                "zs.shard() to the plain model, without parallelize_module() or fully_shard()."
+                f"Parameter '{name}' is a DTensor, and the ranks have no axis 'tensor'. Pass zs.shard(mesh=...) the "
+                "mesh whose mesh['tensor'] parallelize_module() was given; use the plain model instead of "
+                "fully_shard()."
             )
         if parameter.layout is not torch.strided:
             raise ValueError(f"Parameter '{name}' has layout {parameter.layout}; only dense parameters can be sharded.")
@@ -79,15 +86,49 @@ def check_model(model: nn.Module, forward_methods: Sequence[str], cut: str) -> N
             raise ValueError(f"forward_methods names '{method}', which {type(model).__name__} does not have.")
 
 
-def check_replicas(mesh: Mesh) -> None:
-    """Raise unless the ranks fall into copies of two or more ranks each."""
-    if mesh.replicas < 1 or mesh.world_size % mesh.replicas:
-        raise ValueError(f"replicas must divide the {mesh.world_size} rank(s); got {mesh.replicas}.")
-    if mesh.replicas > 1 and mesh.shard_size == 1:
+def lay_out(mesh: Mesh, replicas: int, device_mesh: DeviceMesh | None) -> Mesh:
+    """Return the ranks with their axes.
+
+    Raises:
+        ValueError: the axes do not fit the ranks, or leave nothing to shard over.
+    """
+    if device_mesh is None:
+        if replicas < 1 or mesh.world_size % replicas:
+            raise ValueError(f"replicas must divide the {mesh.world_size} rank(s); got {replicas}.")
+        axes: tuple[tuple[str, int], ...] = (("replicate", replicas), ("shard", mesh.world_size // replicas))
+    else:
+        if replicas != 1:
+            raise ValueError(f"Give replicas= or mesh= with an axis 'replicate', not both; got replicas={replicas}.")
+        axes = _axes_of(device_mesh, mesh.world_size)
+    laid = dataclasses.replace(mesh, axes=axes)
+    if mesh.world_size > 1 and laid.shard_size == 1:
+        sizes = ", ".join(f"{name} {size}" for name, size in axes)
         raise ValueError(
-            f"replicas={mesh.replicas} on {mesh.world_size} ranks leaves one rank a copy, so nothing would be sharded. "
-            "Use stage=0 for plain data parallelism."
+            f"The axes ({sizes}) of {mesh.world_size} ranks leave one rank a copy, so nothing would be sharded. Use "
+            "stage=0 for plain data parallelism, and an axis 'shard' of two or more ranks beside others."
         )
+    return laid
+
+
+def _axes_of(device_mesh: DeviceMesh, world_size: int) -> tuple[tuple[str, int], ...]:
+    names, sizes = device_mesh.mesh_dim_names or (), tuple(device_mesh.mesh.shape)
+    if not names or not set(names) <= set(AXES):
+        raise ValueError(
+            f"mesh= takes axes called {', '.join(AXES)}; got {names or 'no names'}. Make it with "
+            "init_device_mesh(device, sizes, mesh_dim_names=('shard', 'tensor'))."
+        )
+    if (ranks := device_mesh.mesh.flatten().tolist()) != list(range(world_size)):
+        raise ValueError(
+            f"mesh= must hold all {world_size} ranks of the run in order; got axes {names} of sizes {sizes} with ranks "
+            f"{ranks}. Pass what init_device_mesh() returned, not a part of it."
+        )
+    axes = tuple(zip(names, sizes, strict=True))
+    if dict(axes).get("pipe", 1) > 1:
+        raise ValueError(
+            f"The axis 'pipe' has {dict(axes)['pipe']} ranks, and stages of a pipeline can not be sharded yet. Use the "
+            "axes replicate, shard and tensor."
+        )
+    return axes
 
 
 def check_optimizers(
@@ -133,6 +174,21 @@ def check_optimizers(
             )
 
 
+def register_foreach_types() -> None:
+    """Let torch's multi-tensor paths accept the classes that gradients and slices are of.
+
+    Without it, clipping would be one collective and the update one kernel per parameter. The lists are torch's own and
+    global; they hold types only, and adding twice changes nothing.
+    """
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    lists = [getattr(module, "_foreach_supported_types", None) for module in (optimizer, _foreach_utils)]
+    for types in lists:
+        if types is not None:
+            types.extend(t for t in (LogicalGradient, MasterGradient, MasterSlice) if t not in types)
+
+
 def describe(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plans: Sequence[UnitPlan], options: str, version: str
 ) -> list[str]:
@@ -142,7 +198,8 @@ def describe(
     lines += [f"module '{name}': {type(module).__qualname__}" for name, module in model.named_modules()]
     for name, p in model.named_parameters():
         trains = "trainable" if p.requires_grad else "frozen"
-        lines.append(f"parameter '{name}': {tuple(p.shape)} {p.dtype} {trains} strides {tuple(p.stride())}")
+        placed = f", placements {p.placements}" if hasattr(p, "placements") else ""
+        lines.append(f"parameter '{name}': {tuple(p.shape)} {p.dtype} {trains} strides {tuple(p.stride())}{placed}")
     lines += [f"buffer '{name}': {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     lines += [f"unit '{plan.name}': {len(plan.parameters)} parameters, {plan.numel} elements" for plan in plans]
     for number, optimizer in enumerate(optimizers):
@@ -206,13 +263,19 @@ def check_equal(mesh: Mesh, comm: Comm, lines: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """What holds for all units of a model. `kept` are parameters that precision leaves as they are, by identity."""
+    """What holds for all units of a model.
+
+    Args:
+        kept: the parameters that precision leaves as they are, by identity.
+        forms: what kind of tensor each parameter is, by identity.
+    """
 
     row: Residency
     precision: Precision
     cut: str
     scale: float
     kept: frozenset[int]
+    forms: Mapping[int, Form]
 
 
 def kept_parameters(model: nn.Module, precision: Precision) -> frozenset[int]:
@@ -225,56 +288,53 @@ def make_unit(
     number: int, plan: UnitPlan, options: Options, mesh: Mesh, pool: Pool, ledger: Ledger, first_bucket: int
 ) -> Unit:
     """Make a unit with empty buckets: one for each set of dtypes and trainability, in order of first parameters."""
-    sets: dict[tuple[Dtypes, bool], list[tuple[str, nn.Parameter]]] = {}
+    sets: dict[tuple[Dtypes, bool], list[tuple[str, torch.Tensor]]] = {}
     for name, parameter in plan.parameters:
         dtypes = options.precision.dtypes_of(parameter.dtype, is_kept=id(parameter) in options.kept)
-        sets.setdefault((dtypes, parameter.requires_grad), []).append((name, parameter))
+        part = options.forms[id(parameter)].part(parameter.detach())
+        sets.setdefault((dtypes, parameter.requires_grad), []).append((name, part))
     buckets: list[Bucket] = []
     for (dtypes, _), named in sets.items():
         rows = tuple(p.numel() // p.shape[0] if p.ndim and p.shape[0] else 1 for _, p in named)
         numels = tuple(p.numel() for _, p in named)
         layout = plan_layout(numels, dtypes.param.itemsize, mesh.shard_size, rows, options.cut, mesh.replicas)
         name, place = plan.name or "the root", first_bucket + len(buckets)
-        names, parameters = [name for name, _ in named], [p.detach() for _, p in named]
-        buckets.append(
-            Bucket(name, place, names, parameters, layout, options.row, mesh.shard_rank, pool, ledger, dtypes)
-        )
+        names, parts = [name for name, _ in named], [part for _, part in named]
+        buckets.append(Bucket(name, place, names, parts, layout, options.row, mesh.shard_rank, pool, ledger, dtypes))
     return Unit(number, plan.name, buckets, mesh, options.scale, plan.blocks)
 
 
-def take_over(unit: Unit, plan: UnitPlan, comm: Comm) -> None:
+def take_over(unit: Unit, plan: UnitPlan, forms: Mapping[int, Form], comm: Comm) -> None:
     """Move a unit's parameters into its buckets, with rank 0's values, and release it. Collective: broadcast."""
     homes = {name: (bucket, index) for bucket in unit.buckets for index, name in enumerate(bucket.names)}
     start = [bucket.start_values() for bucket in unit.buckets]
     views = {bucket.number: bucket.grads.views_of(values) for bucket, values in zip(unit.buckets, start, strict=True)}
     for name, parameter in plan.parameters:
-        bucket, index = homes[name]
-        views[bucket.number][index].copy_(parameter.detach())
+        (bucket, index), form = homes[name], forms[id(parameter)]
+        views[bucket.number][index].copy_(form.part(parameter.detach()))
         # A gradient from before belongs to a step that was not sharded.
         parameter.grad = None
-        parameter.data = bucket.views[index]
-        parameter.__dict__["_zeroshard"] = Slot(name, unit.number, bucket, index)
-        parameter.__class__ = ShardedParameter
+        form.point(parameter, bucket.views[index])
+        parameter.__dict__["_zeroshard"] = Slot(name, unit.number, bucket, index, form)
+        parameter.__class__ = form.classes[0]
         unit.parameters.append(parameter)
         bucket.parameters.append(parameter)
     for bucket, values in zip(unit.buckets, start, strict=True):
-        comm.broadcast(values, f"the parameters of {unit}", "start")
+        spread(bucket, values, comm, f"the parameters of {unit}", "start")
         bucket.set_start(values)
         if not bucket.is_whole and bucket.layout.full_numel:
             bucket.close()
     if not unit.is_whole:
-        unit.set_class(ReleasedParameter)
+        unit.let_read(is_there=False)
 
 
-def wire(
-    engine: Engine, model: nn.Module, plans: Sequence[UnitPlan], methods: Sequence[str], precision: Precision
-) -> None:
-    """Hang the hooks: every module whose forward needs units that come and go, and the model itself."""
-    entries: dict[nn.Module, tuple[str, tuple[int, ...]]] = {model: ("", ())}
-    for unit, plan in zip(engine.units, plans, strict=True):
-        # Units that stay whole need no event of their own modules; the model's own entry checks and completes passes.
-        for module, name in plan.entries.items() if not unit.is_whole else ():
-            known = entries.get(module, ("", ()))[1]
-            entries[module] = (name, (*known, unit.number))
-    own = [one for plan in plans for one in registered(plan, model)]
-    hang(engine, model, entries, own, methods, precision)
+def spread(bucket: Bucket, values: torch.Tensor, comm: Comm, what: str, kind: str) -> None:
+    """Overwrite a whole bucket with rank 0's. Collective: broadcasts; every rank must call.
+
+    Args:
+        values: (full_numel,); each rank along the tensor axis has its own parts there, beside what all have alike.
+    """
+    for parameter, view in zip(bucket.parameters, bucket.grads.views_of(values), strict=True):
+        if slot_of(parameter).form.is_alike:
+            comm.broadcast(view, what, kind)
+    comm.broadcast(values, what, kind, is_part=True)

@@ -1,0 +1,144 @@
+"""Tensor parallelism: parameters that `torch.distributed.tensor.parallel.parallelize_module` made DTensors.
+
+Owns what is special about them: which can be sharded, and how a DTensor and its local tensor belong together. The
+engine shards local tensors and knows nothing else. Importing this costs half a second of torch, so only `handle.py`
+does, for a mesh with an axis "tensor". Read `core/parameter.py` (`Form`) first.
+
+Note: gradients
+    A DTensor's gradient is brought to its parameter's placements as it lands; that communicates only where torch left a
+    sum pending. The gradient of a plain parameter is taken as it is: each rank along the axis computes the same
+    with it, and torch sums over the axis where a parallel layer takes its input. A plain parameter that is used on a
+    part of the activations only (between sequence-parallel layers) has to be a DTensor, as `SequenceParallel` makes it.
+"""
+
+import weakref
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from zeroshard.core.mesh import Mesh
+from zeroshard.core.parameter import Form, PlainForm, ReleasedParameter, ShardedParameter, demand, slot_of
+
+__all__ = ["forms_of"]
+
+Tensor = torch.Tensor
+
+
+class ShardedDTensor(ShardedParameter, DTensor):
+    """A DTensor parameter whose local values are in its unit's bucket right now."""
+
+    def __tensor_flatten__(self) -> Any:
+        # torch.compile asks for the innards of what it traces, and would guard on DTensor's own class.
+        raise RuntimeError(
+            f"'{slot_of(self).name}' is a sharded DTensor, which torch.compile can not trace. Compile modules without "
+            "split parameters only, or leave compiling out."
+        )
+
+
+@final
+class ReleasedDTensor(ReleasedParameter, ShardedDTensor):
+    """A DTensor parameter whose local values are spread over the ranks right now."""
+
+    @property
+    def _local_tensor(self) -> Tensor:  # type: ignore[override]
+        # Operations are met by `__torch_function__`; this is what DTensor's own methods read.
+        demand(self, "to_local")
+        local: Tensor = DTensor._local_tensor.__get__(self)  # type: ignore[attr-defined]
+        return local
+
+
+@final
+class DTensorForm(Form):
+    """A parameter that torch split, or keeps alike, over the tensor axis."""
+
+    def __init__(self, parameter: DTensor, *, is_first: bool) -> None:
+        is_alike = all(isinstance(one, Replicate) for one in parameter.placements)
+        super().__init__(has_axis=True, is_alike=is_alike, is_first=is_first)
+        self._mesh, self._placements = parameter.device_mesh, parameter.placements
+        self._shape, self._stride = parameter.shape, parameter.stride()
+        # model.to() and half() exchange the innards of a DTensor; torch refuses that where there is a weak reference.
+        self._guard = weakref.ref(parameter)
+
+    @property
+    def classes(self) -> tuple[type[ShardedParameter], type[ShardedParameter]]:
+        """Both of this module."""
+        return ShardedDTensor, ReleasedDTensor
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return the local tensor, in the parameter's placements. Collective: where another form of it is pending."""
+        if not isinstance(tensor, DTensor):
+            if tensor.shape == self._shape and not self.is_alike:
+                raise ValueError(
+                    f"A plain tensor of shape {tuple(tensor.shape)} stands where a DTensor of placements "
+                    f"{self._placements} belongs, as the parameter is. Make it one with "
+                    "distribute_tensor(tensor, parameter.device_mesh, parameter.placements)."
+                )
+            return tensor
+        with torch.no_grad():
+            return tensor.redistribute(placements=self._placements).to_local()
+
+    def join(self, part: Tensor) -> DTensor:
+        """Return the DTensor of which `part` is the local tensor."""
+        return DTensor.from_local(
+            part, self._mesh, self._placements, run_check=False, shape=self._shape, stride=self._stride
+        )
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the whole tensor. Collective: all-gather along the tensor axis."""
+        with torch.no_grad():
+            whole: Tensor = self.join(part).full_tensor()
+        return whole
+
+    def point(self, parameter: Tensor, part: Tensor) -> None:
+        """Make `part` the local tensor."""
+        assert isinstance(parameter, DTensor)
+        joined = self.join(part.detach())
+        parameter.data = joined  # which gives it the dtype, and no more
+        parameter._local_tensor, parameter._spec = part, joined._spec
+
+
+def forms_of(model: nn.Module, mesh: Mesh) -> dict[int, Form]:
+    """Return the form of each parameter of a model that torch split over the mesh's tensor axis, by identity.
+
+    Raises:
+        ValueError: a DTensor that lies otherwise; the text names it.
+    """
+    for name, buffer in model.named_buffers():
+        if isinstance(buffer, DTensor):
+            raise ValueError(f"Buffer '{name}' is a DTensor; only parameters can be. Replace it by a plain tensor.")
+    is_first = mesh.tensor_ranks[0] == mesh.rank
+    plain = PlainForm(has_axis=True, is_alike=True, is_first=is_first)
+    forms: dict[int, Form] = {}
+    for name, parameter in model.named_parameters():
+        forms[id(parameter)] = plain
+        if isinstance(parameter, DTensor):
+            _check(name, parameter, mesh)
+            forms[id(parameter)] = DTensorForm(parameter, is_first=is_first)
+    return forms
+
+
+def _check(name: str, parameter: DTensor, mesh: Mesh) -> None:
+    """Raise unless a DTensor lies in equal parts over the mesh's tensor axis."""
+    ranks = tuple(parameter.device_mesh.mesh.flatten().tolist())
+    if ranks != mesh.tensor_ranks or len(parameter.placements) != 1:
+        raise ValueError(
+            f"{mesh} Parameter '{name}' is a DTensor over ranks {ranks}, and the axis 'tensor' of mesh= has "
+            f"{mesh.tensor_ranks} here. Give zs.shard() the mesh whose mesh['tensor'] parallelize_module() was given, "
+            "and leave out fully_shard(), which zs.shard() replaces."
+        )
+    (placement,) = parameter.placements
+    if type(placement) not in (Shard, Replicate):
+        raise ValueError(f"Parameter '{name}' has placement {placement}; DTensors can be Shard or Replicate.")
+    if isinstance(placement, Shard) and parameter.shape[placement.dim] % len(ranks):
+        raise ValueError(
+            f"Parameter '{name}' {tuple(parameter.shape)} does not fall into {len(ranks)} equal parts along dimension "
+            f"{placement.dim}, so ranks would have buckets of different sizes. Pad that dimension to a multiple of "
+            f"{len(ranks)}, or leave the layer out of the plan."
+        )
+    if parameter.is_meta:
+        raise ValueError(
+            f"Parameter '{name}' is a DTensor on the meta device. Build the model with values and parallelize it, or "
+            "call model.to_empty() and initialize or load it before zs.shard()."
+        )

@@ -1,0 +1,33 @@
+"""Deep copies of a sharded model, which are plain: no hooks, no engine, plain parameters.
+
+Owns what a model's `__deepcopy__` does. Read `core/hooks.py` (`Inert`) first.
+"""
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from zeroshard.core.hooks import Inert
+
+__all__ = ["copy_plain"]
+
+
+def copy_plain(model: nn.Module, forward_methods: tuple[str, ...], memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy of the model without hooks; its parameters are plain (and raise unless gathered)."""
+    hidden = {name: model.__dict__.pop(name) for name in ("__deepcopy__", *forward_methods) if name in model.__dict__}
+    try:
+        copied = copy.deepcopy(model, memo)
+    finally:
+        model.__dict__.update(hidden)
+    for module in copied.modules():
+        for hooks in vars(module).values():
+            if isinstance(hooks, dict):
+                for key in [key for key, hook in hooks.items() if _is_inert(hook)]:
+                    del hooks[key]
+    return copied
+
+
+def _is_inert(hook: Any) -> bool:
+    # State-dict pre-hooks are wrapped by torch in an object that keeps the hook itself.
+    return isinstance(hook, Inert) or isinstance(getattr(hook, "hook", None), Inert)

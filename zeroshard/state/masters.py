@@ -1,0 +1,28 @@
+"""Parameters that follow their master values after a change outside a step: in a checkpoint, an average.
+
+Owns that exchange. It must not know who changed the masters. Read `core/buffer.py` (`Bucket.follow_masters`) first.
+"""
+
+import torch
+
+from zeroshard.core.engine import Engine
+
+__all__ = ["follow_masters"]
+
+
+def follow_masters(engine: Engine) -> None:
+    """Let all parameters follow their master values.
+
+    Collective: an all-gather of what is kept whole and updated in parts; every rank must call.
+    """
+    engine.complete()
+    engine.order.barrier("a change of master values")
+    number = engine.order.next_tag()
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            bucket.follow_masters()
+            bucket.updates += 1
+            if bucket.is_whole and not bucket.states_are_whole and bucket.layout.full_numel:
+                engine.comm.gather(bucket.full, unit.tag(bucket, number), f"new values of {unit}", "state").wait()
+        if unit.is_whole:
+            torch.autograd.graph.increment_version(unit.parameters)

@@ -1,0 +1,108 @@
+"""Where the engine's hooks hang on a model.
+
+Owns registration; `core/hooks.py` has the hooks. Read it first.
+
+Note: order
+    The pre-hook is prepended, so that the user's own hooks find the parameters there; the post-hook is registered last
+    with `always_call=True`, so that it runs after them, and when forward raises.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.core.engine import Engine
+from zeroshard.core.hooks import CastIn, CastOut, Enter, Exit, Landed, RefuseLoad, RefuseSave, Registered
+from zeroshard.core.precision import Precision
+from zeroshard.state.duplicate import copy_plain
+from zeroshard.state.units import UnitPlan, registered
+
+__all__ = ["wire"]
+
+
+def wire(
+    engine: Engine, model: nn.Module, plans: Sequence[UnitPlan], methods: Sequence[str], precision: Precision
+) -> None:
+    """Hang the hooks: every module whose forward needs units that come and go, and the model itself."""
+    entries: dict[nn.Module, tuple[str, tuple[int, ...]]] = {model: ("", ())}
+    for unit, plan in zip(engine.units, plans, strict=True):
+        # Units that stay whole need no event of their own modules; the model's own entry checks and completes passes.
+        for module, name in plan.entries.items() if not unit.is_whole else ():
+            known = entries.get(module, ("", ()))[1]
+            entries[module] = (name, (*known, unit.number))
+    own = [one for plan in plans for one in registered(plan, model)]
+    _hang(engine, model, entries, own, methods, precision)
+
+
+def _hang(
+    engine: Engine,
+    model: nn.Module,
+    entries: dict[nn.Module, tuple[str, tuple[int, ...]]],
+    own: Sequence[Registered],
+    forward_methods: Sequence[str],
+    precision: Precision,
+) -> None:
+    """Register all hooks of a model.
+
+    Args:
+        entries: modules whose forward needs units: the module's name and the units' numbers.
+        own: what the model must find unchanged.
+        forward_methods: methods of the model that compute as forward does.
+    """
+    for module, (name, units) in entries.items():
+        enter, leave = Enter(engine, name, units, own if module is model else ()), Exit(engine)
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+        if module is model:
+            casts = _hang_casts(engine, model, precision)
+            for method in forward_methods:
+                model.__dict__[method] = _wrap(model, method, enter, leave, casts)
+    for parameter in model.parameters():
+        # torch takes hooks of trainable parameters only; a frozen one may be trained later.
+        is_trainable = parameter.requires_grad
+        parameter.requires_grad_(True).register_post_accumulate_grad_hook(Landed(engine))
+        parameter.requires_grad_(is_trainable)
+    refuse_save, refuse_load = RefuseSave(engine), RefuseLoad(engine)
+    for module in model.modules():
+        module.register_state_dict_pre_hook(refuse_save)
+        module.register_load_state_dict_pre_hook(refuse_load)
+    model.__dict__["__deepcopy__"] = functools.partial(copy_plain, model, tuple(forward_methods))
+
+
+def _hang_casts(engine: Engine, model: nn.Module, precision: Precision) -> tuple[CastIn, CastOut] | None:
+    """Cast at the edges of the model, and at those of the modules that keep their own dtype."""
+    if precision.param is None:
+        return None
+    for module in model.modules():
+        if isinstance(module, precision.keep) and (kept := next(module.parameters(False), None)) is not None:
+            module.register_forward_pre_hook(CastIn(kept.dtype), with_kwargs=True)
+            module.register_forward_hook(CastOut(precision.param), with_kwargs=True)
+    casts = CastIn(precision.param), CastOut(torch.float32, engine.loss_scale)
+    model.register_forward_pre_hook(casts[0], with_kwargs=True)
+    model.register_forward_hook(casts[1], with_kwargs=True)
+    return casts
+
+
+def _wrap(
+    model: nn.Module, method: str, enter: Enter, leave: Exit, casts: tuple[CastIn, CastOut] | None
+) -> Callable[..., Any]:
+    plain = getattr(model, method)
+
+    @functools.wraps(plain)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = None
+        try:
+            enter(model, args, kwargs)
+            if casts is not None:
+                args, kwargs = casts[0](model, args, kwargs)
+            output = plain(*args, **kwargs)
+        except BaseException:
+            leave(model, args, kwargs, None)
+            raise
+        leave(model, args, kwargs, output)
+        return output if casts is None else casts[1](model, args, kwargs, output)
+
+    return run
