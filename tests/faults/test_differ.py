@@ -97,7 +97,7 @@ def change(what: str, model: nn.Module, settings: dict[str, Any]) -> None:
     elif what == "rate":
         settings["lr"] = 0.02
     elif what == "tensor rate":
-        # Its text, as torch prints it, is that of the others.
+        # A rate may be a tensor, whose representation is rounded.
         settings |= {"lr": torch.tensor(0.01000001, dtype=torch.float64)}
     elif what == "betas":
         settings["betas"] = (0.9, 0.95)

@@ -212,7 +212,7 @@ def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, numbe
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     lines = []
     for place, group in enumerate(optimizer.param_groups):
-        settings = ", ".join(f"{key}={_plain(value)}" for key, value in sorted(group.items()) if key != "params")
+        settings = ", ".join(f"{key}={value}" for key, value in sorted(group.items()) if key != "params")
         has_state = sum(parameter in optimizer.state for parameter in group["params"])
         entries = f"{len(group['params'])} entries ({has_state} with state)"
         lines.append(f"optimizer {number}, group {place}: {type(optimizer).__name__}, {entries}, {settings}")
@@ -225,11 +225,6 @@ def _library_versions(things: Iterable[object]) -> dict[str, str]:
     tops = {type(thing).__module__.partition(".")[0] for thing in things} | {"torch"}
     versions = {top: getattr(sys.modules.get(top), "__version__", None) for top in tops}
     return {top: str(version) for top, version in versions.items() if version is not None}
-
-
-def _plain(value: object) -> object:
-    """Return a setting as it is to be compared: a tensor's text would be rounded."""
-    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def tell_refusal(mesh: Mesh, comm: Comm, error: Exception) -> None:
