@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +58,8 @@ def test_a_damaged_load_changes_nothing(checkpoint: Path) -> None:
     for path in files_of(checkpoint) * 12:
         data = bytearray(path.read_bytes())
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-        with small.changed(path, bytes(data)), pytest.raises(zs.CheckpointError, match=path.name):
+        text = f"(?s){re.escape(path.name)}.* Nothing in memory was changed"
+        with small.changed(path, bytes(data)), pytest.raises(zs.CheckpointError, match=text):
             trainer.zero.load(checkpoint)
         assert trainer.state() == before
     trainer.zero.load(checkpoint)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import socket
 import struct
@@ -249,6 +250,13 @@ def test_a_hostile_manifest_is_refused(name: str, checkpoint: Path) -> None:
     refuse(lambda: verify(checkpoint), checkpoint)
 
 
+@pytest.mark.parametrize("name", ["overlap", "chunk twice"])
+def test_elements_in_two_places_are_named(name: str, checkpoint: Path) -> None:
+    """They are refused for what they are, whatever a file's size says."""
+    small.rewrite(checkpoint / "manifest.json", MANIFESTS[name])
+    assert re.search(r"elements \d to \d of '\w+' are twice", refuse(lambda: verify(checkpoint), checkpoint))
+
+
 def test_an_unchanged_manifest_is_not_refused(checkpoint: Path) -> None:
     small.rewrite(checkpoint / "manifest.json", lambda manifest: None)
     verify(checkpoint)
@@ -391,9 +399,7 @@ def link_to_a_device(path: Path) -> None:
 
 
 def link_outside(path: Path) -> None:
-    outside = path.parent.with_name("outside")
-    outside.write_bytes(b"{}")
-    path.symlink_to(outside)
+    path.symlink_to(path.parent.with_name("outside"))
 
 
 def be_a_socket(path: Path) -> None:
@@ -422,7 +428,8 @@ PLACES = ["manifest.json", "extra.json", PARAMS, OPTIM]
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_no_file_of_a_checkpoint_is_refused(name: str, place: str, checkpoint: Path) -> None:
-    (checkpoint / place).unlink()
+    # What was there goes outside, so that nothing but the way to it is wrong.
+    (checkpoint / place).rename(checkpoint.with_name("outside"))
     FILES[name](checkpoint / place)
     refuse(lambda: verify(checkpoint), checkpoint / place)
 
