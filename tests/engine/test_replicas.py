@@ -4,9 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard as zs
 from zeroshard.testing import RankFailure, run_ranks
+
+from .oracle import assert_same
 
 STEPS = 6
 BLOCKS = 2
@@ -36,13 +39,13 @@ class Net(nn.Module):
 
 
 def train(
-    stage: int, replicas: int
+    stage: int, replicas: int = 1, mesh: DeviceMesh | None = None
 ) -> tuple[list[float], dict[str, torch.Tensor], dict[str, int], dict[str, int], float]:
     rank = dist.get_rank()
     torch.manual_seed(rank)  # rank 0's values must win
     model = Net().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    zero = zs.shard(model, optimizer, stage=stage, replicas=replicas, watchdog_s=5)
+    zero = zs.shard(model, optimizer, stage=stage, replicas=replicas, mesh=mesh, watchdog_s=5)
     losses = []
     for step in range(STEPS):
         x = torch.randn(3, 32, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
@@ -84,6 +87,20 @@ def test_bytes_by_axis_are_the_formulas(stage: int) -> None:
         assert sent["reduce"] == STEPS * reduces * inside * bytes_all
         assert sent["replicate"] == STEPS * across * bytes_all
         assert memory["states"] == 2 * bytes_all // (1 if stage == 0 else 2)
+
+
+def by_axes() -> list[object]:
+    names = ("replicate", "shard")
+    across = init_device_mesh("cpu", (2, 2), mesh_dim_names=names[::-1])
+    return [train(3, 2), train(3, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=names)), train(3, mesh=across)]
+
+
+def test_replicas_are_an_axis_of_a_mesh() -> None:
+    for by_number, by_name, across in run_ranks(by_axes, 4):
+        assert_same(by_number, by_name)
+        # Other ranks share a copy here, so sums have another order.
+        assert_same(by_number[1], across[1], relative=1e-6)
+        assert across[2:4] == by_number[2:4]
 
 
 def uneven() -> None:
