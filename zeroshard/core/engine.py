@@ -142,7 +142,8 @@ class Engine:
                 frame.saved.__exit__(None, None, None)
             return
         for number in frame.taken:
-            if not self.units[number].users:
+            unit = self.units[number]
+            if not unit.users and (not unit.blocks or unit.blocks[-1] is module):
                 self.order.leave(number)
         if frame.has_grad:
             self._hint_begin(frame.units, outputs)

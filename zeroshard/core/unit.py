@@ -13,7 +13,7 @@ Note: the life of a unit at stage 3
 """
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -67,10 +67,13 @@ class Unit:
         number: place among the model's units; 0 is the root.
         name: the module's name, "" for the root.
         scale: what sums of gradients are multiplied by.
+        blocks: where it is of several modules, these; the forward of the last one ends the unit's.
     """
 
-    def __init__(self, number: int, name: str, buckets: Sequence[Bucket], mesh: Mesh, scale: float) -> None:
-        self.number, self.name, self.buckets, self.scale = number, name, list(buckets), scale
+    def __init__(
+        self, number: int, name: str, buckets: Sequence[Bucket], mesh: Mesh, scale: float, blocks: tuple[Any, ...]
+    ) -> None:
+        self.number, self.name, self.buckets, self.scale, self.blocks = number, name, list(buckets), scale, blocks
         self.parameters: list[torch.nn.Parameter] = []
         self.is_whole = all(bucket.is_whole for bucket in buckets)
         self._mesh = mesh

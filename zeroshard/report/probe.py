@@ -123,12 +123,14 @@ class Probe:
         """See units that stay whole begin and end: the engine has no hooks on these."""
         for unit in self._engine.units:
             if unit.is_whole and unit.number != ROOT:
-                module = self._model.get_submodule(unit.name)
-                name = unit.name
-                enter = torch.compiler.disable(lambda module, args, name=name: self._enter(module, name))
-                leave = torch.compiler.disable(lambda module, args, output: self._leave(module, output))
-                self._undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-                self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
+                for module in unit.blocks or (self._model.get_submodule(unit.name),):
+                    self._watch(module, unit.name)
+
+    def _watch(self, module: nn.Module, unit: str) -> None:
+        enter = torch.compiler.disable(lambda module, args: self._enter(module, unit))
+        leave = torch.compiler.disable(lambda module, args, output: self._leave(module, output))
+        self._undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+        self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
 
     # -- what runs between events -----------------------------------------------------------------------------------
 

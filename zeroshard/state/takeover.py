@@ -213,7 +213,7 @@ def make_unit(
         buckets.append(
             Bucket(name, place, names, parameters, layout, options.row, mesh.shard_rank, pool, ledger, dtypes)
         )
-    return Unit(number, plan.name, buckets, mesh, options.scale)
+    return Unit(number, plan.name, buckets, mesh, options.scale, plan.blocks)
 
 
 def take_over(unit: Unit, plan: UnitPlan, comm: Comm) -> None:

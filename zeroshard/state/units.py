@@ -16,6 +16,11 @@ __all__ = ["UnitPlan", "plan_units", "registered"]
 
 Named = tuple[str, nn.Parameter]
 
+SMALL_BYTES = 1 << 20
+"""Below this a message costs more for being one than for its bytes."""
+SMALL_PART = 16
+"""A unit is not small that holds more than this part of the model: two of them are whole at a time."""
+
 
 @dataclass
 class UnitPlan:
@@ -25,6 +30,13 @@ class UnitPlan:
     module: nn.Module
     parameters: list[Named] = field(default_factory=list)
     entries: dict[nn.Module, str] = field(default_factory=dict)
+    blocks: tuple[nn.Module, ...] = ()
+    """Where it is of several blocks, these, in the order in which they run."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its parameters as they are."""
+        return sum(p.nbytes for _, p in self.parameters)
 
     @property
     def numel(self) -> int:
@@ -37,7 +49,8 @@ def plan_units(model: nn.Module, units: Sequence[object] | None) -> list[UnitPla
 
     Args:
         units: modules, module classes or class names; by default blocks are found: the classes that Transformers names
-            in `_no_split_modules`, else the outermost modules of a ModuleList whose members are of one class.
+            in `_no_split_modules`, else the outermost modules of a ModuleList whose members are of one class. Of those
+            found, small neighbours are joined until they are worth their messages.
 
     Raises:
         ValueError: something in `units` is not in the model.
@@ -54,7 +67,8 @@ def plan_units(model: nn.Module, units: Sequence[object] | None) -> list[UnitPla
         if plan.parameters:
             plan.entries[plan.module] = plan.name
     _add_other_owners(model, home, by_module, names)
-    return [plans[0]] + [plan for plan in plans[1:] if plan.parameters]
+    found = [plans[0]] + [plan for plan in plans[1:] if plan.parameters]
+    return found if units is not None else _join_small(found, chosen)
 
 
 def _find_blocks(model: nn.Module) -> set[nn.Module]:
@@ -143,6 +157,35 @@ def _split_large(
         home[parameter] = plan
         before = [other for other in plans[1:] if _position(other, names) < _position(plan, names)]
         plans.insert(1 + len(before), plan)
+
+
+def _join_small(plans: list[UnitPlan], blocks: set[nn.Module]) -> list[UnitPlan]:
+    """Join blocks of one list with the next ones as long as they are small."""
+    limit = min(SMALL_BYTES, sum(plan.nbytes for plan in plans) // SMALL_PART)
+    runs: list[list[UnitPlan]] = []
+    for plan in plans:
+        run = runs[-1] if runs else []
+        is_next = run and {plan.module, run[-1].module} <= blocks and _parent(plan) == _parent(run[-1])
+        if is_next and sum(one.nbytes for one in run) < limit:
+            run.append(plan)
+        else:
+            runs.append([plan])
+    return [_join(run) if len(run) > 1 else run[0] for run in runs]
+
+
+def _join(run: list[UnitPlan]) -> UnitPlan:
+    """Return one unit of several blocks, called by the first and the last of them."""
+    return UnitPlan(
+        f"{run[0].name}-{run[-1].name.rpartition('.')[2]}",
+        run[0].module,
+        [named for plan in run for named in plan.parameters],
+        {module: name for plan in run for module, name in plan.entries.items()},
+        tuple(plan.module for plan in run),
+    )
+
+
+def _parent(plan: UnitPlan) -> str:
+    return plan.name.rpartition(".")[0]
 
 
 def _position(plan: UnitPlan, names: dict[nn.Module, str]) -> int:
