@@ -88,7 +88,8 @@ def shard(
         stage: 0 to 3, a row of the residency table by name; 3 by default.
         residency: a row of one's own, instead of `stage`.
         precision: "fp32" (all as it is), "bf16", "fp16" (with a dynamic loss scale), or a `Precision`.
-        units: what is gathered and reduced together: modules, classes or class names; by default blocks are found.
+        units: what is gathered and reduced together: modules, classes or class names; by default blocks are found, and
+            small ones joined.
         cut: where a boundary between ranks may fall: "element", "row" (first dimension) or "tensor".
         reduction: "mean" over ranks, as data parallelism does, or "sum", for losses weighted by tokens.
         elementwise: True vouches for an optimizer that is not known; None tries it.

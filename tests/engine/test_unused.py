@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zeroshard as zs
+from zeroshard.testing import run_ranks
+
 from . import models
 from .models import WIDTH
-from .oracle import WORLDS, Run, assert_matches
+from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S, WORLDS, Run, assert_matches
 
 
 class Routed(nn.Module):
@@ -290,3 +293,33 @@ def test_the_routes_leave_some_parameters_unused() -> None:
     stages = assert_matches(one_block_on_one_rank_only, 2, relative=1e-9)[1]
     for result in stages:
         assert set(result["records"][0]["unused"]) == {"spare.weight", "spare.bias"}
+
+
+def forgets(stage: int) -> tuple[str, dict[str, bool]]:
+    """Get a gradient that is no number, forget it, and go on without its block: which parameters changed, by name."""
+    model = models.build(Routed)
+    optimizer = models.adamw(model)
+    zero = zs.shard(model, optimizer, stage=stage, watchdog_s=WATCHDOG_S)
+    x = models.features(0, zero.mesh.rank)
+    handle = model.blocks[1].up.weight.register_hook(lambda grad: grad * torch.nan)
+    model(x, [0, 1]).square().mean().backward()
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    handle.remove()
+    optimizer.zero_grad()
+    with zero.gathered():
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(x, [0, 2]).square().mean().backward()
+    optimizer.step()
+    with zero.gathered():
+        assert all(p.isfinite().all() for p in model.parameters())
+        return str(caught.value), {name: not torch.equal(p, before[name]) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_was_forgotten_stops_no_step(stage: int) -> None:
+    for text, changed in run_ranks(forgets, 2, stage, timeout_s=TIMEOUT_S):
+        assert "The gradient of 'blocks.1.up.weight' is not finite; nothing was changed on any rank" in text
+        assert {name for name, is_changed in changed.items() if is_changed} == {
+            name for name in changed if name.startswith(("stem", "head", "blocks.0", "blocks.2"))
+        }

@@ -28,6 +28,7 @@ NORMS = frozenset(["norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "
 ZEROS = frozenset(["zero_", "_foreach_zero_"])
 SCALES = frozenset(["mul_", "div_", "_foreach_mul_", "_foreach_div_", "__imul__", "__itruediv__"])
 SCALER_CHECK = "_amp_foreach_non_finite_check_and_unscale_"
+ANSWERED = NORMS | ZEROS | SCALES | {SCALER_CHECK}
 NO_OPS = frozenset(["detach_", "requires_grad_", "detach"])
 
 
@@ -99,14 +100,12 @@ class MasterGradient(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Updates mix gradients with plain tensors; only what is asked of gradients themselves is answered here.
-        first = args[0][0] if args and isinstance(args[0], (list, tuple)) and args[0] else args[0] if args else None
-        if isinstance(first, MasterGradient):
-            if func.__name__ in NORMS:
-                return _norms(args, kwargs or {})
-            if func.__name__ in SCALES or func.__name__ in ZEROS:
-                return _change(func.__name__, func, args, kwargs or {})
-            if func.__name__ == SCALER_CHECK:
+        if (name := func.__name__) in ANSWERED:
+            first = args[0][0] if isinstance(args[0], (list, tuple)) and args[0] else args[0]
+            if isinstance(first, MasterGradient) and name == SCALER_CHECK:
                 return _check_scaled(func, args)
+            if isinstance(first, MasterGradient):
+                return _norms(args, kwargs or {}) if name in NORMS else _change(name, func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -131,7 +130,7 @@ class MasterSlice(torch.nn.Parameter):
                 part = part.as_subclass(MasterGradient)
                 part._slot = slot
             slot.master_grad = part
-        if slot.master_grad.dtype != self.dtype:
+        if grads.dtype != self.dtype:
             # Optimizers want one dtype: gradients held in another are converted for the update alone.
             wide = slot.master_grad.to(self.dtype).as_subclass(MasterGradient)
             wide._slot = slot

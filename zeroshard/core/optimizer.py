@@ -130,8 +130,7 @@ class ShardedOptimizer:
             master.data = narrow
 
     def _stochastic(self) -> list[tuple[Tensor, Slot]]:
-        pairs = [(master, slot_of(master)) for master in self.masters]
-        return [(master, slot) for master, slot in pairs if slot.bucket.dtypes.is_stochastic]
+        return [(master, slot) for master in self.masters if (slot := slot_of(master)).bucket.dtypes.is_stochastic]
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.steps += 1
@@ -274,11 +273,15 @@ class ShardedOptimizer:
 
 
 def _is_finite(masters: Sequence[Tensor]) -> bool:
-    """Tell whether the gradients of this rank's slices are; their sum costs one pass, and only what is not is sure."""
-    grads = [master.grad for master in masters if master.grad is not None]
-    if not grads or torch.stack([grad.sum() for grad in grads]).sum().isfinite():
+    """Tell whether the gradients of this rank's slices are; the sum of each bucket costs one pass and is one number.
+
+    It may overflow, and padding may hold anything: where it is not finite, the slices decide.
+    """
+    buckets = {id(bucket): bucket.grads for bucket in (slot_of(master).bucket for master in masters)}
+    held = [g.held if g.sums_are_whole else g.own_shard() for g in buckets.values() if g.held is not None]
+    if not held or torch.stack([part.sum() for part in held]).sum().isfinite():
         return True
-    return all(bool(grad.isfinite().all()) for grad in grads)
+    return all(bool(grad.isfinite().all()) for master in masters if (grad := master.grad) is not None)
 
 
 def make_master(slot: Slot) -> MasterSlice:
