@@ -24,7 +24,7 @@ class Skipping(Deep):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
         for index, block in enumerate(self.blocks):
-            x = block(x) if index % 4 else x
+            x = block(x) if index % 4 != 3 else x
         return self.head(x)
 
 
@@ -113,7 +113,9 @@ def train(kind: type[nn.Module], stage: int, joins: bool) -> tuple[list[float], 
             assert predicted == zero.trace.step_events(zero.trace.events[-1].step)
     events = [f"{e.kind} {e.unit}" for e in zero.trace.step_events(zero.trace.events[-1].step)]
     memory = zero.memory()
-    assert memory.peak_bytes["transient"] <= memory.predicted_bytes["transient"] or kind is not Deep
+    if kind in (Deep, Skipping):
+        # A unit whose last block did not run is left all the same.
+        assert memory.peak_bytes["transient"] <= memory.predicted_bytes["transient"]
     with zero.gathered():
         return losses, {name: p.detach().clone() for name, p in model.named_parameters()}, events
 

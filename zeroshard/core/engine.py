@@ -47,6 +47,8 @@ class Frame:
     has_grad: bool
     saved: Any = None
     taken: list[int] = field(default_factory=list)
+    between: int | None = None
+    """In the outermost frame: the unit of several modules that no module uses now, and the next one may."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,9 @@ class Engine:
         elif not self._frames:
             self._open_forward(frame, name)
         self._frames.append(frame)
+        between, self._frames[0].between = self._frames[0].between, None
+        if between is not None and between not in units:
+            self.order.leave(between)
         for number in units:
             self.order.need(number)
             frame.taken.append(number)
@@ -142,8 +147,9 @@ class Engine:
                 frame.saved.__exit__(None, None, None)
             return
         for number in frame.taken:
-            unit = self.units[number]
-            if not unit.users and (not unit.blocks or unit.blocks[-1] is module):
+            if not self.units[number].users and self.units[number].blocks and self._frames:
+                self._frames[0].between = number
+            elif not self.units[number].users:
                 self.order.leave(number)
         if frame.has_grad:
             self._hint_begin(frame.units, outputs)
@@ -350,10 +356,7 @@ class Engine:
         if p == float("inf"):
             total = rows.amax(0)
         else:
-            total = rows[0].clone()
-            for row in rows[1:]:
-                total += row
-            total = total ** (1 / p)
+            total = sum(rows[1:], start=rows[0]) ** (1 / p)
         values = [v.to(slot.bucket.dtypes.grad) for v, slot in zip(total.unbind(), self.slots.values(), strict=True)]
         self._norms[p] = dict(zip(self.slots, values, strict=True))
         return self._norms[p]

@@ -176,9 +176,8 @@ class Order:
             agreed = mine
         else:
             # Used by some rank is "not unused by all": a minimum over ranks of the negated flags.
-            agreed = [
-                not unused for unused in self._comm.agree([int(not flag) for flag in mine], "the used parameters")
-            ]
+            unused = self._comm.agree([int(not flag) for flag in mine], "the used parameters")
+            agreed = [not flag for flag in unused]
         flags = iter(agreed)
         for g in grads:
             g.used = [next(flags) or was for was in g.used]
@@ -265,9 +264,8 @@ class Order:
         lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(places))
         raise RankMismatchError(
             f"{self._comm.mesh} Ranks are at different places of the program:\n{lines}\nAll ranks must make the same "
-            "passes, norms "
-            "and steps in the same order. To evaluate or generate on one rank only, enter `with zero.gathered():` on "
-            "all ranks."
+            "passes, norms and steps in the same order. To evaluate or generate on one rank only, enter `with "
+            "zero.gathered():` on all ranks."
         )
 
     # -- actions ----------------------------------------------------------------------------------------------------

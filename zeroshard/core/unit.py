@@ -67,7 +67,7 @@ class Unit:
         number: place among the model's units; 0 is the root.
         name: the module's name, "" for the root.
         scale: what sums of gradients are multiplied by.
-        blocks: where it is of several modules, these; the forward of the last one ends the unit's.
+        blocks: where it is of several modules, these: it is left when a module of another unit begins.
     """
 
     def __init__(

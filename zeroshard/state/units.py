@@ -31,7 +31,7 @@ class UnitPlan:
     parameters: list[Named] = field(default_factory=list)
     entries: dict[nn.Module, str] = field(default_factory=dict)
     blocks: tuple[nn.Module, ...] = ()
-    """Where it is of several blocks, these, in the order in which they run."""
+    """Where it is of several blocks, these."""
 
     @property
     def nbytes(self) -> int:
