@@ -125,7 +125,7 @@ def test_two_units_and_their_gradients_are_mapped_at_most() -> None:
     for before, most in run_ranks(most_mapped, 2, timeout_s=TIMEOUT_S):
         shards = 8 * block // 2
         assert before <= shards + MIB
-        # Held gradients; two units whole; three stages of gradients; half a stage read of the other rank.
+        # Held gradients; two units whole; three stages of gradients; half a stage that is read of the other rank.
         assert shards + block < most <= 2 * shards + 2 * block + 3.5 * block + MIB
 
 

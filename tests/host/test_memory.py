@@ -101,13 +101,20 @@ def of_others() -> list[float]:
     assert offset is not None
     offsets = [torch.zeros(1, dtype=torch.int64) for _ in range(RANKS)]
     dist.all_gather(offsets, torch.tensor([offset]))
-    seen = [float(memory.of_peer(r, int(at), NUMEL, torch.float64).mean()) for r, at in enumerate(offsets)]
+    before, seen = resident_bytes(), []
+    for place, at in enumerate(offsets):
+        part = memory.of_peer(place, int(at), NUMEL, torch.float64)
+        seen.append(float(part.mean()))
+        if place != rank:
+            assert resident_bytes() == before + part.nbytes
+            memory.drop(place, part)
+            assert resident_bytes() == before
     dist.barrier()
     assert memory.offset_of(torch.zeros(1)) is None
     return seen
 
 
-def test_buffers_are_read_where_they_lie() -> None:
+def test_buffers_are_read_where_they_lie_and_dropped() -> None:
     assert run_ranks(of_others, RANKS) == [[0.5, 1.5]] * RANKS
 
 

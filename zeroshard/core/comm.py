@@ -269,8 +269,9 @@ class GlooComm(GroupComm):
             self._wait([meeting], what)
             if not memory.is_home(full):
                 for place, (there,) in meeting.numbers.items():
-                    whole = memory.of_peer(place, there, full.numel(), full.dtype)
-                    full.view(size, -1)[place] = whole.view(size, -1)[place]
+                    part = memory.of_peer(place, there, full.numel(), full.dtype).view(size, -1)[place]
+                    full.view(size, -1)[place] = part
+                    memory.drop(place, part)
                 self._wait([memory.meet(4 * (tag & BUCKETS) + 1, tag)], what)
 
         return Pending(finish)
@@ -288,6 +289,8 @@ class GlooComm(GroupComm):
             there = {r: memory.of_peer(r, at, full.numel(), full.dtype) for r, (at,) in meeting.numbers.items()}
             chunks = [there.get(r, full).view(size, -1)[rank] for r in range(size)]
             _sum_in_rank_order(chunks, wire, scale, own)
+            for r in there:
+                memory.drop(r, chunks[r])
             self._wait([memory.meet(4 * (tag & BUCKETS) + 3, tag)], what)
 
         return Pending(finish)

@@ -180,13 +180,17 @@ class HostMemory(Memory):
         return offset if 0 < offset < self._files[0].taken_bytes else None
 
     def of_peer(self, place: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return (numel,) of another rank's memory, to be read only.
+        """Return (numel,) of another rank's memory, to be read only, and to be dropped after that.
 
         Args:
             place: of that rank.
             offset: what `offset_of` said there.
         """
         return self._peers[place].view(offset, numel, dtype)
+
+    def drop(self, place: int, part: Tensor) -> None:
+        """Let go of pages of another rank's memory that were read: they are that rank's, and would count twice."""
+        self._peers[place].drop(part.data_ptr(), part.nbytes)
 
 
 @final
@@ -239,6 +243,11 @@ class _File:
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return (numel,) of its bytes from `offset` on."""
         return _view(self._map, offset, numel, dtype)
+
+    def drop(self, address: int, nbytes: int) -> None:
+        """Take the pages of some of its bytes out of this process; reading them maps them in again."""
+        first = (address - self.address) // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, first, _whole_pages(address - self.address + nbytes - first))
 
 
 def _view(mapping: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
