@@ -162,7 +162,7 @@ def build(entrant: Entrant, ranks: int, sizes: Sizes) -> Running:
         with contextlib.ExitStack() as stack:
             if ranks > 1:
                 stack.enter_context(patch.object(handle, "current_mesh", lambda: mesh))
-                stack.enter_context(patch.object(handle, "make_comm", lambda *_: Emulated(mesh)))
+                stack.enter_context(patch.object(handle, "make_comm", lambda *_, **__: Emulated(mesh)))
             zs.shard(model, optimizer, stage=entrant.stage, precision=precision)
     return Running(model, optimizer)
 

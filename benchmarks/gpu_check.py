@@ -267,7 +267,12 @@ def start(job: Job, model: nn.Module | None = None) -> tuple[zs.Zero, nn.Module,
         torch.cuda.set_device(0)
     if job.ranks > 1 and not job.is_nccl:
         plain = handle.make_comm
-        handle.make_comm = lambda *args: Staged(plain(*args), job)  # type: ignore[attr-defined, assignment, return-value]
+
+        def staged(*args: Any, **options: Any) -> Staged:
+            # Memory of the host would need no waits, and these are what is checked.
+            return Staged(plain(*args, **{**options, "shares_host": False}), job)
+
+        handle.make_comm = staged  # type: ignore[attr-defined, assignment]
     model = model or build(job.device)
     optimizer = adamw(model)
     return zs.shard(model, optimizer, stage=job.stage, precision=job.precision, watchdog_s=60.0), model, optimizer

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
 from zeroshard.core.buffer import Pool
-from zeroshard.core.comm import GroupComm, make_comm
+from zeroshard.core.comm import make_comm
 from zeroshard.core.engine import Engine
 from zeroshard.core.mesh import Mesh, current_mesh
 from zeroshard.core.optimizer import ShardedOptimizer
@@ -226,7 +226,7 @@ class Zero:
         self._averages: weakref.WeakSet[Average] = weakref.WeakSet()
         self.residency = row
         """The row of the residency table."""
-        if isinstance(engine.comm, GroupComm):
+        if engine.comm.watchdog is not None:
             # The watchdog's threads must not keep the model alive.
             engine.comm.watchdog.tell_with_errors(functools.partial(_describe, weakref.ref(self)))
 
@@ -290,7 +290,7 @@ class Zero:
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over an optimizer that was checked and compared."""
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded), state_cost(optimizer)))
-        if isinstance(self._engine.comm, GroupComm) and len(self._sharded) == 1:
+        if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
             optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step)
 
     def gathered(self, *, writeback: bool = False, states: bool = False) -> AbstractContextManager[None]:

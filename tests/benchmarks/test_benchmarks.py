@@ -11,21 +11,25 @@ from benchmarks import gpu, run
 from benchmarks.launch import launch
 from benchmarks.measure import Job
 from benchmarks.report import BEGIN, END, ratio_of_medians, write_tables
+from zeroshard.host.board import is_supported
 
 
 def test_a_run_compares_contestants_and_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = "--case tiny --only wire,ddp,zs-3,fsdp2-3 --steps 3 --warmup 1"
+    arguments = "--case tiny --only wire,ddp,zs-3,zs-3-wire,fsdp2-3 --steps 3 --warmup 1"
     assert run.main([*arguments.split(), "--output", str(tmp_path)]) == 0
     assert "zeroshard 3" in capsys.readouterr().out
 
     heat = json.loads((tmp_path / "step-tiny-2x1.json").read_text())["time"][0]
     assert {len(one["wall_s"]) for one in heat["contestants"].values()} == {3}
-    zero, wire = heat["contestants"]["zs-3"], heat["contestants"]["wire"]
+    shared, zero, wire = (heat["contestants"][name] for name in ("zs-3", "zs-3-wire", "wire"))
+    assert shared["loss"] == zero["loss"]
     assert heat["contestants"]["fsdp2-3"]["loss"] == pytest.approx(zero["loss"], rel=1e-6)
     predicted = zero["predicted"]["step_bytes"]
     for sent in (*zero["wire_bytes"], *wire["wire_bytes"]):
         # Agreements between ranks and gloo's own small messages come on top: much, where the model is as small as this.
         assert predicted <= sent <= predicted + 40_000
+    if is_supported():
+        assert max(shared["wire_bytes"]) < 40_000 < predicted
 
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")

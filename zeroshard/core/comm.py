@@ -70,6 +70,8 @@ class Comm(ABC):
     `sent_bytes` counts what this rank hands to others, over the wire or in memory of the host, by what it is for.
     """
 
+    watchdog: Watchdog | None = None
+
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.sent_bytes: Counter[str] = Counter()
@@ -162,6 +164,7 @@ class SoloComm(Comm):
 class GroupComm(Comm):
     """What gloo and NCCL share: waits with a limit that end in an error naming every rank."""
 
+    watchdog: Watchdog
     _data: dist.ProcessGroup
     """The ranks that train the same tensors as this one."""
 
