@@ -321,6 +321,7 @@ def _plot(steps: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any
         for number, (value, low, high) in enumerate(ratios.values()):
             left.errorbar(value, number, xerr=[[max(0.0, value - low)], [max(0.0, high - value)]], color="black")
         left.axvline(1.0, color="black", linewidth=0.8)
+        right.set_visible(place in memory)
         peaks = next(iter(memory[place].values())) if place in memory else {}
         shown = {name: one["peak_bytes"] / _MB for name, one in peaks.items()}
         _bars(right, shown, f"{title}: peak memory, MB")
