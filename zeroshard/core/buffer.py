@@ -14,7 +14,8 @@ Note: the life of a gradient
     Autograd accumulates into its own slot; a hook moves the tensor into `GradientBuffer.stage` (whole bucket) and
     empties the slot. A reduction turns the stage into this rank's shard of the sum, which is added to `held`. Where
     whole gradients are kept, the stage is `held` itself until something reduced lies there, so nothing is copied. Under
-    `no_sync` the stage simply stays, and the next backward adds to it.
+    `no_sync` the stage simply stays, and the next backward adds to it. With the last gradient that `zero_grad` forgets,
+    the memory of `held` goes back to torch's allocator, for the activations of the next forward.
 """
 
 from collections import defaultdict
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard.core.layout import Layout
+from zeroshard.core.layout import Layout, choose_buffer
 from zeroshard.core.precision import Dtypes
 from zeroshard.core.residency import Residency
 from zeroshard.core.trace import Ledger
@@ -37,26 +38,37 @@ Tensor = torch.Tensor
 class Pool:
     """Flat buffers that are used again and again, so that a step touches no fresh pages (C_B in the paper).
 
-    Only for tensors that autograd never saves: a saved tensor would see its buffer's next content.
+    Units of about one size share buffers of the largest. Only for tensors that autograd never saves: a saved tensor
+    would see its buffer's next content.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.memory: Memory = OwnMemory()
-        self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+        self._whole: dict[int, Tensor] = {}
+        """The buffers in use, by the address of the part that was taken."""
         self._ledger = ledger
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return (numel,) with any content."""
-        free = self._free[numel, dtype, device]
-        if free:
-            return free.pop()
-        buffer = self.memory.zeros(numel, dtype, device)
-        self._ledger.add("transient", buffer.nbytes)
-        return buffer
+        free = self._free[dtype, device]
+        place, replaced = choose_buffer([buffer.numel() for buffer in free], numel)
+        if place is not None:
+            buffer = free.pop(place)
+        else:
+            if replaced is not None:
+                self._ledger.add("transient", -free[replaced].nbytes)
+                self.memory.give_back(free.pop(replaced))
+            buffer = self.memory.zeros(numel, dtype, device)
+            self._ledger.add("transient", buffer.nbytes)
+        part = buffer[:numel]
+        self._whole[part.data_ptr()] = buffer
+        return part
 
-    def give(self, buffer: Tensor) -> None:
-        """Take `buffer` back; the caller must not use it any more."""
-        self._free[buffer.numel(), buffer.dtype, buffer.device].append(buffer)
+    def give(self, part: Tensor) -> None:
+        """Take a buffer back; the caller must not use it any more."""
+        buffer = self._whole.pop(part.data_ptr())
+        self._free[buffer.dtype, buffer.device].append(buffer)
 
 
 @dataclass(frozen=True)
@@ -75,20 +87,24 @@ class GradientBuffer:
     `filled` (what is held of it is a sum, possibly of nothing; else it is left over from before `zero_grad`).
     """
 
-    def __init__(self, bucket: "Bucket", row: Residency, pool: Pool, rank: int) -> None:
-        self._layout, self._pool = bucket.layout, pool
+    def __init__(self, bucket: "Bucket", row: Residency, pool: Pool, rank: int, ledger: Ledger) -> None:
+        self._layout, self._pool, self._ledger = bucket.layout, pool, ledger
         self.dtype, self._device = bucket.dtypes.grad, bucket.device
         self._shapes, self._strides = bucket.shapes, bucket.strides
         self.range = row.gradients.kept_range(self._layout, rank)
         self.shard_range = self._layout.shard_range(rank)
         self.is_whole = row.gradients.is_whole(self._layout, rank)
         self.sums_are_whole = row.states.is_whole(self._layout, rank)
+        self._is_kept = self.is_whole and pool.memory.is_shared
+        """Whether other ranks read what is held where it lies; such memory can not come and go."""
         count = len(self._shapes)
         self.staged, self.landed, self.used, self.filled = ([False] * count for _ in range(4))
         self.held: Tensor | None = None
         self.stage: Tensor | None = None
         self._views: list[Tensor] = []
         self._viewed: Tensor | None = None
+        self._under_way = 0
+        """Reductions whose sum is not there yet."""
         self._base = [False] * count
         """Whether the stage holds a sum already, to which this rank's gradient is added."""
         self.is_of_one_copy = False
@@ -100,11 +116,21 @@ class GradientBuffer:
         return True in self.staged
 
     def hold(self) -> Tensor:
-        """Return the buffer that gradients are held in, made at its first use."""
+        """Return the buffer that gradients are held in, made at its first use, with any content."""
         if self.held is None:
-            start, stop = self.range
-            self.held = self._pool.memory.zeros(stop - start, self.dtype, self._device)
+            numel = self.range[1] - self.range[0]
+            if self._is_kept:
+                self.held = self._pool.memory.zeros(numel, self.dtype, self._device)
+            else:
+                self.held = torch.empty(numel, dtype=self.dtype, device=self._device)
+            self._ledger.add("gradients", self.nbytes[0])
         return self.held
+
+    def _let_go(self) -> None:
+        """Give the memory of what is held back; it is needed again when gradients are, and activations are gone."""
+        if self.held is not None and not self._is_kept and self.stage is not self.held and not self._under_way:
+            self._ledger.add("gradients", -self.nbytes[0])
+            self.held, self._views, self._viewed = None, [], None
 
     def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
         """Move one gradient of this rank, of any strides, into the stage; add it to what lies there unreduced.
@@ -154,6 +180,7 @@ class GradientBuffer:
                 self._views[index].zero_()
         staged = Staged(self.stage, tuple(self.filled))
         self.stage, self._viewed = None, None
+        self._under_way += 1
         self.staged, self.filled = [False] * len(self.staged), [True] * len(self.filled)
         return staged
 
@@ -178,6 +205,7 @@ class GradientBuffer:
         Invariant: what is left over from before `zero_grad` is overwritten, not added to.
         """
         held = self.hold()
+        self._under_way -= 1
         if staged.full.data_ptr() != held.data_ptr():
             if True in staged.filled:
                 for index, is_filled in enumerate(staged.filled):
@@ -215,14 +243,15 @@ class GradientBuffer:
     def clear(self, index: int) -> None:
         """Forget the gradient of one parameter, reduced or not."""
         self.used[index] = self.landed[index] = self.filled[index] = False
-        if True not in self.used:
-            self.filled, self.is_of_one_copy = [False] * len(self.filled), False
         if self.staged[index]:
             self.staged[index] = False
             if True not in self.staged and self.stage is not None:
                 if self.stage is not self.held:
                     self._pool.give(self.stage)
                 self.stage = None
+        if True not in self.used:
+            self.filled, self.is_of_one_copy = [False] * len(self.filled), False
+            self._let_go()
 
     @property
     def nbytes(self) -> tuple[int, int]:
@@ -269,7 +298,7 @@ class Bucket:
         else:
             self.full, self.shard = self._memory.home(layout.full_numel, (start, stop), self.dtype, self.device)
         self.own = self.full[start:stop]
-        self.grads = GradientBuffer(self, row, pool, rank)
+        self.grads = GradientBuffer(self, row, pool, rank, ledger)
         self.views = self.grads.views_of(self.full)
         self._master_start = 0 if self.states_are_whole else start
         rounded = self.full if self.states_are_whole else self.shard

@@ -42,7 +42,9 @@ __all__ = ["Comm", "Pending", "gather_across_ranks", "make_comm", "mean_across_r
 Tensor = torch.Tensor
 Ranks = tuple[int, ...]
 TEXT_BYTES = 4096
-BLOCK_NUMEL = 1 << 15
+BLOCK_NUMEL = 1 << 16
+SEEN_NUMEL = 1 << 18
+"""Elements of another rank's memory that are read before their pages are dropped."""
 BUCKETS = (1 << 15) - 1
 AGREEMENTS = 4 << 15
 """Places on the board: four of each bucket, then those of agreements."""
@@ -76,7 +78,7 @@ class Comm(ABC):
         self.mesh = mesh
         self.sent_bytes: Counter[str] = Counter()
         self.is_in_place = False
-        """Whether ranks of one copy read each other's memory, so that a reduction needs no buffers to receive in."""
+        """Whether ranks of one copy read each other's memory: nothing is received in buffers, nothing is on its way."""
 
     @abstractmethod
     def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
@@ -290,10 +292,11 @@ class GlooComm(GroupComm):
         def finish() -> None:
             self._wait([meeting], what)
             there = {r: memory.of_peer(r, at, full.numel(), full.dtype) for r, (at,) in meeting.numbers.items()}
-            chunks = [there.get(r, full).view(size, -1)[rank] for r in range(size)]
-            _sum_in_rank_order(chunks, wire, scale, own)
-            for r in there:
-                memory.drop(r, chunks[r])
+            chunks = [there.get(r, full).view(size, -1)[rank].split(SEEN_NUMEL) for r in range(size)]
+            for out, *parts in zip(own.split(SEEN_NUMEL), *chunks, strict=True):
+                _sum_in_rank_order(parts, wire, scale, out)
+                for r in there:
+                    memory.drop(r, parts[r])
             self._wait([memory.meet(4 * (tag & BUCKETS) + 3, tag)], what)
 
         return Pending(finish)
@@ -385,12 +388,14 @@ def _sum_in_rank_order(chunks: Sequence[Tensor], wire: torch.dtype, scale: float
     Each is rounded to `wire`, and they are added in fp32 or better; block by block, so that sums stay in the cache.
     """
     dtype = torch.promote_types(chunks[0].dtype, torch.float32)
-    for blocks in zip(out.split(BLOCK_NUMEL), *(chunk.split(BLOCK_NUMEL) for chunk in chunks), strict=True):
-        first, *others = (block.to(wire).to(dtype) for block in blocks[1:])
-        total = first + others[0]
-        for other in others[1:]:
-            total += other
-        blocks[0].copy_(total.mul_(scale))
+    for result, *blocks in zip(out.split(BLOCK_NUMEL), *(chunk.split(BLOCK_NUMEL) for chunk in chunks), strict=True):
+        total, *others, last = (block.to(wire).to(dtype) for block in blocks)
+        for other in others:
+            total = total + other
+        if result.dtype == dtype:
+            torch.add(total, last, out=result).mul_(scale)
+        else:
+            result.copy_((total + last).mul_(scale))
 
 
 @final

@@ -167,11 +167,13 @@ def assign(slot: "Slot", value: Tensor | None) -> None:
     grads = slot.bucket.grads
     if value is None:
         grads.clear(slot.index)
+        slot.grad_view = slot.master_grad = None
     elif value is not slot.grad_view:
         shape, part = slot.bucket.shapes[slot.index], slot.form.part(value)
         if tuple(part.shape) != shape:
             raise RuntimeError(f"The gradient of '{slot.name}' must have shape {shape} here; got {tuple(part.shape)}.")
         grads.clear(slot.index)
+        slot.grad_view = slot.master_grad = None
         with torch.no_grad():
             grads.set_reduced(slot.index, part)
 

@@ -4,9 +4,10 @@ Owns the arithmetic of buckets and shards, and nothing else: it imports no torch
 world size on any machine. Read `docs/design.md` ("Bucket") first.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGN_BYTES", "CUTS", "Layout", "plan_layout"]
+__all__ = ["ALIGN_BYTES", "CUTS", "Layout", "choose_buffer", "plan_layout"]
 
 ALIGN_BYTES = 64
 """Parameters and shards start at multiples of this: one cache line, and the widest vector load."""
@@ -89,6 +90,21 @@ def plan_layout(
         # Every step tries about half a percent more padding; a shard that holds everything always succeeds.
         shard += _round_up(max(1, shard // 256), step)
     return Layout(world_size, itemsize, numels, offsets, shard)
+
+
+def choose_buffer(free: Sequence[int], numel: int) -> tuple[int | None, int | None]:
+    """Choose a pooled buffer for `numel` elements.
+
+    Args:
+        free: elements of each buffer that nobody uses.
+
+    Returns:
+        The place of the one to use, the smallest that fits and is not more than twice as large; or None, and the place
+        of the one that a new buffer replaces, the largest of those that are half as large at least, or None.
+    """
+    fits = [(size, place) for place, size in enumerate(free) if numel <= size <= 2 * numel]
+    close = [(size, place) for place, size in enumerate(free) if size < numel <= 2 * size]
+    return (min(fits)[1], None) if fits else (None, max(close)[1] if close else None)
 
 
 def _place(

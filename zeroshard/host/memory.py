@@ -39,9 +39,16 @@ SLAB_BYTES: Final = 256 << 20
 class Memory(ABC):
     """What buckets and pools need of memory."""
 
+    is_shared: bool
+    """Whether other ranks read it where it lies."""
+
     @abstractmethod
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return (numel,) of zeros, to be kept for as long as the model lives."""
+
+    @abstractmethod
+    def give_back(self, tensor: Tensor) -> None:
+        """Let go of the memory of `zeros` for good; nobody may read the tensor any more."""
 
     @abstractmethod
     def home(
@@ -62,9 +69,16 @@ class Memory(ABC):
 class OwnMemory(Memory):
     """Memory of this process, on any device."""
 
+    is_shared = False
+
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Memory`."""
         return torch.zeros(numel, dtype=dtype, device=device)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """See `Memory`."""
+        # It goes with the tensor.
+        return
 
     def home(
         self, numel: int, bounds: tuple[int, int], dtype: torch.dtype, device: torch.device
@@ -91,6 +105,8 @@ class HostMemory(Memory):
     Args:
         place: this rank's place among them.
     """
+
+    is_shared = True
 
     def __init__(self, place: int) -> None:
         self._place, self._secret = place, secrets.randbits(62)
@@ -139,6 +155,10 @@ class HostMemory(Memory):
         """See `Memory`."""
         own = self._files[0]
         return own.view(own.take(numel * dtype.itemsize), numel, dtype)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """See `Memory`."""
+        self._files[0].remove(tensor.data_ptr(), tensor.nbytes)
 
     def home(
         self, numel: int, bounds: tuple[int, int], dtype: torch.dtype, device: torch.device
@@ -243,6 +263,10 @@ class _File:
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return (numel,) of its bytes from `offset` on."""
         return _view(self._map, offset, numel, dtype)
+
+    def remove(self, address: int, nbytes: int) -> None:
+        """Free the pages of what was taken; its place in the file is not used again."""
+        self._map.madvise(mmap.MADV_REMOVE, address - self.address, _whole_pages(nbytes))
 
     def drop(self, address: int, nbytes: int) -> None:
         """Take the pages of some of its bytes out of this process; reading them maps them in again."""

@@ -4,8 +4,9 @@ Owns the sums behind `zero.memory()` and `zero.traffic()`. Measured numbers come
 predicted ones from layouts, the residency row and the schedule alone.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import final
 
 import torch
 
@@ -13,6 +14,7 @@ from zeroshard.core import schedule
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.comm import Comm
 from zeroshard.core.engine import Engine
+from zeroshard.core.layout import choose_buffer
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.parameter import slot_of
 from zeroshard.core.trace import Memory
@@ -21,7 +23,7 @@ from zeroshard.core.unit import Unit
 __all__ = ["measure", "predict_step_bytes"]
 
 Buffer = tuple[int, torch.dtype]
-"""A pooled buffer: elements and dtype; those of the same serve one another."""
+"""A pooled buffer: elements and dtype."""
 
 
 def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
@@ -84,26 +86,50 @@ def _predict_transient(units: Sequence[Unit], comm: Comm, wide_bytes: int) -> in
     whole = max(wide_bytes, *(schedule.peak_units(schedule.replay(record, marks), full) for record, marks in passes))
     if comm.mesh.shard_size == 1:
         return whole
-    # Pools keep their buffers, so the most of each size counts. The root's gradients land first and are reduced last.
-    now: Counter[Buffer] = Counter()
-    most: Counter[Buffer] = Counter()
-    root, others = units[0], list(reversed(units[1:]))
-    _take(now, most, _stages(root))
-    before: list[Buffer] = []
-    for unit in [*others, root]:
-        stages = _stages(unit)
-        _take(now, most, stages if unit is not root else [])
-        now.subtract(before)  # the reduction before this one is finished before this one starts
-        wires = _wires(unit, comm)
-        _take(now, most, wires)
-        before = stages + wires
-    return whole + sum(numel * dtype.itemsize * count for (numel, dtype), count in most.items())
+    pool, root, others = _Pool(), units[0], list(reversed(units[1:]))
+    most_bytes = -1
+    while pool.most_bytes > most_bytes:  # a later step may find the buffers of an earlier one in other places
+        most_bytes = pool.most_bytes
+        # The root's gradients land first and are reduced last.
+        of_root = pool.take(_stages(root))
+        before: list[Buffer] = []
+        for unit in [*others, root]:
+            taken = of_root if unit is root else pool.take(_stages(unit))
+            pool.give(before)  # the reduction before this one is finished before this one starts
+            before = taken + pool.take(_wires(unit, comm))
+            if comm.is_in_place:
+                pool.give(before)
+                before = []
+        pool.give(before)
+    return whole + pool.most_bytes
 
 
-def _take(now: Counter[Buffer], most: Counter[Buffer], buffers: list[Buffer]) -> None:
-    now.update(buffers)
-    for buffer in buffers:
-        most[buffer] = max(most[buffer], now[buffer])
+@final
+class _Pool:
+    """What `core/buffer.py` pools, in integers."""
+
+    def __init__(self) -> None:
+        self.most_bytes = self._bytes = 0
+        self._free: dict[torch.dtype, list[int]] = defaultdict(list)
+
+    def take(self, wanted: Sequence[Buffer]) -> list[Buffer]:
+        """Return a buffer for each that is wanted."""
+        taken = []
+        for numel, dtype in wanted:
+            free = self._free[dtype]
+            place, replaced = choose_buffer(free, numel)
+            if replaced is not None:
+                self._bytes -= free.pop(replaced) * dtype.itemsize
+            if place is None:
+                self._bytes += numel * dtype.itemsize
+            self.most_bytes = max(self.most_bytes, self._bytes)
+            taken.append((numel if place is None else free.pop(place), dtype))
+        return taken
+
+    def give(self, buffers: Sequence[Buffer]) -> None:
+        """Take buffers back."""
+        for numel, dtype in buffers:
+            self._free[dtype].append(numel)
 
 
 def _stages(unit: Unit) -> list[Buffer]:
