@@ -8,8 +8,8 @@ Note: the life of a unit at stage 3
     3. `wait`: the values are there; the parameters change to the quiet class. Modules compute.
     4. `release`: the memory goes, the raising class comes back.
     5. In backward the same again, while gradients land in the stage of each bucket.
-    6. `start_reduce`, and with the next unit's reduction or at the end of the pass, `Reduction.finish`: this rank's
-       shard of the sum is added to what is held.
+    6. `start_reduce`, and with the next unit's reduction or at the end of the pass (at once, where ranks read each
+       other's memory), `Reduction.finish`: this rank's shard of the sum is added to what is held.
 """
 
 from collections.abc import Sequence
