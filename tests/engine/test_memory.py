@@ -6,6 +6,7 @@ needs padding, so that they hold for the sum over ranks and padding is counted a
 
 import functools
 import gc
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -248,6 +249,7 @@ def grow(stage: int) -> list[tuple[int, int, int]]:
             with torch.no_grad():
                 even_loss(model, 1000 + step, run.rank)
         if step in (19, 59, 99):
+            time.sleep(0.1)  # a worker of gloo drops the last small message a moment after it was received
             gc.collect()
             objects = gc.get_objects()
             held = storage_bytes([thing for thing in objects if isinstance(thing, Tensor)])
@@ -405,10 +407,11 @@ def test_units_of_about_one_size_share_buffers(world: int) -> None:
     largest = BYTES * sum(p.numel() for p in MixedBlock(EVEN + 32).parameters())
     stem = BYTES * EVEN * EVEN
     for kept, most, predicted in run_ranks(pooled, world, {"shared_memory": True}, timeout_s=TIMEOUT_S):
-        assert kept == most == predicted == largest + stem, "one unit's gradients, and the root's"
+        assert kept == largest + stem, "one unit's gradients, and what the stem's are shown in"
+        assert most == predicted == kept + stem, "the stem's gradient itself, which autograd made"
     for kept, most, predicted in run_ranks(pooled, world, {"shared_memory": False}, timeout_s=TIMEOUT_S):
         # Which buffers are free when depends on when the root's gradients land; the prediction has them land first.
-        assert kept <= most <= predicted <= 2 * 2 * largest + stem, "of two units, whole and received"
+        assert kept <= most <= predicted <= 2 * 2 * largest + 2 * stem, "of two units, whole and received"
 
 
 def traffic(stage: int, micros: int, is_unsynced: bool) -> tuple[int, list[int], int, int]:

@@ -12,10 +12,11 @@ Note: the life of a parameter's bytes
 
 Note: the life of a gradient
     Autograd accumulates into its own slot; a hook moves the tensor into `GradientBuffer.stage` (whole bucket) and
-    empties the slot. A reduction turns the stage into this rank's shard of the sum, which is added to `held`. Where
-    whole gradients are kept, the stage is `held` itself until something reduced lies there, so nothing is copied. Under
-    `no_sync` the stage simply stays, and the next backward adds to it. With the last gradient that `zero_grad` forgets,
-    the memory of `held` goes back to torch's allocator, for the activations of the next forward.
+    empties the slot; one that fills the bucket, as an embedding's, becomes the stage itself. A reduction turns the
+    stage into this rank's shard of the sum, which is added to `held`. Where whole gradients are kept, the stage is
+    `held` itself until something reduced lies there, so nothing is copied. Under `no_sync` the stage simply stays, and
+    the next backward adds to it. With the last gradient that `zero_grad` forgets, the memory of `held` goes back to
+    torch's allocator, for the activations of the next forward.
 """
 
 from collections import defaultdict
@@ -45,8 +46,8 @@ class Pool:
     def __init__(self, ledger: Ledger) -> None:
         self.memory: Memory = OwnMemory()
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-        self._whole: dict[int, Tensor] = {}
-        """The buffers in use, by the address of the part that was taken."""
+        self._whole: dict[int, Tensor | None] = {}
+        """The buffers in use, by the address of the part that was taken; None for what was adopted."""
         self._ledger = ledger
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -65,10 +66,17 @@ class Pool:
         self._whole[part.data_ptr()] = buffer
         return part
 
+    def adopt(self, tensor: Tensor) -> None:
+        """Count a tensor as a buffer in use; once given, it is gone."""
+        self._whole[tensor.data_ptr()] = None
+        self._ledger.add("transient", tensor.nbytes)
+
     def give(self, part: Tensor) -> None:
         """Take a buffer back; the caller must not use it any more."""
-        buffer = self._whole.pop(part.data_ptr())
-        self._free[buffer.dtype, buffer.device].append(buffer)
+        if (buffer := self._whole.pop(part.data_ptr())) is not None:
+            self._free[buffer.dtype, buffer.device].append(buffer)
+        else:
+            self._ledger.add("transient", -part.nbytes)
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,9 @@ class GradientBuffer:
         self._is_kept = self.is_whole and pool.memory.is_shared
         """Whether other ranks read what is held where it lies; such memory can not come and go."""
         count = len(self._shapes)
+        fills = count == 1 and self._layout.numel == self._layout.full_numel
+        self.adopts = fills and not self.is_whole and bucket.dtype == self.dtype
+        """Whether a gradient can be the stage itself: that of a bucket's one parameter, where nothing is padded."""
         self.staged, self.landed, self.used, self.filled = ([False] * count for _ in range(4))
         self.held: Tensor | None = None
         self.stage: Tensor | None = None
@@ -139,6 +150,13 @@ class GradientBuffer:
             scale: what the gradient is multiplied by, in the dtype of what is held.
         """
         if self.stage is None:
+            if self.adopts and scale == 1.0 and _is_alone(grad, self._strides[index]):
+                # Autograd gave it up, and nothing else shares its memory.
+                self.stage, self._views = grad.as_strided((grad.numel(),), (1,)), [grad]
+                self._viewed, self._base = self.stage, [False]
+                self._pool.adopt(self.stage)
+                self.staged[index] = self.landed[index] = True
+                return
             self._begin_stage()
         view = self._views[index]
         if self.staged[index] or self._base[index]:
@@ -384,6 +402,14 @@ def flatten(value: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tens
     dense = torch.empty_strided(tuple(shape), tuple(strides), dtype=value.dtype, device=value.device)
     dense.copy_(value)
     return dense.as_strided((dense.numel(),), (1,))
+
+
+def _is_alone(grad: Tensor, strides: tuple[int, ...]) -> bool:
+    """Tell whether `grad` is a plain tensor of these strides whose memory no other tensor shares."""
+    if type(grad) is not Tensor or grad.stride() != strides or grad.untyped_storage().nbytes() != grad.nbytes:
+        return False
+    # One use is the tensor's, and one that of the storage object here; torch has no public count.
+    return bool(torch._C._storage_Use_Count(grad.untyped_storage()._cdata) == 2)
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:

@@ -10,8 +10,9 @@ Note: gloo
 Note: the host
     Ranks of one copy of the state that run on one host exchange through its memory (`host/memory.py`): they meet to
     say where values lie (`host/board.py`), read each other's, and meet again when they have, so a collective ends when
-    nobody reads any more. Only parameters at stage 3 are read for as long as they are gathered, not copied: they
-    change after a barrier that each rank enters when its passes are over. Tags, waits and errors are those of gloo.
+    nobody reads any more. What lies elsewhere on some rank, all show each other part by part, in a pooled buffer. Only
+    parameters at stage 3 are read for as long as they are gathered, not copied: they change after a barrier that each
+    rank enters when its passes are over. Tags, waits and errors are those of gloo.
 Note: NCCL
     Its own in-place collectives, asynchronous; reductions have their own communicator, since two collectives on one
     communicator serialize. Waiting orders the current stream after the collective, so buffers need no stream of their
@@ -36,15 +37,16 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.faults.watchdog import Watchdog
 from zeroshard.host.board import WORDS, Meeting
 from zeroshard.host.memory import HostMemory
+from zeroshard.host.sums import add_up, sum_in_rank_order
 
-__all__ = ["Comm", "Pending", "gather_across_ranks", "make_comm", "mean_across_ranks"]
+__all__ = ["SHOWN_NUMEL", "Comm", "Pending", "gather_across_ranks", "make_comm", "mean_across_ranks"]
 
 Tensor = torch.Tensor
 Ranks = tuple[int, ...]
 TEXT_BYTES = 4096
-BLOCK_NUMEL = 1 << 16
-SEEN_NUMEL = 1 << 18
-"""Elements of another rank's memory that are read before their pages are dropped."""
+SHOWN_NUMEL = 1 << 20
+"""Elements that a rank shows each other at once of what is not in the memory of the host."""
+NOWHERE = -1
 BUCKETS = (1 << 15) - 1
 AGREEMENTS = 4 << 15
 """Places on the board: four of each bucket, then those of agreements."""
@@ -273,7 +275,7 @@ class GlooComm(GroupComm):
         def finish() -> None:
             self._wait([meeting], what)
             if not memory.is_home(full):
-                for place, (there,) in meeting.numbers.items():
+                for place, there in meeting.offsets.items():
                     part = memory.of_peer(place, there, full.numel(), full.dtype).view(size, -1)[place]
                     full.view(size, -1)[place] = part
                     memory.drop(place, part)
@@ -282,22 +284,37 @@ class GlooComm(GroupComm):
         return Pending(finish)
 
     def reduce(self, full: Tensor, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
-        memory, (size, rank) = self._memory, (self.mesh.shard_size, self.mesh.shard_rank)
-        offset = memory.offset_of(full) if memory is not None else None
-        if memory is None or offset is None:
+        if (memory := self._memory) is None:
             return self._reduce(full, own, self.mesh.shard_ranks, wire, scale, tag, what, "reduce")
-        self.sent_bytes["reduce"] += own.numel() * wire.itemsize * (size - 1)
-        meeting = memory.meet(4 * (tag & BUCKETS) + 2, tag, offset)
+        self.sent_bytes["reduce"] += own.numel() * wire.itemsize * (self.mesh.shard_size - 1)
+        offset, said = memory.offset_of(full), 4 * (tag & BUCKETS) + 2
+        meeting = memory.meet(said, tag, NOWHERE if offset is None else offset)
+        chunks = full.view(self.mesh.shard_size, -1)
+
+        def all_have_read() -> None:
+            self._wait([memory.meet(said + 1, tag)], what)
 
         def finish() -> None:
             self._wait([meeting], what)
-            there = {r: memory.of_peer(r, at, full.numel(), full.dtype) for r, (at,) in meeting.numbers.items()}
-            chunks = [there.get(r, full).view(size, -1)[rank].split(SEEN_NUMEL) for r in range(size)]
-            for out, *parts in zip(own.split(SEEN_NUMEL), *chunks, strict=True):
-                _sum_in_rank_order(parts, wire, scale, out)
-                for r in there:
-                    memory.drop(r, parts[r])
-            self._wait([memory.meet(4 * (tag & BUCKETS) + 3, tag)], what)
+            if offset is None or NOWHERE in meeting.offsets.values():
+                show_in_turn()
+            else:
+                add_up(memory, meeting.offsets, full, chunks[self.mesh.shard_rank], wire, scale, own)
+            all_have_read()
+
+        def show_in_turn() -> None:
+            numel = min(own.numel(), SHOWN_NUMEL)
+            shown = self._pool.take(self.mesh.shard_size * numel, full.dtype, full.device)
+            at = memory.offset_of(shown)
+            assert at is not None, "pools are in the memory of the host"
+            for parts, result in zip(chunks.split(numel, dim=1), own.split(numel), strict=True):
+                all_have_read()
+                for place in self._peers(self.mesh.shard_ranks):
+                    shown.view(self.mesh.shard_size, -1)[place, : result.numel()] = parts[place]
+                there = memory.meet(said, tag, at)
+                self._wait([there], what)
+                add_up(memory, there.offsets, shown, parts[self.mesh.shard_rank], wire, scale, result)
+            self._pool.give(shown)
 
         return Pending(finish)
 
@@ -342,7 +359,7 @@ class GlooComm(GroupComm):
 
         def finish() -> None:
             self._wait(works, what)
-            _sum_in_rank_order([taken.get(peer, chunks[place]) for peer in range(len(ranks))], wire, scale, own)
+            sum_in_rank_order([taken.get(peer, chunks[place]) for peer in range(len(ranks))], wire, scale, own)
             for buffer in [*taken.values(), *(chunk for chunk in sent.values() if chunk.dtype != full.dtype)]:
                 self._pool.give(buffer)
 
@@ -380,22 +397,6 @@ class GlooComm(GroupComm):
 
     def _receive(self, chunk: Tensor, peer: int, tag: int, what: str) -> dist.Work:
         return self._start(lambda: dist.irecv(chunk, group=self._control, tag=tag, group_src=peer), what)
-
-
-def _sum_in_rank_order(chunks: Sequence[Tensor], wire: torch.dtype, scale: float, out: Tensor) -> None:
-    """Leave scale * (chunk of rank 0 + chunk of rank 1 + ...) in `out`, which may be one of them.
-
-    Each is rounded to `wire`, and they are added in fp32 or better; block by block, so that sums stay in the cache.
-    """
-    dtype = torch.promote_types(chunks[0].dtype, torch.float32)
-    for result, *blocks in zip(out.split(BLOCK_NUMEL), *(chunk.split(BLOCK_NUMEL) for chunk in chunks), strict=True):
-        total, *others, last = (block.to(wire).to(dtype) for block in blocks)
-        for other in others:
-            total = total + other
-        if result.dtype == dtype:
-            torch.add(total, last, out=result).mul_(scale)
-        else:
-            result.copy_((total + last).mul_(scale))
 
 
 @final

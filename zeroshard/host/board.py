@@ -114,6 +114,11 @@ class Meeting:
         self._board, self._first, self._said, self._count = board, first, said, count
         self.numbers: dict[int, list[int]] = {}
 
+    @property
+    def offsets(self) -> dict[int, int]:
+        """The one number that each of the others said."""
+        return {place: number for place, (number,) in self.numbers.items()}
+
     def wait(self, limit: timedelta) -> None:
         """Return when every rank has said its numbers.
 

@@ -12,7 +12,7 @@ import torch
 
 from zeroshard.core import schedule
 from zeroshard.core.buffer import Bucket
-from zeroshard.core.comm import Comm
+from zeroshard.core.comm import SHOWN_NUMEL, Comm
 from zeroshard.core.engine import Engine
 from zeroshard.core.layout import choose_buffer
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
@@ -22,8 +22,8 @@ from zeroshard.core.unit import Unit
 
 __all__ = ["measure", "predict_step_bytes"]
 
-Buffer = tuple[int, torch.dtype]
-"""A pooled buffer: elements and dtype."""
+Buffer = tuple[int, torch.dtype, bool]
+"""A buffer: elements, dtype, and whether it is a gradient of autograd's that serves once, and is not pooled."""
 
 
 def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
@@ -115,26 +115,30 @@ class _Pool:
     def take(self, wanted: Sequence[Buffer]) -> list[Buffer]:
         """Return a buffer for each that is wanted."""
         taken = []
-        for numel, dtype in wanted:
+        for numel, dtype, is_adopted in wanted:
             free = self._free[dtype]
-            place, replaced = choose_buffer(free, numel)
+            place, replaced = (None, None) if is_adopted else choose_buffer(free, numel)
             if replaced is not None:
                 self._bytes -= free.pop(replaced) * dtype.itemsize
             if place is None:
                 self._bytes += numel * dtype.itemsize
             self.most_bytes = max(self.most_bytes, self._bytes)
-            taken.append((numel if place is None else free.pop(place), dtype))
+            taken.append((numel if place is None else free.pop(place), dtype, is_adopted))
         return taken
 
     def give(self, buffers: Sequence[Buffer]) -> None:
         """Take buffers back."""
-        for numel, dtype in buffers:
-            self._free[dtype].append(numel)
+        for numel, dtype, is_adopted in buffers:
+            if is_adopted:
+                self._bytes -= numel * dtype.itemsize
+            else:
+                self._free[dtype].append(numel)
 
 
 def _stages(unit: Unit) -> list[Buffer]:
-    """Return the pooled buffers that the unit's gradients land in."""
-    return [(b.layout.full_numel, b.dtypes.grad) for b in unit.reducible() if not b.grads.is_whole]
+    """Return the buffers that the unit's gradients land in."""
+    sharded = [bucket for bucket in unit.reducible() if not bucket.grads.is_whole]
+    return [(b.layout.full_numel, b.dtypes.grad, b.grads.adopts) for b in sharded]
 
 
 def _wires(unit: Unit, comm: Comm) -> list[Buffer]:
@@ -144,8 +148,10 @@ def _wires(unit: Unit, comm: Comm) -> list[Buffer]:
         shard, dtypes, mesh = bucket.layout.shard_numel, bucket.dtypes, comm.mesh
         if not comm.is_in_place:
             is_rounded = dtypes.reduce != dtypes.grad
-            wires += [(shard, dtypes.reduce)] * (mesh.shard_size - 1) * (1 + is_rounded)
-        wires += [(shard // mesh.replicas, dtypes.reduce)] * (mesh.replicas - 1)
+            wires += [(shard, dtypes.reduce, False)] * (mesh.shard_size - 1) * (1 + is_rounded)
+        elif bucket.grads.adopts:
+            wires.append((mesh.shard_size * min(shard, SHOWN_NUMEL), dtypes.grad, False))
+        wires += [(shard // mesh.replicas, dtypes.reduce, False)] * (mesh.replicas - 1)
     return wires
 
 
