@@ -155,3 +155,72 @@ def test_a_change_in_place_is_made_by_no_rank_for_another() -> None:
     for after_forward, written in run_ranks(change_everywhere, 2, timeout_s=TIMEOUT_S):
         assert after_forward.unique().tolist() == [1.0]
         assert written.unique().tolist() == [2.0]  # rank 0's, once
+
+
+class Table(nn.Module):
+    """An embedding whose gradient fills its bucket, larger than what ranks show each other at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2304, WIDTH)
+        self.out = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, *, uses_table: bool = True) -> Tensor:
+        return self.out(self.table.weight[:8] + x if uses_table else x)
+
+
+def look_up(stage: int, options: dict[str, Any], user: int | None) -> dict[str, Tensor]:
+    """Train with a table that only rank `user` uses in some steps; return the parameters."""
+    model = models.build(Table)
+    optimizer = models.adamw(model)
+    zero = zs.shard(model, optimizer, stage=stage, units=[model.table, model.out], watchdog_s=WATCHDOG_S, **options)
+    for step in range(3):
+        x = torch.full((8, WIDTH), 0.1 * (step + dist.get_rank()))
+        is_first = step % 2 == 0
+        for uses_table in (True, user is None or dist.get_rank() == user or is_first):
+            model(x, uses_table=uses_table).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero.gathered():
+        return {name: p.clone() for name, p in model.state_dict().items()}
+
+
+def look_up_both_ways(stage: int, user: int | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return look_up(stage, {"shared_memory": True}, user), look_up(stage, {"shared_memory": False}, user)
+
+
+@pytest.mark.parametrize("user", [None, 1])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_that_is_its_own_stage_is_shown_in_parts(stage: int, user: int | None) -> None:
+    for shared, sent in run_ranks(look_up_both_ways, 2, stage, user, timeout_s=TIMEOUT_S):
+        assert_same(sent, shared)
+
+
+class Flat(nn.Module):
+    """Its output is a view of its parameter, so the parameter's gradient is a view of the output's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self) -> Tensor:
+        return self.weight.view(-1)
+
+
+def keep_upstream(stage: int) -> tuple[Tensor, Tensor]:
+    """Return the gradient that backward was given, before and after two micro-batches."""
+    model = Flat()
+    optimizer = models.adamw(model)
+    zero = zs.shard(model, optimizer, stage=stage, units=[model], watchdog_s=WATCHDOG_S)
+    given = torch.ones(64 * 64)
+    before = given.clone()
+    with zero.no_sync():
+        model().backward(given)
+        model().backward(given)
+    return before, given
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_that_shares_memory_is_copied(stage: int) -> None:
+    for before, after in run_ranks(keep_upstream, 2, stage, timeout_s=TIMEOUT_S):
+        assert torch.equal(after, before), "the user's tensor was added to"

@@ -39,7 +39,7 @@ from zeroshard.host.board import WORDS, Meeting
 from zeroshard.host.memory import HostMemory
 from zeroshard.host.sums import add_up, sum_in_rank_order
 
-__all__ = ["SHOWN_NUMEL", "Comm", "Pending", "gather_across_ranks", "make_comm", "mean_across_ranks"]
+__all__ = ["Comm", "Pending", "SHOWN_NUMEL", "gather_across_ranks", "make_comm", "mean_across_ranks"]
 
 Tensor = torch.Tensor
 Ranks = tuple[int, ...]
