@@ -28,12 +28,12 @@ STATE_BYTES = 8  # two moments in fp32; in fp32 the parameters are their own mas
 
 
 class EvenBlock(nn.Module):
-    """Two square weights."""
+    """Two weights, square unless it is wider or narrower between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = EVEN) -> None:
         super().__init__()
-        self.first = nn.Linear(EVEN, EVEN, bias=False)
-        self.second = nn.Linear(EVEN, EVEN, bias=False)
+        self.first = nn.Linear(EVEN, width, bias=False)
+        self.second = nn.Linear(width, EVEN, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.second(self.first(x).relu())
@@ -69,17 +69,25 @@ def factors(stage: int, world: int) -> dict[str, float]:
     return table[stage]
 
 
-def measure(kind: type[nn.Module], loss: Callable[..., Tensor], stage: int) -> tuple[int, Any, Any, Any]:
-    """Return the model's numel, and resident, peak and predicted bytes where the third step has all its gradients."""
-    run = Sharded(stage)
+def train(
+    run: Sharded, kind: type[nn.Module], steps: int, loss: Callable[..., Tensor] = even_loss
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Shard a model and take some steps; return it and its optimizer."""
     model = models.build(kind)
-    numel = sum(p.numel() for p in model.parameters())
     optimizer = models.adamw(model)
     run.shard(model, optimizer)
-    for step in range(2):
+    for step in range(steps):
         loss(model, step, run.rank).backward()
         optimizer.step()
         optimizer.zero_grad()
+    return model, optimizer
+
+
+def measure(kind: type[nn.Module], loss: Callable[..., Tensor], stage: int) -> tuple[int, Any, Any, Any]:
+    """Return the model's numel, and resident, peak and predicted bytes where the third step has all its gradients."""
+    run = Sharded(stage)
+    model, _ = train(run, kind, 2, loss)
+    numel = sum(p.numel() for p in model.parameters())
     loss(model, 2, run.rank).backward()
     memory = run.zeros[0].memory()
     return numel, memory.resident_bytes, memory.peak_bytes, memory.predicted_bytes
@@ -120,14 +128,8 @@ def test_resident_bytes_are_exact_over_all_ranks_padding_aside(stage: int, world
 def measure_storages(stage: int) -> tuple[int, int, int]:
     """Return numel, and the bytes of parameters and states that live in this process, counted without the engine."""
     run = Sharded(stage, {"shared_memory": False})
-    model = models.build(Even)
+    model, optimizer = train(run, Even, 2)
     numel = sum(p.numel() for p in model.parameters())
-    optimizer = models.adamw(model)
-    run.shard(model, optimizer)
-    for step in range(2):
-        even_loss(model, step, run.rank).backward()
-        optimizer.step()
-        optimizer.zero_grad()
     masters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim > 0]
     return numel, storage_bytes([*model.parameters(), *masters]), storage_bytes(states)
@@ -373,30 +375,13 @@ class Mixed(Even):
 
     def __init__(self) -> None:
         super().__init__(depth=0)
-        self.blocks = nn.ModuleList(MixedBlock(EVEN + 16 * (place % 3)) for place in range(7))
-
-
-class MixedBlock(nn.Module):
-    """Two weights, wide or narrow between them."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(EVEN, width, bias=False), nn.Linear(width, EVEN, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(self.first(x).relu())
+        self.blocks = nn.ModuleList(EvenBlock(EVEN + 16 * (place % 3)) for place in range(7))
 
 
 def pooled(options: dict[str, Any]) -> tuple[int, int, int]:
     """Return the bytes that pools keep after some steps of stage 2, the most they had, and what was predicted."""
     run = Sharded(2, options)
-    model = models.build(Mixed)
-    optimizer = models.adamw(model)
-    run.shard(model, optimizer)
-    for step in range(4):
-        even_loss(model, step, run.rank).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(run, Mixed, 4)
     memory = run.zeros[0].memory()
     columns = memory.resident_bytes, memory.peak_bytes, memory.predicted_bytes
     return tuple(column["transient"] for column in columns)  # type: ignore[return-value]
@@ -404,7 +389,7 @@ def pooled(options: dict[str, Any]) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_units_of_about_one_size_share_buffers(world: int) -> None:
-    largest = BYTES * sum(p.numel() for p in MixedBlock(EVEN + 32).parameters())
+    largest = BYTES * sum(p.numel() for p in EvenBlock(EVEN + 32).parameters())
     stem = BYTES * EVEN * EVEN
     for kept, most, predicted in run_ranks(pooled, world, {"shared_memory": True}, timeout_s=TIMEOUT_S):
         assert kept == largest + stem, "one unit's gradients, and what the stem's are shown in"

@@ -113,7 +113,6 @@ class GradientBuffer:
         self.held: Tensor | None = None
         self.stage: Tensor | None = None
         self._views: list[Tensor] = []
-        self._viewed: Tensor | None = None
         self._under_way = 0
         """Reductions whose sum is not there yet."""
         self._base = [False] * count
@@ -141,7 +140,7 @@ class GradientBuffer:
         """Give the memory of what is held back; it is needed again when gradients are, and activations are gone."""
         if self.held is not None and not self._is_kept and self.stage is not self.held and not self._under_way:
             self._ledger.add("gradients", -self.nbytes[0])
-            self.held, self._views, self._viewed = None, [], None
+            self.held, self._views = None, []
 
     def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
         """Move one gradient of this rank, of any strides, into the stage; add it to what lies there unreduced.
@@ -152,8 +151,7 @@ class GradientBuffer:
         if self.stage is None:
             if self.adopts and scale == 1.0 and _is_alone(grad, self._strides[index]):
                 # Autograd gave it up, and nothing else shares its memory.
-                self.stage, self._views = grad.as_strided((grad.numel(),), (1,)), [grad]
-                self._viewed, self._base = self.stage, [False]
+                self.stage, self._views, self._base = grad.as_strided((grad.numel(),), (1,)), [grad], [False]
                 self._pool.adopt(self.stage)
                 self.staged[index] = self.landed[index] = True
                 return
@@ -176,9 +174,7 @@ class GradientBuffer:
             stage = self.hold()
         else:
             stage = self._pool.take(self._layout.full_numel, self.dtype, self._device)
-        if stage is not self._viewed:
-            self._views, self._viewed = self.views_of(stage), stage
-        self.stage = stage
+        self.stage, self._views = stage, self.views_of(stage)
 
     def views_of(self, full: Tensor) -> list[Tensor]:
         """Return the parameters' views of a whole-bucket tensor, with the parameters' shapes and strides."""
@@ -197,7 +193,7 @@ class GradientBuffer:
             if not is_staged and not has_base:
                 self._views[index].zero_()
         staged = Staged(self.stage, tuple(self.filled))
-        self.stage, self._viewed = None, None
+        self.stage = None
         self._under_way += 1
         self.staged, self.filled = [False] * len(self.staged), [True] * len(self.filled)
         return staged

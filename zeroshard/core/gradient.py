@@ -166,16 +166,20 @@ def assign(slot: "Slot", value: Tensor | None) -> None:
         engine.gradients_changed()
     grads = slot.bucket.grads
     if value is None:
-        grads.clear(slot.index)
-        slot.grad_view = slot.master_grad = None
+        _clear(slot)
     elif value is not slot.grad_view:
         shape, part = slot.bucket.shapes[slot.index], slot.form.part(value)
         if tuple(part.shape) != shape:
             raise RuntimeError(f"The gradient of '{slot.name}' must have shape {shape} here; got {tuple(part.shape)}.")
-        grads.clear(slot.index)
-        slot.grad_view = slot.master_grad = None
+        _clear(slot)
         with torch.no_grad():
             grads.set_reduced(slot.index, part)
+
+
+def _clear(slot: "Slot") -> None:
+    """Forget a gradient, and the views of it, whose memory may be gone."""
+    slot.bucket.grads.clear(slot.index)
+    slot.grad_view = slot.master_grad = None
 
 
 def _norms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -282,10 +282,12 @@ class Order:
             else:
                 while self._in_flight:
                     self._finish(self._in_flight.pop(0))
-                self._in_flight.append(Reduction(unit, self._comm, pass_.number, str(pass_), defers=pass_.defers))
+                reduction = Reduction(unit, self._comm, pass_.number, str(pass_), defers=pass_.defers)
                 if self._comm.is_in_place:
                     # Nothing travels meanwhile, and the next unit's gradients can have the stage.
-                    self._finish(self._in_flight.pop())
+                    self._finish(reduction)
+                else:
+                    self._in_flight.append(reduction)
 
     def _finish(self, reduction: Reduction) -> None:
         self._tails += reduction.finish()
