@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zeroshard as zs
+from zeroshard.faults.watchdog import PATIENCE_S
 from zeroshard.testing import RankFailure, run_ranks
 
 from . import models
@@ -215,3 +216,20 @@ def test_the_error_of_one_rank_ends_the_others_within_seconds(where: str) -> Non
     assert errors[1].type_name == "ArithmeticError", errors[1].message
     assert errors[0].type_name == "RankMismatchError", f"{errors[0].type_name}: {errors[0].message}"
     assert "[rank 0/2]" in errors[0].message and "rank 1" in errors[0].message
+
+
+def one_rank_raises_and_the_other_handles_it() -> tuple[str, str, float]:
+    run, model, _, step_once = start(3)
+    if run.rank == 1:
+        model.blocks[1].register_forward_hook(_raise)
+        step_once(2)
+    result = ends(lambda: step_once(2))
+    time.sleep(3 * PATIENCE_S)
+    return result
+
+
+def test_a_rank_that_handles_the_error_lives_on() -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(one_rank_raises_and_the_other_handles_it, 2, timeout_s=TIMEOUT_S, grace_s=20.0)
+    assert set(failure.value.errors) == {1}, failure.value
+    assert failure.value.results[0][0] == zs.RankMismatchError.__name__, failure.value.results

@@ -208,6 +208,7 @@ class GroupComm(Comm):
         self.watchdog.runs_after(what)
 
     def _explain(self, error: RuntimeError, what: str) -> RankMismatchError:
+        self.watchdog.gives_up(what)
         reason = str(error).splitlines()[0]
         cause, report = self.watchdog.cause(is_closed="imed out" not in reason), self.watchdog.report()
         first = (

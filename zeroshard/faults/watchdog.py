@@ -139,6 +139,10 @@ class Watchdog:
         self._waited_s += now_s - self._status.now[2]
         self._status.now = ("in user code since", what, now_s)
 
+    def gives_up(self, what: str) -> None:
+        """Note that waiting for `what` failed: an error says so, and this process must live to raise and handle it."""
+        self._status.now = ("gave up waiting for", what, self._status.now[2])
+
     def count_step(self, *_: object) -> None:
         """Note the end of a step: how long it took, and how much of that this rank did not wait."""
         status, now_s = self._status, time.monotonic()
