@@ -103,6 +103,7 @@ class GradientBuffer:
         self.shard_range = self._layout.shard_range(rank)
         self.is_whole = row.gradients.is_whole(self._layout, rank)
         self.sums_are_whole = row.states.is_whole(self._layout, rank)
+        self._read_range = (0, self._layout.full_numel) if self.sums_are_whole else self.shard_range
         self._is_kept = self.is_whole and pool.memory.is_shared
         """Whether other ranks read what is held where it lies; such memory can not come and go."""
         count = len(self._shapes)
@@ -231,8 +232,7 @@ class GradientBuffer:
 
     def slice(self, index: int, held: Tensor) -> Tensor:
         """Return what the optimizer reads of parameter `index` from `held`: (numel of it that this rank updates,)."""
-        bounds = (0, self._layout.full_numel) if self.sums_are_whole else self.shard_range
-        start, stop = self._layout.overlap(index, *bounds)
+        start, stop = self._layout.overlap(index, *self._read_range)
         return held[start - self.range[0] : stop - self.range[0]]
 
     def own_part(self, index: int) -> Tensor:
@@ -248,8 +248,7 @@ class GradientBuffer:
         """Make `value`, equal on all ranks, the reduced gradient of parameter `index`."""
         flat = flatten(value.to(self.dtype), self._shapes[index], self._strides[index])
         part = self.slice(index, self.hold())
-        bounds = (0, self._layout.full_numel) if self.sums_are_whole else self.shard_range
-        start, stop = self._layout.overlap(index, *bounds)
+        start, stop = self._layout.overlap(index, *self._read_range)
         offset = self._layout.offsets[index]
         part.copy_(flat[start - offset : stop - offset] if stop > start else flat[:0])
         self.used[index] = self.filled[index] = True
@@ -339,6 +338,10 @@ class Bucket:
         """Take the memory of `full` back; views stay, and are empty."""
         self._memory.close(self.full)
         self._ledger.add("transient", -self.full.nbytes)
+
+    def rest(self) -> None:
+        """Let `full` cost nothing for as long as it is not read, where its memory can do so."""
+        self._memory.rest(self.full)
 
     def keep(self) -> None:
         """Follow a change to the whole parameters: in the shard, and in the masters that do not round to it."""

@@ -15,7 +15,7 @@ from torch import nn
 from zeroshard.core.engine import Engine
 from zeroshard.core.precision import LossScale, map_floating
 
-__all__ = ["CastIn", "CastOut", "Enter", "Exit", "Inert", "Landed", "RefuseLoad", "RefuseSave", "Registered"]
+__all__ = ["CastIn", "CastOut", "Eager", "Enter", "Exit", "Inert", "Landed", "RefuseLoad", "RefuseSave", "Registered"]
 
 
 class _Hook:
@@ -28,20 +28,21 @@ class _Hook:
         return Inert, ()
 
 
-class _Untraced(_Hook):
+class Eager(_Hook):
     """A hook that runs as plain Python between compiled graphs; Dynamo would trace a plain one into them."""
 
     def __init__(self) -> None:
         self._call = torch.compiler.disable(self._run)
 
     def __call__(self, *args: Any) -> None:
+        """Run it."""
         self._call(*args)
 
     def _run(self, *args: Any) -> None:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Registered:
     """A place in a module where something must stay what it was: a parameter, or a module that holds one."""
 
@@ -60,7 +61,7 @@ class Inert:
 
 
 @final
-class Enter(_Untraced):
+class Enter(Eager):
     """Before a module's forward: tells the engine, and for the model that nothing of it was replaced."""
 
     def __init__(self, engine: Engine, name: str, units: tuple[int, ...], own: Sequence[Registered]) -> None:
@@ -79,7 +80,7 @@ class Enter(_Untraced):
 
 
 @final
-class Exit(_Untraced):
+class Exit(Eager):
     """After a module's forward: tells the engine."""
 
     def __init__(self, engine: Engine) -> None:

@@ -279,6 +279,9 @@ class Order:
                 unit.start_gather(self._comm, pass_.number, str(pass_))
             elif kind == "release":
                 unit.release()
+                for staying in pass_.schedule.staying:
+                    # One that is also the model's head has done its part, for now, and may be much of the memory.
+                    self._units[staying].rest()
             else:
                 while self._in_flight:
                     self._finish(self._in_flight.pop(0))

@@ -74,6 +74,11 @@ class Schedule:
         self.whole: dict[int, bool] = {}
         """Units gathered and not released, in order of issue; True once this rank needed them."""
 
+    @property
+    def staying(self) -> set[int]:
+        """Units that are whole while others come and go."""
+        return self.whole.keys() & (self._kept | self.outlasting)
+
     def need(self, unit: int) -> list[Action] | None:
         """Make `unit` whole: issue what the record has before it, then it, then what fits in the window behind it."""
         if unit not in (*self._kept, *self._recent[-1:]):

@@ -76,6 +76,7 @@ class Unit:
         self.number, self.name, self.buckets, self.scale, self.blocks = number, name, list(buckets), scale, blocks
         self.parameters: list[torch.nn.Parameter] = []
         self.is_whole = all(bucket.is_whole for bucket in buckets)
+        self._gathered = [bucket for bucket in buckets if not bucket.is_whole and bucket.layout.full_numel]
         self._mesh = mesh
         self.is_open = self.is_whole
         """Whether its parameters have memory; the values may still be on their way."""
@@ -102,7 +103,7 @@ class Unit:
     @property
     def full_bytes(self) -> int:
         """Bytes of the buckets that are gathered, padding included."""
-        return sum(b.layout.full_numel * b.dtype.itemsize for b in self.buckets if not b.is_whole)
+        return sum(b.layout.full_numel * b.dtype.itemsize for b in self._gathered)
 
     @property
     def has_stage(self) -> bool:
@@ -126,7 +127,7 @@ class Unit:
         """Return the bytes that this rank sends for one event of `kind`."""
         peers = self._mesh.shard_size - 1
         if kind == "gather":
-            return sum(b.layout.shard_numel * b.dtype.itemsize * peers for b in self.buckets if not b.is_whole)
+            return sum(b.layout.shard_numel * b.dtype.itemsize * peers for b in self._gathered)
         if kind == "reduce":
             # Where every rank needs the whole sums, these are gathered, too.
             sizes = [
@@ -147,12 +148,11 @@ class Unit:
 
     def start_gather(self, comm: Comm, number: int, where: str, kind: str = "gather") -> None:
         """Begin to make the unit whole; harmless where it is (another rank asked again)."""
-        for bucket in self.buckets:
-            if not bucket.is_whole and bucket.layout.full_numel:
-                if not self.is_open:
-                    bucket.open()
-                what = f"the gather of {self} in {where}"
-                self._pending.append(comm.gather(bucket.full, self.tag(bucket, number), what, kind))
+        for bucket in self._gathered:
+            if not self.is_open:
+                bucket.open()
+            what = f"the gather of {self} in {where}"
+            self._pending.append(comm.gather(bucket.full, self.tag(bucket, number), what, kind))
         self.is_open = True
 
     def wait(self) -> None:
@@ -166,12 +166,16 @@ class Unit:
     def release(self) -> None:
         """Give the memory back; a gather under way is awaited first, since others still send."""
         self.wait()
-        for bucket in self.buckets:
-            if not bucket.is_whole and bucket.layout.full_numel:
-                bucket.close()
+        for bucket in self._gathered:
+            bucket.close()
         self.is_open = self.is_whole
         if not self.is_whole:
             self.let_read(is_there=False)
+
+    def rest(self) -> None:
+        """Have what is whole, but not in use right now, cost as little as its memory can do."""
+        for bucket in self._gathered:
+            bucket.rest()
 
     def let_read(self, *, is_there: bool) -> None:
         """Change what the parameters answer to a read: their values, or an error."""

@@ -64,6 +64,10 @@ class Memory(ABC):
     def close(self, full: Tensor) -> None:
         """Take the memory of `full` back; views of it stay."""
 
+    @abstractmethod
+    def rest(self, full: Tensor) -> None:
+        """Let go of what an open home costs as long as nobody reads it; it is there, as it was, when somebody does."""
+
 
 @final
 class OwnMemory(Memory):
@@ -94,6 +98,11 @@ class OwnMemory(Memory):
     def close(self, full: Tensor) -> None:
         """See `Memory`."""
         full.untyped_storage().resize_(0)
+
+    def rest(self, full: Tensor) -> None:
+        """See `Memory`."""
+        # There is no second place from which it could come back.
+        return
 
 
 @final
@@ -187,6 +196,11 @@ class HostMemory(Memory):
         if full.numel():
             slab, first, nbytes = self._homes[full.data_ptr()]
             slab.madvise(mmap.MADV_DONTNEED, first, nbytes)
+
+    def rest(self, full: Tensor) -> None:
+        """See `Memory`."""
+        # Its pages are those of the file, which are mapped in again where they are read.
+        self.close(full)
 
     def is_home(self, tensor: Tensor) -> bool:
         """Tell whether `tensor` is the whole of a home: then it shows the others' shards without a copy."""

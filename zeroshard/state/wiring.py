@@ -16,8 +16,10 @@ from torch import nn
 
 from zeroshard.core.engine import Engine
 from zeroshard.core.hooks import CastIn, CastOut, Enter, Exit, Landed, RefuseLoad, RefuseSave, Registered
+from zeroshard.core.parameter import slot_of
 from zeroshard.core.precision import Precision
 from zeroshard.state.duplicate import copy_plain
+from zeroshard.state.heads import AddInPlace
 from zeroshard.state.units import UnitPlan, registered
 
 __all__ = ["wire"]
@@ -60,11 +62,13 @@ def _hang(
             casts = _hang_casts(engine, model, precision)
             for method in forward_methods:
                 model.__dict__[method] = _wrap(model, method, enter, leave, casts)
+    landed = Landed(engine)
     for parameter in model.parameters():
         # torch takes hooks of trainable parameters only; a frozen one may be trained later.
         is_trainable = parameter.requires_grad
-        parameter.requires_grad_(True).register_post_accumulate_grad_hook(Landed(engine))
+        parameter.requires_grad_(True).register_post_accumulate_grad_hook(landed)
         parameter.requires_grad_(is_trainable)
+    model.register_forward_hook(AddInPlace(p for p in model.parameters() if len(slot_of(p).bucket.parameters) == 1))
     refuse_save, refuse_load = RefuseSave(engine), RefuseLoad(engine)
     for module in model.modules():
         module.register_state_dict_pre_hook(refuse_save)
