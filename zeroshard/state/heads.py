@@ -41,11 +41,11 @@ class AddInPlace(Eager):
             if not nodes:
                 return
             node = nodes.popleft()
-            following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
-            seen |= following
-            nodes.extend(following)
+            following = dict.fromkeys(one for one, _ in node.next_functions if one is not None)
             if any(id(getattr(one, "variable", None)) in self._ids for one in following):
                 node.register_hook(_as_plain)
+            nodes.extend(one for one in following if one not in seen)
+            seen.update(following)
 
 
 def _as_plain(grads: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
