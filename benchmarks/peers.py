@@ -247,7 +247,9 @@ _SWEEP: Final = (
     ("ds-1-5m", "DeepSpeed 1, buckets of 5M", "DeepSpeed", 1, _deepspeed(1, **_BUCKETS)),
     ("ds-2-overlap", "DeepSpeed 2, overlap", "DeepSpeed", 2, _deepspeed(2, overlap_comm=True)),
     ("ds-2-5m", "DeepSpeed 2, buckets of 5M", "DeepSpeed", 2, _deepspeed(2, **_BUCKETS)),
-    ("fsdp1-3-flat", "FSDP1, flat parameters only", "FSDP1", 3, _fsdp1("FULL_SHARD", use_orig_params=False)),
+    # The default once more, but beside the sweep: how far two launches are apart.
+    ("fsdp1-3-flat", "FSDP1, its default again", "FSDP1", 3, _fsdp1("FULL_SHARD", use_orig_params=False)),
+    ("fsdp1-3-original", "FSDP1, original parameters", "FSDP1", 3, _fsdp1("FULL_SHARD", use_orig_params=True)),
     ("fsdp1-3-prefetch", "FSDP1, forward prefetch", "FSDP1", 3, _fsdp1("FULL_SHARD", forward_prefetch=True)),
     ("fsdp2-3-pairs", "FSDP2, pairs of blocks", "FSDP2", 3, _fsdp2(blocks_each=2)),
     ("fsdp2-3-fours", "FSDP2, four blocks", "FSDP2", 3, _fsdp2(blocks_each=4)),
