@@ -372,8 +372,7 @@ class Bucket:
 
     def master_range(self, index: int) -> tuple[int, int]:
         """Return the elements of parameter `index` that this rank updates, as (start, stop) in the bucket."""
-        bounds = (0, self.layout.full_numel) if self.states_are_whole else self.layout.shard_range(self._rank)
-        return self.layout.overlap(index, *bounds)
+        return self.layout.overlap(index, *self.masters_range)
 
     def master(self, index: int) -> Tensor:
         """Return what the optimizer updates of parameter `index`: a flat view, possibly of 0 elements."""

@@ -306,12 +306,12 @@ class GlooComm(GroupComm):
         def show_in_turn() -> None:
             numel = min(own.numel(), SHOWN_NUMEL)
             shown = self._pool.take(self.mesh.shard_size * numel, full.dtype, full.device)
-            at = memory.offset_of(shown)
+            rows, at = shown.view(self.mesh.shard_size, -1), memory.offset_of(shown)
             assert at is not None, "pools are in the memory of the host"
             for parts, result in zip(chunks.split(numel, dim=1), own.split(numel), strict=True):
                 all_have_read()
                 for place in self._peers(self.mesh.shard_ranks):
-                    shown.view(self.mesh.shard_size, -1)[place, : result.numel()] = parts[place]
+                    rows[place, : result.numel()] = parts[place]
                 there = memory.meet(said, tag, at)
                 self._wait([there], what)
                 add_up(memory, there.offsets, shown, parts[self.mesh.shard_rank], wire, scale, result)

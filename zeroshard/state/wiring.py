@@ -68,7 +68,8 @@ def _hang(
         is_trainable = parameter.requires_grad
         parameter.requires_grad_(True).register_post_accumulate_grad_hook(landed)
         parameter.requires_grad_(is_trainable)
-    model.register_forward_hook(AddInPlace(p for p in model.parameters() if len(slot_of(p).bucket.parameters) == 1))
+    if tables := [p for p in model.parameters() if len(slot_of(p).bucket.parameters) == 1]:
+        model.register_forward_hook(AddInPlace(tables))
     refuse_save, refuse_load = RefuseSave(engine), RefuseLoad(engine)
     for module in model.modules():
         module.register_state_dict_pre_hook(refuse_save)
