@@ -81,10 +81,15 @@ class Pool:
 
 @dataclass(frozen=True)
 class Staged:
-    """A stage handed over for reduction, and which parameters had a sum in `held` then."""
+    """A stage handed over for reduction, with the flags that the buffer had then."""
 
     full: Tensor
-    filled: tuple[bool, ...]
+    apart: Tensor | None
+    """Where this rank's shard of the sum goes, if neither the stage nor what is held may be written yet."""
+    views: list[Tensor]
+    staged: list[bool]
+    base: list[bool]
+    filled: list[bool]
 
 
 class GradientBuffer:
@@ -182,10 +187,13 @@ class GradientBuffer:
         layout = zip(self._shapes, self._strides, self._layout.offsets, strict=True)
         return [full.as_strided(shape, stride, offset) for shape, stride, offset in layout]
 
-    def take_stage(self) -> "Staged":
+    def take_stage(self, copies: int = 1) -> "Staged":
         """Hand over the stage for a reduction, complete: zeros where this rank has no gradient.
 
         What lands from now on is staged anew, so that a late gradient never touches a message under way.
+
+        Args:
+            copies: of the state; one of several may not be ready when this one has its sum.
         """
         if self.stage is None:
             self._begin_stage()
@@ -193,11 +201,23 @@ class GradientBuffer:
         for index, (is_staged, has_base) in enumerate(zip(self.staged, self._base, strict=True)):
             if not is_staged and not has_base:
                 self._views[index].zero_()
-        staged = Staged(self.stage, tuple(self.filled))
+        apart = None
+        if copies > 1 and (True in self.filled or self.stage is self.held):
+            apart = self._pool.take(self._layout.shard_numel, self.dtype, self._device)
+        staged = Staged(self.stage, apart, self._views, self.staged, self._base, self.filled)
         self.stage = None
         self._under_way += 1
         self.staged, self.filled = [False] * len(self.staged), [True] * len(self.filled)
         return staged
+
+    def take_back(self, staged: "Staged") -> None:
+        """Take back a stage that was not reduced, because another rank was not ready; nothing landed meanwhile."""
+        assert self.stage is None, "a gradient landed in a unit that was complete"
+        self._under_way -= 1
+        self.stage, self._views, self.staged = staged.full, staged.views, staged.staged
+        self._base, self.filled = staged.base, staged.filled
+        if staged.apart is not None:
+            self._pool.give(staged.apart)
 
     def is_finite(self, own: Tensor) -> bool:
         """Tell whether this rank's shard of the sums holds finite numbers only; padding may hold anything."""
@@ -212,6 +232,8 @@ class GradientBuffer:
 
     def place_of_sum(self, staged: "Staged") -> Tensor:
         """Return where this rank's shard of the sum goes: straight to what is held where no sum lies there yet."""
+        if staged.apart is not None:
+            return staged.apart
         return staged.full[slice(*self.shard_range)] if True in staged.filled else self.own_shard()
 
     def add_reduced(self, staged: "Staged", own: Tensor) -> Tensor:
@@ -221,13 +243,18 @@ class GradientBuffer:
         """
         held = self.hold()
         self._under_way -= 1
-        if staged.full.data_ptr() != held.data_ptr():
-            if True in staged.filled:
-                for index, is_filled in enumerate(staged.filled):
-                    if not is_filled:
-                        self.slice(index, held).zero_()
-                self.own_shard().add_(own)
+        is_in_place = staged.full.data_ptr() == held.data_ptr()
+        if True in staged.filled and not is_in_place:
+            for index, is_filled in enumerate(staged.filled):
+                if not is_filled:
+                    self.slice(index, held).zero_()
+            self.own_shard().add_(own)
+        elif staged.apart is not None:
+            self.own_shard().copy_(own)
+        if not is_in_place:
             self._pool.give(staged.full)
+        if staged.apart is not None:
+            self._pool.give(staged.apart)
         return held
 
     def slice(self, index: int, held: Tensor) -> Tensor:

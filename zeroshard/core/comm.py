@@ -6,7 +6,9 @@ tensors and say in words what they are for. Read `docs/design.md` ("Collectives"
 Note: gloo
     Point-to-point in place is 2.7 to 4 times as fast as gloo's own all-gather and reduce-scatter, which copy through
     fresh pages, and it fixes the order of the sum: rank 0 first, at the chunk's owner. Messages carry tags, because
-    equal-sized messages of different units would otherwise mix without an error when ranks disagree.
+    equal-sized messages of different units would otherwise mix without an error when ranks disagree. A rank whose
+    gradients are not all there when others reduce them sends a message that says so, in place of its values: the sum
+    is made later, in one part, so its bits do not depend on who was early.
 Note: the host
     Ranks of one copy of the state that run on one host exchange through its memory (`host/memory.py`): they meet to
     say where values lie (`host/board.py`), read each other's, and meet again when they have, so a collective ends when
@@ -46,7 +48,8 @@ Ranks = tuple[int, ...]
 TEXT_BYTES = 4096
 SHOWN_NUMEL = 1 << 20
 """Elements that a rank shows each other at once of what is not in the memory of the host."""
-NOWHERE = -1
+NOWHERE, NOT_READY = -1, -2
+"""In the place of an address in the memory of the host."""
 BUCKETS = (1 << 15) - 1
 AGREEMENTS = 4 << 15
 """Places on the board: four of each bucket, then those of agreements."""
@@ -55,13 +58,13 @@ AGREEMENTS = 4 << 15
 class Pending:
     """A collective under way. `wait()` once; it returns when the result may be read and the inputs reused."""
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[], bool | None]) -> None:
         self._finish = finish
 
-    def wait(self) -> None:
-        """Block until the collective is done on this rank."""
+    def wait(self) -> bool:
+        """Block until the collective is done on this rank; False for a reduction that a rank was not ready for."""
         finish, self._finish = self._finish, _nothing
-        finish()
+        return finish() is not False
 
 
 def _nothing() -> None:
@@ -81,6 +84,8 @@ class Comm(ABC):
         self.sent_bytes: Counter[str] = Counter()
         self.is_in_place = False
         """Whether ranks of one copy read each other's memory: nothing is received in buffers, nothing is on its way."""
+        self.can_postpone = False
+        """Whether a rank may take part in a reduction to say that it is not ready."""
 
     @abstractmethod
     def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
@@ -94,24 +99,30 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def reduce(self, full: Tensor, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+    def reduce(self, full: Tensor | None, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
         """Sum `full` over the ranks of one copy, multiply by `scale`, and leave this rank's shard of it in `own`.
 
         Args:
-            full: (N * S,) for the N ranks of one copy; the other shards are not changed.
+            full: (N * S,) for the N ranks of one copy; the other shards are not changed. None, where `can_postpone`:
+                this rank is not ready. Then all ranks learn so, `own` holds anything, and `full` is as it was.
             own: (S,), this rank's shard of `full` itself or any other memory.
             wire: what elements are rounded to before they are sent; sums are made in fp32 or better.
+        Returns: what waits for it, and says whether all ranks were ready.
         Collective: reduce-scatter (sum in rank order 0..N-1 where the backend allows); each rank sends (N-1) * S
             elements.
         """
 
     @abstractmethod
-    def reduce_copies(self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+    def reduce_copies(
+        self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str, *, is_ready: bool = True
+    ) -> Pending:
         """Sum this rank's shard over the R copies and multiply by `scale`, in place.
 
         Args:
             own: (S,); S is a multiple of R.
             wire: as in `reduce`.
+            is_ready: False, where `can_postpone`, as `full` is None in `reduce`.
+        Returns: as `reduce`.
         Collective: all-reduce (sum in the order of copies where the backend allows) over the ranks that keep the same
             shard; each sends 2 * (R-1) * S / R elements.
         """
@@ -149,10 +160,12 @@ class SoloComm(Comm):
     def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
         return Pending(_nothing)
 
-    def reduce(self, full: Tensor, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+    def reduce(self, full: Tensor | None, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
         return Pending(_nothing)
 
-    def reduce_copies(self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+    def reduce_copies(
+        self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str, *, is_ready: bool = True
+    ) -> Pending:
         return Pending(_nothing)
 
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
@@ -252,6 +265,7 @@ class GlooComm(GroupComm):
 
     def __init__(self, mesh: Mesh, watchdog_s: float, heartbeat_s: float, pool: Pool, *, shares_host: bool) -> None:
         super().__init__(mesh, watchdog_s, heartbeat_s)
+        self.can_postpone = True
         self._data = self._control if len(mesh.tensor_ranks) == 1 else self._new_group("gloo", "replicate", "shard")
         self._pool, self._agreements = pool, 0
         self._memory: HostMemory | None = None
@@ -284,26 +298,29 @@ class GlooComm(GroupComm):
 
         return Pending(finish)
 
-    def reduce(self, full: Tensor, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+    def reduce(self, full: Tensor | None, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
         if (memory := self._memory) is None:
             return self._reduce(full, own, self.mesh.shard_ranks, wire, scale, tag, what, "reduce")
         self.sent_bytes["reduce"] += own.numel() * wire.itemsize * (self.mesh.shard_size - 1)
-        offset, said = memory.offset_of(full), 4 * (tag & BUCKETS) + 2
+        offset, said = NOT_READY if full is None else memory.offset_of(full), 4 * (tag & BUCKETS) + 2
         meeting = memory.meet(said, tag, NOWHERE if offset is None else offset)
-        chunks = full.view(self.mesh.shard_size, -1)
 
         def all_have_read() -> None:
             self._wait([memory.meet(said + 1, tag)], what)
 
-        def finish() -> None:
+        def finish() -> bool:
             self._wait([meeting], what)
-            if offset is None or NOWHERE in meeting.offsets.values():
-                show_in_turn()
-            else:
-                add_up(memory, meeting.offsets, full, chunks[self.mesh.shard_rank], wire, scale, own)
+            is_ready = full is not None and NOT_READY not in meeting.offsets.values()
+            if full is not None and is_ready:
+                chunks = full.view(self.mesh.shard_size, -1)
+                if offset is None or NOWHERE in meeting.offsets.values():
+                    show_in_turn(full, chunks)
+                else:
+                    add_up(memory, meeting.offsets, full, chunks[self.mesh.shard_rank], wire, scale, own)
             all_have_read()
+            return is_ready
 
-        def show_in_turn() -> None:
+        def show_in_turn(full: Tensor, chunks: Tensor) -> None:
             numel = min(own.numel(), SHOWN_NUMEL)
             shown = self._pool.take(self.mesh.shard_size * numel, full.dtype, full.device)
             rows, at = shown.view(self.mesh.shard_size, -1), memory.offset_of(shown)
@@ -329,16 +346,13 @@ class GlooComm(GroupComm):
         self.sent_bytes["agree"] += 8 * len(values)
         return [min(each) for each in zip(values, *meeting.numbers.values(), strict=True)]
 
-    def reduce_copies(self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+    def reduce_copies(
+        self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str, *, is_ready: bool = True
+    ) -> Pending:
         ranks = self.mesh.replica_ranks
         part = own.view(len(ranks), -1)[ranks.index(self.mesh.rank)]
-        summed = self._reduce(own, part, ranks, wire, scale, tag, what, "replicate")
-
-        def finish() -> None:
-            summed.wait()
-            self._gather(own, ranks, tag, what, "replicate").wait()
-
-        return Pending(finish)
+        summed = self._reduce(own if is_ready else None, part, ranks, wire, scale, tag, what, "replicate")
+        return Pending(lambda: summed.wait() and self._gather(own, ranks, tag, what, "replicate").wait())
 
     def _gather(self, full: Tensor, ranks: Ranks, tag: int, what: str, kind: str) -> Pending:
         chunks, own = full.view(len(ranks), -1), full.view(len(ranks), -1)[ranks.index(self.mesh.rank)]
@@ -349,20 +363,37 @@ class GlooComm(GroupComm):
         return Pending(lambda: self._wait(works, what))
 
     def _reduce(
-        self, full: Tensor, own: Tensor, ranks: Ranks, wire: torch.dtype, scale: float, tag: int, what: str, kind: str
+        self,
+        full: Tensor | None,
+        own: Tensor,
+        ranks: Ranks,
+        wire: torch.dtype,
+        scale: float,
+        tag: int,
+        what: str,
+        kind: str,
     ) -> Pending:
-        chunks, place = full.view(len(ranks), -1), ranks.index(self.mesh.rank)
+        chunks, place = None if full is None else full.view(len(ranks), -1), ranks.index(self.mesh.rank)
         taken = {peer: self._pool.take(own.numel(), wire, own.device) for peer in self._peers(ranks)}
         works = [self._receive(buffer, ranks[peer], 2 * tag + 1, what) for peer, buffer in taken.items()]
-        sent = {peer: self._round(chunks[peer], wire) for peer in taken}
+        if chunks is None:
+            given = [self._pool.take(own.numel(), wire, own.device)]
+            _mark_not_ready(given[0])
+            sent = dict.fromkeys(taken, given[0])
+        else:
+            sent = {peer: self._round(chunks[peer], wire) for peer in taken}
+            given = [chunk for chunk in sent.values() if chunk.dtype != chunks.dtype]
         works += [self._send(chunk, ranks[peer], 2 * tag + 1, what) for peer, chunk in sent.items()]
         self.sent_bytes[kind] += own.numel() * wire.itemsize * len(taken)
 
-        def finish() -> None:
+        def finish() -> bool:
             self._wait(works, what)
-            sum_in_rank_order([taken.get(peer, chunks[place]) for peer in range(len(ranks))], wire, scale, own)
-            for buffer in [*taken.values(), *(chunk for chunk in sent.values() if chunk.dtype != full.dtype)]:
+            is_ready = chunks is not None and not any(map(_is_not_ready, taken.values()))
+            if chunks is not None and is_ready:
+                sum_in_rank_order([taken.get(peer, chunks[place]) for peer in range(len(ranks))], wire, scale, own)
+            for buffer in [*taken.values(), *given]:
                 self._pool.give(buffer)
+            return is_ready
 
         return Pending(finish)
 
@@ -421,7 +452,8 @@ class NcclComm(GroupComm):
         self.sent_bytes[kind] += own.nbytes * (self.mesh.shard_size - 1)
         return Pending(lambda: self._wait([work], what))
 
-    def reduce(self, full: Tensor, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+    def reduce(self, full: Tensor | None, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+        assert full is not None, "NCCL sums what it is given"
         sent = full.to(wire)
         part = sent.view(self.mesh.shard_size, -1)[self.mesh.shard_rank]
         work = self._reduce_scatter(part, sent, op=dist.ReduceOp.SUM, group=self._reduces, async_op=True)
@@ -434,7 +466,9 @@ class NcclComm(GroupComm):
 
         return Pending(finish)
 
-    def reduce_copies(self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+    def reduce_copies(
+        self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str, *, is_ready: bool = True
+    ) -> Pending:
         sent = own.to(wire)
         work = dist.all_reduce(sent, group=self._replicas, async_op=True)
         self.sent_bytes["replicate"] += 2 * sent.nbytes * (self.mesh.replicas - 1) // self.mesh.replicas
@@ -459,6 +493,16 @@ class NcclComm(GroupComm):
         self._run(lambda: dist.all_gather(rows, tensor.contiguous(), group=self._all, async_op=True), what)
         self.sent_bytes[kind] += tensor.nbytes * (self.mesh.world_size - 1)
         return torch.stack(rows)
+
+
+def _mark_not_ready(message: Tensor) -> None:
+    message[:1].view(torch.uint8).fill_(255)
+
+
+def _is_not_ready(message: Tensor) -> bool:
+    """Tell whether a message begins with the NaN whose bits are all set, which no arithmetic makes."""
+    first: list[int] = message[:1].view(torch.uint8).tolist()
+    return min(first) == 255
 
 
 def make_comm(mesh: Mesh, watchdog_s: float, heartbeat_s: float, pool: Pool, *, shares_host: bool) -> Comm:

@@ -275,7 +275,7 @@ class Engine:
         grad = slot.form.part(grad)
         slot.bucket.grads.land(slot.index, grad.to_dense() if grad.layout is not torch.strided else grad, scale)
         unit = self.units[slot.unit]
-        unit.count_landed()
+        unit.count_landed(parameter)
         if unit.has_all_landed():
             self.order.land(unit.number)
             is_trained_whole = unit.landed == len(unit.parameters)
@@ -320,7 +320,7 @@ class Engine:
             unit = self.units[number]
             unit.calls = max(0, unit.calls - 1)
             if not unit.calls:
-                if unit.landed and not unit.has_all_landed():
+                if unit.landed and not unit.has_all_landed() and unit.is_complete():
                     self.order.land(number)
                 self.order.leave(number)
 

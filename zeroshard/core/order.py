@@ -12,17 +12,23 @@ Note: rounds
 Note: leaving the record
     A rank that needs what the record does not foresee issues all that is left of the record, so that nobody waits for
     it, and asks in rounds; the other ranks follow the record to its end and serve those requests there. The pass is
-    slow and right, and what it needed is in the record of the next.
+    slow and right, and what it needed is in the record of the next. After such a forward pass the backward is agreed in
+    rounds from its beginning, so that no rank has to keep gradients while another catches up.
+Note: one sum a pass
+    A rank may be asked for a reduction before its gradients are there: it uses units in another order. It says that it
+    is not ready; all ranks keep their gradients of the unit, and sum them once all have them, at the latest when the
+    pass closes (`core/unit.py`). From then on the record has the reduction at that place.
 """
 
+import logging
 import zlib
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from zeroshard.core.comm import Comm, Pending
 from zeroshard.core.errors import RankMismatchError
-from zeroshard.core.schedule import ROOT, Action, Mark, Record, Request, Schedule, hoist, replay
+from zeroshard.core.schedule import ROOT, WINDOW, Action, Mark, Record, Request, Schedule, hoist, replay
 from zeroshard.core.trace import Event, Trace
 from zeroshard.core.unit import Reduction, Unit
 
@@ -46,6 +52,11 @@ class Pass:
     """Whether sums over copies of the state are left to a later pass."""
     schedule: Schedule
     is_first: bool
+    asks: bool
+    """Whether ranks agree on each request in rounds: there is no record, or a rank left it just before."""
+    is_closing: bool = False
+    postponed: set[int] = field(default_factory=set)
+    """Units whose reduction a rank was not ready for."""
     marks: list[Mark] = field(default_factory=list)
     agreed: list[tuple[Literal["gather", "reduce"], int, bool]] = field(default_factory=list)
     expected: set[int] = field(default_factory=set)
@@ -75,6 +86,9 @@ class Order:
         self._tails: list[Pending] = []
         self._done: list[tuple[Phase, Hashable, list[Mark]] | int] = []
         self._last_step: list[tuple[Phase, Hashable, list[Mark]] | int] = []
+        self._has_left_record = False
+        """Whether some rank left the record of a forward pass that waits for its backward; the same on all ranks."""
+        self._has_warned = False
 
     # -- one pass ---------------------------------------------------------------------------------------------------
 
@@ -91,9 +105,11 @@ class Order:
         self._begin_step()
         self._count += 1
         record = self._records.get(key)
-        schedule = Schedule(record or Record())
+        asks = record is None or (phase == "backward" and self._has_left_record)
+        followed = record or Record()
+        schedule = Schedule(replace(followed, requests=()) if asks else followed)
         self.current = Pass(
-            phase, key, self._count, reduces, defers, schedule, record is None, expected=expected or set()
+            phase, key, self._count, reduces, defers, schedule, record is None, asks, expected=expected or set()
         )
         return self.current
 
@@ -127,12 +143,16 @@ class Order:
         pass_ = self._open_pass()
         if not pass_.reduces:
             return
-        pass_.marks.append(("land", unit))
-        if pass_.is_first:
+        if pass_.asks:
+            pass_.marks.append(("land", unit))
             if self._units[unit].has_stage:
                 self._ask("reduce", unit, False)
-        else:
-            self._do(pass_.schedule.land(unit))
+            return
+        # A unit that this pass skips on this rank must not hold back those behind it.
+        skipped = [u for u in pass_.schedule.reductions_before(unit) if self._units[u].is_complete()]
+        for number in (*skipped, unit):
+            pass_.marks.append(("land", number))
+            self._do(pass_.schedule.land(number))
 
     def close(self) -> None:
         """Complete the pass on all ranks: the rest of the record, what was not foreseen, and who used what.
@@ -141,24 +161,26 @@ class Order:
         """
         pass_ = self._open_pass()
         pass_.marks.append(("close", 0))
+        pass_.is_closing = True
         # Nothing is needed here any more: what is gathered from now on is for other ranks, and released at once.
         pass_.expected.clear()
         self._do(pass_.schedule.close())
+        self._finish_all()
         if pass_.reduces:
             # The same order on all ranks in which backward passes meet units: last first.
             for unit in reversed(range(len(self._units))):
                 if self._units[unit].has_stage:
                     self._ask("reduce", unit, False)
         self._agree_on_use(pass_)
-        for reduction in self._in_flight:
-            self._finish(reduction)
-        self._in_flight = []
         if pass_.reduces and not pass_.defers:
             for one in self._units:
                 self._tails += one.finish_deferred(self._comm, pass_.number, str(pass_))
         for tail in self._tails:
             tail.wait()
         self._tails = []
+        self._has_left_record = pass_.phase == "forward" and (
+            self._has_left_record or (not pass_.is_first and bool(pass_.agreed))
+        )
         self._records[pass_.key] = self._merge(pass_)
         self._done.append((pass_.phase, pass_.key, pass_.marks))
         self.current = None
@@ -187,16 +209,20 @@ class Order:
         """Return the record for the next pass of this kind; its requests are agreed ones only, equal on all ranks."""
         record = self._records.get(pass_.key, Record())
         requests, pinned = list(record.requests), set(record.pinned)
+        seen: set[Request] = set()
         for kind, unit, is_again in pass_.agreed:
             request: Request = (kind, unit)
-            if kind == "reduce":
-                # A reduction that came too early for some rank is due later from now on.
-                requests = [r for r in requests if r != request] + [request]
-            elif request not in requests:
-                place = len(requests) if pass_.is_first else _place_of(unit, requests, pass_.phase)
+            is_repeated = pass_.asks and request in seen
+            if request not in requests:
+                place = len(requests) if pass_.is_first else _place_of(request, requests, pass_.phase)
                 requests.insert(place, request)
-            elif is_again or pass_.is_first:
+            elif kind == "reduce":
+                if is_repeated or not pass_.asks:
+                    # It came too early for some rank, and is due later from now on.
+                    requests = [r for r in requests if r != request] + [request]
+            elif is_again or is_repeated:
                 pinned.add(unit)
+            seen.add(request)
         ordered = hoist(requests) if pass_.is_first else tuple(requests)
         return Record(ordered, frozenset(pinned), frozenset(pass_.schedule.outlasting))
 
@@ -230,6 +256,8 @@ class Order:
             self._serve(low, what)
 
     def _round(self, number: int, payload: int, what: str) -> list[int]:
+        # Copies of the state exchange sums when a reduction is finished: no rank may wait here for one that does.
+        self._finish_all()
         return self._comm.agree([number, -number, payload, -payload], what)
 
     def _number(self, kind: str, unit: int, is_again: bool) -> int:
@@ -283,17 +311,45 @@ class Order:
                     # One that is also the model's head has done its part, for now, and may be much of the memory.
                     self._units[staying].rest()
             else:
-                while self._in_flight:
-                    self._finish(self._in_flight.pop(0))
-                reduction = Reduction(unit, self._comm, pass_.number, str(pass_), defers=pass_.defers)
+                self._finish_all()
+                is_ready = pass_.is_closing or not self._comm.can_postpone or unit.is_complete()
+                self._in_flight.append(
+                    Reduction(unit, self._comm, pass_.number, str(pass_), defers=pass_.defers, is_ready=is_ready)
+                )
                 if self._comm.is_in_place:
                     # Nothing travels meanwhile, and the next unit's gradients can have the stage.
-                    self._finish(reduction)
-                else:
-                    self._in_flight.append(reduction)
+                    self._finish_all()
 
-    def _finish(self, reduction: Reduction) -> None:
-        self._tails += reduction.finish()
+    def _finish_all(self) -> None:
+        """Finish the reductions under way."""
+        while self._in_flight:
+            reduction = self._in_flight.pop(0)
+            tails = reduction.finish()
+            if tails is None:
+                self._postpone(reduction.unit)
+            else:
+                self._tails += tails
+
+    def _postpone(self, unit: Unit) -> None:
+        """Note that gradients of `unit` wait for another rank; say so where they take more than two units' memory."""
+        pass_ = self._open_pass()
+        pass_.postponed.add(unit.number)
+        self.trace.add(self._event(pass_.phase, pass_.key, "postpone", unit.number))
+        if self._comm.mesh.rank == 0 and len(pass_.postponed) > WINDOW and not self._has_warned:
+            self._has_warned = True
+            nbytes = sum(
+                b.layout.full_numel * b.dtypes.grad.itemsize
+                for n in pass_.postponed
+                for b in self._units[n].reducible()
+            )
+            logging.getLogger(__name__).warning(
+                "%s %s keeps the gradients of %d units (%.1f MB) until other ranks have theirs: ranks use units in "
+                "different orders, and each sum is made once. If memory is short, use units in one order on all ranks.",
+                self._comm.mesh,
+                pass_,
+                len(pass_.postponed),
+                nbytes / 1e6,
+            )
 
     def _open_pass(self) -> Pass:
         assert self.current is not None, "the engine asked for a unit outside a pass"
@@ -356,9 +412,10 @@ class Order:
         return events
 
 
-def _place_of(unit: int, requests: Sequence[Request], phase: Phase) -> int:
-    """Return where in a recorded order the gather of a unit belongs that the record did not hold: by its number."""
+def _place_of(request: Request, requests: Sequence[Request], phase: Phase) -> int:
+    """Return where in a recorded order a request belongs that the record did not hold: by its unit's number."""
+    wanted, unit = request
     for place, (kind, other) in enumerate(requests):
-        if kind == "gather" and other != ROOT and (other > unit if phase == "forward" else other < unit):
+        if kind == wanted and other != ROOT and (other > unit if phase == "forward" else other < unit):
             return place
     return len(requests)

@@ -14,6 +14,7 @@ Note: record and marks
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 __all__ = [
@@ -113,16 +114,14 @@ class Schedule:
         return [("release", unit), *self._ahead()]
 
     def land(self, unit: int) -> list[Action]:
-        """Reduce `unit`, whose gradients are all here, once its turn has come.
-
-        What is recorded before it holds back at most one unit: a rank that skips a unit can not know that its gradients
-        will never come, and must not fill its memory waiting for them.
-        """
+        """Reduce `unit`, whose gradients are all here, once its turn has come."""
         self._landed.add(unit)
-        actions = self._ahead()
-        while len([u for u in self._landed if ("reduce", u) in self._queue]) > 1:
-            actions += self._issue_front()
-        return actions
+        return self._ahead()
+
+    def reductions_before(self, unit: int) -> list[int]:
+        """Return the units whose recorded reductions `unit` waits for, and whose gradients are not all here."""
+        waited = list(takewhile(lambda request: request != ("reduce", unit), self._queue))
+        return [u for kind, u in waited if kind == "reduce" and u not in self._landed]
 
     def flush(self) -> list[Action]:
         """Issue all that is left of the record and keep nothing of it, so that no rank waits for this one."""

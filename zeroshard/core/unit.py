@@ -8,8 +8,12 @@ Note: the life of a unit at stage 3
     3. `wait`: the values are there; the parameters change to the quiet class. Modules compute.
     4. `release`: the memory goes, the raising class comes back.
     5. In backward the same again, while gradients land in the stage of each bucket.
-    6. `start_reduce`, and with the next unit's reduction or at the end of the pass (at once, where ranks read each
+    6. `Reduction`, and with the next unit's reduction or at the end of the pass (at once, where ranks read each
        other's memory), `Reduction.finish`: this rank's shard of the sum is added to what is held.
+Note: one sum a pass
+    The bits of a sum depend on the order of its additions. So each unit is reduced once in a pass, when the gradients
+    of all ranks are there, whatever the order in which ranks use units. A rank that is asked earlier says that it is
+    not ready; then every rank keeps its gradients, and the unit is reduced when the pass closes.
 """
 
 from collections.abc import Sequence
@@ -30,32 +34,47 @@ Tensor = torch.Tensor
 
 @final
 class Reduction:
-    """The reduction of one unit under way."""
+    """The reduction of one unit under way.
 
-    def __init__(self, unit: "Unit", comm: Comm, number: int, where: str, *, defers: bool) -> None:
-        self._unit, self._comm, self._number, self._defers = unit, comm, number, defers
+    Args:
+        is_ready: whether this rank's gradients are all there.
+    """
+
+    def __init__(self, unit: "Unit", comm: Comm, number: int, where: str, *, defers: bool, is_ready: bool) -> None:
+        self.unit, self._comm, self._number, self._defers = unit, comm, number, defers
         self._what = f"the reduction of {unit} in {where}"
-        self._pending: list[tuple[Bucket, Staged, Tensor, Pending]] = []
+        self._pending: list[tuple[Bucket, Staged | None, Tensor, Pending]] = []
         for bucket in unit.reducible():
-            staged = bucket.grads.take_stage()
+            staged = bucket.grads.take_stage(comm.mesh.replicas) if is_ready else None
             scale = unit.scale if comm.mesh.replicas == 1 else 1.0
-            own, wire = bucket.grads.place_of_sum(staged), bucket.dtypes.reduce
-            pending = comm.reduce(staged.full, own, wire, scale, unit.tag(bucket, number), self._what)
-            self._pending.append((bucket, staged, own, pending))
+            own = bucket.grads.place_of_sum(staged) if staged else bucket.grads.own_shard()
+            full, tag = staged.full if staged else None, unit.tag(bucket, number)
+            self._pending.append(
+                (bucket, staged, own, comm.reduce(full, own, bucket.dtypes.reduce, scale, tag, self._what))
+            )
 
-    def finish(self) -> list[Pending]:
-        """Add the sums to what is held; return what gathers them where every rank needs them whole."""
-        tails = []
+    def finish(self) -> list[Pending] | None:
+        """Add the sums to what is held, and return what gathers them where every rank needs them whole.
+
+        None: a rank was not ready, and what was staged is so again.
+        """
+        tails: list[Pending] | None = []
         for bucket, staged, own, pending in self._pending:
-            pending.wait()
-            grads = bucket.grads
-            grads.is_of_one_copy |= self._defers
-            if not grads.is_of_one_copy:
-                self._unit.reduce_copies(bucket, own, self._comm, self._number, self._what)
-            self._unit.check_finite(bucket, own)
+            is_ready, grads = pending.wait(), bucket.grads
+            is_of_one_copy = grads.is_of_one_copy or self._defers
+            if not is_of_one_copy:
+                unit = self.unit
+                is_ready = unit.reduce_copies(bucket, own, self._comm, self._number, self._what, is_ready=is_ready)
+            if staged is None or tails is None or not is_ready:
+                tails = None
+                if staged is not None:
+                    grads.take_back(staged)
+                continue
+            grads.is_of_one_copy = is_of_one_copy
+            self.unit.check_finite(bucket, own)
             held = grads.add_reduced(staged, own)
-            if not grads.is_of_one_copy:
-                tails += self._unit.gather_sums(bucket, held, self._comm, self._number, self._what)
+            if not is_of_one_copy:
+                tails += self.unit.gather_sums(bucket, held, self._comm, self._number, self._what)
         return tails
 
 
@@ -87,7 +106,8 @@ class Unit:
         """Modules that compute with the unit right now."""
         self.landed = 0
         """Gradients that came in this pass."""
-        self._wanted = 0
+        self._missing: set[int] = set()
+        """Once one came: the parameters that want a gradient and got none yet in this pass, by identity."""
         self.has_end_hint = False
         self.is_recomputed = False
         self.loss_scale: LossScale | None = None
@@ -184,15 +204,21 @@ class Unit:
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
-    def count_landed(self) -> None:
+    def count_landed(self, parameter: Tensor) -> None:
         """Note that a gradient landed."""
         if not self.landed:
-            self._wanted = sum(p.requires_grad for p in self.parameters)
+            self._missing = {id(p) for p in self.parameters if p.requires_grad}
         self.landed += 1
+        self._missing.discard(id(parameter))
 
     def has_all_landed(self) -> bool:
         """Tell whether every parameter that wants a gradient got one in this pass."""
-        return self.landed == self._wanted
+        return self.landed > 0 and not self._missing
+
+    def is_complete(self) -> bool:
+        """Tell whether the backward pass that this thread is in will bring no more gradients of the unit."""
+        waits_for = [p for p in self.parameters if p.requires_grad and (not self.landed or id(p) in self._missing)]
+        return not any(map(will_get_gradient, waits_for))
 
     def finish_deferred(self, comm: Comm, number: int, where: str) -> list[Pending]:
         """Sum over copies what earlier passes left to this one; return what gathers it, as `Reduction.finish` does."""
@@ -206,10 +232,14 @@ class Unit:
                 tails += self.gather_sums(bucket, held, comm, number, what)
         return tails
 
-    def reduce_copies(self, bucket: Bucket, own: Tensor, comm: Comm, number: int, what: str) -> None:
-        """Sum this rank's shard of gradients over copies, where there are several."""
-        if comm.mesh.replicas > 1:
-            comm.reduce_copies(own, bucket.dtypes.reduce, self.scale, self.tag(bucket, number), what).wait()
+    def reduce_copies(
+        self, bucket: Bucket, own: Tensor, comm: Comm, number: int, what: str, *, is_ready: bool = True
+    ) -> bool:
+        """Sum this rank's shard of gradients over copies, where there are several; False if a copy is not ready."""
+        if comm.mesh.replicas == 1:
+            return is_ready
+        tag = self.tag(bucket, number)
+        return comm.reduce_copies(own, bucket.dtypes.reduce, self.scale, tag, what, is_ready=is_ready).wait()
 
     def check_finite(self, bucket: Bucket, own: Tensor) -> None:
         """Note for the loss scale if sums are not finite."""
@@ -226,3 +256,11 @@ class Unit:
         """Forget what belonged to one backward pass."""
         self.calls = self.landed = 0
         self.has_end_hint = self.is_recomputed = False
+
+
+def will_get_gradient(parameter: Tensor) -> bool:
+    """Tell whether the backward pass that this thread is in reaches `parameter`; a pass is required."""
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        # A view's node leads to the node that accumulates, which torch makes anew where no graph holds it.
+        node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    return torch._C._will_engine_execute_node(node)

@@ -250,4 +250,4 @@ class Probe:
 
 
 def _unit_of_reduction(reduction: Reduction) -> str:
-    return reduction._unit.name
+    return reduction.unit.name

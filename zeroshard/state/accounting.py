@@ -152,6 +152,9 @@ def _wires(unit: Unit, comm: Comm) -> list[Buffer]:
         elif bucket.grads.adopts:
             wires.append((mesh.shard_size * min(shard, SHOWN_NUMEL), dtypes.grad, False))
         wires += [(shard // mesh.replicas, dtypes.reduce, False)] * (mesh.replicas - 1)
+        if mesh.replicas > 1 and bucket.grads.is_whole:
+            # The sum of one copy lies apart until the other copies have theirs.
+            wires.append((shard, dtypes.grad, False))
     return wires
 
 
