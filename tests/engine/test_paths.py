@@ -22,7 +22,7 @@ from .test_unused import Routed
 
 Route = list[int]
 DEPTH = 4
-PROGRAMS = 6
+PROGRAMS = 4
 SAME_ORDER: Route = [0, 1, 2, 3]
 
 

@@ -107,7 +107,9 @@ class Order:
         record = self._records.get(key)
         asks = record is None or (phase == "backward" and self._has_left_record)
         followed = record or Record()
-        schedule = Schedule(replace(followed, requests=()) if asks else followed)
+        schedule = Schedule(
+            replace(followed, requests=()) if asks else followed, lambda unit: self._units[unit].is_complete()
+        )
         self.current = Pass(
             phase, key, self._count, reduces, defers, schedule, record is None, asks, expected=expected or set()
         )
@@ -143,16 +145,12 @@ class Order:
         pass_ = self._open_pass()
         if not pass_.reduces:
             return
+        pass_.marks.append(("land", unit))
         if pass_.asks:
-            pass_.marks.append(("land", unit))
             if self._units[unit].has_stage:
                 self._ask("reduce", unit, False)
-            return
-        # A unit that this pass skips on this rank must not hold back those behind it.
-        skipped = [u for u in pass_.schedule.reductions_before(unit) if self._units[u].is_complete()]
-        for number in (*skipped, unit):
-            pass_.marks.append(("land", number))
-            self._do(pass_.schedule.land(number))
+        else:
+            self._do(pass_.schedule.land(unit))
 
     def close(self) -> None:
         """Complete the pass on all ranks: the rest of the record, what was not foreseen, and who used what.

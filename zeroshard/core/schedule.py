@@ -12,7 +12,7 @@ Note: record and marks
     record: a request first issues everything recorded before it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
@@ -62,10 +62,13 @@ class Schedule:
 
     Each method returns the actions to issue now, in order, or None where the record does not foresee the request: the
     caller then issues `flush()` and agrees with the other ranks.
+
+    Args:
+        is_skipped: tells of a unit without gradients so far whether this rank will have none in this pass.
     """
 
-    def __init__(self, record: Record) -> None:
-        self._queue = list(record.requests)
+    def __init__(self, record: Record, is_skipped: Callable[[int], bool]) -> None:
+        self._queue, self._is_skipped = list(record.requests), is_skipped
         self._kept = record.pinned | {ROOT}
         self._landed: set[int] = set()
         self._recent: tuple[int, ...] = ()
@@ -114,14 +117,11 @@ class Schedule:
         return [("release", unit), *self._ahead()]
 
     def land(self, unit: int) -> list[Action]:
-        """Reduce `unit`, whose gradients are all here, once its turn has come."""
+        """Reduce `unit`, whose gradients are all here, once its turn has come; skipped units do not delay it."""
+        before = takewhile(lambda request: request != ("reduce", unit), self._queue)
+        self._landed |= {u for kind, u in before if kind == "reduce" and u not in self._landed and self._is_skipped(u)}
         self._landed.add(unit)
         return self._ahead()
-
-    def reductions_before(self, unit: int) -> list[int]:
-        """Return the units whose recorded reductions `unit` waits for, and whose gradients are not all here."""
-        waited = list(takewhile(lambda request: request != ("reduce", unit), self._queue))
-        return [u for kind, u in waited if kind == "reduce" and u not in self._landed]
 
     def flush(self) -> list[Action]:
         """Issue all that is left of the record and keep nothing of it, so that no rank waits for this one."""
@@ -176,7 +176,8 @@ def replay(record: Record, marks: Iterable[Mark]) -> list[Action]:
     Raises:
         ValueError: a mark asks for a unit that the record does not hold.
     """
-    schedule = Schedule(record)
+    marks = list(marks)
+    schedule = Schedule(record, lambda unit: ("land", unit) not in marks)
     actions: list[Action] = []
     for kind, unit in marks:
         match kind:
