@@ -285,11 +285,11 @@ class Net(nn.Module):
             self.blocks: nn.Module = nn.ModuleDict({f"b{at}": block for at, block in enumerate(blocks)})
         elif container == "stages":
             middle = len(blocks) // 2
-            self.blocks = nn.ModuleList(
-                nn.ModuleList(part) for part in (blocks[:middle], blocks[middle:]) if len(part)
-            )
+            self.blocks = nn.ModuleList(nn.ModuleList(part) for part in (blocks[:middle], blocks[middle:]) if len(part))
         else:
-            self.blocks = (nn.Sequential if container == "sequential" else nn.ModuleList)(*_arguments(container, blocks))
+            self.blocks = (nn.Sequential if container == "sequential" else nn.ModuleList)(
+                *_arguments(container, blocks)
+            )
         self._order, self._container = list(blocks), container
         self.head = nn.Linear(width, IDS, bias=False) if is_tied else nn.Linear(width, 2)
         if is_tied:

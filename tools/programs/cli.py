@@ -1,8 +1,6 @@
 """The command: draws programs, runs them, counts, and shrinks what failed."""
 
 import argparse
-import json
-import re
 import sys
 import time
 from collections import Counter
@@ -13,7 +11,7 @@ from pathlib import Path
 from benchmarks.machine import circumstances, write_result
 
 from .draw import draw, draw_pair
-from .ranks import BAD, Task, Verdict, examine
+from .ranks import BAD, Task, Verdict, examine, reason_of
 from .shrink import shrink
 from .write import script_of
 
@@ -27,9 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = _parse(arguments)
     seeds = [given.replay] if given.replay is not None else range(given.seed, given.seed + given.count)
     begin_s = time.monotonic()
-    tasks: list[Task] = [
-        draw_pair(seed, given.ranks) if given.pairs else (draw(seed, given.ranks),) for seed in seeds
-    ]
+    tasks: list[Task] = [draw_pair(seed, given.ranks) if given.pairs else (draw(seed, given.ranks),) for seed in seeds]
     if given.print:
         print(script_of(tasks[0][0]))
     told = _Told(len(tasks), begin_s)
@@ -39,11 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return examine([tasks[at] for at in part], given.ranks, told)
 
     with ThreadPoolExecutor(given.jobs) as pool:
-        found = {at: one for part, all_ in zip(parts, pool.map(run, parts), strict=True) for at, one in zip(part, all_)}
+        found = {
+            at: one
+            for part, all_ in zip(parts, pool.map(run, parts), strict=True)
+            for at, one in zip(part, all_, strict=False)
+        }
     verdicts = [found[at] for at in range(len(tasks))]
     seconds = round(time.monotonic() - begin_s, 1)
     print(f"{seconds:.0f} s  {_line(verdicts)}")
-    refused = Counter(_kind_of(one.text) for one in verdicts if one.kind == "refused")
+    refused = Counter(reason_of(one.text) for one in verdicts if one.kind == "refused")
     for reason, count in refused.most_common():
         print(f"  refused {count:6}  {reason}")
     bad = [(seed, task, one) for seed, task, one in zip(seeds, tasks, verdicts, strict=True) if one.kind in BAD]
@@ -97,15 +97,4 @@ def _line(verdicts: Sequence[Verdict]) -> str:
     kinds = Counter(one.kind for one in verdicts)
     worst = max((one.error for one in verdicts if one.kind == "right"), default=0.0)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return f"{len(verdicts)} programs: {counts}; greatest error of a right one {worst:.2g}"
-
-
-def _kind_of(text: str) -> str:
-    """Return an error's first sentence without what is particular to the program."""
-    line = text.split("\n")[0].split("] ", 1)[-1]
-    return re.sub(r"'[^']*'|\d+", "_", line)[:120]
-
-
-def as_json(task: Task) -> str:
-    """Return a task as text."""
-    return json.dumps(task)
+    return f"{len(verdicts)} programs: {counts}; at most {worst:.2g} of the tolerance"

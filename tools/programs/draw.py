@@ -20,7 +20,8 @@ LINEAR = ("Plain", "Twice", "Side", "Nested", "Stop")
 def draw(seed: int, processes: int) -> Spec:
     """Return the program of a seed at a number of rank processes."""
     r = random.Random(f"{seed} {processes}")
-    world = processes if r.random() < 0.9 else processes + r.choice([1, 2])
+    # Ranks of the program may outnumber processes, which then run several in turn, as accumulation.
+    world = processes * (1 if r.random() < 0.9 else 2)
     spec: Spec = {"seed": seed, "processes": processes, "world": world}
     _draw_model(r, spec)
     _draw_options(r, spec)
@@ -103,7 +104,7 @@ def _draw_options(r: random.Random, spec: Spec) -> None:
     if spec["processes"] == 4 and r.random() < 0.4:
         options["replicas"] = r.choice([2, 2, 4])
     if r.random() < 0.6:
-        parts = [part for part in _parts(spec)]
+        parts = list(_parts(spec))
         chosen = parts[1:-1] if r.random() < 0.5 else r.sample(parts, r.randint(1, len(parts)))
         inner = [f"{at}:inner.0" for at, kind in enumerate(spec["blocks"]) if kind == "Nested"]
         options["units"] = chosen + (inner if r.random() < 0.5 else [])
@@ -160,7 +161,10 @@ class _Habits:
         self.by_step = r.random() < 0.5
         self.skips = r.random() < 0.5
         self.accumulates = r.random() < 0.4
-        self.clips = r.choice(["", "", "norm", "value", "part"])
+        self.clips = r.choice(["", "", "norm", "norm", "part"])
+        if r.random() < (0.15 if spec["options"]["stage"] < 1 else 0.02):
+            # Gradients that are spread over ranks refuse it.
+            self.clips = "value"
         self.freezes = r.random() < 0.2
         self.resumes = r.random() < 0.12
         self.recomputes = r.random() < 0.2
@@ -286,7 +290,7 @@ def is_valid(spec: Mapping[str, Any]) -> bool:
             has_grads &= not (op["to_none"])
             if op["to_none"]:
                 is_waiting, has_summed = False, False
-        elif kind in ("clip", "norm", "step") and is_waiting or kind == "resume" and has_grads:
+        elif (kind in ("clip", "norm", "step") and is_waiting) or (kind == "resume" and has_grads):
             return False
     return any(op["op"] == "step" for op in spec["ops"])
 

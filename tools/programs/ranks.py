@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import json
 import os
+import re
 import resource
 import shutil
 import sys
@@ -31,7 +32,7 @@ from zeroshard.testing import RankFailure, run_ranks
 from .job import Oracle, Sharded
 from .write import compiled, path_of
 
-__all__ = ["BAD", "Task", "Verdict", "examine", "judge_alone", "show"]
+__all__ = ["BAD", "Task", "Verdict", "examine", "judge_alone", "reason_of", "show"]
 
 Spec = Mapping[str, Any]
 Task = Sequence[Spec]
@@ -54,7 +55,7 @@ class Verdict:
     Args:
         kind: "right", "refused" (an error that names its reason, the same on all ranks), or one of `BAD`.
         text: the reason, or the first difference.
-        error: the greatest relative difference from the oracle.
+        error: the greatest difference from the oracle, as a share of the tolerance.
     """
 
     kind: str
@@ -81,7 +82,7 @@ def work(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
             if any(texts):
                 if rank == 0:
                     _write(verdicts, number, _verdict_of_errors(texts))
-                if len(set(map(_first_line, texts))) > 1:
+                if len(set(map(reason_of, texts))) > 1:
                     _judge(waiting, verdicts)
                     return
             else:
@@ -119,13 +120,11 @@ def _run_task(task: Task, place: Path) -> tuple[list[Any], str]:
 
 def run_sharded(spec: Spec, place: Path) -> dict[str, Any]:
     """Run a program through zeroshard on this rank and return what it noted."""
-    build, program = compiled(spec)
+    _build, program = compiled(spec)
     options = {**spec["options"]}
     if options.get("units") is not None:
         options["units"] = [path_of(spec, name) for name in options["units"]]
-    job = Sharded(
-        spec["seed"], spec["world"], options, DTYPES[spec["dtype"]], place, resumes=spec.get("resumes", True)
-    )
+    job = Sharded(spec["seed"], spec["world"], options, DTYPES[spec["dtype"]], place, resumes=spec.get("resumes", True))
     program(job)
     found = job.finish()
     if dist.get_rank() == 0:
@@ -136,7 +135,7 @@ def run_sharded(spec: Spec, place: Path) -> dict[str, Any]:
 
 def run_oracle(spec: Spec) -> dict[str, Any]:
     """Run a program in this process, in fp64."""
-    build, program = compiled(spec)
+    _build, program = compiled(spec)
     job = Oracle(spec["seed"], spec["world"], spec["options"])
     program(job)
     return job.finish()
@@ -151,12 +150,6 @@ def _all_texts(text: str) -> list[str]:
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     return texts
-
-
-def _first_line(text: str) -> str:
-    """Return an error's first line without the rank's number."""
-    line = text.split("\n", 1)[0]
-    return line.replace("[rank", "\0").split("\0")[0] + line.split("] ", 1)[-1] if "[rank" in line else line
 
 
 def _verdict_of_errors(texts: Sequence[str]) -> Verdict:
@@ -213,7 +206,8 @@ def judge(task: Task, found: Sequence[Sequence[dict[str, Any]]]) -> Verdict:
         notes |= results[0]["notes"]
     tolerance = TOLERANCES["bf16" if spec["options"].get("precision") == "bf16" else spec["dtype"]]
     text, error = first_difference(expected, {**found[0][0], "notes": notes}, tolerance)
-    return Verdict("right", error=error) if text is None else Verdict("wrong", f"oracle: {text}", error)
+    share = error / tolerance
+    return Verdict("right", error=share) if text is None else Verdict("wrong", f"oracle: {text}", share)
 
 
 def first_difference(expected: Any, actual: Any, tolerance: float, where: str = "") -> tuple[str | None, float]:
@@ -305,7 +299,7 @@ def _blame(
     failure: RankFailure, folder: Path, tasks: Sequence[tuple[int, Task]], known: Mapping[int, Verdict]
 ) -> dict[int, Verdict]:
     """Return the verdict of the program at which a rank died."""
-    rank, error = next(iter(failure.errors.items()))
+    rank = next(iter(failure.errors))
     text = "".join(_lines(folder / f"at-{rank}"))
     if not text:
         raise failure
@@ -318,6 +312,12 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines(keepends=True) if path.exists() else []
 
 
+def reason_of(text: str) -> str:
+    """Return an error's first line without what is particular to the program."""
+    line = text.split("\n", 1)[0].split("] ", 1)[-1]
+    return re.sub(r"'[^']*'|\d+(\.\d+)?", "_", line)[:120]
+
+
 def judge_alone(spec: Spec) -> Verdict:
     """Run one program in processes of its own."""
     return examine([[spec]], spec["processes"])[0]
@@ -326,5 +326,5 @@ def judge_alone(spec: Spec) -> Verdict:
 def show(spec: Spec) -> None:
     """Run one program in processes of its own and print what came of it."""
     verdict = judge_alone(spec)
-    print(f"{verdict.kind} (error {verdict.error:.3g}) {verdict.text}")
+    print(f"{verdict.kind} ({verdict.error:.3g} of the tolerance) {verdict.text}")
     sys.exit(verdict.kind in BAD)

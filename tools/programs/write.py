@@ -107,7 +107,7 @@ def _train(spec: Spec, at: int, op: Spec) -> list[str]:
     lines += [f"    {call}" for call in calls]
     losses = [f"loss{part}" for part in range(count)]
     how = op["backward"]
-    if how == "together" or count == 1 and how != "retained":
+    if how == "together" or (count == 1 and how != "retained"):
         lines.append(f"    ({' + '.join(losses)}).backward()")
     elif how == "retained":
         lines += [f"    {loss}.backward(retain_graph=True)" for loss in losses]
@@ -134,7 +134,10 @@ def _alike(values: Sequence[Any]) -> bool:
 
 
 def _look(spec: Spec, at: int, op: Spec) -> list[str]:
-    key, mode = op["key"], {"no_grad": "torch.no_grad()", "inference": "torch.inference_mode()", "grad": "torch.enable_grad()"}
+    key, mode = (
+        op["key"],
+        {"no_grad": "torch.no_grad()", "inference": "torch.inference_mode()", "grad": "torch.enable_grad()"},
+    )
     return [
         f"with {mode[op['mode']]}:  # {at}",
         "    for rank in job.ranks:",
@@ -169,7 +172,7 @@ def _zero(spec: Spec, at: int, op: Spec) -> list[str]:
 
 
 def _rate(spec: Spec, at: int, op: Spec) -> list[str]:
-    return [f'for group in optimizers[{op["which"]}].param_groups:', f'    group["lr"] *= {op["factor"]}']
+    return [f"for group in optimizers[{op['which']}].param_groups:", f'    group["lr"] *= {op["factor"]}']
 
 
 def _freeze(spec: Spec, at: int, op: Spec) -> list[str]:
