@@ -50,9 +50,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, choice: int = 0) -> Tensor:
         """Return the block's output."""
-        return x + 0.5 * torch.tanh(self.compute(x, choice))
+        return x + 0.5 * torch.tanh(self._compute(x, choice))
 
-    def compute(self, x: Tensor, choice: int) -> Tensor:
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
         """Return what is added."""
         raise NotImplementedError
 
@@ -64,7 +64,7 @@ class Plain(Block):
         super().__init__(width)
         self.linear = nn.Linear(width, width)
 
-    def compute(self, x: Tensor, choice: int) -> Tensor:
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
         return self.linear(x)
 
 
@@ -77,7 +77,7 @@ class Mlp(Block):
         self.up = nn.Linear(width, width + 3)
         self.down = nn.Linear(width + 3, width, bias=False)
 
-    def compute(self, x: Tensor, choice: int) -> Tensor:
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
@@ -91,7 +91,7 @@ class Bare(Block):
         self.gate = nn.Parameter(torch.tensor(0.7))
         self.nothing = nn.Parameter(torch.empty(0))
 
-    def compute(self, x: Tensor, choice: int) -> Tensor:
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
         return (x * self.scale + self.shift) * self.gate + self.nothing.sum()
 
 
@@ -102,7 +102,7 @@ class Strided(Block):
         super().__init__(width)
         self.weight = nn.Parameter((torch.randn(width + 1, width) * 0.3).t())
 
-    def compute(self, x: Tensor, choice: int) -> Tensor:
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
         return (x @ self.weight)[:, : self.width]
 
 
@@ -113,7 +113,7 @@ class Experts(Block):
         super().__init__(width)
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
 
-    def compute(self, x: Tensor, choice: int) -> Tensor:
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
         return self.experts[choice % 3](x)
 
 
@@ -125,7 +125,7 @@ class Halves(Block):
         self.left = nn.Linear(width, width)
         self.right = nn.Linear(width, width)
 
-    def compute(self, x: Tensor, choice: int) -> Tensor:
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
         y = x * 0.5
         if choice % 4 in (0, 1):
             y = y + self.left(x)
@@ -142,7 +142,7 @@ class Nested(Block):
         self.inner = nn.ModuleList([Plain(width), Mlp(width)])
         self.linear = nn.Linear(width, width)
 
-    def compute(self, x: Tensor, choice: int) -> Tensor:
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
         for at in [(0, 1), (1, 0), (0,), (1, 1)][choice % 4]:
             x = self.inner[at](x, choice)
         return self.linear(x)
@@ -155,7 +155,7 @@ class Peek(Block):
         super().__init__(width)
         self.hidden = nn.Linear(width, width)
 
-    def compute(self, x: Tensor, choice: int) -> Tensor:
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
         return F.linear(x, self.hidden.weight) + self.hidden.bias
 
 
@@ -179,7 +179,7 @@ class Stop(Block):
         self.gate = nn.Linear(width, 1)
         self.linear = nn.Linear(width, width)
 
-    def compute(self, x: Tensor, choice: int) -> Tensor:
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
         with torch.no_grad():
             gate = torch.sigmoid(self.gate(x))
         return gate * self.linear(x)
@@ -192,7 +192,7 @@ class Table(Block):
         super().__init__(width)
         self.table = nn.Embedding(11, width)
 
-    def compute(self, x: Tensor, choice: int) -> Tensor:
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
         ids = (torch.arange(len(x)) * 3 + choice) % 11
         return x + self.table(ids)
 
@@ -205,7 +205,7 @@ class Recompute(Block):
         self.first = nn.Linear(width, width)
         self.second = nn.Linear(width, width)
 
-    def compute(self, x: Tensor, choice: int) -> Tensor:
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
         y = checkpoint(lambda z: torch.tanh(self.first(z)), x, use_reentrant=False)
         return self.second(y)
 
@@ -217,7 +217,7 @@ class Twice(Block):
         super().__init__(width)
         self.linear = nn.Linear(width, width)
 
-    def compute(self, x: Tensor, choice: int) -> Tensor:
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
         return self.linear(torch.tanh(self.linear(x)))
 
 
@@ -229,7 +229,7 @@ class Side(Block):
         self.linear = nn.Linear(width, width)
         self.side: Tensor | None = None
 
-    def compute(self, x: Tensor, choice: int) -> Tensor:
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
         y = self.linear(x)
         self.side = y.square().mean()
         return y
@@ -254,7 +254,7 @@ class Fields(Block):
         super().__init__(width)
         self.inner = Fields.Inner(width)
 
-    def compute(self, x: Tensor, choice: int) -> Tensor:
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
         found = self.inner({"x": x})
         return found["x"] + (found["more"][0] if choice % 2 else 0.0)
 

@@ -35,11 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return examine([tasks[at] for at in part], given.ranks, told)
 
     with ThreadPoolExecutor(given.jobs) as pool:
-        found = {
-            at: one
-            for part, all_ in zip(parts, pool.map(run, parts), strict=True)
-            for at, one in zip(part, all_, strict=False)
-        }
+        found = {}
+        for part, some in zip(parts, pool.map(run, parts), strict=True):
+            found |= dict(zip(part, some, strict=True))
     verdicts = [found[at] for at in range(len(tasks))]
     seconds = round(time.monotonic() - begin_s, 1)
     print(f"{seconds:.0f} s  {_line(verdicts)}")

@@ -11,6 +11,7 @@ Note: what the oracle computes
 """
 
 import contextlib
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,12 +25,14 @@ from torch.optim import Optimizer
 import zeroshard as zs
 
 from .blocks import IDS
+from .write import compiled, path_of
 
-__all__ = ["Job", "Oracle", "Sharded"]
+__all__ = ["Job", "run_oracle", "run_sharded"]
 
 Build = Callable[[], tuple[nn.Module, list[Optimizer]]]
 WATCHDOG_S = 15.0
 ROWS = 3
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class Job(ABC):
@@ -210,3 +213,26 @@ class Sharded(Job):
 
     def grad_norm(self, p: float) -> Tensor:
         return self._zero.grad_norm(p)
+
+
+def run_sharded(spec: Mapping[str, Any], place: Path) -> dict[str, Any]:
+    """Run a program through zeroshard on this rank and return what it noted."""
+    _build, program = compiled(spec)
+    options = {**spec["options"]}
+    if options.get("units") is not None:
+        options["units"] = [path_of(spec, name) for name in options["units"]]
+    job = Sharded(spec["seed"], spec["world"], options, DTYPES[spec["dtype"]], place, resumes=spec.get("resumes", True))
+    program(job)
+    found = job.finish()
+    if dist.get_rank() == 0:
+        for path in job.paths:
+            shutil.rmtree(path)
+    return found
+
+
+def run_oracle(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a program in this process, in fp64."""
+    _build, program = compiled(spec)
+    job = Oracle(spec["seed"], spec["world"], spec["options"])
+    program(job)
+    return job.finish()

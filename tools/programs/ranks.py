@@ -15,7 +15,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import sys
 import tempfile
 import traceback
@@ -29,8 +28,7 @@ import torch.distributed as dist
 
 from zeroshard.testing import RankFailure, run_ranks
 
-from .job import Oracle, Sharded
-from .write import compiled, path_of
+from .job import run_oracle, run_sharded
 
 __all__ = ["BAD", "Task", "Verdict", "examine", "judge_alone", "reason_of", "show"]
 
@@ -42,7 +40,6 @@ BATCH = 16
 CHUNK = 250
 LIMIT_S = 45.0
 START_S = 60.0
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bf16": 0.3}
 BAD = ("wrong", "error", "hang", "crash", "invalid")
 """Verdicts that are somebody's fault: zeroshard's, or, if "invalid", the drawing's."""
@@ -116,29 +113,6 @@ def _run_task(task: Task, place: Path) -> tuple[list[Any], str]:
     except Exception as error:
         return [], f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     return results, ""
-
-
-def run_sharded(spec: Spec, place: Path) -> dict[str, Any]:
-    """Run a program through zeroshard on this rank and return what it noted."""
-    _build, program = compiled(spec)
-    options = {**spec["options"]}
-    if options.get("units") is not None:
-        options["units"] = [path_of(spec, name) for name in options["units"]]
-    job = Sharded(spec["seed"], spec["world"], options, DTYPES[spec["dtype"]], place, resumes=spec.get("resumes", True))
-    program(job)
-    found = job.finish()
-    if dist.get_rank() == 0:
-        for path in job.paths:
-            shutil.rmtree(path)
-    return found
-
-
-def run_oracle(spec: Spec) -> dict[str, Any]:
-    """Run a program in this process, in fp64."""
-    _build, program = compiled(spec)
-    job = Oracle(spec["seed"], spec["world"], spec["options"])
-    program(job)
-    return job.finish()
 
 
 def _all_texts(text: str) -> list[str]:
