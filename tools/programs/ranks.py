@@ -41,8 +41,10 @@ CHUNK = 250
 LIMIT_S = 45.0
 START_S = 60.0
 TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bf16": 0.3}
-BAD = ("wrong", "error", "hang", "crash", "invalid")
+BAD = ("wrong", "bits", "error", "hang", "crash", "invalid")
 """Verdicts that are somebody's fault: zeroshard's, or, if "invalid", the drawing's."""
+ROUNDING = 1e-6
+"""Differences of a pair below this are of the order of a sum ("bits"), above they are of its terms ("wrong")."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,11 @@ def judge(task: Task, found: Sequence[Sequence[dict[str, Any]]]) -> Verdict:
             for what in ("parameters", "states"):
                 if (text := first_difference(of[what], other[what], 0.0)[0]) is not None:
                     return Verdict("wrong", f"rank {rank} differs from rank 0: {what} {text}")
-        if len(results) == 2 and (text := first_difference(results[0], results[1], 0.0)[0]) is not None:
-            return Verdict("wrong", f"rank {rank}: the pair differs: {text}")
+        if len(results) == 2:
+            text, error = first_difference(results[0], results[1], 0.0)
+            if text is not None:
+                kind = "bits" if error < ROUNDING else "wrong"
+                return Verdict(kind, f"rank {rank}: the pair differs, by at most {error:.2g}, first {text}")
     spec = task[0]
     try:
         expected = run_oracle(spec)
