@@ -38,7 +38,10 @@ def draw_pair(seed: int, processes: int) -> tuple[Spec, Spec]:
     first = draw(seed, processes)
     options = first["options"]
     stages = [stage for stage in range(4) if stage != options["stage"]]
-    kinds = ["stage", "stage", "stage", "transport", "transport", "again"]
+    if any(op["op"] == "norm" or op.get("kind") == "norm" for op in first["ops"]):
+        # Norms of plain gradients are torch's own, and sums over parts elsewhere: other bits.
+        stages = [stage for stage in stages if stage and options["stage"]]
+    kinds = [*["stage"] * (3 if stages else 0), "transport", "transport", "again"]
     has_resume = any(op["op"] == "resume" for op in first["ops"])
     kind = "resume" if has_resume and r.random() < 0.7 else r.choice(kinds)
     if kind == "stage":
@@ -147,8 +150,13 @@ def _draw_ops(r: random.Random, spec: Spec) -> list[Spec]:
     ops: list[Spec] = []
     for _ in range(r.choice([1, 2, 2, 3, 3, 4])):
         ops += habits.step()
+    has_summed = False
     for key, op in enumerate(ops):
         op["key"] = key
+        if op.get("sync") == "replicate" and has_summed:
+            # Refused after a sum over all copies.
+            op["sync"] = "no"
+        has_summed = (has_summed or op.get("sync") == "yes") and not op.get("to_none")
     return ops
 
 
