@@ -1,7 +1,9 @@
 """Accumulation means what it means in torch: with and without `no_sync`, both `zero_grad`s, both forms, each stage."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.testing import run_ranks
+
 from . import models
-from .oracle import WORLDS, Run, assert_matches
+from .oracle import STAGES, TIMEOUT_S, WORLDS, Run, Sharded, assert_matches
 
 
 def start(run: Run, **options: Any) -> tuple[nn.Module, Optimizer]:
@@ -206,6 +210,67 @@ def zeroed_between_micro_batches(run: Run, how: str) -> None:
 @pytest.mark.parametrize("how", HOWS)
 def test_zero_grad_between_backwards_forgets_what_was_reduced(how: str) -> None:
     assert_matches(functools.partial(zeroed_between_micro_batches, how=how), 2)
+
+
+def change_what_waits(change: Callable[[nn.Module], None]) -> dict[tuple[int, bool], tuple[Any, Any]]:
+    """Change gradients of which a part waits for its reduction; return them once all is reduced, and as they should be.
+
+    They should be `change` of the first two micro-batches' sum, and the third's added.
+    """
+    found = {}
+    for stage, shares_memory in itertools.product(STAGES, (True, False)):
+        runs = [Sharded(stage, {"shared_memory": shares_memory}) for _ in range(2)]
+        for run in runs:
+            model, _ = start(run)
+            backward(run, model, 0, 0)
+            with run.no_sync() if run is runs[0] else contextlib.nullcontext():
+                backward(run, model, 0, 1)
+            change(model)
+            backward(run, model, 0, 2)
+        found[stage, shares_memory] = tuple([q.clone() for q in whole_grads(run.models[0])] for run in runs)
+    return found
+
+
+def whole_grads(model: nn.Module) -> Iterator[Tensor]:
+    """Yield each parameter's whole gradient."""
+    for p in model.parameters():
+        assert p.grad is not None
+        yield p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+
+
+def zero(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def scale(model: nn.Module) -> None:
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("change", [zero, scale])
+def test_a_change_of_gradients_reaches_what_waits_for_its_reduction(change: Callable[[nn.Module], None]) -> None:
+    for rank, found in enumerate(run_ranks(change_what_waits, 2, change, timeout_s=2 * TIMEOUT_S)):
+        for where, (held_back, reduced) in found.items():
+            for got, expected in zip(held_back, reduced, strict=True):
+                assert torch.allclose(got, expected, rtol=1e-5, atol=1e-7), f"[rank {rank}/2] {where}"
+
+
+def norm_of_what_waits(stage: int) -> str:
+    """Ask for the norm of gradients that are not reduced; return the error."""
+    run = Sharded(stage)
+    model, _ = start(run)
+    with run.no_sync():
+        backward(run, model, 0)
+    with pytest.raises(RuntimeError) as error:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_wait_for_their_reduction_have_no_norm(stage: int) -> None:
+    for text in run_ranks(norm_of_what_waits, 2, stage, timeout_s=TIMEOUT_S):
+        assert "A norm needs reduced gradients" in text
 
 
 def grads_tell_the_truth(run: Run) -> None:

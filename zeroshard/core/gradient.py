@@ -149,13 +149,15 @@ class MasterSlice(torch.nn.Parameter):
 
 
 def read(slot: "Slot") -> Tensor | None:
-    """Return what `parameter.grad` is: None, a view of what is held where that is whole, or a logical gradient."""
+    """Return what `parameter.grad` is: None, a view of what is held where that is all of it, or a logical gradient."""
     if not slot.has_grad:
         return None
-    if slot.grad_view is None:
-        grads = slot.bucket.grads
-        whole = grads.is_whole and grads.sums_are_whole and not slot.form.has_axis
-        slot.grad_view = grads.views_of(grads.hold())[slot.index] if whole else LogicalGradient(slot)
+    grads, engine = slot.bucket.grads, slot.engine()
+    # What `no_sync` left to a later reduction may lie apart, and its norm is of one rank: a view would hide both.
+    waits = (grads.staged[slot.index] or grads.is_of_one_copy) and engine and len(engine.mesh.data_ranks) > 1
+    is_plain = grads.is_whole and grads.sums_are_whole and not slot.form.has_axis and not waits
+    if slot.grad_view is None or is_plain == isinstance(slot.grad_view, LogicalGradient):
+        slot.grad_view = grads.views_of(grads.hold())[slot.index] if is_plain else LogicalGradient(slot)
     return slot.grad_view
 
 
@@ -237,10 +239,11 @@ def _engine_of(slot: "Slot") -> "Engine":
 
 
 def _local_parts(slot: "Slot") -> list[Tensor]:
-    """Return this rank's tensors behind a gradient: reduced elements, and what is staged and not reduced yet."""
-    grads = slot.bucket.grads
-    parts = [grads.slice(slot.index, grads.hold())] if grads.used[slot.index] else []
-    if grads.staged[slot.index]:
+    """Return this rank's tensors behind a gradient: reduced elements, and what is staged apart and not reduced yet."""
+    grads, is_staged = slot.bucket.grads, slot.bucket.grads.staged[slot.index]
+    is_apart = grads.stage is not grads.held
+    parts = [grads.slice(slot.index, grads.hold())] if grads.used[slot.index] and (is_apart or not is_staged) else []
+    if is_staged:
         parts.append(grads.staged_view(slot.index))
     return [part.as_subclass(torch.Tensor) for part in parts]
 

@@ -1,0 +1,238 @@
+"""What a program means: on ranks through zeroshard, and in one process in fp64.
+
+Owns the few calls in which a written program differs from an ordinary training script, twice: `Sharded` runs this
+rank's part of them, `Oracle` all ranks' in turn. What both note can be compared. Must not know how programs are drawn
+or written.
+
+Note: what the oracle computes
+    Each rank's loss, multiplied by what zeroshard multiplies sums of gradients by, is propagated into the same plain
+    parameters. That is the sum over ranks and micro-batches which data parallelism promises, and a parameter that no
+    rank used keeps `grad is None`. Nothing is cut, reduced, gathered or released.
+"""
+
+import contextlib
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zeroshard as zs
+
+from .blocks import IDS
+from .write import compiled, path_of
+
+__all__ = ["Job", "run_oracle", "run_sharded"]
+
+Build = Callable[[], tuple[nn.Module, list[Optimizer]]]
+WATCHDOG_S = 15.0
+ROWS = 3
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+class Job(ABC):
+    """One run of one program.
+
+    Args:
+        key: chooses the data.
+        world: the ranks that the program is written for.
+        options: what `zs.shard` is given.
+
+    `notes` holds what the program saw, by rank: (name, value).
+    """
+
+    ranks: Sequence[int]
+    dtype: torch.dtype
+    weight: float
+    """What losses are multiplied by."""
+
+    def __init__(self, key: int, world: int, options: Mapping[str, Any]) -> None:
+        self.key, self.world, self.options = key, world, dict(options)
+        self.notes: dict[int, list[tuple[str, Any]]] = {}
+        self.model: nn.Module
+        self.optimizers: list[Optimizer]
+
+    @abstractmethod
+    def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
+        """Build the model and its optimizers, and prepare them for training on all ranks."""
+
+    @abstractmethod
+    def resume(self, build: Build, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
+        """Save, build everything again, load: as in a new process. `options` are of the new start."""
+
+    @abstractmethod
+    def no_sync(self, axis: Literal["all", "replicate"] = "all") -> contextlib.AbstractContextManager[Any]:
+        """Leave gradients unreduced."""
+
+    @abstractmethod
+    def gathered(self, *, writeback: bool = False, states: bool = False) -> contextlib.AbstractContextManager[Any]:
+        """Make parameters whole."""
+
+    @abstractmethod
+    def grad_norm(self, p: float) -> Tensor:
+        """Return the norm of all gradients."""
+
+    def data(self, at: int, rank: int, part: int = 0) -> Tensor:
+        """Return inputs: (rows, 3), or (rows,) of ids where the model's stem is an embedding."""
+        draw = torch.Generator().manual_seed(((self.key * 131 + at) * 17 + rank) * 5 + part)
+        rows = ROWS + (rank + at) % 2
+        if isinstance(self.model.stem, nn.Embedding):
+            return torch.randint(IDS, (rows,), generator=draw)
+        return torch.randn(rows, 3, generator=draw).to(self.dtype)
+
+    def loss(self, output: tuple[Tensor, Sequence[Tensor]], rank: int) -> Tensor:
+        """Return the loss of one forward, and note it."""
+        values, sides = output
+        loss = 2.0 * (values - 0.3).square().mean()
+        for side in sides:
+            loss = loss + side
+        self.note(rank, "loss", loss)
+        return loss * self.weight
+
+    def note(self, rank: int, name: str, value: Any) -> None:
+        """Keep what a rank sees, by value."""
+        kept = value.detach().clone() if isinstance(value, Tensor) else value
+        self.notes.setdefault(rank, []).append((name, kept))
+
+    def note_all(self, name: str, value: Any) -> None:
+        """Keep what all ranks see alike."""
+        for rank in self.ranks:
+            self.note(rank, name, value)
+
+    def note_grads(self) -> None:
+        """Keep which parameters have gradients."""
+        self.note_all("without gradients", [n for n, p in self.model.named_parameters() if p.grad is None])
+
+    def finish(self) -> dict[str, Any]:
+        """Return the notes and the state at the end, by value."""
+        with self.gathered(states=True):
+            names = {id(p): name for name, p in self.model.named_parameters()}
+            states = {
+                f"{names[id(p)]}/{key}": value.detach().clone()
+                for optimizer in self.optimizers
+                for p, state in optimizer.state.items()
+                for key, value in state.items()
+                if isinstance(value, Tensor)
+            }
+            parameters = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        return {"notes": self.notes, "parameters": parameters, "states": states}
+
+
+@final
+class Oracle(Job):
+    """One process, plain torch, fp64."""
+
+    dtype = torch.float64
+
+    def __init__(self, key: int, world: int, options: Mapping[str, Any]) -> None:
+        super().__init__(key, world, options)
+        self.ranks = range(world)
+        self.weight = 1.0 / world if options.get("reduction", "mean") == "mean" else 1.0
+
+    def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
+        self.model, self.optimizers = build()
+        self.model.double()
+        return self.model, self.optimizers
+
+    def resume(self, build: Build, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
+        return self.model, self.optimizers
+
+    def no_sync(self, axis: Literal["all", "replicate"] = "all") -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def gathered(self, *, writeback: bool = False, states: bool = False) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def grad_norm(self, p: float) -> Tensor:
+        return nn.utils.get_total_norm([q.grad for q in self.model.parameters() if q.grad is not None], p)
+
+
+@final
+class Sharded(Job):
+    """This rank's part, through `zs.shard`.
+
+    Args:
+        folder: for checkpoints, the same on every rank.
+        resumes: whether `resume` does what it says; without, the program goes on undisturbed.
+    """
+
+    def __init__(
+        self,
+        key: int,
+        world: int,
+        options: Mapping[str, Any],
+        dtype: torch.dtype,
+        folder: Path | None = None,
+        *,
+        resumes: bool = True,
+    ) -> None:
+        super().__init__(key, world, options)
+        self.dtype, self._resumes = dtype, resumes
+        self._folder = folder
+        self._zero: zs.Zero
+        self.paths: list[Path] = []
+        """Checkpoints that were written."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        # Where there are fewer processes than the program has ranks, each runs several ranks' parts in turn.
+        self.ranks = range(rank, world, processes)
+        self.weight = processes / world if options.get("reduction", "mean") == "mean" else 1.0
+
+    def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
+        self.model, self.optimizers = build()
+        self.model.to(self.dtype)
+        options = dict(self.options)
+        if (chosen := options.get("units")) is not None:
+            options["units"] = [self.model.get_submodule(name) for name in chosen]
+        self._zero = zs.shard(self.model, self.optimizers, watchdog_s=WATCHDOG_S, **options)
+        return self.model, self.optimizers
+
+    def resume(self, build: Build, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
+        if not self._resumes:
+            return self.model, self.optimizers
+        if self._folder is None:
+            raise ValueError("A program that resumes needs a folder that all ranks see.")
+        path = self._folder / f"step-{len(self.paths)}"
+        self.paths.append(path)
+        self._zero.save(path)
+        self.options |= options
+        self.start(build)
+        self._zero.load(path)
+        return self.model, self.optimizers
+
+    def no_sync(self, axis: Literal["all", "replicate"] = "all") -> contextlib.AbstractContextManager[Any]:
+        return self._zero.no_sync(axis)
+
+    def gathered(self, *, writeback: bool = False, states: bool = False) -> contextlib.AbstractContextManager[Any]:
+        return self._zero.gathered(writeback=writeback, states=states)
+
+    def grad_norm(self, p: float) -> Tensor:
+        return self._zero.grad_norm(p)
+
+
+def run_sharded(spec: Mapping[str, Any], place: Path) -> dict[str, Any]:
+    """Run a program through zeroshard on this rank and return what it noted."""
+    _build, program = compiled(spec)
+    options = {**spec["options"]}
+    if options.get("units") is not None:
+        options["units"] = [path_of(spec, name) for name in options["units"]]
+    job = Sharded(spec["seed"], spec["world"], options, DTYPES[spec["dtype"]], place, resumes=spec.get("resumes", True))
+    program(job)
+    found = job.finish()
+    if dist.get_rank() == 0:
+        for path in job.paths:
+            shutil.rmtree(path)
+    return found
+
+
+def run_oracle(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a program in this process, in fp64."""
+    _build, program = compiled(spec)
+    job = Oracle(spec["seed"], spec["world"], spec["options"])
+    program(job)
+    return job.finish()

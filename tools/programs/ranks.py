@@ -1,0 +1,309 @@
+"""Many programs on one set of ranks, each judged: right, refused, or wrong.
+
+Owns the rank processes and the judgement. `examine` starts ranks, hands them programs, and starts them again after a
+program that crashed or hung, which it finds by what each rank wrote before it began.
+
+Note: the tolerance
+    fp64 programs agree with the oracle to 1e-9 of a value, fp32 ones to 2e-4: blocks are smooth, optimizers divide by
+    no less than 1e-3, and few steps are made, so that rounding stays near 1e-6, and a lost gradient is far above. What
+    is computed in bf16 is not compared with the oracle closely; that is what pairs of programs are for.
+"""
+
+import faulthandler
+import gc
+import json
+import os
+import re
+import resource
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.testing import RankFailure, run_ranks
+
+from .job import run_oracle, run_sharded
+
+__all__ = ["BAD", "Task", "Verdict", "examine", "judge_alone", "reason_of", "show"]
+
+Spec = Mapping[str, Any]
+Task = Sequence[Spec]
+"""One program to be compared with the oracle, or two that must agree bit for bit."""
+
+BATCH = 16
+CHUNK = 250
+LIMIT_S = 45.0
+START_S = 60.0
+TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bf16": 0.3}
+BAD = ("wrong", "bits", "error", "hang", "crash", "invalid")
+"""Verdicts that are somebody's fault: zeroshard's, or, if "invalid", the drawing's."""
+ROUNDING = 1e-6
+"""Differences of a pair below this are of the order of a sum ("bits"), above they are of its terms ("wrong")."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a task.
+
+    Args:
+        kind: "right", "refused" (an error that names its reason, the same on all ranks), or one of `BAD`.
+        text: the reason, or the first difference.
+        error: the greatest difference from the oracle, as a share of the tolerance.
+    """
+
+    kind: str
+    text: str = ""
+    error: float = 0.0
+
+
+# ---- on the ranks
+
+
+def work(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
+    """Run tasks on this rank, together with the others; rank 0 writes verdicts to `folder`, line by line."""
+    rank, place = dist.get_rank(), Path(folder)
+    _allow_many_files()
+    stacks = open(place / f"stacks-{rank}", "w")  # noqa: SIM115
+    waiting: list[tuple[int, Task, list[Any]]] = []
+    with open(place / f"at-{rank}", "w") as at, open(place / f"verdicts-{rank}", "a") as verdicts:
+        for count, (number, task) in enumerate(tasks):
+            _say(at, number)
+            faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=stacks)
+            results, error = _run_task(task, place)
+            texts = _all_texts(error)
+            faulthandler.cancel_dump_traceback_later()
+            if any(texts):
+                if rank == 0:
+                    _write(verdicts, number, _verdict_of_errors(texts))
+                if len(set(map(reason_of, texts))) > 1:
+                    _judge(waiting, verdicts)
+                    return
+            else:
+                waiting.append((number, task, results))
+            if count == 1:
+                # What torch imported is never garbage; looking at it takes far longer than a program.
+                gc.collect()
+                gc.freeze()
+            if count % 4 == 3:
+                gc.collect()
+            if len(waiting) == BATCH:
+                _judge(waiting, verdicts)
+                waiting = []
+        _judge(waiting, verdicts)
+
+
+def _allow_many_files() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _say(at: TextIO, number: int) -> None:
+    os.pwrite(at.fileno(), f"{number:12d}".encode(), 0)
+
+
+def _run_task(task: Task, place: Path) -> tuple[list[Any], str]:
+    results = []
+    try:
+        for spec in task:
+            results.append(run_sharded(spec, place))
+    except Exception as error:
+        return [], f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    return results, ""
+
+
+def _all_texts(text: str) -> list[str]:
+    """Return every rank's text, by rank."""
+    flag = torch.tensor([int(bool(text))])
+    dist.all_reduce(flag)
+    if not flag:
+        return [""] * dist.get_world_size()
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return texts
+
+
+def _verdict_of_errors(texts: Sequence[str]) -> Verdict:
+    if not all(texts):
+        which = [rank for rank, text in enumerate(texts) if text]
+        return Verdict("error", f"only ranks {which} raise: {next(text for text in texts if text)}")
+    named = ("RuntimeError", "ValueError", "TypeError", "RankMismatchError")
+    is_waiting = any("while it waited for" in text for text in texts)
+    if is_waiting:
+        return Verdict("hang", "\n".join(texts))
+    is_named = all(text.startswith(named) and "[rank" in text.split("Traceback")[0] for text in texts)
+    return Verdict("refused" if is_named else "error", texts[0])
+
+
+def _judge(waiting: Sequence[tuple[int, Task, list[Any]]], verdicts: TextIO) -> None:
+    """Judge what all ranks have run, each rank a part of it."""
+    if not waiting:
+        return
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, [results for _, _, results in waiting])
+    for place, (number, task, _) in enumerate(waiting):
+        if place % dist.get_world_size() == dist.get_rank():
+            _write(verdicts, number, judge(task, [by_rank[place] for by_rank in found]))
+
+
+def _write(verdicts: TextIO, number: int, verdict: Verdict) -> None:
+    verdicts.write(json.dumps({"number": number, **asdict(verdict)}) + "\n")
+    verdicts.flush()
+
+
+# ---- judging
+
+
+def judge(task: Task, found: Sequence[Sequence[dict[str, Any]]]) -> Verdict:
+    """Compare what ranks have: with the oracle, one another, and the pair's other program.
+
+    Args:
+        found: by rank, the results of the task's programs.
+    """
+    for rank, results in enumerate(found):
+        for other, of in zip(results, found[0], strict=True):
+            for what in ("parameters", "states"):
+                if (text := first_difference(of[what], other[what], 0.0)[0]) is not None:
+                    return Verdict("wrong", f"rank {rank} differs from rank 0: {what} {text}")
+        if len(results) == 2:
+            text, error = first_difference(results[0], results[1], 0.0)
+            if text is not None:
+                kind = "bits" if error < ROUNDING else "wrong"
+                return Verdict(kind, f"rank {rank}: the pair differs, by at most {error:.2g}, first {text}")
+    spec = task[0]
+    try:
+        expected = run_oracle(spec)
+    except Exception as error:
+        return Verdict("invalid", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    notes: dict[int, Any] = {}
+    for results in found:
+        notes |= results[0]["notes"]
+    tolerance = TOLERANCES["bf16" if spec["options"].get("precision") == "bf16" else spec["dtype"]]
+    text, error = first_difference(expected, {**found[0][0], "notes": notes}, tolerance)
+    share = error / tolerance
+    return Verdict("right", error=share) if text is None else Verdict("wrong", f"oracle: {text}", share)
+
+
+def first_difference(expected: Any, actual: Any, tolerance: float, where: str = "") -> tuple[str | None, float]:
+    """Return the first difference of two results, or None, and the greatest relative error.
+
+    Args:
+        tolerance: what elements may differ by, relative to 1 + |expected|; with 0, all bits must agree.
+    """
+    if isinstance(expected, torch.Tensor):
+        return _tensor_difference(expected, actual, tolerance, where)
+    if isinstance(expected, Mapping):
+        if set(expected) != set(actual):
+            return f"{where}: keys {sorted(set(expected) ^ set(actual), key=str)} are in one only", float("inf")
+        pairs = [(f"{where}/{key}", expected[key], actual[key]) for key in expected]
+    elif isinstance(expected, (list, tuple)):
+        if len(expected) != len(actual):
+            return f"{where}: {expected!r:.200} and {actual!r:.200}", float("inf")
+        pairs = [(f"{where}/{at}", *both) for at, both in enumerate(zip(expected, actual, strict=True))]
+    else:
+        return (None, 0.0) if expected == actual else (f"{where}: {expected!r} and {actual!r}", float("inf"))
+    first, most = None, 0.0
+    for name, one, other in pairs:
+        text, error = first_difference(one, other, tolerance, name)
+        first, most = first or text, max(most, error)
+    return first, most
+
+
+def _tensor_difference(expected: Any, actual: Any, tolerance: float, where: str) -> tuple[str | None, float]:
+    if expected.shape != actual.shape:
+        return f"{where}: shape {tuple(expected.shape)} and {tuple(actual.shape)}", float("inf")
+    if tolerance == 0.0 and (expected.dtype != actual.dtype or torch.equal(expected, actual)):
+        same = expected.dtype == actual.dtype
+        return (None, 0.0) if same else (f"{where}: {expected.dtype} and {actual.dtype}", float("inf"))
+    if not expected.numel():
+        return None, 0.0
+    one, other = expected.double(), actual.double()
+    error = float(((one - other).abs() / (1.0 + one.abs())).max())
+    # Written so that NaN is a difference.
+    if tolerance > 0.0 and error <= tolerance:
+        return None, error
+    return f"{where}: relative error {error:.3g}, of {tuple(expected.shape)}", error
+
+
+# ---- the caller's side
+
+
+def examine(
+    tasks: Sequence[Task],
+    world: int,
+    told: Callable[[int, Verdict], None] | None = None,
+    chunk: int = CHUNK,
+) -> list[Verdict]:
+    """Run tasks on `world` ranks and return their verdicts.
+
+    Args:
+        told: is called with each verdict as it becomes known, by the task's place.
+        chunk: tasks that one set of processes runs.
+    """
+    verdicts: dict[int, Verdict] = {}
+    while todo := [number for number in range(len(tasks)) if number not in verdicts]:
+        with tempfile.TemporaryDirectory(prefix="zeroshard-programs-") as name:
+            new = _launch([(number, tasks[number]) for number in todo[:chunk]], world, Path(name))
+        verdicts |= new
+        for number, verdict in sorted(new.items()):
+            if told is not None:
+                told(number, verdict)
+    return [verdicts[number] for number in range(len(tasks))]
+
+
+def _launch(tasks: Sequence[tuple[int, Task]], world: int, folder: Path) -> dict[int, Verdict]:
+    """Run tasks in one set of processes, until one crashes; return what became known."""
+    failure = None
+    try:
+        run_ranks(work, world, list(tasks), str(folder), timeout_s=START_S + LIMIT_S * len(tasks))
+    except RankFailure as error:
+        failure = error
+    known = {}
+    for rank in range(world):
+        for line in _lines(folder / f"verdicts-{rank}"):
+            found = json.loads(line)
+            number = found.pop("number")
+            known[number] = Verdict(**found)
+    if failure is not None:
+        known |= _blame(failure, folder, tasks, known)
+    return known
+
+
+def _blame(
+    failure: RankFailure, folder: Path, tasks: Sequence[tuple[int, Task]], known: Mapping[int, Verdict]
+) -> dict[int, Verdict]:
+    """Return the verdict of the program at which a rank died."""
+    rank = next(iter(failure.errors))
+    text = "".join(_lines(folder / f"at-{rank}"))
+    if not text:
+        raise failure
+    stacks = {r: "".join(_lines(folder / f"stacks-{r}")) for r in range(failure.world_size)}
+    kind = "hang" if any(stacks.values()) else "crash"
+    return {int(text): Verdict(kind, f"{failure}\n" + "\n".join(stacks.values()))}
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines(keepends=True) if path.exists() else []
+
+
+def reason_of(text: str) -> str:
+    """Return an error's first line without what is particular to the program."""
+    line = text.split("\n", 1)[0].split("] ", 1)[-1]
+    return re.sub(r"'[^']*'|\d+(\.\d+)?", "_", line)[:120]
+
+
+def judge_alone(spec: Spec) -> Verdict:
+    """Run one program in processes of its own."""
+    return examine([[spec]], spec["processes"])[0]
+
+
+def show(spec: Spec) -> None:
+    """Run one program in processes of its own and print what came of it."""
+    verdict = judge_alone(spec)
+    print(f"{verdict.kind} ({verdict.error:.3g} of the tolerance) {verdict.text}")
+    sys.exit(verdict.kind in BAD)
