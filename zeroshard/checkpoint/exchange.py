@@ -148,6 +148,7 @@ def is_tensor_folder(path: Path) -> bool:
 
 
 def _files_of(path: Path) -> list[Path]:
+    files.refuse_link(path)
     if path.is_file():
         return [path]
     if (path / INDEX).exists():

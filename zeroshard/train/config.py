@@ -43,8 +43,8 @@ def _known_source(source: str) -> str:
 
 
 def _plain_name(name: str) -> str:
-    if name in ("", "..") or Path(name).name != name:
-        raise ValueError("must be one plain folder name, as it becomes a folder of run.folder")
+    if name in ("", "..") or Path(name).name != name or not name.isprintable():
+        raise ValueError("must be one plain folder name of printable characters, as it becomes a folder of run.folder")
     return name
 
 
