@@ -137,7 +137,7 @@ def tokenizer(
         source = open_source(data, column)
         cut, _ = find_split(source, Data().heldout_fraction)
         train_tokenizer(take(source.documents(), 0, cut), vocab, out)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         _fail(str(error))
     _say(f"{vocab} tokens, from {cut:,} bytes of {source.name}, written to {out}")
 
@@ -181,7 +181,7 @@ def _prepare(config: Config, *, is_fresh: bool) -> None:
     try:
         check_folder(config, is_fresh=is_fresh)
         prepare(config)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         _fail(str(error))
 
 

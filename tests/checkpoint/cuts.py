@@ -80,7 +80,7 @@ def go_on(root: Path, moment: Moment) -> None:
         assert zs.latest(runs) == path
         # What the interrupted save of this name left is gone, and so is what retention had begun to remove.
         left = [name.name for name in runs.iterdir() if name.name.startswith((f".tmp-{path.name}-", ".old-"))]
-        assert left == []
+        assert not left, f"left behind: {left}, of {sorted(moment.right)}; there were {visible}"
     assert len(list_checkpoints(runs)) == 2
 
 

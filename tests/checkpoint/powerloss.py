@@ -318,7 +318,8 @@ class Counts:
         outcomes: combinations of what was not safe, over all moments.
         drawn: of these, drawn by chance, because there were too many.
         states: distinct contents of the disk.
-        started: of these, laid out on a disk for the next run to start on.
+        started: of these, laid out on a disk for the next run to start on. Of states that differ only in the bytes of
+            files in hidden folders, which nothing reads, one.
     """
 
     moments: int = 0
@@ -358,9 +359,18 @@ def try_all(
                 check_tree(tree, moment)
                 states[tree, moment.required] = moment
     counts.states = len({tree for tree, _ in states})
-    chosen = sorted(states.items(), key=lambda item: sorted((p, d or b"") for p, d in item[0][0]))
-    for (tree, _), moment in chosen if starts is None else draw.sample(chosen, min(starts, len(chosen))):
+    alike = {
+        frozenset(_shown(path, data) for path, data in tree): (tree, moment) for (tree, _), moment in states.items()
+    }
+    chosen = list(alike.values())
+    for tree, moment in chosen if starts is None else draw.sample(chosen, min(starts, len(chosen))):
         lay_out(tree, root)
         start(root, moment)
         counts.started += 1
     return counts
+
+
+def _shown(path: str, data: bytes | None) -> tuple[str, bytes | None]:
+    """Return an entry of a disk without the bytes that nothing reads."""
+    is_hidden = any(part.startswith(".") for part in Path(path).parts)
+    return path, b"" if is_hidden and data is not None else data

@@ -5,6 +5,7 @@ Owns that layout: `model-00001-of-00002.safetensors` and so on, with `model.safe
 """
 
 import json
+import os
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -69,7 +70,8 @@ def export(
         index = {"metadata": {"total_size": total}, "weight_map": homes}
         write_file(folder / INDEX, json.dumps(index, indent=2, sort_keys=True).encode())
         if config is not None:
-            write_file(folder / "config.json", Path(config).read_bytes())
+            # The user's own way to it may be a link; a pipe or a device is refused.
+            write_file(folder / "config.json", read_text(Path(os.path.realpath(config))))
     return path
 
 

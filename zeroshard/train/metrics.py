@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, TextIO, final
 
+from zeroshard.train.inputs import open_input
+
 __all__ = ["EvalRecord", "RankBytes", "Reporter", "Reporters", "RunFiles", "Start", "StepRecord", "Summary"]
 
 Bytes = Mapping[str, int]
@@ -290,12 +292,15 @@ def _lines_until(metrics: Path, step: int) -> list[str]:
     lines: list[str] = []
     if not step or not metrics.exists():
         return lines
-    for line in metrics.read_text("utf-8", errors="replace").splitlines(keepends=True):
+    with open_input(metrics, "run.name") as file:
+        text = file.read().decode(errors="replace")
+    for line in text.splitlines(keepends=True):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
-        if not line.endswith("\n") or record["step"] > step:
+        made = record.get("step") if isinstance(record, dict) else None
+        if not line.endswith("\n") or not isinstance(made, int) or made > step:
             break
         lines.append(line)
     return lines

@@ -34,6 +34,7 @@ from zeroshard.train.run import Run, check_files
 __all__ = ["Saver", "check_folder", "check_settings", "is_complete", "resume"]
 
 _FILE: Final = "config.toml"
+_EXTRA: Final = frozenset(["config", "data", "scheduler", "tally"])
 _NAME: Final = re.compile(r"step-(\d{8,})")
 _CONTENTS: Final = ("sha256", "tokenizer_sha256", "train_tokens", "heldout_tokens")
 
@@ -87,6 +88,8 @@ def resume(run: Run) -> None:
         return
     path = _path(run.config.folder, first)
     extra = run.zero.load(path).extra
+    if not extra.keys() >= _EXTRA:
+        raise ValueError(f"run.name: {path} was not saved by `zeroshard train`; move it out of {run.config.folder}")
     _compare(Config.model_validate(extra["config"]), run.config, path)
     for key, value in _contents(run).items():
         if value != extra["data"][key]:
