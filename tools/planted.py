@@ -60,7 +60,7 @@ BUGS = (
     ),
     Bug(
         "the commit is not flushed",
-        "checkpoint/commit.py",
+        "checkpoint/attempt.py",
         "    files.rename(folder, path)\n    files.sync_folder(path.parent)",
         "    files.rename(folder, path)",
         f"{_DURABLE}::test_a_commit_is_on_the_disk_when_save_returns",

@@ -3,6 +3,10 @@
 Owns the terminal: arguments in, text out. Thin on purpose: what it runs is in `zeroshard/train` and
 `zeroshard/checkpoint`. Needs typer, rich and
 pydantic (the extra `zeroshard[cli]`), and says so where they are missing. Read `train` first, then `Terminal`.
+
+Note: texts of others
+    Names of files, folders and models, and what a model writes, are printed with escapes for characters that steer a
+    terminal, and never as rich's markup: `[bold]` in a name is shown as it stands.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn, Self, final
 
 import zeroshard
+from zeroshard.core.errors import printable
 from zeroshard.train.launch import StopSignal, follow_launcher, is_first_rank, joined_world_size, launch_ranks
 from zeroshard.train.metrics import EvalRecord, RankBytes, Start, StepRecord, Summary
 
@@ -23,6 +28,7 @@ try:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.table import Table
+    from rich.text import Text
 except ModuleNotFoundError as error:
     _MISSING: str | None = error.name
 else:
@@ -36,6 +42,8 @@ __all__ = ["Terminal", "main"]
 _COLUMNS: Final = ("states", "gradients", "parameters", "padding", "transient")
 _PLAIN_WIDTH: Final = 100
 _PROFILED_STEPS: Final = 3
+_KEPT_IN_SAMPLE: Final = "\n\t\u00a0\u200c\u200d"
+"""What is not printable and belongs to text: ends of lines, tabs, spaces and joiners of writing systems."""
 
 
 def main() -> None:
@@ -106,7 +114,7 @@ def train(
         _prepare(resolved, is_fresh=fresh)
     if is_complete(resolved):
         if is_first_rank():
-            print(_complete_line(resolved))
+            _say(_complete_line(resolved))
         return
     if joined is None and resolved.run.ranks > 1:
         sys.exit(launch_ranks(resolved.run.ranks, sys.argv[1:], patience_s=resolved.zero.watchdog_s))
@@ -129,9 +137,9 @@ def tokenizer(
         source = open_source(data, column)
         cut, _ = find_split(source, Data().heldout_fraction)
         train_tokenizer(take(source.documents(), 0, cut), vocab, out)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         _fail(str(error))
-    print(f"{vocab} tokens, from {cut:,} bytes of {source.name}, written to {out}")
+    _say(f"{vocab} tokens, from {cut:,} bytes of {source.name}, written to {out}")
 
 
 def version() -> None:
@@ -173,13 +181,18 @@ def _prepare(config: Config, *, is_fresh: bool) -> None:
     try:
         check_folder(config, is_fresh=is_fresh)
         prepare(config)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         _fail(str(error))
+
+
+def _say(message: str) -> None:
+    """Print a line that may hold names from files."""
+    print(printable(message))
 
 
 def _fail(message: str) -> NoReturn:
     """End with a message about something that only the user can put right."""
-    print(f"zeroshard: {message}", file=sys.stderr)
+    print(printable(f"zeroshard: {message}"), file=sys.stderr)
     sys.exit(2)
 
 
@@ -218,7 +231,7 @@ class Terminal:
         if start.done:
             facts["start"] = f"after step {start.done} of {start.steps}, from its checkpoint"
         for label, fact in facts.items():
-            self._console.print(f"[bold]{label:<6}[/bold] {fact}", soft_wrap=True)
+            self._console.print(Text.assemble((f"{label:<6}", "bold"), f" {printable(fact)}"), soft_wrap=True)
         table = Table(title="Residency", title_justify="left")
         for heading in ("", *start.cells):
             table.add_column(heading, justify="right" if heading else "left")
@@ -257,7 +270,7 @@ class Terminal:
 
     def saved(self, step: int, path: Path) -> None:
         """Print where the checkpoint is."""
-        self._console.print(f"[bold]saved[/bold] after step {step}: {path}", soft_wrap=True)
+        self._console.print(Text.assemble(("saved", "bold"), printable(f" after step {step}: {path}")), soft_wrap=True)
 
     def finished(self, summary: Summary) -> None:
         """Print the sample and the closing tables."""
@@ -265,12 +278,12 @@ class Terminal:
             self._progress.stop()
         if summary.sample:
             self._console.rule("sample")
-            self._console.print(summary.sample, markup=False)
+            self._console.print(Text(printable(summary.sample, _KEPT_IN_SAMPLE)))
             self._console.rule()
         self._console.print(_memory_table(summary.ranks))
         self._console.print(_traffic_table(summary.ranks))
         if summary.profile:
-            self._console.print(summary.profile, markup=False, soft_wrap=True)
+            self._console.print(Text(printable(summary.profile)), soft_wrap=True)
         self._console.print(_closing_line(summary), soft_wrap=True)
 
 

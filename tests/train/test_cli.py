@@ -94,6 +94,8 @@ def test_dry_run_prints_the_resolved_configuration(monkeypatch, capsys, tmp_path
         (["--model", "hf:/nowhere"], "zeroshard: data.tokenizer: there is no file or folder '/nowhere'"),
         (["data.tokenizer=/nowhere"], "zeroshard: data.tokenizer: there is no file or folder '/nowhere'"),
         (["--config", "/nowhere.toml"], "zeroshard: --config: cannot read '/nowhere.toml'"),
+        (["--config", "/\x1b[2J.toml"], "zeroshard: --config: cannot read '/\\x1b[2J.toml'"),
+        (["--name", "\x1b[2J"], "zeroshard: run.name='\\x1b[2J': must be one plain folder name"),
     ],
 )
 def test_mistakes_end_with_one_message(arguments, message, monkeypatch, capsys, tmp_path):
@@ -152,6 +154,29 @@ def test_what_a_person_sees(is_terminal):
     else:
         assert "step     1/2" in plain
         assert "1:30 left" in plain
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_names_and_samples_do_not_steer_the_terminal(is_terminal):
+    evil, shown = "\x1b[2J\u202e[bold]x[/y]:warning:\udcff", "\\x1b[2J\\u202e[bold]x[/y]:warning:\\udcff"
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=is_terminal, width=120, _environ={})
+    held = {"states": 1, "gradients": 1, "parameters": 1, "padding": 1, "transient": 1}
+    of_rank = RankBytes(held, held, held, {"gather": 1}, {"gather": 1}, {})
+    with Terminal(log_every=1, console=console) as terminal:
+        terminal.started(Start(evil, evil, evil, "stage 1", {"states": "sharded"}, [held], 2, 1, Path(evil)))
+        terminal.saved(2, Path(evil))
+        terminal.finished(
+            Summary(
+                evil, evil, False, 2, [], 1, 10, 1, 1, "stage 1", 3.25, 1.5, 2.125, 20, 1.0, 1.0, 1.0,
+                [of_rank], {}, f"{evil}\n\ta\u00a0b", {}, evil,
+            )
+        )  # fmt: skip
+    told = out.getvalue()
+    assert told.count(shown) == 7
+    assert "\x1b[2J" not in told
+    assert "\u202e" not in told
+    assert "a\u00a0b" in told
 
 
 def test_version(monkeypatch, capsys):

@@ -1,8 +1,12 @@
 """The loop on ranks: what it computes, counts, writes, and how it ends early."""
 
 import dataclasses
+import errno
 import json
 import math
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -11,6 +15,7 @@ import zeroshard as zs
 from zeroshard.testing import RankFailure, run_ranks
 from zeroshard.train.config import load_config
 from zeroshard.train.loop import train
+from zeroshard.train.metrics import RunFiles
 from zeroshard.train.run import learning_rate_factor
 
 SMALL = [
@@ -155,6 +160,63 @@ def test_one_rank_that_wants_to_stop_stops_all_after_the_same_step(tmp_path):
     assert all(run["summary"]["is_interrupted"] for run in runs)
     assert json.loads((tmp_path / "default" / "summary.json").read_text())["is_interrupted"] is True
     assert (tmp_path / "default" / "metrics.jsonl").read_text().count('"kind": "step"') == 3
+
+
+def _run_and_lose(folder, cases):
+    """Train with the folder of the run harmed under it; return each error. Runs on a rank."""
+    found = []
+    for number, (harm, after) in enumerate(cases):
+        place, asked = Path(folder, str(number)), []
+
+        def is_stop_wanted(harm=harm, after=after, place=place, asked=asked):
+            asked.append(1)
+            if len(asked) == after and (not dist.is_initialized() or dist.get_rank() == 0):
+                _HARMS[harm](place)
+            return False
+
+        overrides = [*SMALL, f"run.folder={folder}", f"run.name={number}", "checkpoint.every_steps=2"]
+        try:
+            train(load_config(overrides=overrides), _Listener(), is_stop_wanted)
+            found.append("")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def _replace_folder(place):
+    shutil.rmtree(place)
+    place.mkdir()
+    (place / "metrics.jsonl").touch()
+
+
+_HARMS = {
+    "removed": shutil.rmtree,
+    "moved": lambda place: place.rename(f"{place}.moved"),
+    "replaced": _replace_folder,
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_whose_folder_is_gone_says_so_on_all_ranks(ranks, tmp_path):
+    cases = [("removed", 1), ("moved", 3), ("replaced", 2), ("removed", 4)]
+    for rank, texts in enumerate(run_ranks(_run_and_lose, ranks, str(tmp_path), cases, timeout_s=60)):
+        for number, text in enumerate(texts):
+            assert text.startswith(f"[rank {rank}/{ranks}] {tmp_path / str(number)}: the files of the run cannot be")
+            why = "is another file now" if cases[number][0] == "replaced" else "is not there any more"
+            assert f"metrics.jsonl {why}" in text
+    # Nothing was saved into a folder that somebody had removed.
+    assert not (tmp_path / "0").exists()
+    assert not (tmp_path / "3").exists()
+
+
+def test_a_line_that_cannot_be_written_is_told_as_an_error(tmp_path, monkeypatch):
+    def refuse(self, kind, record):
+        with self._noted():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(RunFiles, "_append", refuse)
+    with pytest.raises(RuntimeError, match=r"cannot be written: .*metrics.jsonl cannot be written \(No space left"):
+        train(load_config(overrides=[*SMALL, f"run.folder={tmp_path}", "run.ranks=1"]), _Listener())
 
 
 def test_copies_are_compared_every_so_many_steps(tmp_path, monkeypatch):

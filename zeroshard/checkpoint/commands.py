@@ -1,7 +1,11 @@
 """`zeroshard checkpoint`: ls, verify, diff, export, import.
 
-Owns the arguments and the words. It prints through what `cli.py` hands it, and needs typer only when it is asked for
-its commands. All of it works without torch.
+Owns the arguments and the words. It prints through what `cli.py` hands it, a line at a time, and needs typer only when
+it is asked for its commands. All of it works without torch.
+
+Note: names
+    Checkpoints may come from others. What they call folders, files and tensors is printed with escapes for whatever is
+    not printable, ends of lines included: a name neither steers the terminal nor looks like a line of the command.
 """
 
 from collections.abc import Callable
@@ -12,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 from zeroshard.checkpoint.diff import diff
 from zeroshard.checkpoint.exchange import export, import_folder
 from zeroshard.checkpoint.verify import list_checkpoints, verify
-from zeroshard.core.errors import CheckpointError
+from zeroshard.core.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
     import typer
@@ -34,30 +38,32 @@ def make_commands(line: Print, problem: Print, progress: Progress) -> "typer.Typ
     import typer
 
     app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, and move them to and from other formats.")
+    say = _in_one_line(line)
+    failure = _Failure(_in_one_line(problem))
     folder = Annotated[Path, typer.Argument(help="A checkpoint, such as runs/a/step-00000100.")]
 
     def ls(path: Annotated[Path, typer.Argument(help="The folder that holds checkpoints.")]) -> None:
         """List the checkpoints in a folder."""
-        with _Failure(problem):
+        with failure:
             for one in list_checkpoints(path):
                 size = f"{one.nbytes / 1e6:>10.1f} MB  {one.tensors:>5} tensors, {one.world_size} ranks"
-                line(f"{one.path.name}  {one.problem or f'step {one.step:>8}  {size}'}")
+                say(f"{one.path.name}  {one.problem or f'step {one.step:>8}  {size}'}")
 
     def check(paths: Annotated[list[Path], typer.Argument(help="Checkpoints.")]) -> None:
         """Read every byte of checkpoints and compare it with its checksum."""
-        with _Failure(problem):
+        with failure:
             for path in paths:
                 with progress() as on_bytes:
                     manifest = verify(path, on_bytes)
                 nbytes = sum(entry.nbytes for entry in manifest.files.values())
-                line(f"{path}: whole; step {manifest.step}, {len(manifest.tensors)} tensors, {nbytes / 1e6:.1f} MB")
+                say(f"{path}: whole; step {manifest.step}, {len(manifest.tensors)} tensors, {nbytes / 1e6:.1f} MB")
 
     def compare(first: folder, second: folder) -> None:
         """Say what differs between two checkpoints; the exit status is 1 where something does."""
-        with _Failure(problem):
+        with failure:
             found = diff(first, second)
             for one in found:
-                line(f"{one.name}: {one.what}")
+                say(f"{one.name}: {one.what}")
         raise typer.Exit(1 if found else 0)
 
     def write(
@@ -66,20 +72,25 @@ def make_commands(line: Print, problem: Print, progress: Progress) -> "typer.Typ
         config: Annotated[Path | None, typer.Option(help="config.json of the model, to be copied along.")] = None,
     ) -> None:
         """Write parameters and buffers as a folder of safetensors that transformers loads."""
-        with _Failure(problem):
-            line(f"{export(source, target, config=config)}: written")
+        with failure:
+            say(f"{export(source, target, config=config)}: written")
 
     def read(
         source: Annotated[Path, typer.Argument(help="A folder of safetensors, or one file.")],
         target: Annotated[Path, typer.Argument(help="The checkpoint to be.")],
     ) -> None:
         """Make a checkpoint without optimizers of a folder of safetensors."""
-        with _Failure(problem):
-            line(f"{import_folder(source, target)}: written; load it with only_model=True")
+        with failure:
+            say(f"{import_folder(source, target)}: written; load it with only_model=True")
 
     for name, command in (("ls", ls), ("verify", check), ("diff", compare), ("export", write), ("import", read)):
         app.command(name)(command)
     return app
+
+
+def _in_one_line(show: Print) -> Print:
+    """Return what prints a text as one line of printable characters."""
+    return lambda text: show(printable(text, keeps=""))
 
 
 class _Failure:

@@ -1,21 +1,17 @@
 """The folder of a checkpoint on its way: made, filled, completed, renamed; and old ones removed.
 
 Owns the steps from a plan to a committed checkpoint. Each rank writes its files, rank 0 does the rest. It must not know
-when ranks do so, or that there are collectives. Read `contents.py` and `manifest.py` first.
+when ranks do so, or that there are collectives. Read `attempt.py`, `contents.py` and `manifest.py` first.
 
 Note: names
-    `.tmp-<name>-<host>-<process>-<random>` is a checkpoint on its way. Nothing reads it; the next save of the same name
-    removes it if its process has ended on this host. `.old-<name>-<random>` is one that retention took away; the next
-    retention in the folder removes what is left of it.
+    `.old-<name>-<random>` is a checkpoint that retention took away; the next retention in the folder removes what is
+    left of it.
 """
 
 import errno
-import os
 import platform
 import re
 import secrets
-import socket
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +19,7 @@ from pathlib import Path
 import torch
 
 from zeroshard.checkpoint import files
+from zeroshard.checkpoint.attempt import begin, commit
 from zeroshard.checkpoint.contents import Plan
 from zeroshard.checkpoint.manifest import (
     EXTRA,
@@ -39,51 +36,17 @@ from zeroshard.checkpoint.writer import FileWriter, write_file
 from zeroshard.core.errors import CheckpointError
 from zeroshard.core.version import VERSION
 
-__all__ = ["make_folder", "new_attempt", "publish", "remove_older", "write_manifest", "write_tensors"]
+__all__ = ["make_folder", "publish", "remove_older", "write_manifest", "write_tensors"]
 
 _OLD = re.compile(r"\.old-.+-[0-9a-f]{8}")
 
 
-def new_attempt() -> str:
-    """Return a name for an attempt; it says which process of which host is at work."""
-    return f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
-
-
 def make_folder(plan: Plan, folder: Path) -> None:
     """Make the temporary folder, where there is room and nothing would be overwritten."""
-    if plan.path.exists() or plan.path.is_symlink():
-        raise CheckpointError(f"{plan.path} exists, and a checkpoint is never overwritten. Choose another name.")
-    for above in [*reversed(plan.path.parent.parents), plan.path.parent]:
-        if not above.exists():
-            files.make_folder(above)
-            files.sync_folder(above.parent)
-    _remove_dead(plan.path)
+    begin(plan.path)
     if (free := files.free_bytes(plan.path.parent)) < plan.nbytes:
         raise CheckpointError(f"{plan.path.parent} has {free} free bytes, and the checkpoint needs {plan.nbytes}.")
     files.make_folder(folder)
-
-
-def _remove_dead(path: Path) -> None:
-    """Remove what attempts at the same checkpoint left behind whose process on this host has ended."""
-    own = re.compile(rf"\.tmp-{re.escape(path.name)}-{_host()}-(\d+)-[0-9a-f]{{8}}")
-    for name in files.names_in(path.parent):
-        match = own.fullmatch(name)
-        if match and not _is_alive(int(match[1])):
-            files.remove_tree(path.parent / name)
-
-
-def _host() -> str:
-    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def write_tensors(plan: Plan, folder: Path, kind: str, rank: int, parts: Iterator[memoryview]) -> FileEntry:
@@ -129,10 +92,7 @@ def _told_if_full(plan: Plan, folder: Path) -> Iterator[None]:
 
 def publish(path: Path, folder: Path) -> None:
     """Make a complete folder a checkpoint, in one step, and have LATEST name it."""
-    if path.exists():
-        raise CheckpointError(f"{path} came into being meanwhile; nothing is overwritten.")
-    files.rename(folder, path)
-    files.sync_folder(path.parent)
+    commit(folder, path)
     temporary = path.parent / f".tmp-{LATEST}-{secrets.token_hex(4)}"
     write_file(temporary, f"{path.name}\n".encode())
     files.rename(temporary, path.parent / LATEST)

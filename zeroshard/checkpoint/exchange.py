@@ -5,7 +5,7 @@ Owns that layout: `model-00001-of-00002.safetensors` and so on, with `model.safe
 """
 
 import json
-import shutil
+import os
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, final
 import numpy as np
 
 from zeroshard.checkpoint import files, strict
+from zeroshard.checkpoint.attempt import new_folder
 from zeroshard.checkpoint.manifest import (
     EXTRA,
     ITEM_BYTES,
@@ -57,11 +58,8 @@ def export(
         CheckpointError: the checkpoint is damaged, or the folder exists.
     """
     verify(source)
-    reader, folder = CheckpointReader(Path(source)), Path(target)
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists, and nothing is overwritten. Choose another folder.")
-    files.make_folder(folder)
-    try:
+    reader, path = CheckpointReader(Path(source)), Path(target)
+    with new_folder(path) as folder:
         shares = list(_shares(reader.specs, file_bytes))
         homes: dict[str, str] = {}
         for number, share in enumerate(shares):
@@ -72,12 +70,9 @@ def export(
         index = {"metadata": {"total_size": total}, "weight_map": homes}
         write_file(folder / INDEX, json.dumps(index, indent=2, sort_keys=True).encode())
         if config is not None:
-            write_file(folder / "config.json", Path(config).read_bytes())
-        files.sync_folder(folder)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return folder
+            # The user's own way to it may be a link; a pipe or a device is refused.
+            write_file(folder / "config.json", read_text(Path(os.path.realpath(config))))
+    return path
 
 
 def _shares(specs: Mapping[str, Spec], file_bytes: int) -> Iterator[list[Spec]]:
@@ -155,6 +150,7 @@ def is_tensor_folder(path: Path) -> bool:
 
 
 def _files_of(path: Path) -> list[Path]:
+    files.refuse_link(path)
     if path.is_file():
         return [path]
     if (path / INDEX).exists():
@@ -230,15 +226,11 @@ def import_folder(source: str | Path, target: str | Path, *, step: int = 0) -> P
     Raises:
         CheckpointError: the folder is not what such folders are, or the checkpoint exists.
     """
-    reader, folder = FolderReader(source), Path(target)
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists, and a checkpoint is never overwritten. Choose another name.")
+    reader, path = FolderReader(source), Path(target)
     specs = tuple(reader.specs.values())
-    temporary = folder.parent / f".tmp-{folder.name}-import"
-    files.make_folder(temporary)
-    try:
+    with new_folder(path) as folder:
         chunks = tuple(Chunk(place, 0, spec.numel) for place, spec in enumerate(specs) if spec.numel)
-        with FileWriter(temporary / file_name("model", 0, 1)) as writer:
+        with FileWriter(folder / file_name("model", 0, 1)) as writer:
             writer.write(memoryview(make_header(specs, chunks)))
             for chunk in chunks:
                 for start in range(0, chunk.stop, PIECE_NUMEL):
@@ -246,16 +238,10 @@ def import_folder(source: str | Path, target: str | Path, *, step: int = 0) -> P
                     writer.write(memoryview(reader.read(name, start, min(start + PIECE_NUMEL, chunk.stop))))
         extra = strict.dumps({"extra": {}, "loss_scale": None, "optimizers": []}, EXTRA)
         entries = {
-            EXTRA: write_file(temporary / EXTRA, extra),
+            EXTRA: write_file(folder / EXTRA, extra),
             file_name("model", 0, 1): writer.entry(chunks),
-            file_name("state", 0, 1): write_file(temporary / file_name("state", 0, 1), make_header(specs, ())),
+            file_name("state", 0, 1): write_file(folder / file_name("state", 0, 1), make_header(specs, ())),
         }
         manifest = Manifest(step, 1, specs, None, entries, {"zeroshard": VERSION})
-        write_file(temporary / MANIFEST, serialize(manifest))
-        files.sync_folder(temporary)
-        files.rename(temporary, folder)
-        files.sync_folder(folder.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return folder
+        write_file(folder / MANIFEST, serialize(manifest))
+    return path

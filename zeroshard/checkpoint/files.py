@@ -22,6 +22,7 @@ __all__ = [
     "names_in",
     "open_file",
     "read_at",
+    "refuse_link",
     "remove",
     "remove_tree",
     "rename",
@@ -117,11 +118,20 @@ def open_file(path: Path) -> int:
         # A pipe would block without O_NONBLOCK.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise CheckpointError(f"{path}: can not be opened ({error.strerror}).") from error
+        refuse_link(path)
+        raise CheckpointError(f"{path}: cannot be opened ({error.strerror}).") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{path}: is no regular file.")
     return descriptor
+
+
+def refuse_link(path: Path) -> None:
+    """Raise CheckpointError where a path is itself a link; a link above it is the user's own way there."""
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path}: is a link to '{os.readlink(path)}', and links are not followed. Give what it leads to."
+        )
 
 
 def size_of(descriptor: int) -> int:

@@ -109,8 +109,9 @@ def read_manifest(folder: Path) -> tuple[Manifest, int]:
     """Return the manifest of a checkpoint, and the checksum of its text.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is none, it is damaged, or the folder is a link.
     """
+    files.refuse_link(folder)
     path = folder / MANIFEST
     if not path.exists() and not path.is_symlink():
         why = "there is no such folder" if not folder.exists() else f"it has no {MANIFEST}, so it was never finished"

@@ -21,15 +21,9 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import files
+from zeroshard.checkpoint.attempt import new_attempt, temporary_folder
 from zeroshard.checkpoint.background import BackgroundSave, Snapshot, Status
-from zeroshard.checkpoint.commit import (
-    make_folder,
-    new_attempt,
-    publish,
-    remove_older,
-    write_manifest,
-    write_tensors,
-)
+from zeroshard.checkpoint.commit import make_folder, publish, remove_older, write_manifest, write_tensors
 from zeroshard.checkpoint.contents import ADVICE, COMMITTED, KINDS, LOOK, Plan, agree_on, make_plan
 from zeroshard.checkpoint.manifest import FileEntry, file_name
 from zeroshard.checkpoint.together import begin, together
@@ -74,7 +68,7 @@ class Saver:
             plan = make_plan(engine, self._model, self._optimizers, target, extra or {}, step, keep)
         agree_on(engine, plan, what, f"asynchronous={asynchronous}")
         attempt = engine.comm.texts(new_attempt(), "the name of a save")[0]
-        folder, what = target.parent / f".tmp-{target.name}-{attempt}", f"{what} to {target}"
+        folder, what = temporary_folder(target, attempt), f"{what} to {target}"
         with together(engine, f"{what}: making a folder", ADVICE):
             if engine.mesh.rank == 0:
                 make_folder(plan, folder)

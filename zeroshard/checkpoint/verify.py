@@ -11,7 +11,7 @@ from pathlib import Path
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest
 from zeroshard.checkpoint.reader import CheckpointReader, read_manifest
-from zeroshard.core.errors import CheckpointError
+from zeroshard.core.errors import CheckpointError, printable
 
 __all__ = ["Listed", "latest", "list_checkpoints", "verify"]
 
@@ -53,7 +53,7 @@ class Listed:
 
 
 def list_checkpoints(folder: str | Path) -> list[Listed]:
-    """Return the committed checkpoints in a folder, oldest step first; data are not read.
+    """Return the committed checkpoints in a folder, oldest step first; data are not read, links are not followed.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -79,8 +79,8 @@ def _look(path: Path) -> Listed | None:
 def latest(folder: str | Path) -> Path | None:
     """Return the checkpoint of the highest step in a folder whose every byte verifies; None where there is none.
 
-    A damaged one is passed over, with a warning, for the one before. The file LATEST is for people; nothing is decided
-    by it.
+    A damaged one, or a link in the place of one, is passed over with a warning. The file LATEST is for people; nothing
+    is decided by it.
 
     Raises:
         CheckpointError: there are checkpoints, and none is whole: starting over then would be the wrong surprise.
@@ -98,19 +98,18 @@ def latest(folder: str | Path) -> Path | None:
     """
     if not Path(folder).exists():
         return None
-    problems = []
-    for one in reversed(list_checkpoints(folder)):
-        if not one.problem:
-            try:
-                verify(one.path)
-            except CheckpointError as error:
-                problems.append(str(error))
-            else:
-                for problem in problems:
-                    warnings.warn(f"{one.path} is taken, because a newer one is damaged: {problem}", stacklevel=2)
-                return one.path
+    found = list_checkpoints(folder)
+    # The step of one whose description cannot be read is not known: it may have been the newest.
+    problems = [one.problem for one in found if one.problem]
+    for one in reversed([one for one in found if not one.problem]):
+        try:
+            verify(one.path)
+        except CheckpointError as error:
+            problems.append(str(error))
         else:
-            problems.append(one.problem)
+            for problem in problems:
+                warnings.warn(printable(f"{one.path} is taken; passed over: {problem}"), stacklevel=2)
+            return one.path
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointError(f"{folder}: no checkpoint is whole:\n{listed}\nRestore one, or begin in another folder.")

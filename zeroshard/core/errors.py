@@ -1,9 +1,9 @@
-"""The two error types of the package, and how an error says where it happened.
+"""The two error types of the package, and how text of others' files is shown.
 
 Everything else raises `ValueError` or `TypeError` for arguments and `RuntimeError` for calls out of order.
 """
 
-__all__ = ["CheckpointError", "RankMismatchError"]
+__all__ = ["CheckpointError", "RankMismatchError", "printable"]
 
 
 class RankMismatchError(RuntimeError):
@@ -28,3 +28,17 @@ class CheckpointError(RuntimeError):
     assert issubclass(zs.CheckpointError, RuntimeError)
     ```
     """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+def printable(text: str, keeps: str = "\n") -> str:
+    """Return a text in which what steers a terminal or cannot be seen is written as an escape of Python's.
+
+    Args:
+        keeps: characters that stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keeps else c.encode("unicode_escape").decode() for c in text)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal, Self, final
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from zeroshard.core.stages import row_of_stage
+from zeroshard.train.inputs import read_input
 from zeroshard.train.models.gpt import GPTConfig
 
 __all__ = ["Checkpoint", "Config", "Data", "Model", "Run", "Train", "Zero", "differences", "load_config", "to_toml"]
@@ -29,6 +30,9 @@ _FREE: Final = frozenset(
 )
 _FREE_SECTIONS: Final = frozenset(["checkpoint", "run", "zero"])
 _SEED: Final = "run.seed"
+_MAX_TOML_BYTES: Final = 1 << 16
+_SHOWN: Final = 200
+"""Characters of a wrong value in a message."""
 
 
 def _known_stage(stage: int) -> int:
@@ -43,8 +47,8 @@ def _known_source(source: str) -> str:
 
 
 def _plain_name(name: str) -> str:
-    if name in ("", "..") or Path(name).name != name:
-        raise ValueError("must be one plain folder name, as it becomes a folder of run.folder")
+    if name in ("", "..") or Path(name).name != name or not name.isprintable():
+        raise ValueError("must be one plain folder name of printable characters, as it becomes a folder of run.folder")
     return name
 
 
@@ -257,19 +261,22 @@ def differences(before: Config, now: Config) -> list[str]:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    content = read_input(path, "--config", _MAX_TOML_BYTES)
     try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ValueError(f"--config: cannot read {str(path)!r}: {error.strerror}") from None
+        return tomllib.loads(content.decode("utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"--config: {str(path)!r} is not TOML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"--config: {str(path)!r} nests values too deeply; no setting needs that") from None
 
 
 def _check_names(settings: dict[str, Any]) -> None:
     """Raise for a section or key that does not exist, naming the likeliest one that does."""
     for section, values in settings.items():
         if not isinstance(values, dict):
-            raise ValueError(f"{section}={values!r} stands in no section; write [train], then steps = 100 below it")
+            raise ValueError(
+                f"{section}={_shown(values)} stands in no section; write [train], then steps = 100 below it"
+            )
         _check_known(section, values)
 
 
@@ -313,7 +320,7 @@ def _typed(section: str, key: str, text: str) -> Any:
     wants_text = isinstance(Config().model_dump()[section][key], str)
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return text if wants_text and not isinstance(value, str) else value
 
@@ -324,8 +331,17 @@ def _explain(error: ValidationError) -> list[str]:
     for problem in error.errors():
         message = problem["msg"].removeprefix("Value error, ")
         name = ".".join(str(part) for part in problem["loc"])
-        lines.append(f"{name}={problem['input']!r}: {message}" if name else message)
+        lines.append(f"{name}={_shown(problem['input'])}: {message}" if name else message)
     return lines
+
+
+def _shown(value: Any) -> str:
+    """Return a wrong value as it is shown: of a long one the beginning."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "(values in values, too deep to be shown)"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _toml_value(value: str | float | bool) -> str:

@@ -30,6 +30,7 @@ from zeroshard.train.tokenizer import Tokenizer
 __all__ = ["Corpus", "find_split", "open_corpus", "prepare_corpus"]
 
 _FORMAT: Final = 1
+_FACTS: Final = frozenset(["sha256", "train_bytes", "heldout_bytes", "tokens_sha256"])
 _PIECE_CHARACTERS: Final = 1 << 16
 _BATCH_PIECES: Final = 256
 
@@ -190,15 +191,15 @@ def _write(path: Path, corpus: Corpus) -> None:
 
 def _read(path: Path, name: str) -> Corpus | None:
     """Map a corpus; None where there is none, or a damaged one."""
-    if not path.exists():
+    if not path.is_file():
         return None
     try:
         with safetensors.safe_open(path, "pt") as file:
-            facts = file.metadata()
+            facts = file.metadata() or {}
             train, heldout, ends = (file.get_tensor(key) for key in ("train", "heldout", "heldout_ends"))
     except safetensors.SafetensorError:
         return None
-    if _hash([train, heldout, ends]) != facts["tokens_sha256"]:
+    if not facts.keys() >= _FACTS or _hash([train, heldout, ends]) != facts["tokens_sha256"]:
         return None
     return Corpus(name, facts["sha256"], train, heldout, ends, int(facts["train_bytes"]), int(facts["heldout_bytes"]))
 

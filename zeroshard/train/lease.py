@@ -13,6 +13,7 @@ from typing import Final, Self, final
 __all__ = ["Lease"]
 
 _NAME: Final = ".lease"
+_HOLDER_CHARACTERS: Final = 200
 
 
 @final
@@ -42,7 +43,7 @@ class Lease:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.seek(0)
-            holder = self._file.read() or "another process"
+            holder = self._file.read(_HOLDER_CHARACTERS) or "another process"
             self._file.close()
             raise ValueError(
                 f"run.name: {self._folder} is in use by {holder}; wait for its end, or give another --name"

@@ -6,7 +6,8 @@ the one line that makes them sharded. Read `train` first, then `_step`.
 
 Note: what ranks agree on
     A signal reaches the ranks at different times, and their clocks differ. So after each step ranks agree whether one
-    of them wants to stop or is due to save, and all do it after the same step.
+    of them wants to stop or is due to save, and all do it after the same step. Files that rank 0 cannot write call for
+    a checkpoint, too, and before each of these ranks agree whether there are any.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from zeroshard.train.lease import Lease
 from zeroshard.train.metrics import EvalRecord, Reporter, Reporters, RunFiles, StepRecord, Summary
 from zeroshard.train.models.language import generate
 from zeroshard.train.resume import Saver, check_settings, resume
-from zeroshard.train.run import Run, check_equal
+from zeroshard.train.run import Run, check_equal, check_files
 
 __all__ = ["train"]
 
@@ -54,6 +55,7 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
             other settings.
         CheckpointError: the run can not be saved, or none of its checkpoints is whole.
         RankMismatchError: ranks were given different settings, or a rank failed.
+        RuntimeError: the folder of the run was removed, moved or replaced meanwhile, or its disk refuses a write.
 
     Collective: joins the process group of torchrun's environment and leaves it at the end, unless there is one already;
     every rank must call.
@@ -69,20 +71,25 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
             run = Run(config, mesh, start_s)
             resume(run)
             reporters: list[Reporter] = []
+            files = None
             if mesh.rank == 0:
-                files = RunFiles(config.folder, to_toml(config), run.tally.steps)
-                reporters = [stack.enter_context(files), reporter]
-            return _train(run, Reporters(reporters), is_stop_wanted)
+                files = stack.enter_context(RunFiles(config.folder, to_toml(config), run.tally.steps))
+                reporters = [files, reporter]
+            return _train(run, Reporters(reporters), files, is_stop_wanted)
     finally:
         if torch.distributed.is_initialized() and not is_joined:
             torch.distributed.destroy_process_group()
 
 
-def _train(run: Run, tell: Reporters, is_stop_wanted: Callable[[], bool]) -> Summary:
-    """Run the loop, with evaluations and checkpoints between and after the steps, and the sample."""
+def _train(run: Run, tell: Reporters, files: RunFiles | None, is_stop_wanted: Callable[[], bool]) -> Summary:
+    """Run the loop, with evaluations and checkpoints between and after the steps, and the sample.
+
+    Args:
+        files: those of the run, on rank 0.
+    """
     tally, steps = run.tally, run.config.train.steps
     tell.started(describe_start(run))
-    saver, is_interrupted = Saver(run, tell), False
+    saver, is_interrupted = Saver(run, tell, files), False
     _evaluate_if_due(run, tell)
     while tally.steps < steps and not is_interrupted:
         with _profile_if_wanted(run):
@@ -97,6 +104,7 @@ def _train(run: Run, tell: Reporters, is_stop_wanted: Callable[[], bool]) -> Sum
     sample = "" if is_interrupted else _sample(run)
     summary = summarize(run, sample, _tell_profile(run), is_interrupted)
     tell.finished(summary)
+    check_files(run, files)
     return summary
 
 

@@ -8,10 +8,13 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, TextIO, final
+
+from zeroshard.train.inputs import open_input
 
 __all__ = ["EvalRecord", "RankBytes", "Reporter", "Reporters", "RunFiles", "Start", "StepRecord", "Summary"]
 
@@ -209,6 +212,8 @@ class RunFiles:
 
     A line of `metrics.jsonl` is in the file as soon as it is told, so an interrupted run keeps what it did, and on the
     disk before a checkpoint that comes after it. So the lines up to a checkpoint are whole wherever there is one.
+    A failure to write raises nothing here, where the other ranks would wait for this one: it is in `problem`, which
+    ranks look at together.
 
     Args:
         folder: made if it is not there.
@@ -221,16 +226,36 @@ class RunFiles:
         folder.mkdir(parents=True, exist_ok=True)
         self._summary = folder / "summary.json"
         self._summary.unlink(missing_ok=True)
-        metrics = folder / "metrics.jsonl"
+        self._path = folder / "metrics.jsonl"
         _replace(folder / "config.toml", config_toml)
-        _replace(metrics, "".join(_lines_until(metrics, done)))
-        self._metrics: TextIO = metrics.open("a", encoding="utf-8")
+        _replace(self._path, "".join(_lines_until(self._path, done)))
+        self._metrics: TextIO = self._path.open("a", encoding="utf-8")
+        self._failure = ""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._metrics.close()
+        with self._noted():  # closing writes what could not be written before, if anything
+            self._metrics.close()
+
+    @property
+    def problem(self) -> str:
+        """What keeps the files of the run from being written; empty while they are in their place."""
+        try:
+            if not self._failure and not os.path.samestat(self._path.stat(), os.fstat(self._metrics.fileno())):
+                self._failure = f"{self._path} is another file now"
+        except OSError as error:
+            self._failure = f"{self._path} is not there any more ({error.strerror})"
+        return self._failure
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Keep the first failure to write."""
+        try:
+            yield
+        except OSError as error:
+            self._failure = self._failure or f"{error.filename or self._path} cannot be written ({error.strerror})"
 
     def started(self, start: Start) -> None:
         """Write nothing: all of it is in the configuration or will be in the summary."""
@@ -245,18 +270,21 @@ class RunFiles:
 
     def saving(self, step: int) -> None:
         """Have all lines on the disk."""
-        os.fsync(self._metrics.fileno())
+        with self._noted():
+            os.fsync(self._metrics.fileno())
 
     def saved(self, step: int, path: Path) -> None:
         """Write nothing: the checkpoint is there."""
 
     def finished(self, summary: Summary) -> None:
         """Write the summary."""
-        _replace(self._summary, json.dumps(_plain(summary), indent=2) + "\n")
+        with self._noted():
+            _replace(self._summary, json.dumps(_plain(summary), indent=2) + "\n")
 
     def _append(self, kind: str, record: StepRecord | EvalRecord) -> None:
-        self._metrics.write(json.dumps({"kind": kind, **_plain(record)}) + "\n")
-        self._metrics.flush()
+        with self._noted():
+            self._metrics.write(json.dumps({"kind": kind, **_plain(record)}) + "\n")
+            self._metrics.flush()
 
 
 def _lines_until(metrics: Path, step: int) -> list[str]:
@@ -264,12 +292,15 @@ def _lines_until(metrics: Path, step: int) -> list[str]:
     lines: list[str] = []
     if not step or not metrics.exists():
         return lines
-    for line in metrics.read_text("utf-8", errors="replace").splitlines(keepends=True):
+    with open_input(metrics, "run.name") as file:
+        text = file.read().decode(errors="replace")
+    for line in text.splitlines(keepends=True):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
-        if not line.endswith("\n") or record["step"] > step:
+        made = record.get("step") if isinstance(record, dict) else None
+        if not line.endswith("\n") or not isinstance(made, int) or made > step:
             break
         lines.append(line)
     return lines

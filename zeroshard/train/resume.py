@@ -24,15 +24,17 @@ import torch
 
 import zeroshard as zs
 from zeroshard.checkpoint.verify import list_checkpoints
+from zeroshard.core.errors import printable
 from zeroshard.train.account import describe_data
 from zeroshard.train.config import Config, differences, load_config
 from zeroshard.train.lease import Lease
-from zeroshard.train.metrics import EvalRecord, Reporters
-from zeroshard.train.run import Run
+from zeroshard.train.metrics import EvalRecord, Reporters, RunFiles
+from zeroshard.train.run import Run, check_files
 
 __all__ = ["Saver", "check_folder", "check_settings", "is_complete", "resume"]
 
 _FILE: Final = "config.toml"
+_EXTRA: Final = frozenset(["config", "data", "scheduler", "tally"])
 _NAME: Final = re.compile(r"step-(\d{8,})")
 _CONTENTS: Final = ("sha256", "tokenizer_sha256", "train_tokens", "heldout_tokens")
 
@@ -86,6 +88,8 @@ def resume(run: Run) -> None:
         return
     path = _path(run.config.folder, first)
     extra = run.zero.load(path).extra
+    if not extra.keys() >= _EXTRA:
+        raise ValueError(f"run.name: {path} was not saved by `zeroshard train`; move it out of {run.config.folder}")
     _compare(Config.model_validate(extra["config"]), run.config, path)
     for key, value in _contents(run).items():
         if value != extra["data"][key]:
@@ -105,7 +109,7 @@ def _find(folder: Path) -> int:
     lease is what makes it safe to touch.
     """
     for unfinished in folder.glob(".tmp-*"):
-        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
+        shutil.rmtree(unfinished) if unfinished.is_dir() and not unfinished.is_symlink() else unfinished.unlink()
     newest = zs.latest(folder)
     if newest is None:
         return -1
@@ -116,7 +120,7 @@ def _find(folder: Path) -> int:
         if (name := _NAME.fullmatch(damaged.name)) and int(name[1]) > int(found[1]):
             aside = damaged.with_name(f".damaged-{damaged.name}-{time.time_ns()}")
             os.rename(damaged, aside)
-            warnings.warn(f"{damaged} is damaged; it is {aside} now", stacklevel=2)
+            warnings.warn(printable(f"{damaged} is damaged; it is {aside} now"), stacklevel=2)
     return int(found[1])
 
 
@@ -146,24 +150,37 @@ class Saver:
     Args:
         run: which to save.
         tell: told before and after.
+        files: those of the run, on rank 0.
     """
 
-    def __init__(self, run: Run, tell: Reporters) -> None:
-        self._run, self._tell = run, tell
+    def __init__(self, run: Run, tell: Reporters, files: RunFiles | None) -> None:
+        self._run, self._tell, self._files = run, tell, files
         self._last_step, self._last_s = run.tally.steps, time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Tell whether this rank's clock, or the number of steps, calls for a checkpoint after `step` steps."""
+        """Tell whether this rank's clock, or the number of steps, calls for a checkpoint after `step` steps.
+
+        Files that cannot be written do, too, since all ranks hear of these before they save.
+        """
         wanted = self._run.config.checkpoint
         is_late = bool(wanted.every_s) and time.monotonic() - self._last_s >= wanted.every_s
-        return is_late or (bool(wanted.every_steps) and step % wanted.every_steps == 0)
+        is_lost = self._files is not None and bool(self._files.problem)
+        return is_late or is_lost or (bool(wanted.every_steps) and step % wanted.every_steps == 0)
 
     def save(self) -> None:
-        """Save the run as it is now. Collective: a mean of one number, and a save; every rank must call."""
+        """Save the run as it is now.
+
+        Raises:
+            RuntimeError: on every rank, where the files of the run cannot be written: a checkpoint without the lines
+                before it would be gone on from without them.
+
+        Collective: a mean of one number, all-gathers of some bytes, and a save; every rank must call.
+        """
         run, step = self._run, self._run.tally.steps
         if step == self._last_step:
             return
         self._tell.saving(step)
+        check_files(run, self._files)
         path = run.zero.save(_path(run.config.folder, step), _extra(run), step=step, keep=run.config.checkpoint.keep)
         self._last_step, self._last_s = step, time.monotonic()
         self._tell.saved(step, path)

@@ -13,16 +13,17 @@ from typing import Final, final
 import torch
 
 import zeroshard as zs
+from zeroshard.core.errors import printable
 from zeroshard.state.start import texts_across_ranks
 from zeroshard.train.config import Config
 from zeroshard.train.corpus import Corpus, open_corpus, prepare_corpus
-from zeroshard.train.metrics import EvalRecord
+from zeroshard.train.metrics import EvalRecord, RunFiles
 from zeroshard.train.models.hf import check_hf, load_hf
 from zeroshard.train.models.language import LanguageModel, make_gpt
 from zeroshard.train.text import DEFAULT_NAME, open_source
 from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Run", "Tally", "check_equal", "learning_rate_factor", "prepare"]
+__all__ = ["Run", "Tally", "check_equal", "check_files", "learning_rate_factor", "prepare"]
 
 _FINAL_STEPS: Final = 50
 
@@ -50,6 +51,22 @@ def check_equal(config: Config, mesh: zs.Mesh) -> None:
         if len(set(lines)) > 1:
             shown = "\n".join(f"  rank {rank}: {line}" for rank, line in enumerate(lines))
             raise zs.RankMismatchError(f"{mesh} Ranks were given different settings; the first difference is:\n{shown}")
+
+
+def check_files(run: "Run", files: RunFiles | None) -> None:
+    """Raise RuntimeError on every rank where the files of the run cannot be written.
+
+    Args:
+        files: those of the run, on rank 0.
+
+    Collective: all-gathers of some bytes; every rank must call.
+    """
+    problem = texts_across_ranks(run.mesh, printable(files.problem) if files else "")[0]
+    if problem:
+        raise RuntimeError(
+            f"{run.mesh} {run.config.folder}: the files of the run cannot be written: {problem}. Leave the folder as "
+            "it is while a run writes to it; the same command goes on from the newest checkpoint that is there."
+        )
 
 
 @final

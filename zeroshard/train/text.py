@@ -12,16 +12,20 @@ Note: what a document is
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
 from zeroshard.train.extras import need
+from zeroshard.train.inputs import open_input
 
 __all__ = ["DEFAULT_NAME", "Source", "open_source", "take"]
 
 DEFAULT_NAME: Final = "pydoc_data.topics"
+_SETTING: Final = "data.path"
+_MAX_LINE_BYTES: Final = 1 << 28
 _LINES: Final = ".jsonl"
 _ROWS: Final = ".parquet"
 
@@ -58,7 +62,7 @@ class Source:
         """Return the hash of the files' bytes, side by side."""
         digest = hashlib.sha256(b"" if self.files else _documentation_topics())
         for path in self.files:
-            with path.open("rb") as file:
+            with open_input(path, _SETTING) as file:
                 while block := file.read(1 << 20):
                     digest.update(block)
         return digest.hexdigest()
@@ -77,7 +81,8 @@ def open_source(path: str = "", column: str = "text") -> Source:
         column: what holds the text in `.jsonl` and `.parquet` files.
 
     Raises:
-        ValueError: there is no such file or folder, or nothing in it.
+        ValueError: there is no such file or folder, or nothing in it, or something in it is no regular file, such as a
+            pipe or a link to a folder.
 
     >>> from zeroshard.train.text import open_source
     >>> next(open_source().documents())[:11]
@@ -88,12 +93,16 @@ def open_source(path: str = "", column: str = "text") -> Source:
     root = Path(path)
     if not root.exists():
         raise ValueError(f"data.path: there is no file or folder {path!r}; give a text file or a folder of text files")
-    if root.is_file():
+    if not root.is_dir():
+        open_input(root, _SETTING).close()
         return Source(path, (root,), column)
-    files = sorted(file for file in root.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(root)))
+    entries = sorted(entry for entry in root.rglob("*") if not _is_hidden(entry.relative_to(root)))
+    files = tuple(entry for entry in entries if entry.is_symlink() or not entry.is_dir())
+    for file in files:
+        open_input(file, _SETTING).close()  # what could not be read would be left out without a word
     if not files:
         raise ValueError(f"data.path: the folder {path!r} holds no files; put text files into it")
-    return Source(path, tuple(files), column)
+    return Source(path, files, column)
 
 
 def take(documents: Iterable[bytes], start: int, end: int) -> Iterator[str]:
@@ -135,7 +144,14 @@ def _documentation_topics() -> bytes:
 
 def _read_text(file: Path, column: str) -> Iterator[bytes]:
     """Yield the one document of a file that is text in UTF-8."""
-    content = file.read_bytes()
+    nbytes, memory_bytes = file.stat().st_size, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if nbytes > memory_bytes:
+        raise ValueError(
+            f"data.path: {str(file)!r} has {nbytes} bytes and is read as one document, which needs more than the "
+            f"{memory_bytes} bytes of memory here; write its documents as lines of a .jsonl file"
+        )
+    with open_input(file, _SETTING) as opened:
+        content = opened.read()
     try:
         content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -148,8 +164,13 @@ def _read_text(file: Path, column: str) -> Iterator[bytes]:
 
 def _read_lines(file: Path, column: str) -> Iterator[bytes]:
     """Yield the documents of a file that holds a JSON object in each line; blank lines are nothing."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+    with open_input(file, _SETTING) as lines:
+        for number, line in enumerate(iter(lambda: lines.readline(_MAX_LINE_BYTES + 1), b""), start=1):
+            if len(line) > _MAX_LINE_BYTES:
+                raise ValueError(
+                    f"data.path: {str(file)!r}, line {number}: has more than {_MAX_LINE_BYTES} bytes; write a JSON "
+                    "object in each line"
+                )
             if line.strip():
                 yield _read_object(line, column, f"{str(file)!r}, line {number}")
 
@@ -158,10 +179,10 @@ def _read_object(line: bytes, column: str, place: str) -> bytes:
     """Return the text of one line."""
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"data.path: {place}: not JSON in UTF-8: {error}") from None
     if not isinstance(value, dict) or column not in value:
-        found = f"the keys {sorted(value)}" if isinstance(value, dict) else f"a {type(value).__name__}"
+        found = f"the keys {sorted(value)!s:.200}" if isinstance(value, dict) else f"a {type(value).__name__}"
         raise ValueError(
             f"data.path: {place}: no key {column!r}, but {found}; set data.column to the one with the text"
         )
@@ -176,20 +197,21 @@ def _read_rows(file: Path, column: str) -> Iterator[bytes]:
         table = parquet.ParquetFile(file)
         if column not in table.schema_arrow.names:
             raise ValueError(
-                f"data.path: {str(file)!r} has no column {column!r}, but {table.schema_arrow.names}; set data.column "
-                "to the one with the text"
+                f"data.path: {str(file)!r} has no column {column!r}, but {table.schema_arrow.names!s:.200}; set "
+                "data.column to the one with the text"
             )
         batches = (batch.column(0).to_pylist() for batch in table.iter_batches(columns=[column]))
         for number, value in enumerate(itertools.chain.from_iterable(batches), start=1):
             yield _encode(value, column, f"{str(file)!r}, row {number}")
-    except arrow.ArrowException as error:
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"data.path: {str(file)!r} cannot be read as parquet: {error}") from None
 
 
 def _encode(value: object, column: str, place: str) -> bytes:
     """Return a value as UTF-8."""
     if not isinstance(value, str):
-        raise ValueError(f"data.path: {place}: {column!r} holds no text but {value!r:.60}")
+        found = f"a {type(value).__name__}" if isinstance(value, (list, dict)) else f"{value!r:.60}"
+        raise ValueError(f"data.path: {place}: {column!r} holds no text but {found}")
     try:
         return value.encode()
     except UnicodeEncodeError as error:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroshard.train.extras import need
+from zeroshard.train.inputs import check_entries, open_input
 
 __all__ = ["ByteTokenizer", "Ints", "LearnedTokenizer", "Tokenizer", "load_tokenizer", "train_tokenizer"]
 
@@ -127,7 +128,7 @@ def load_tokenizer(path: str = "") -> Tokenizer:
         return ByteTokenizer()
     if Path(path).is_dir():
         return _load_folder(path)
-    if Path(path).is_file():
+    if Path(path).exists():
         return _load_file(path)
     raise ValueError(
         f"data.tokenizer: there is no file or folder {path!r}; make one with: zeroshard tokenizer DATA --out {path}"
@@ -176,6 +177,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, out: Path) -> Tokeniz
 
 def _load_file(path: str) -> LearnedTokenizer:
     tokenizers = need("tokenizers", "data", f"data.tokenizer={path}")
+    open_input(path, "data.tokenizer").close()
     try:
         backend = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # the library raises nothing narrower
@@ -191,9 +193,10 @@ def _load_file(path: str) -> LearnedTokenizer:
 
 def _load_folder(path: str) -> LearnedTokenizer:
     transformers = need("transformers", "transformers", f"data.tokenizer={path}")
+    check_entries(path, "data.tokenizer")
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of files that are not what they should be: KeyError, TypeError, RecursionError, others
         raise ValueError(f"data.tokenizer: {path!r} holds no tokenizer of transformers: {error}") from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:

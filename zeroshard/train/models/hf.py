@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import safetensors
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from zeroshard.train.extras import need
+from zeroshard.train.inputs import check_entries
 from zeroshard.train.models.language import LanguageModel
 
 __all__ = ["check_hf", "load_hf"]
@@ -44,9 +46,10 @@ def check_hf(folder: str, *, context: int, vocabulary: int) -> Any:
             f"model.source: the weights in {folder!r} are pickled, and reading those can run anybody's code; "
             "save them as safetensors, or take them away to start from the configuration alone"
         )
+    check_entries(folder, "model.source")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of a file that is not what it should be: KeyError, TypeError, RecursionError, others
         raise ValueError(f"model.source: {folder!r} holds no model of transformers: {error}") from None
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"model.source: {folder!r} holds a {config.model_type!r}, which is no causal language model")
@@ -72,9 +75,7 @@ def load_hf(folder: str, *, context: int, vocabulary: int) -> LanguageModel:
     make = transformers.AutoModelForCausalLM
     if _has_weights(folder):
         transformers.utils.logging.disable_progress_bar()
-        model = make.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
-        )
+        model = _load_weights(make, folder)
         origin = "weights from"
     else:
         model = make.from_config(config, dtype=torch.float32, trust_remote_code=False)
@@ -85,6 +86,29 @@ def load_hf(folder: str, *, context: int, vocabulary: int) -> LanguageModel:
     numel = sum(p.numel() for p in model.parameters())
     description = f"{type(model).__name__}, {origin} {folder}: {numel:,} parameters"
     return LanguageModel(model, description, context, _loss_of(model), _logits_of(model))
+
+
+def _load_weights(make: Any, folder: str) -> Any:
+    """Return the model with its weights from the folder, all of them."""
+    try:
+        model, report = make.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
+        raise ValueError(f"model.source: the weights in {folder!r} cannot be loaded: {error}") from None
+    if report["missing_keys"]:
+        # Transformers initializes these at random, and goes on.
+        missing = sorted(report["missing_keys"])
+        raise ValueError(
+            f"model.source: {missing[0]!r} (of {len(missing)} parameters) is not in the weights in {folder!r}; give "
+            "all of them, or take the files away to start from the configuration alone"
+        )
+    return model
 
 
 @torch.no_grad()

@@ -1,0 +1,98 @@
+"""A new folder on its way: filled under a temporary name, flushed, and renamed in one step.
+
+Owns the temporary names, and what becomes of those that a killed process left. Without torch. It must not know what the
+folder holds. Read `files.py` first.
+
+Note: names
+    `.tmp-<name>-<host>-<process>-<random>` is a folder on its way. Nothing reads it; the next attempt at the same name
+    removes it if its process has ended on this host.
+"""
+
+import os
+import re
+import secrets
+import socket
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zeroshard.checkpoint import files
+from zeroshard.core.errors import CheckpointError
+
+__all__ = ["begin", "commit", "new_attempt", "new_folder", "temporary_folder"]
+
+
+def new_attempt() -> str:
+    """Return a name for an attempt; it says which process of which host is at work."""
+    return f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def temporary_folder(path: Path, attempt: str) -> Path:
+    """Return where the folder `path` is filled before it has its name."""
+    return path.parent / f".tmp-{path.name}-{attempt}"
+
+
+def begin(path: Path) -> None:
+    """Make room for a new folder: the folders above it are there, what ended processes left of earlier attempts is not.
+
+    Raises:
+        CheckpointError: something has the name already.
+    """
+    if path.exists() or path.is_symlink():
+        raise CheckpointError(f"{path} exists, and nothing is overwritten. Choose another name.")
+    for above in [*reversed(path.parent.parents), path.parent]:
+        if not above.exists():
+            files.make_folder(above)
+            files.sync_folder(above.parent)
+    _remove_dead(path)
+
+
+def commit(folder: Path, path: Path) -> None:
+    """Give a complete and flushed folder its name, in one step; it has the name on the disk, too, on return."""
+    if path.exists() or path.is_symlink():
+        raise CheckpointError(f"{path} came into being meanwhile; nothing is overwritten.")
+    files.rename(folder, path)
+    files.sync_folder(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder to be filled with flushed files, which becomes `path` on the way out: whole, or not at all.
+
+    Raises:
+        CheckpointError: something has the name already.
+    """
+    begin(path)
+    folder = temporary_folder(path, new_attempt())
+    files.make_folder(folder)
+    try:
+        yield folder
+        files.sync_folder(folder)
+        commit(folder, path)
+    except BaseException:
+        files.remove_tree(folder)
+        raise
+
+
+def _remove_dead(path: Path) -> None:
+    """Remove what attempts at the same folder left behind whose process on this host has ended."""
+    own = re.compile(rf"\.tmp-{re.escape(path.name)}-{_host()}-(\d+)-[0-9a-f]{{8}}")
+    for name in files.names_in(path.parent):
+        match = own.fullmatch(name)
+        if match and not _is_alive(int(match[1])):
+            files.remove_tree(path.parent / name)
+
+
+def _host() -> str:
+    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        pass
+    return True
