@@ -214,7 +214,7 @@ def other_calls() -> Iterator[tuple[str, Call]]:
     """Yield ways to ask that are no function of torch's."""
     for name in attributes():
         yield f"read .{name}", lambda g, o, t, name=name: getattr(g, name)
-        if name != "real":  # torch 2.13 crashes, on any tensor
+        if name not in ("real", "grad_dtype"):  # torch 2.13 crashes, on any tensor
             yield f"delete .{name}", lambda g, o, t, name=name: delattr(g, name)
         for value, make in VALUES.items():
             yield f"set .{name} = {value}", lambda g, o, t, n=name, make=make: setattr(g, n, make(g, t))

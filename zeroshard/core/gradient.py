@@ -14,6 +14,7 @@ Note: two views of one gradient
 
 import weakref
 from collections.abc import Callable, Iterable
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from zeroshard.core.engine import Engine
     from zeroshard.core.parameter import Slot
 
-__all__ = ["METADATA", "LogicalGradient", "MasterGradient", "MasterSlice", "assign", "name_of", "read"]
+__all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "name_of", "read"]
 
 Tensor = torch.Tensor
 
@@ -37,12 +38,14 @@ METADATA = frozenset(
 )
 """Tensor attributes and methods that read no values, so that a tensor without storage answers them."""
 
-NORMS = {
-    "norm": ("p", "dim", "keepdim"),
-    "linalg_norm": ("ord", "dim", "keepdim"),
-    "linalg_vector_norm": ("ord", "dim", "keepdim"),
-    "_foreach_norm": ("ord", "dtype"),
-}
+NORMS = MappingProxyType(
+    {
+        "norm": ("p", "dim", "keepdim"),
+        "linalg_norm": ("ord", "dim", "keepdim"),
+        "linalg_vector_norm": ("ord", "dim", "keepdim"),
+        "_foreach_norm": ("ord", "dtype"),
+    }
+)
 """The norms of torch, and the names of their arguments by position, behind the tensor."""
 
 LINEAR = frozenset("mul_ div_ __imul__ __itruediv__ zero_ _foreach_mul_ _foreach_div_ _foreach_zero_".split())
