@@ -180,7 +180,7 @@ BY_DESIGN = frozenset(
 )
 """What differs between any two tensors, or tells the object and none of its values."""
 
-ROWS = ((1, True), (1, False), (2, True), (2, False), (3, True), (3, False))
+ROWS = ((1, True), (2, False), (3, True), (3, False))
 LISTS = ("[g]", "[t], [g]", "[g], 2.0", "[g], [g]")
 ENOUGH = 6
 """Refusals of a function that answered nothing, after which the rest is not tried."""
@@ -227,7 +227,7 @@ def everything() -> tuple[list[str], dict[str, int], list[str]]:
 
 
 def test_a_gradient_answers_as_torch_does_or_refuses_by_name() -> None:
-    for rank, (found, outcomes, answered) in enumerate(run_ranks(everything, 2, timeout_s=10 * TIMEOUT_S)):
+    for rank, (found, outcomes, answered) in enumerate(run_ranks(everything, 2, timeout_s=20 * TIMEOUT_S)):
         assert not found, f"rank {rank}, {len(found)} differences:\n" + "\n".join(found[:40])
         # The enumeration itself has to be one: most functions are there, and reach the gradient.
         assert outcomes["refused"] > 1500, outcomes
