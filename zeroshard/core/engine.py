@@ -81,7 +81,7 @@ class Engine:
         self._forwards: list[Hashable] = []
         self._used: set[int] = set()
         self._task = -1
-        self._norms: dict[float, dict[str, Tensor]] = {}
+        self._norms: dict[tuple[float, torch.dtype | None], dict[str, Tensor]] = {}
         self._norms_version = 0
         buckets = [(unit.number, b) for unit in units for b in unit.buckets if not b.is_whole]
         self._saved = SavedTensors(buckets, self._need_in_backward)
@@ -331,8 +331,8 @@ class Engine:
         if self._norms:
             self._norms = {}
 
-    def norms(self, p: float) -> dict[str, Tensor]:
-        """Return the p-norm of every parameter's whole gradient, 0-d, by name.
+    def norms(self, p: float, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return the p-norm of every parameter's whole gradient, 0-d, by name, in `dtype` or the gradient's own.
 
         Collective: on first request after gradients changed, an all-gather of 8 bytes a parameter; every rank must
             call.
@@ -346,20 +346,17 @@ class Engine:
         version = sum(tensor._version for tensor in held)
         if version != self._norms_version:
             self._norms, self._norms_version = {}, version
-        if (known := self._norms.get(p)) is not None:
+        if (known := self._norms.get((p, dtype))) is not None:
             return known
         self.check_reduced("A norm")
-        self.order.barrier(f"a {p:g}-norm of gradients")
-        local = gradient.local_norms(self.slots.values(), p)
+        self.order.barrier(f"a {p:g}-norm of gradients in {dtype or 'their dtypes'}")
+        local = gradient.local_norms(self.slots.values(), p, dtype)
         # Replicas have the same sums: those of this rank's own copy are all there is.
         rows = self.comm.collect(local, f"a {p:g}-norm of gradients")[list(self.mesh.along("shard", "tensor"))]
-        if p == float("inf"):
-            total = rows.amax(0)
-        else:
-            total = sum(rows[1:], start=rows[0]) ** (1 / p)
-        values = [v.to(slot.bucket.dtypes.grad) for v, slot in zip(total.unbind(), self.slots.values(), strict=True)]
-        self._norms[p] = dict(zip(self.slots, values, strict=True))
-        return self._norms[p]
+        dtypes = [dtype or slot.bucket.dtypes.grad for slot in self.slots.values()]
+        values = [v.to(of) for v, of in zip(gradient.total_norms(rows, p).unbind(), dtypes, strict=True)]
+        self._norms[p, dtype] = dict(zip(self.slots, values, strict=True))
+        return self._norms[p, dtype]
 
     def check_reduced(self, what: str) -> None:
         """Raise if gradients of `no_sync` passes wait for a reduction."""

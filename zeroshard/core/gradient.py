@@ -5,14 +5,17 @@ every norm. It must not know hooks or passes. Read `core/buffer.py` ("the life o
 
 Note: two views of one gradient
     `parameter.grad` is a `LogicalGradient`: the parameter's global shape and no storage. It answers what clipping and
-    `zero_grad` ask, and refuses everything else by name. It never lies in autograd's own slot, where the next backward
-    would add to it. The optimizer's slice has a `MasterGradient` as `.grad`: this rank's elements, on which the update
-    runs as on any tensor; only norms are answered for all ranks, since clipping by the optimizer's parameters must not
-    be silently local.
+    `zero_grad` ask, and refuses everything else by name: what is in none of the lists below never reaches torch. It
+    never lies in autograd's own slot, where the next backward would add to it. The optimizer's slice has a
+    `MasterGradient` as `.grad`: this rank's elements, on which the update runs as on any tensor. Norms are answered for
+    all ranks, since clipping by the optimizer's parameters must not be silently local; another reduction to a single
+    number is refused.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast, final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -20,16 +23,41 @@ if TYPE_CHECKING:
     from zeroshard.core.engine import Engine
     from zeroshard.core.parameter import Slot
 
-__all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "read"]
+__all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "name_of", "read"]
 
 Tensor = torch.Tensor
 
-NORMS = frozenset(["norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "_foreach_norm"])
-ZEROS = frozenset(["zero_", "_foreach_zero_"])
-SCALES = frozenset(["mul_", "div_", "_foreach_mul_", "_foreach_div_", "__imul__", "__itruediv__"])
+METADATA = frozenset(
+    """
+    __dir__ __hash__ __len__ _backward_hooks _base _is_view _post_accumulate_grad_hooks dense_dim device dim dtype
+    element_size get_device grad grad_dtype grad_fn has_names is_complex is_contiguous is_cpu is_cuda is_floating_point
+    is_inference is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_same_size is_sparse is_sparse_csr is_xpu
+    itemsize layout names nbytes ndim nelement numel output_nr requires_grad retains_grad shape size sparse_dim
+    storage_offset stride volatile
+    """.split()
+)
+"""Tensor attributes and methods that read no values, so that a tensor without storage answers them."""
+
+NORMS = MappingProxyType(
+    {
+        "norm": ("p", "dim", "keepdim"),
+        "linalg_norm": ("ord", "dim", "keepdim"),
+        "linalg_vector_norm": ("ord", "dim", "keepdim"),
+        "_foreach_norm": ("ord", "dtype"),
+    }
+)
+"""The norms of torch, and the names of their arguments by position, behind the tensor."""
+
+LINEAR = frozenset("mul_ div_ __imul__ __itruediv__ zero_ _foreach_mul_ _foreach_div_ _foreach_zero_".split())
+ELEMENTWISE = frozenset(
+    "clamp_ clamp_min_ clamp_max_ clip_ nan_to_num_ _foreach_clamp_min_ _foreach_clamp_max_".split()
+)
+"""Functions in place that treat each element by itself; those that are not linear need the sum over all ranks."""
+
+SELF = frozenset("detach detach_ data requires_grad_ float double half bfloat16 to cpu cuda".split())
+"""What returns the tensor itself, or an alias, where there is nothing to convert."""
+
 SCALER_CHECK = "_amp_foreach_non_finite_check_and_unscale_"
-ANSWERED = NORMS | ZEROS | SCALES | {SCALER_CHECK}
-NO_OPS = frozenset(["detach_", "requires_grad_", "detach"])
 
 
 @final
@@ -42,6 +70,7 @@ class LogicalGradient(torch.Tensor):
     """
 
     _slot: "Slot"
+    _guard: "weakref.ref[LogicalGradient]"
 
     @staticmethod
     def __new__(cls, slot: "Slot") -> "LogicalGradient":
@@ -51,38 +80,39 @@ class LogicalGradient(torch.Tensor):
             cls, parameter.shape, strides=parameter.stride(), dtype=bucket.dtypes.grad, device=bucket.device
         )
         made._slot = slot
+        # Some of torch's C functions know no subclasses (DLPack); without a storage they would hand out address 0.
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        # torch.utils.swap_tensors would put other innards into it; torch refuses where there is a weak reference.
+        made._guard = weakref.ref(made)
         return made
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = func.__name__
-        if name in NORMS:
-            return _norms(args, kwargs or {})
-        if name in ZEROS or name in SCALES:
-            return _change(name, func, args, kwargs or {})
-        if name in NO_OPS:
-            return args[0]
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        name, kwargs = name_of(func), kwargs or {}
+        # A setter has the name of its property, and a function may have been given the gradient beside other tensors.
+        if args and func.__name__ not in ("__set__", "__delete__"):
+            if name in METADATA or (name == "__format__" and not args[1]):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if name in NORMS:
+                return _norms(name, args, kwargs)
+            if name in LINEAR or name in ELEMENTWISE:
+                return _change(name, args, kwargs)
+            if name in SELF and isinstance(args[0], cls) and _is_nothing_to_do(func, args, kwargs):
+                return args[0]
+        raise _refusal(name, _gradients_in((args, kwargs))[0])
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        slot = next(a._slot for a in _flatten(args) if isinstance(a, LogicalGradient))
-        engine = slot.engine()
-        raise RuntimeError(
-            f"{engine.mesh if engine else ''} The gradient of '{slot.name}' {tuple(slot.parameter.shape)} is spread "
-            f"over ranks, so {func} can not read it here. Norms, clip_grad_norm_, scaling and zeroing work as they "
-            "are; `p.grad.full_tensor()` gathers the values (every rank must call it). An optimizer that meets this "
-            "gradient was built from sharded parameters: hand it to zero.attach(optimizer)."
-        )
+        raise _refusal(str(func), _gradients_in((args, kwargs))[0])
 
     def full_tensor(self) -> Tensor:
         """Return the whole gradient as a plain tensor. Collective: all-gather of its bucket; every rank must call."""
-        return _engine_of(self._slot).full_gradient(self._slot)
+        return _engine_of(_slot_of(self)).full_gradient(self._slot)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LogicalGradient('{self._slot.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -99,14 +129,22 @@ class MasterGradient(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Updates mix gradients with plain tensors; only what is asked of gradients themselves is answered here.
-        if (name := func.__name__) in ANSWERED:
-            first = args[0][0] if isinstance(args[0], (list, tuple)) and args[0] else args[0]
-            if isinstance(first, MasterGradient) and name == SCALER_CHECK:
-                return _check_scaled(func, args)
-            if isinstance(first, MasterGradient):
-                return _norms(args, kwargs or {}) if name in NORMS else _change(name, func, args, kwargs or {})
+        name, kwargs = func.__name__, kwargs or {}
+        if name == SCALER_CHECK:
+            return _check_scaled(func, args)
+        if name in NORMS and _gradients_in(args[:1]):
+            return _norms(name, args, kwargs)
+        first: Any = args[0] if args else None
+        if (name in LINEAR or name in ELEMENTWISE) and _gradients_in(args[:1]) and _are_numbers(args, kwargs):
+            return _change(name, args, kwargs)
+        is_ours = isinstance(first, MasterGradient)
+        if is_ours and name[-1] == "_" != name[0] and first.dtype != first._slot.bucket.dtypes.grad:
+            raise _refusal(f"{name} on a copy in {first.dtype}", first)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
+        if is_ours and type(result) is Tensor and not result.ndim and name[:4] != "new_":
+            raise _refusal(name, first)
+        return result
 
 
 @final
@@ -141,7 +179,7 @@ class MasterSlice(torch.nn.Parameter):
         slot: Slot = self.__dict__["_zeroshard"]
         if value is not None and value is not slot.master_grad:
             raise RuntimeError(
-                f"The gradient of the optimizer's slice of '{slot.name}' can not be replaced; assign a tensor of the "
+                f"The gradient of the optimizer's slice of '{slot.name}' cannot be replaced; assign a tensor of the "
                 "parameter's shape to the parameter's own .grad, or change the slice's gradient in place."
             )
         if value is None:
@@ -169,6 +207,11 @@ def assign(slot: "Slot", value: Tensor | None) -> None:
     grads = slot.bucket.grads
     if value is None:
         _clear(slot)
+    elif not isinstance(value, Tensor) or (value is not slot.grad_view and isinstance(value, LogicalGradient)):
+        raise TypeError(
+            f"The gradient of '{slot.name}' must be a plain tensor or None; got {type(value).__name__}. Of a gradient "
+            "that is spread over ranks `full_tensor()` gathers the values; every rank must call it."
+        )
     elif value is not slot.grad_view:
         shape, part = slot.bucket.shapes[slot.index], slot.form.part(value)
         if tuple(part.shape) != shape:
@@ -184,43 +227,114 @@ def _clear(slot: "Slot") -> None:
     slot.grad_view = slot.master_grad = None
 
 
-def _norms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer a norm function for one gradient or for a list of them."""
-    grads, rest = args[0], args[1:]
-    p = kwargs.get("ord", kwargs.get("p", rest[0] if rest else 2.0))
-    p = 2.0 if p in (None, "fro") else float(p)
-    several = isinstance(grads, (list, tuple))
-    norms = [_norm_of(cast("LogicalGradient | MasterGradient", g)._slot, p) for g in (grads if several else [grads])]
-    return norms if several else norms[0]
+def name_of(func: Callable[..., Any]) -> str:
+    """Return the name of a function that `__torch_function__` was given; for a getter or setter its property's."""
+    name: str = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        name = getattr(func.__self__, "__name__", name)  # type: ignore[attr-defined]
+    return name
 
 
-def _norm_of(slot: "Slot", p: float) -> Tensor:
-    return _engine_of(slot).norms(p)[slot.name]
+def _is_nothing_to_do(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a function of `SELF` would return the gradient as it is; a plain tensor shows it."""
+    if "memory_format" in kwargs:
+        return False
+    probe = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+    is_alias = name_of(func) in ("detach", "data")
+    return is_alias or (func(probe, *args[1:], **kwargs) is probe and not probe.requires_grad)
 
 
-def _change(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an in-place function on this rank's elements of one gradient or of a list."""
+def _norms(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answer a norm of all elements, for one gradient or for a list of them that may hold plain tensors."""
+    several = name == "_foreach_norm"
+    grads = list(args[0]) if several else [args[0]]
+    first = _gradients_in((args, kwargs))[0]
+    given = dict(zip(NORMS[name], args[1:], strict=False)) | kwargs
+    p, dtype = given.get("ord", given.get("p")), given.get("dtype")
+    flat = given.get("dim") is None and given.get("out") is None and len(args) <= 1 + len(NORMS[name])
+    if name == "linalg_norm" and p is not None:
+        flat &= first.ndim == (2 if p == "fro" else 1)  # all others are norms of a matrix
+    flat &= dtype is None or torch.promote_types(first.dtype, dtype) == dtype
+    p = 2.0 if p is None or (p == "fro" and name in ("norm", "linalg_norm")) else p
+    if not flat or not isinstance(p, (int, float)) or _gradients_in((args[1:], kwargs)):
+        raise _refusal(f"{name}({', '.join(f'{key}={value}' for key, value in given.items())})", first)
+    # Of the whole gradient, which all ranks know alike: a slice of 0 elements has a norm.
+    empty = [g for g in _gradients_in(grads) if not g._slot.parameter.numel()]
+    if empty and (p < 0 or p == float("inf")):
+        raise _refusal(f"{name} of order {p:g}, which has no value for 0 elements,", empty[0])
+    norms, by_engine = [], {}
+    for grad in grads:
+        if not isinstance(grad, (LogicalGradient, MasterGradient)):
+            norms.append(torch.linalg.vector_norm(grad, p, dtype=dtype))
+            continue
+        slot = _slot_of(grad)
+        engine = _engine_of(slot)
+        if engine not in by_engine:
+            by_engine[engine] = engine.norms(float(p), dtype)
+        # A copy: the engine answers the next request with the same number.
+        norms.append(by_engine[engine][slot.name].clone())
+    return norms if several else norms[0].reshape((1,) * first.ndim if given.get("keepdim") else ())
+
+
+def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an element-wise function in place on this rank's elements of one gradient or of a list."""
     targets = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
+    if not _are_numbers(args, kwargs) or (name in LINEAR and kwargs):
+        raise _refusal(f"{name} with anything but one number", _gradients_in((args, kwargs))[0])
     parts: list[Tensor] = []
     for target in targets:
-        parts += _local_parts(target._slot)
-    rest = args[1:]
-    if any(isinstance(a, (LogicalGradient, list, tuple)) for a in rest):
-        raise RuntimeError(f"{name} of gradients that are spread over ranks takes one scalar for all of them.")
+        is_ours = isinstance(target, (LogicalGradient, MasterGradient))
+        if is_ours:
+            parts += _local_parts(_slot_of(target), name)
+        if not is_ours or (isinstance(target, MasterGradient) and target.dtype != target._slot.bucket.dtypes.grad):
+            parts.append(target)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        operate = getattr(torch, name) if name.startswith("_foreach_") else None
-        if operate is not None:
-            operate(parts, *rest, **kwargs)
+        if name.startswith("_foreach_"):
+            getattr(torch, name)(parts, *args[1:], **kwargs)
         else:
             for part in parts:
-                getattr(part, name)(*rest, **kwargs)
+                getattr(part, name)(*args[1:], **kwargs)
     return args[0]
+
+
+def _are_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether all arguments behind the first are plain numbers, which mean the same for a part of a tensor."""
+    return all(
+        value is None
+        or isinstance(value, (int, float))
+        or (type(value) is Tensor and not value.ndim and not value.requires_grad)
+        for value in (*args[1:], *kwargs.values())
+    )
+
+
+def _refusal(what: str, gradient: "LogicalGradient | MasterGradient") -> RuntimeError:
+    """Return the error for a function that cannot be answered from this rank's elements."""
+    slot = gradient._slot
+    engine = slot.engine()
+    return RuntimeError(
+        f"{engine.mesh if engine else ''} The gradient of '{slot.name}' {tuple(slot.parameter.shape)} is spread over "
+        f"ranks, so `{what}` cannot run on it here. Norms of all elements, clip_grad_norm_, clip_grad_value_, scaling "
+        "by a number and zeroing work as they are; `p.grad.full_tensor()` gathers the values (every rank must call "
+        "it), and assigning a tensor to `p.grad` replaces them. An optimizer that meets this gradient was built from "
+        "sharded parameters: hand it to zero.attach(optimizer)."
+    )
+
+
+def _slot_of(gradient: "LogicalGradient | MasterGradient") -> "Slot":
+    """Return the slot of a gradient that is still the parameter's."""
+    slot = gradient._slot
+    if isinstance(gradient, LogicalGradient) and slot.grad_view is not gradient:
+        raise RuntimeError(
+            f"This gradient of '{slot.name}' is gone: zero_grad() forgot it, or another one was assigned. Read p.grad "
+            "again, and keep norms or `p.grad.full_tensor()` of what is needed later."
+        )
+    return slot
 
 
 def _check_scaled(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Run torch.amp.GradScaler's check on this rank's elements, and let all ranks see the same overflow."""
     grads, found_inf, inverse_scale = args
-    engine = _engine_of(grads[0]._slot)
+    engine = _engine_of(_gradients_in(grads)[0]._slot)
     if engine.loss_scale is not None:
         raise RuntimeError(
             "torch.amp.GradScaler and the engine's own loss scale would both divide the gradients. Use precision with "
@@ -238,34 +352,54 @@ def _engine_of(slot: "Slot") -> "Engine":
     return engine
 
 
-def _local_parts(slot: "Slot") -> list[Tensor]:
+def _local_parts(slot: "Slot", name: str) -> list[Tensor]:
     """Return this rank's tensors behind a gradient: reduced elements, and what is staged apart and not reduced yet."""
+    if name in ELEMENTWISE:
+        _engine_of(slot).complete()
+        _engine_of(slot).check_reduced(f"{name} of a gradient")
     grads, is_staged = slot.bucket.grads, slot.bucket.grads.staged[slot.index]
     is_apart = grads.stage is not grads.held
     parts = [grads.slice(slot.index, grads.hold())] if grads.used[slot.index] and (is_apart or not is_staged) else []
     if is_staged:
         parts.append(grads.staged_view(slot.index))
-    return [part.as_subclass(torch.Tensor) for part in parts]
+    # A gradient of one number without dimensions promotes dtypes as such.
+    is_number = not slot.parameter.ndim
+    return [(p.reshape(()) if is_number and p.numel() else p).as_subclass(torch.Tensor) for p in parts]
 
 
-def local_norms(slots: Iterable["Slot"], p: float) -> Tensor:
-    """Return (number of slots,) fp64: each gradient's sum of |x|^p over this rank's elements (maximum for infinity)."""
-    parts, places, count = [], [], 0
-    device: torch.device | None = None
+def local_norms(slots: Iterable["Slot"], p: float, dtype: torch.dtype | None) -> Tensor:
+    """Return (number of slots,) fp64: each gradient's sum of |x|^p over this rank's elements; for orders without a sum
+    the largest or smallest |x|, or how many are not 0.
+
+    Args:
+        dtype: what elements are converted to first; at least fp32 for a sum.
+    """
+    found: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+    count, device = 0, None
     for place, slot in enumerate(slots):
         grads, count, device = slot.bucket.grads, place + 1, slot.bucket.device
         part = grads.own_part(slot.index) if grads.used[slot.index] and slot.form.is_counted else None
         if part is not None and part.numel():
-            parts.append(part)
-            places.append(place)
-    out = torch.zeros(count, dtype=torch.float64, device=device)
-    if parts:
-        norms = torch.stack([n.double() for n in torch._foreach_norm(parts, p)])
-        out[places] = norms if p == float("inf") else norms**p
+            found.setdefault(part.dtype, []).append((place, part))
+    out = torch.full((count,), float("inf") if p == -float("inf") else 0.0, dtype=torch.float64, device=device)
+    for held, parts in found.items():
+        # Rounded to two bytes on each rank the norm of the whole would be off by more than its own rounding.
+        wide = torch.promote_types(held, dtype or torch.float32)
+        norms = torch.stack([n.double() for n in torch._foreach_norm([part for _, part in parts], p, dtype=wide)])
+        out[[place for place, _ in parts]] = norms if p == 0 or abs(p) == float("inf") else norms**p
     return out
 
 
-def _flatten(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _flatten(item)]
-    return [value]
+def total_norms(rows: Tensor, p: float) -> Tensor:
+    """Return (number of slots,) the norms of whole gradients from what `local_norms` returned, a rank a row."""
+    if abs(p) == float("inf"):
+        return rows.amax(0) if p > 0 else rows.amin(0)
+    total: Tensor = sum(rows[1:], start=rows[0])
+    return total if p == 0 else total ** (1 / p)
+
+
+def _gradients_in(value: Any) -> list["LogicalGradient | MasterGradient"]:
+    if isinstance(value, (LogicalGradient, MasterGradient)):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [gradient for item in items for gradient in _gradients_in(item)]

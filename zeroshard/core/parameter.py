@@ -28,16 +28,14 @@ __all__ = ["Form", "PlainForm", "ReleasedParameter", "ShardedParameter", "Slot",
 
 Tensor = torch.Tensor
 
-METADATA = frozenset(
-    """
-    __dir__ __hash__ __len__ _backward_hooks _base _is_view _post_accumulate_grad_hooks _version dense_dim device
-    dim dtype element_size get_device grad_dtype grad_fn has_names is_complex is_contiguous is_cpu is_cuda
-    is_floating_point is_inference is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_same_size is_shared
-    is_sparse is_sparse_csr is_xpu itemsize layout names nbytes ndim nelement numel output_nr register_hook
-    register_post_accumulate_grad_hook requires_grad requires_grad_ retains_grad shape size sparse_dim
-    storage_offset stride volatile backward grad
-    """.split()
-)
+METADATA = gradient.METADATA | {
+    "_version",
+    "backward",
+    "is_shared",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+}
 """Tensor attributes and methods that read no values, so that a released parameter answers them."""
 
 
@@ -193,9 +191,9 @@ class ReleasedParameter(ShardedParameter):
     def __torch_function__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if _name_of(func) not in METADATA:
+        if gradient.name_of(func) not in METADATA:
             for parameter in _released_in((args, kwargs)):
-                demand(parameter, _name_of(func))
+                demand(parameter, gradient.name_of(func))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -240,12 +238,6 @@ def _released_in(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         return [p for item in value.values() for p in _released_in(item)]
     return []
-
-
-def _name_of(func: Callable[..., Any]) -> str:
-    name: str = getattr(func, "__name__", str(func))
-    # A property's getter and setter arrive as methods of its descriptor, which carries the property's name.
-    return func.__self__.__name__ if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
 
 
 def _raw_data(parameter: Tensor) -> Tensor:
