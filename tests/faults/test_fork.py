@@ -1,14 +1,14 @@
 """Processes that a rank forks: they read and write as they like and end as they like, and no rank notices."""
 
 import contextlib
+import ctypes
+import gc
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import zeroshard as zs
 from tests.engine.oracle import STAGES
-from zeroshard.testing import RankFailure, run_ranks
+from zeroshard.testing import run_ranks
 
 from .job import loss_of, make
 
-CHILD_S = 20.0
+CHILD_S = 45.0
 """How long a child may take to end."""
 LATER = 7.0
 
@@ -136,7 +136,81 @@ def train_both(stage: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_a_child_writes_reaches_no_rank(stage: int) -> None:
-    for runs in run_ranks(train_both, 2, stage):
+    for runs in run_ranks(train_both, 2, stage, timeout_s=120.0):
         for alone, disturbed in runs:
             for name, value in alone.items():
                 assert torch.equal(value, disturbed[name]), name
+
+
+def leave(model: nn.Module, zero: zs.Zero) -> None:
+    """End as a program does at its end, with all that runs at exit."""
+    raise SystemExit(0)
+
+
+def fail(model: nn.Module, zero: zs.Zero) -> None:
+    """End with an exception that nothing catches."""
+    raise ValueError("planted in a child")
+
+
+def drop(model: nn.Module, zero: zs.Zero) -> None:
+    """Delete what the child inherited, and go on."""
+    model.__dict__.clear()
+    zero.__dict__.clear()
+    gc.collect()
+    os._exit(0)
+
+
+def use(model: nn.Module, zero: zs.Zero) -> None:
+    """Communicate, in each way there is, on behalf of the parent."""
+    ways: dict[str, Callable[[], Any]] = {
+        "agree": lambda: zero.agree(True),
+        "gathered": lambda: zero.gathered().__enter__(),
+        "step": zero.optimizers[0].step,
+    }
+    for name, way in ways.items():
+        with pytest.raises(RuntimeError, match=r"\[rank ./2\] .* forked from") as raised:
+            way()
+        assert not isinstance(raised.value, zs.RankMismatchError), name
+    os._exit(0)
+
+
+ENDS = {leave: 0, fail: 1, drop: 0, use: 0}
+
+
+def outlive_children(shared_memory: bool, ends: list[Callable[..., None]]) -> list[int]:
+    """Train with children that end in all ways, each in the middle of a step; return their exit statuses."""
+    model, optimizer, zero = make(3, shared_memory=shared_memory)
+    statuses = []
+    for step, end in enumerate(ends):
+        loss = loss_of(model, step, zero.mesh.rank)
+        if (child := os.fork()) == 0:
+            end_as_main(lambda end=end: end(model, zero))
+        statuses.append(status_of(child))
+        # The watchdog's next signs of life: it would find what the child told.
+        time.sleep(1.0)
+        assert zero._engine.comm.watchdog is not None
+        assert zero._engine.comm.watchdog.cause(is_closed=False) == ""
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return statuses
+
+
+def end_as_main(act: Callable[[], None]) -> None:
+    """Run `act` as the main program of this process, up to the end of the interpreter."""
+    status = 0
+    try:
+        act()
+    except SystemExit as error:
+        status = int(error.code or 0)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    # As at the end of a program: what is registered for it, and the destructors of process groups and stores.
+    ctypes.pythonapi.Py_Exit(status)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_no_rank_notices_how_a_child_ends(shared_memory: bool) -> None:
+    for statuses in run_ranks(outlive_children, 2, shared_memory, list(ENDS), timeout_s=200.0):
+        assert statuses == list(ENDS.values())

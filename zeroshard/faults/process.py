@@ -10,12 +10,13 @@ Note: what a forked child is
     nothing that waits for a thread.
 """
 
+import ctypes
 import functools
 import os
 import weakref
 from typing import Protocol
 
-__all__ = ["is_child_of", "tell_forks"]
+__all__ = ["is_child_of", "keep_for_good", "tell_forks"]
 
 
 class Forked(Protocol):
@@ -35,9 +36,20 @@ def is_child_of(process: int) -> bool:
     return os.getpid() != process
 
 
+def keep_for_good(*objects: object) -> None:
+    """Have these objects never end, not even with the interpreter."""
+    for one in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+
+
 @functools.cache
 def _told() -> "weakref.WeakSet[Forked]":
     # A handler can not be taken back, so there is one, made with the first model that is sharded.
     told: weakref.WeakSet[Forked] = weakref.WeakSet()
-    os.register_at_fork(after_in_child=lambda: [one.after_fork() for one in told] and None)
+
+    def tell() -> None:
+        for one in told:
+            one.after_fork()
+
+    os.register_at_fork(after_in_child=tell)
     return told

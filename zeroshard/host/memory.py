@@ -250,7 +250,8 @@ class _File:
         self.taken_bytes = mmap.PAGESIZE + BOARD_BYTES
         self._map = mmap.mmap(descriptor, _host_bytes())
         self.address = _view(self._map, 0, 1, torch.uint8).data_ptr()
-        self._map_again: Callable[..., Any] | None = _libc_mmap()
+        # Found before a fork: the child of a process with threads may wait for ever where it asks the loader.
+        self._mmap, self._is_private = _libc_mmap(), False
         tell_forks(self)
 
     @classmethod
@@ -275,16 +276,16 @@ class _File:
         return cls(descriptor)
 
     def after_fork(self) -> None:
-        """Map the file privately, at the same addresses; a child of this child then inherits that."""
-        map_again, self._map_again = self._map_again, None
-        # Where memory must be reserved there may be none for a private copy of all: then it can be read alone.
-        for access in (mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ) if map_again is not None else ():
-            flags = mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
-            if map_again(self.address, len(self._map), access, flags, self.descriptor, 0) == self.address:
+        """Map the file privately, at the same addresses; a child of this child inherits that."""
+        if self._is_private:
+            return
+        self._is_private, flags = True, mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
+        # A host that reserves all memory may have none for a copy of the file: then it can be read alone.
+        for access in (mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ):
+            if self._mmap(self.address, len(self._map), access, flags, self.descriptor, 0) == self.address:
                 return
-        if map_again is not None:
-            os.write(2, b"zeroshard: a forked process ends, since it would share the memory of its rank\n")
-            os._exit(1)
+        os.write(2, b"zeroshard: a forked process ends, since it would share the memory of its rank\n")
+        os._exit(1)
 
     def take(self, nbytes: int) -> int:
         """Return the offset of new bytes, at the start of a page."""
