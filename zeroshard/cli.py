@@ -117,7 +117,10 @@ def train(
             _say(_complete_line(resolved))
         return
     if joined is None and resolved.run.ranks > 1:
-        sys.exit(launch_ranks(resolved.run.ranks, sys.argv[1:], patience_s=resolved.zero.watchdog_s))
+        status, failure = launch_ranks(resolved.run.ranks, sys.argv[1:], patience_s=resolved.zero.watchdog_s)
+        if failure:
+            _fail(failure, status)
+        sys.exit(status)
     _train(resolved)
 
 
@@ -190,10 +193,10 @@ def _say(message: str) -> None:
     print(printable(message))
 
 
-def _fail(message: str) -> NoReturn:
-    """End with a message about something that only the user can put right."""
+def _fail(message: str, status: int = 2) -> NoReturn:
+    """End with a message; status 2 is about something that only the user can put right."""
     print(printable(f"zeroshard: {message}"), file=sys.stderr)
-    sys.exit(2)
+    sys.exit(status)
 
 
 @final

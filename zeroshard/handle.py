@@ -39,6 +39,7 @@ from zeroshard.state.copies import check_copies
 from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
 from zeroshard.state.materialize import InitFn, check_source, materialize
+from zeroshard.state.start import everybody_at
 from zeroshard.state.summary import summarize
 from zeroshard.state.takeover import (
     Options,
@@ -149,7 +150,8 @@ def shard(
     chosen = precision_of(precision)
     ranks, ledger = lay_out(current_mesh(), replicas, mesh), Ledger()
     pool = Pool(ledger)
-    comm = make_comm(ranks, watchdog_s, heartbeat_s, pool, shares_host=shared_memory)
+    with everybody_at("zs.shard()", ranks, watchdog_s, heartbeat_s):
+        comm = make_comm(ranks, watchdog_s, heartbeat_s, pool, shares_host=shared_memory)
     try:
         check_model(model, forward_methods, cut, ranks)
         forms = _forms_of(model, ranks)

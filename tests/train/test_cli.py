@@ -246,9 +246,9 @@ def test_ranks_may_take_as_long_to_stop_as_others_wait(monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launch)
     os.environ.pop("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", None)
-    assert launch_ranks(2, [], patience_s=77.5) == 0
+    assert launch_ranks(2, [], patience_s=77.5) == (0, "")
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
-    assert launch_ranks(2, [], patience_s=77.5) == 0
+    assert launch_ranks(2, [], patience_s=77.5) == (0, "")
     assert seen == [78, 5]
 
 
@@ -359,6 +359,33 @@ def test_death_of_one_rank_ends_the_others(tmp_path):
     _wait_for_steps(tmp_path / "runs" / "default", 2)
     ranks = _children(run.pid)
     os.kill(ranks[1], signal.SIGKILL)
-    run.communicate(timeout=45)
+    _, err = run.communicate(timeout=45)
     assert run.returncode == 128 + signal.SIGKILL
+    assert "zeroshard: rank 1 of 2 was ended by SIGKILL; the others were ended\n" in err
+    assert not any(_is_running(rank) for rank in ranks)
+
+
+@pytest.mark.parametrize("presses", [0, 1, 2])
+def test_a_rank_that_is_late_at_the_start(presses, tmp_path):
+    """Rank 1 is stopped before it comes, and rank 0 waits: Ctrl-C ends all, and so does the death of rank 1."""
+    run = _start("-m", "zeroshard.cli", "train", *SMALL, "--steps", "100000", cwd=tmp_path)
+    end_s = time.monotonic() + 60
+    while len(ranks := _children(run.pid)) < 2:
+        assert time.monotonic() < end_s, "no ranks were started"
+        time.sleep(0.01)
+    os.kill(ranks[1], signal.SIGSTOP)
+    # By then rank 0 has imported all, and waits; its handlers are those of the training.
+    while "libtorch_python" not in Path(f"/proc/{ranks[0]}/maps").read_text():
+        time.sleep(0.1)
+    time.sleep(3.0)
+    for _ in range(presses):
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    if not presses:
+        os.kill(ranks[1], signal.SIGKILL)
+    begin_s = time.monotonic()
+    _, err = run.communicate(timeout=60)
+    assert time.monotonic() - begin_s < 5.0
+    assert run.returncode == (130 if presses else 128 + signal.SIGKILL)
+    assert presses or "zeroshard: rank 1 of 2 was ended by SIGKILL; the others were ended\n" in err
     assert not any(_is_running(rank) for rank in ranks)

@@ -21,14 +21,15 @@ Note: NCCL
     own. NCCL chooses the order of its sums.
 """
 
-import atexit
 import dataclasses
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ import torch.distributed as dist
 from zeroshard.core.buffer import Pool
 from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.mesh import Mesh
+from zeroshard.faults.process import is_child_of, keep_for_good, tell_forks
 from zeroshard.faults.watchdog import Watchdog
 from zeroshard.host.board import WORDS, Meeting
 from zeroshard.host.memory import HostMemory
@@ -187,29 +189,40 @@ class GroupComm(Comm):
 
     def __init__(self, mesh: Mesh, watchdog_s: float, heartbeat_s: float) -> None:
         super().__init__(mesh)
-        self._limit = timedelta(seconds=watchdog_s)
-        self._control = dist.new_group(backend="gloo", timeout=self._limit)
+        self._limit, self._process = timedelta(seconds=watchdog_s), os.getpid()
+        self._groups: list[dist.ProcessGroup] = []
+        weakref.finalize(self, _leave, weakref.ref(self), self._groups, self._process)
+        tell_forks(self)
+        self._control = self._new_group("gloo")
         name: str = self._control.group_name
         # The store is the one thing that ranks share when the process group is stuck; torch has no public way to it.
         store = dist.distributed_c10d.PrefixStore(f"zeroshard/{name}", dist.distributed_c10d._get_default_store())
         self.watchdog = Watchdog(store, mesh.rank, mesh.world_size, watchdog_s, heartbeat_s)
-        atexit.register(_leave, weakref.ref(self))
 
     def _new_group(self, backend: str, *axes: str) -> dist.ProcessGroup:
-        """Make the process group of the ranks along `axes`, and at the same time those of all other ranks."""
-        meshes = [dataclasses.replace(self.mesh, rank=rank) for rank in range(self.mesh.world_size)]
-        all_ranks = sorted({mesh.along(*axes) for mesh in meshes})
+        """Make the process group of all ranks, or those of the ranks along `axes`, on all ranks at the same time."""
         group: dist.ProcessGroup
-        group, _ = dist.new_subgroups_by_enumeration(list(map(list, all_ranks)), timeout=self._limit, backend=backend)
+        if axes:
+            meshes = [dataclasses.replace(self.mesh, rank=rank) for rank in range(self.mesh.world_size)]
+            ranks = [list(along) for along in sorted({mesh.along(*axes) for mesh in meshes})]
+            group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._limit, backend=backend)
+        else:
+            group = dist.new_group(backend=backend, timeout=self._limit)
+        self._groups.append(group)
         return group
 
-    def leave(self) -> None:
-        """End the worker threads of the process groups, which must not outlive the interpreter."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # A worker drops the last tensor that it sent a moment after the wait for it ends, and needs the interpreter
-        # for that; in an interpreter that ends, it would abort the process. The last reference waits for the workers.
-        del self._control, self._data
+    def after_fork(self) -> None:
+        """Refuse to communicate, and end no process group: the connections are the parent's, and so are the threads."""
+        keep_for_good(dist.group.WORLD, dist.distributed_c10d._get_default_store(), *self._groups)
+        for name in ("_start", "_wait"):
+            setattr(self, name, self._refuse)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise RuntimeError(
+            f"{self.mesh} Process {os.getpid()} was forked from process {self._process} of this rank, so it cannot "
+            "communicate with other ranks: the connections are its parent's. It may read parameters that are not "
+            f"released; use the model, the optimizer and the handle in process {self._process} only."
+        )
 
     def _wait(self, works: Sequence[dist.Work | Meeting], what: str) -> None:
         self.watchdog.waits_for(what)
@@ -254,9 +267,21 @@ class GroupComm(Comm):
         self._wait([self._start(start, what)], what)
 
 
-def _leave(comm: "weakref.ref[GroupComm]") -> None:
+def _leave(comm: "weakref.ref[GroupComm]", groups: list[dist.ProcessGroup], process: int) -> None:
+    """End the process groups of a model that is gone; when the interpreter ends, all.
+
+    A worker drops the last tensor that it sent a moment after the wait for it ends, and needs the interpreter for that;
+    in an interpreter that ends, it would abort the process. The last reference to a group waits for its workers.
+    """
+    if is_child_of(process):
+        return
     if (alive := comm()) is not None:
-        alive.leave()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        alive.__dict__.clear()
+    while groups:
+        with suppress(AssertionError, ValueError):  # whoever destroyed the default one, destroyed all
+            dist.destroy_process_group(groups.pop())
 
 
 @final
@@ -437,7 +462,7 @@ class NcclComm(GroupComm):
 
     def __init__(self, mesh: Mesh, watchdog_s: float, heartbeat_s: float) -> None:
         super().__init__(mesh, watchdog_s, heartbeat_s)
-        self._all = dist.new_group(backend="nccl", timeout=self._limit)
+        self._all = self._new_group("nccl")
         self._data = self._all if len(mesh.tensor_ranks) == 1 else self._new_group("nccl", "replicate", "shard")
         self._gathers = self._new_group("nccl", "shard")
         self._reduces = self._new_group("nccl", "shard")

@@ -5,13 +5,12 @@ The only module that reads or sets environment variables. It must not know model
 
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Mesh", "current_mesh", "join"]
+__all__ = ["Launched", "Mesh", "current_mesh", "find_launch"]
 
 
 @dataclass(frozen=True)
@@ -82,25 +81,41 @@ class Mesh:
         return f"[rank {self.rank}/{self.world_size}]"
 
 
-def join(watchdog_s: float, backend: str | None) -> Mesh:
-    """Join the ranks that torchrun started, and choose the device. See `zs.init`."""
+@dataclass(frozen=True)
+class Launched:
+    """What torchrun, or another launcher, said to this process: its rank, of how many, and where they meet.
+
+    Args:
+        has_store: whether the launcher keeps the store at the address; else rank 0 does.
+    """
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+    has_store: bool
+
+
+def find_launch() -> Launched | None:
+    """Return what the launcher said, None for one process; ranks of one host connect over loopback from then on.
+
+    Raises:
+        RuntimeError: a variable is missing or is no number.
+    """
     world_size = _read_int("WORLD_SIZE", 1)
-    if world_size > 1 and not dist.is_initialized():
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise RuntimeError(
-                f"WORLD_SIZE is {world_size}, but {', '.join(missing)} is not set. Start the ranks with `torchrun "
-                f"--nproc-per-node {world_size} your_script.py`, or unset WORLD_SIZE for one process."
-            )
-        backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        if _read_int("LOCAL_WORLD_SIZE", 0) == world_size:
-            # All ranks share this host: loopback always works, a host name may resolve to an address that does not.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(backend, timeout=timedelta(seconds=watchdog_s))
-    mesh = current_mesh()
-    if mesh.device.type == "cuda":
-        torch.cuda.set_device(mesh.device)
-    return mesh
+    if world_size == 1:
+        return None
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise RuntimeError(
+            f"WORLD_SIZE is {world_size}, but {', '.join(missing)} is not set. Start the ranks with `torchrun "
+            f"--nproc-per-node {world_size} your_script.py`, or unset WORLD_SIZE for one process."
+        )
+    if _read_int("LOCAL_WORLD_SIZE", 0) == world_size:
+        # All ranks share this host: loopback always works, a host name may resolve to an address that does not.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return Launched(_read_int("RANK", 0), world_size, os.environ["MASTER_ADDR"], _read_int("MASTER_PORT", 0), has_store)
 
 
 def current_mesh() -> Mesh:

@@ -31,6 +31,8 @@ from typing import Final
 
 from torch.distributed import Store
 
+from zeroshard.faults.process import is_child_of
+
 __all__ = ["Watchdog"]
 
 BEAT_S: Final = 0.5
@@ -52,7 +54,7 @@ CAUSE: Final = "cause"
 ENDED: Final = "ended"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Status:
     """What a rank does, shared between its threads; replaced whole, so that no lock is needed."""
 
@@ -73,6 +75,7 @@ class _Status:
     detail: Callable[[BaseException], str] = lambda error: ""
     """What is to be told beside an error that ends this process."""
     stop: threading.Event = field(default_factory=threading.Event)
+    process: int = field(default_factory=os.getpid)
 
     @property
     def beat_s(self) -> float:
@@ -125,9 +128,8 @@ class Watchdog:
         threads = [threading.Thread(target=run, args=(self._status,), daemon=True) for run in (_watch, _guard)]
         for thread in threads:
             thread.start()
-        hook = _tell_errors(self._status)
         # Runs at exit, too: a thread that returns from the store into an interpreter that ends would abort the process.
-        weakref.finalize(self, _end, self._status, threads, hook)
+        weakref.finalize(self, _end, self._status, threads, _ErrorHook.of(self._status))
 
     def waits_for(self, what: str) -> None:
         """Note that this rank now waits for `what`."""
@@ -271,31 +273,49 @@ def _compare_paces(status: _Status, before: frozenset[int]) -> frozenset[int]:
     return frozenset(slow)
 
 
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+class _ErrorHook:
+    """Tells an exception that ends this process to the other ranks: `sys.excepthook`, once for all sharded models."""
+
+    def __init__(self) -> None:
+        self._before = sys.excepthook
+        self._told: list[_Status] = []
+
+    @classmethod
+    def of(cls, status: _Status) -> "_ErrorHook":
+        """Return the hook, which tells the ranks of `status`, too, from now on."""
+        hook = sys.excepthook if isinstance(sys.excepthook, cls) else cls()
+        hook._told.append(status)
+        sys.excepthook = hook
+        return hook
+
+    def remove(self, status: _Status) -> None:
+        """Tell the ranks of `status` no more; leave with the last."""
+        self._told.remove(status)
+        if not self._told and sys.excepthook is self:
+            sys.excepthook = self._before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Tell, and do what is done without this hook. What a forked child raises is not the rank's failure."""
+        told = [status for status in self._told if not is_child_of(status.process)]
+        for status in told:
+            with suppress(Exception):  # a detail must not cost the cause
+                if detail := status.detail(error):
+                    error.add_note(detail)
+        for status in told:
+            with suppress(Exception):  # without the store nobody reads any more
+                status.blame(status.rank, "\n".join([f"{kind.__name__}: {error}", *getattr(error, "__notes__", [])]))
+        self._before(kind, error, trace)
+        for status in told[:1]:
+            status.stay()
 
 
-def _tell_errors(status: _Status) -> tuple[Hook, Hook]:
-    """Have an exception that ends this process be told to the others; return the hook and the one before it."""
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        with suppress(Exception):  # a detail must not cost the cause
-            if detail := status.detail(error):
-                error.add_note(detail)
-        with suppress(Exception):  # without the store nobody reads any more
-            status.blame(status.rank, "\n".join([f"{kind.__name__}: {error}", *getattr(error, "__notes__", [])]))
-        before(kind, error, trace)
-        status.stay()
-
-    sys.excepthook = hook
-    return hook, before
-
-
-def _end(status: _Status, threads: list[threading.Thread], hooks: tuple[Hook, Hook]) -> None:
+def _end(status: _Status, threads: list[threading.Thread], hook: _ErrorHook) -> None:
+    if is_child_of(status.process):
+        return
     status.stop.set()
     for thread in threads:
-        thread.join(timeout=5.0)
-    if sys.excepthook is hooks[0]:
-        sys.excepthook = hooks[1]
+        if thread is not threading.current_thread():  # whose garbage collection may have found the model
+            thread.join(timeout=5.0)
+    hook.remove(status)
     with suppress(Exception):  # without the store nobody reads any more
         status.store.set(f"status/{status.rank}", f"end\n0.0\n{ENDED}")

@@ -12,20 +12,27 @@ Note: the common file
     shard through a shared mapping, and reads the whole through a private one: the kernel shows it what the others
     wrote, but a page that this rank writes becomes its own until it is forgotten. So a change in place, which belongs
     to this rank only, reaches nobody else, and is gone with the release, as with memory of its own.
+Note: forked children
+    A mapping that is shared stays shared over a fork, so a DataLoader's worker that writes to a parameter would change
+    the training of all ranks. Each child replaces its shared mappings by private ones of the same files at the same
+    addresses: it reads what a rank wrote, also after the fork, until it writes to a page, which is then its own.
 """
 
+import ctypes
+import functools
 import math
 import mmap
 import os
 import secrets
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 
+from zeroshard.faults.process import tell_forks
 from zeroshard.host.board import BOARD_BYTES, Board, Meeting, is_supported
 
 __all__ = ["HostMemory", "Memory", "OwnMemory"]
@@ -34,6 +41,9 @@ Tensor = torch.Tensor
 
 SLAB_BYTES: Final = 256 << 20
 """Least bytes of a private mapping: the kernel may count each as memory of the process in full."""
+MAP_FIXED: Final = 0x10
+MAP_NORESERVE: Final = 0x4000
+"""Of Linux on x86-64; Python has no name for the first."""
 
 
 class Memory(ABC):
@@ -240,6 +250,9 @@ class _File:
         self.taken_bytes = mmap.PAGESIZE + BOARD_BYTES
         self._map = mmap.mmap(descriptor, _host_bytes())
         self.address = _view(self._map, 0, 1, torch.uint8).data_ptr()
+        # Found before a fork: the child of a process with threads may wait for ever where it asks the loader.
+        self._mmap, self._is_private = _libc_mmap(), False
+        tell_forks(self)
 
     @classmethod
     def make(cls, secret: int) -> "_File":
@@ -261,6 +274,18 @@ class _File:
             os.close(descriptor)
             raise OSError(f"/proc/{pid}/fd/{number} is another file: its process is not on this host")
         return cls(descriptor)
+
+    def after_fork(self) -> None:
+        """Map the file privately, at the same addresses; a child of this child inherits that."""
+        if self._is_private:
+            return
+        self._is_private, flags = True, mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
+        # A host that reserves all memory may have none for a copy of the file: then it can be read alone.
+        for access in (mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ):
+            if self._mmap(self.address, len(self._map), access, flags, self.descriptor, 0) == self.address:
+                return
+        os.write(2, b"zeroshard: a forked process ends, since it would share the memory of its rank\n")
+        os._exit(1)
 
     def take(self, nbytes: int) -> int:
         """Return the offset of new bytes, at the start of a page."""
@@ -291,6 +316,15 @@ class _File:
 def _view(mapping: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Return a tensor on mapped bytes, which keeps the mapping alive."""
     return torch.frombuffer(mapping, dtype=dtype, count=numel, offset=offset) if numel else torch.empty(0, dtype=dtype)
+
+
+@functools.cache
+def _libc_mmap() -> Callable[..., Any]:
+    """Return mmap as C has it: Python's maps nothing at an address that is given."""
+    function = ctypes.CDLL(None).mmap
+    function.restype = ctypes.c_void_p
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    return function
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -65,7 +65,7 @@ def _end_without(launcher: int) -> None:
     os._exit(1)
 
 
-def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> int:
+def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> tuple[int, str]:
     """Run `zeroshard` with these arguments once for each rank, and wait for all of them.
 
     Each rank gets one thread, unless OMP_NUM_THREADS says otherwise: ranks on one host share its cores.
@@ -76,7 +76,8 @@ def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> 
         patience_s: after a signal, how long ranks may take to finish their step before they are killed.
 
     Returns:
-        The exit status: 0, that of the first rank that failed, or 128 and the number of the signal that ended it all.
+        The exit status: 0, that of the first rank that failed, or 128 and the number of the signal that ended it all;
+        and, where a rank failed, which it was and how its process ended.
     """
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -109,12 +110,13 @@ def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> 
     try:
         elastic_launch(config, sys.executable)("-c", _RANK_MAIN, *arguments)
     except ChildFailedError as error:
-        return _status(error.get_first_failure()[1].exitcode)
+        rank, failure = error.get_first_failure()
+        return _status(failure.exitcode), f"rank {rank} of {ranks} {_how(failure.exitcode)}; the others were ended"
     except SignalException as error:
-        return 128 + error.sigval
+        return 128 + error.sigval, ""
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
+        return 128 + signal.SIGINT, ""
+    return 0, ""
 
 
 def _quieten() -> None:
@@ -122,6 +124,13 @@ def _quieten() -> None:
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
+
+
+def _how(exit_code: int) -> str:
+    """Say how a process ended."""
+    if exit_code < 0:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"ended with exit status {exit_code}"
 
 
 def _status(exit_code: int) -> int:

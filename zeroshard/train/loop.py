@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zeroshard as zs
+from zeroshard.state.arrival import ends_by_signal
 from zeroshard.train.account import describe_start, summarize, tokens_per_step
 from zeroshard.train.config import Config, to_toml
 from zeroshard.train.data import IGNORED, count_scored, heldout_batches, training_batch
@@ -63,13 +64,15 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
     start_s, is_joined = time.perf_counter(), torch.distributed.is_initialized()
     mesh = zs.init(config.run.seed, watchdog_s=config.zero.watchdog_s)
     try:
-        check_equal(config, mesh)
-        check_settings(config)
         with contextlib.ExitStack() as stack:
-            if mesh.rank == 0:
-                stack.enter_context(Lease(config.folder))
-            run = Run(config, mesh, start_s)
-            resume(run)
+            # Nothing is worth a save yet, and waits for ranks that prepare something can be long.
+            with ends_by_signal():
+                check_equal(config, mesh)
+                check_settings(config)
+                if mesh.rank == 0:
+                    stack.enter_context(Lease(config.folder))
+                run = Run(config, mesh, start_s)
+                resume(run)
             reporters: list[Reporter] = []
             files = None
             if mesh.rank == 0:

@@ -1,0 +1,55 @@
+"""The forks of a process, told to what must not be shared with a child.
+
+Owns the one handler that a process registers for forks, however many models it shards. It must not know what they do:
+each says so in `after_fork`, which runs in the child, before anything else of the program does.
+
+Note: what a forked child is
+    A DataLoader's worker, most often. It has the memory of the rank as it was, and none of its threads; descriptors,
+    and so connections and the store, are the same as the rank's. So it may read and write memory that is its own from
+    then on, and must leave alone what the rank and the others still use: it tells nobody anything, and destroys
+    nothing that waits for a thread.
+"""
+
+import ctypes
+import functools
+import os
+import weakref
+from typing import Protocol
+
+__all__ = ["is_child_of", "keep_for_good", "tell_forks"]
+
+
+class Forked(Protocol):
+    """What is told of forks."""
+
+    def after_fork(self) -> None:
+        """Let go, in the child, of what the parent still uses."""
+
+
+def tell_forks(one: Forked) -> None:
+    """Call `one.after_fork()` in each child that is forked from this process, for as long as `one` lives."""
+    _told().add(one)
+
+
+def is_child_of(process: int) -> bool:
+    """Tell whether this process was forked from the one with this number."""
+    return os.getpid() != process
+
+
+def keep_for_good(*objects: object) -> None:
+    """Have these objects never end, not even with the interpreter."""
+    for one in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+
+
+@functools.cache
+def _told() -> "weakref.WeakSet[Forked]":
+    # A handler can not be taken back, so there is one, made with the first model that is sharded.
+    told: weakref.WeakSet[Forked] = weakref.WeakSet()
+
+    def tell() -> None:
+        for one in told:
+            one.after_fork()
+
+    os.register_at_fork(after_in_child=tell)
+    return told
