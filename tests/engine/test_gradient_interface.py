@@ -182,12 +182,16 @@ BY_DESIGN = frozenset(
 
 ROWS = ((1, True), (2, False), (3, True), (3, False))
 LISTS = ("[g]", "[t], [g]", "[g], 2.0", "[g], [g]")
+PARTS = 5
 ENOUGH = 6
 """Refusals of a function that answered nothing, after which the rest is not tried."""
 
 
-def everything() -> tuple[list[str], dict[str, int], list[str]]:
+def everything(part: int) -> tuple[list[str], dict[str, int], list[str]]:
     """Ask everything of one gradient at stage 3, and what was answered there of all others at all stages.
+
+    Args:
+        part: which of `PARTS` parts of all functions; the last one asks what is no function of torch's, too.
 
     Returns:
         What is wrong; how many functions refused, answered and raised; the names of those that answered.
@@ -196,7 +200,7 @@ def everything() -> tuple[list[str], dict[str, int], list[str]]:
     attack = Attack(3, shared_memory=True)
     outcomes: Counter[str] = Counter()
     answered: dict[str, list[tuple[str, interface.Call]]] = {}
-    for name, function in interface.functions().items():
+    for name, function in list(interface.functions().items())[part::PARTS]:
         if BY_DESIGN & set(re.split(r"\W+", name)):
             continue
         kinds: dict[str, str] = {}
@@ -211,7 +215,8 @@ def everything() -> tuple[list[str], dict[str, int], list[str]]:
         attack.check_unchanged(name)
         outcomes.update(set(kinds.values()))
     found = attack.found
-    others = [(label, call) for label, call in interface.other_calls() if not BY_DESIGN & set(re.split(r"\W+", label))]
+    asked = interface.other_calls() if part == PARTS - 1 else ()
+    others = [(label, call) for label, call in asked if not BY_DESIGN & set(re.split(r"\W+", label))]
     for stage, shared_memory in ROWS:
         attack = Attack(stage, shared_memory=shared_memory)
         for parameter in USED:
@@ -226,13 +231,13 @@ def everything() -> tuple[list[str], dict[str, int], list[str]]:
     return found, dict(outcomes), sorted(answered)
 
 
-def test_a_gradient_answers_as_torch_does_or_refuses_by_name() -> None:
-    for rank, (found, outcomes, answered) in enumerate(run_ranks(everything, 2, timeout_s=20 * TIMEOUT_S)):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_gradient_answers_as_torch_does_or_refuses_by_name(part: int) -> None:
+    for rank, (found, outcomes, answered) in enumerate(run_ranks(everything, 2, part, timeout_s=4 * TIMEOUT_S)):
         assert not found, f"rank {rank}, {len(found)} differences:\n" + "\n".join(found[:40])
         # The enumeration itself has to be one: most functions are there, and reach the gradient.
-        assert outcomes["refused"] > 1500, outcomes
-        assert any("_foreach_norm" in name for name in answered), answered
-        assert any("linalg_vector_norm" in name for name in answered), answered
+        assert outcomes["refused"] > 1500 // PARTS, outcomes
+        assert len(answered) > 100 // PARTS, answered
 
 
 ORDERS = (2, 1, 0, -1, -2, 0.5, 3, math.inf, -math.inf, "fro", "nuc", True, None)
