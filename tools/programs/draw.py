@@ -105,7 +105,7 @@ def _draw_options(r: random.Random, spec: Spec) -> None:
     if r.random() < 0.15:
         options["reduction"] = "sum"
     if spec["processes"] == 4 and r.random() < 0.4:
-        options["replicas"] = r.choice([2, 2, 4])
+        options["replicas"] = 2
     if r.random() < 0.6:
         parts = list(_parts(spec))
         chosen = parts[1:-1] if r.random() < 0.5 else r.sample(parts, r.randint(1, len(parts)))
