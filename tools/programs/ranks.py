@@ -30,7 +30,7 @@ from zeroshard.testing import RankFailure, run_ranks
 
 from .job import run_oracle, run_sharded
 
-__all__ = ["BAD", "Task", "Verdict", "examine", "judge_alone", "reason_of", "show"]
+__all__ = ["BAD", "Task", "Verdict", "examine", "judge_alone", "reason_of", "show", "work"]
 
 Spec = Mapping[str, Any]
 Task = Sequence[Spec]
@@ -238,17 +238,19 @@ def examine(
     world: int,
     told: Callable[[int, Verdict], None] | None = None,
     chunk: int = CHUNK,
+    target: Callable[..., None] | None = None,
 ) -> list[Verdict]:
     """Run tasks on `world` ranks and return their verdicts.
 
     Args:
         told: is called with each verdict as it becomes known, by the task's place.
         chunk: tasks that one set of processes runs.
+        target: what each rank runs instead of `work`, such as one that plants a bug first.
     """
     verdicts: dict[int, Verdict] = {}
     while todo := [number for number in range(len(tasks)) if number not in verdicts]:
         with tempfile.TemporaryDirectory(prefix="zeroshard-programs-") as name:
-            new = _launch([(number, tasks[number]) for number in todo[:chunk]], world, Path(name))
+            new = _launch([(number, tasks[number]) for number in todo[:chunk]], world, Path(name), target or work)
         verdicts |= new
         for number, verdict in sorted(new.items()):
             if told is not None:
@@ -256,11 +258,13 @@ def examine(
     return [verdicts[number] for number in range(len(tasks))]
 
 
-def _launch(tasks: Sequence[tuple[int, Task]], world: int, folder: Path) -> dict[int, Verdict]:
+def _launch(
+    tasks: Sequence[tuple[int, Task]], world: int, folder: Path, target: Callable[..., None]
+) -> dict[int, Verdict]:
     """Run tasks in one set of processes, until one crashes; return what became known."""
     failure = None
     try:
-        run_ranks(work, world, list(tasks), str(folder), timeout_s=START_S + LIMIT_S * len(tasks))
+        run_ranks(target, world, list(tasks), str(folder), timeout_s=START_S + LIMIT_S * len(tasks))
     except RankFailure as error:
         failure = error
     known = {}
