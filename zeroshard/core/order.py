@@ -321,12 +321,14 @@ class Order:
     def _finish_all(self) -> None:
         """Finish the reductions under way."""
         while self._in_flight:
-            reduction = self._in_flight.pop(0)
-            tails = reduction.finish()
-            if tails is None:
-                self._postpone(reduction.unit)
-            else:
-                self._tails += tails
+            self._finish(self._in_flight.pop(0))
+
+    def _finish(self, reduction: Reduction) -> None:
+        tails = reduction.finish()
+        if tails is None:
+            self._postpone(reduction.unit)
+        else:
+            self._tails += tails
 
     def _postpone(self, unit: Unit) -> None:
         """Note that gradients of `unit` wait for another rank; say so where they take more than two units' memory."""
