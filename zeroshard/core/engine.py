@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 
 from zeroshard.core import gradient
-from zeroshard.core.comm import Comm
+from zeroshard.core.comm import Comm, tag_of
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.order import Order, Pass
 from zeroshard.core.parameter import Slot, slot_of
@@ -380,7 +380,8 @@ class Engine:
         first = bucket.grads.range[0]
         full[start:stop] = held[start - first : stop - first]
         if full.numel():
-            self.comm.gather(full, self.order.next_tag() << 15, f"the gradient of '{slot.name}'", kind="state").wait()
+            tag = tag_of(self.order.next_number(), bucket.number)
+            self.comm.gather(full, tag, f"the gradient of '{slot.name}'", kind="state").wait()
         return slot.form.whole(bucket.grads.views_of(full)[slot.index].clone())
 
 

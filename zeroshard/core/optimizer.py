@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 
 from zeroshard.core.buffer import flatten
-from zeroshard.core.comm import Pending
+from zeroshard.core.comm import Pending, tag_of
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import MasterSlice
 from zeroshard.core.parameter import Slot, slot_of
@@ -149,12 +149,12 @@ class ShardedOptimizer:
             bucket.follow_masters()
             bucket.updates += 1
         numbers = sorted({slot.unit for slot in touched if slot.bucket.is_published})
-        number = engine.order.next_tag()
+        number = engine.order.next_number()
 
         def start(unit: Unit) -> list[Pending]:
             what = f"the updated parameters of {unit} after step {self.steps}"
             published = [bucket for bucket in unit.buckets if bucket.is_published]
-            return [engine.comm.gather(bucket.full, unit.tag(bucket, number), what) for bucket in published]
+            return [engine.comm.gather(bucket.full, tag_of(number, bucket.number), what) for bucket in published]
 
         engine.order.publish(numbers, start)
         # Saved tensors of parameters that stay whole are checked by autograd itself.

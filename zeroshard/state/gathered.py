@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from zeroshard.core.comm import tag_of
 from zeroshard.core.engine import Engine, Gathered
 from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.optimizer import ShardedOptimizer, cut_state, is_cut
@@ -36,7 +37,7 @@ def gathered(
     engine.check_outside_pass("gathered()")
     engine.complete()
     engine.order.barrier(f"gathered(writeback={writeback}, states={states})")
-    number = engine.order.next_tag()
+    number = engine.order.next_number()
     parameters = {slot.name: p for unit in engine.units for slot, p in zip(unit.slots, unit.parameters, strict=True)}
     for unit in engine.units:
         if not unit.is_whole:
@@ -164,7 +165,8 @@ class WholeStates:
             full[start:stop] = self._optimizer.state[master][key]
         if not bucket.states_are_whole and full.numel():
             what = f"the state '{key}' of {bucket.name}"
-            self._engine.comm.gather(full, self._engine.order.next_tag() << 15, what, kind="state").wait()
+            tag = tag_of(self._engine.order.next_number(), bucket.number)
+            self._engine.comm.gather(full, tag, what, kind="state").wait()
         views = bucket.grads.views_of(full)
         parts = [(slot_of(m), views[slot_of(m).index].clone(memory_format=torch.preserve_format)) for m in masters]
         return [(slot, slot.form.join(part)) for slot, part in parts]

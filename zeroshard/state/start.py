@@ -1,9 +1,12 @@
 """The first call of a program: it joins the ranks, and seeds the generators.
 
-Owns the seeds, and how ranks compare texts before there is a model. Must not read the environment; `core/mesh.py` does.
+Owns the seeds, and how ranks compare texts, and refuse together, before there is a model. Must not read the
+environment; `core/mesh.py` does.
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
@@ -13,9 +16,15 @@ from zeroshard.core.comm import gather_across_ranks
 from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.mesh import Mesh, join
 
-__all__ = ["init", "texts_across_ranks"]
+__all__ = ["accepted_by_all", "check_seconds", "init", "texts_across_ranks"]
+
+MOST_SECONDS: Final = 1e9
+"""Thirty years: longer waits do not fit into every clock of the libraries below."""
 
 NUMPY_SEEDS: Final = 2**32
+LEAST_SEED: Final = -(2**63)
+MOST_SEEDS: Final = 2**64
+"""Of torch's generators."""
 
 
 def init(seed: int | None = None, *, watchdog_s: float = 600.0, backend: str | None = None) -> Mesh:
@@ -30,7 +39,9 @@ def init(seed: int | None = None, *, watchdog_s: float = 600.0, backend: str | N
     Returns: the mesh. End with `torch.distributed.destroy_process_group()` where there are several ranks.
 
     Raises:
-        RuntimeError: a torchrun variable is missing or is no number.
+        RuntimeError: a torchrun variable is missing or is no number; the process group has fewer ranks than torchrun
+            started, or another backend than the one that is asked for.
+        ValueError: a limit that is no positive number of seconds; a seed that is no whole number of 64 bits.
         RankMismatchError: on every rank, where seeds differ; no generator was seeded.
 
     Collective: the rendezvous of the process group, and all-gathers of some bytes; every rank must call.
@@ -42,9 +53,13 @@ def init(seed: int | None = None, *, watchdog_s: float = 600.0, backend: str | N
     assert mesh.world_size >= 1
     ```
     """
+    check_seconds(watchdog_s=watchdog_s)
     mesh = join(watchdog_s, backend)
     _check_equal(mesh, seed)
     if seed is not None:
+        # The same on all ranks by now, so that all raise.
+        if not hasattr(seed, "__index__") or not LEAST_SEED <= seed <= MOST_SEEDS - mesh.world_size:
+            raise ValueError(f"{mesh} zs.init(seed=...) takes a whole number of 64 bits, or None; got {seed!r}.")
         torch.manual_seed(seed + mesh.rank)
         np.random.seed((seed + mesh.rank) % NUMPY_SEEDS)
         random.seed(seed + mesh.rank)
@@ -55,13 +70,50 @@ def texts_across_ranks(mesh: Mesh, text: str) -> list[str]:
     """Return every rank's text, by rank. Collective: all-gathers of 8 bytes and of the longest text."""
     data = text.encode()
     longest = int(gather_across_ranks(torch.tensor(len(data), device=mesh.device)).max())
+    if not longest:
+        return [""] * mesh.world_size
     row = torch.tensor(list(data.ljust(longest, b"\0")), dtype=torch.uint8, device=mesh.device)
     return [bytes(other).rstrip(b"\0").decode() for other in gather_across_ranks(row).tolist()]
 
 
+@contextmanager
+def accepted_by_all(mesh: Mesh, what: str) -> Iterator[None]:
+    """Raise on every rank if the body, in which a rank checks what it was given, raises on any.
+
+    Args:
+        what: who was given it, for messages.
+
+    Raises:
+        RankMismatchError: another rank raised; one that raised raises its own error.
+
+    Collective: an all-gather of 8 bytes, and of a text where a rank raised; every rank must enter.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # whatever it is, the other ranks wait for this one
+        failure = error
+    texts = texts_across_ranks(mesh, "" if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    if refused := [f"  rank {rank}: {text}" for rank, text in enumerate(texts) if text]:
+        raise RankMismatchError(
+            f"{mesh} {what} was refused on {len(refused)} of {mesh.world_size} ranks, and so on all:\n"
+            + "\n".join(refused)
+            + "\nGive every rank the same model, optimizer and arguments."
+        )
+
+
+def check_seconds(**limits: float) -> None:
+    """Raise unless each of some named limits is a positive number of seconds."""
+    for name, limit_s in limits.items():
+        if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s < MOST_SECONDS:
+            raise ValueError(f"{name} must be a number of seconds above 0 and below {MOST_SECONDS:g}; got {limit_s!r}.")
+
+
 def _check_equal(mesh: Mesh, seed: int | None) -> None:
     """Raise on every rank unless all were given this seed."""
-    mine = f"seed={seed}"
+    mine = f"seed={seed if hasattr(seed, '__index__') else repr(seed)}"
     texts = texts_across_ranks(mesh, mine)
     if texts.count(mine) < len(texts):
         given = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
