@@ -288,7 +288,7 @@ class Zero:
         if any(one.optimizer is optimizer for one in self._sharded):
             raise ValueError(f"This {type(optimizer).__name__} is attached already.")
         engine, number = self._engine, len(self._sharded)
-        engine.complete()
+        engine.leave_passes("attach()")
         engine.order.barrier(f"attach() of optimizer {number}")
         try:
             check_optimizers(self._model, [optimizer], self.residency, self._elementwise, is_final=False)
@@ -337,8 +337,7 @@ class Zero:
         if axis not in ("all", "replicate"):
             raise ValueError(f"axis must be 'all' or 'replicate'; got {axis!r}.")
         engine = self._engine
-        engine.check_outside_pass("no_sync()")
-        engine.complete()
+        engine.leave_passes("no_sync()")
         grads = [bucket.grads for unit in engine.units for bucket in unit.buckets]
         has_sums = any(True in g.used and not g.is_of_one_copy for g in grads)
         if axis == "replicate" and has_sums and self.mesh.replicas > 1:
@@ -532,8 +531,7 @@ class Zero:
             optimizer.zero_grad()
         ```
         """
-        self._engine.check_outside_pass("agree()")
-        self._engine.complete()
+        self._engine.leave_passes("agree()")
         return bool(self._engine.order.barrier(f"agree({what!r})", bool(value))[0])
 
     def summary(self) -> str:

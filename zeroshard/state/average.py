@@ -48,7 +48,7 @@ class Average:
     def __init__(self, engine: Engine, decay: float) -> None:
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"decay must be in [0, 1), such as 0.999; got {decay!r}.")
-        engine.complete()
+        engine.leave_passes("ema()")
         self._engine, self.decay = engine, decay
         self._buckets: list[Bucket] = [bucket for unit in engine.units for bucket in unit.reducible()]
         self._masters = [m for b in self._buckets for m in map(b.master, range(len(b.names))) if m.numel()]
@@ -92,7 +92,7 @@ class Average:
             raise RuntimeError(f"{self._engine.mesh} swapped() inside swapped(): the average is there already.")
         if self._engine.gathered is not None:
             raise RuntimeError(f"{self._engine.mesh} swapped() inside gathered(): enter gathered() inside it instead.")
-        self._engine.check_outside_pass("swapped()")
+        self._engine.leave_passes("swapped()")
         self._exchange()
         follow_masters(self._engine)
         updates = [bucket.updates for bucket in self._buckets]
