@@ -373,6 +373,10 @@ class Zero:
 
         Raises:
             ValueError: a decay outside [0, 1).
+            RuntimeError: inside a pass.
+            RankMismatchError: ranks give different ones.
+
+        Collective: an all-reduce of 32 bytes; every rank must call.
 
         ```python
         import torch, zeroshard as zs

@@ -206,7 +206,7 @@ class Watchdog:
             self._status.tell("report")
             return "\n".join(map(self._line, range(self._status.world_size)))
         except Exception:  # the store is gone
-            return "  (unknown)"
+            return "  (the store that ranks publish it to is gone)"
 
     def _line(self, rank: int) -> str:
         unknown = "0\n0.0\nhas published nothing yet"
