@@ -358,7 +358,7 @@ def _engine_of(slot: "Slot") -> "Engine":
 def _local_parts(slot: "Slot", name: str) -> list[Tensor]:
     """Return this rank's tensors behind a gradient: reduced elements, and what is staged apart and not reduced yet."""
     if name in ELEMENTWISE:
-        _engine_of(slot).complete()
+        _engine_of(slot).leave_passes(f"{name} of a gradient")
         _engine_of(slot).check_reduced(f"{name} of a gradient")
     grads, is_staged = slot.bucket.grads, slot.bucket.grads.staged[slot.index]
     is_apart = grads.stage is not grads.held
