@@ -39,10 +39,11 @@ from zeroshard.state.copies import check_copies
 from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
 from zeroshard.state.materialize import InitFn, check_source, materialize
-from zeroshard.state.start import everybody_at
+from zeroshard.state.start import accepted_by_all, check_seconds, everybody_at
 from zeroshard.state.summary import summarize
 from zeroshard.state.takeover import (
     Options,
+    check_bucket_count,
     check_equal,
     check_model,
     check_optimizers,
@@ -120,7 +121,8 @@ def shard(
 
     Raises:
         ValueError, TypeError: an argument, a parameter or an optimizer that can not be sharded; the text says which.
-        RankMismatchError: ranks differ in model, options or versions.
+        RankMismatchError: ranks differ in model, options or versions, or another rank refused what it was given.
+        RuntimeError: torchrun started several ranks, and they have not joined: `zs.init()` comes first.
 
     Collective: broadcast of parameters and buffers from rank 0; every rank must call.
     Source: Rajbhandari et al. 2020, section 5.
@@ -141,34 +143,31 @@ def shard(
     assert loss.item() < before
     ```
     """
-    if stage is not None and residency is not None:
-        raise ValueError(f"Give stage= or residency=, not both; got stage={stage} and {residency}.")
-    row = residency if residency is not None else row_of_stage(DEFAULT_STAGE if stage is None else stage)
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}.")
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else _as_list(optimizer)
-    chosen = precision_of(precision)
-    ranks, ledger = lay_out(current_mesh(), replicas, mesh), Ledger()
+    joined, ledger = current_mesh(), Ledger()
     pool = Pool(ledger)
-    with everybody_at("zs.shard()", ranks, watchdog_s, heartbeat_s):
+    with everybody_at("zs.shard()", joined, watchdog_s, heartbeat_s):
+        with accepted_by_all(joined, "zs.shard()"):
+            row = _row(stage, residency)
+            if reduction not in ("mean", "sum"):
+                raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}.")
+            check_seconds(watchdog_s=watchdog_s, heartbeat_s=heartbeat_s)
+            optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else _as_list(optimizer)
+            chosen, ranks = precision_of(precision), lay_out(joined, replicas, mesh)
+            check_model(model, forward_methods, cut, ranks)
+            forms = _forms_of(model, ranks)
+            check_optimizers(model, optimizers, row, elementwise, is_final=optimizer is not None)
+            plans = plan_units(model, units)
+            source = check_source(model, init_fn, weights)
+            scale = 1.0 / len(ranks.data_ranks) if reduction == "mean" else 1.0
+            common = Options(row, chosen, cut, scale, kept_parameters(model, chosen), forms)
+            check_bucket_count(plans, common)
         comm = make_comm(ranks, watchdog_s, heartbeat_s, pool, shares_host=shared_memory)
-    try:
-        check_model(model, forward_methods, cut, ranks)
-        forms = _forms_of(model, ranks)
-        check_optimizers(model, optimizers, row, elementwise, is_final=optimizer is not None)
-        plans = plan_units(model, units)
-        source = check_source(model, init_fn, weights)
-    except (TypeError, ValueError) as error:
-        tell_refusal(ranks, comm, error)
-        raise
     options = (
         f"{name_of_row(row)}, cut={cut}, reduction={reduction}, {chosen}, axes={ranks.axes}, "
         f"elementwise={elementwise}, shared_memory={shared_memory}, forward_methods={list(forward_methods)}"
     )
     check_equal(ranks, comm, describe(model, optimizers, plans, options, VERSION))
     register_foreach_types()
-    scale = 1.0 / len(ranks.data_ranks) if reduction == "mean" else 1.0
-    common = Options(row, chosen, cut, scale, kept_parameters(model, chosen), forms)
     made: dict[int, Unit] = {}
     for number in materialize(model, plans, ranks, init_fn, source):
         first_bucket = sum(len(unit.buckets) for unit in made.values())
@@ -186,6 +185,17 @@ def shard(
         zero._take(one)
     wire(engine, model, plans, forward_methods, chosen)
     return zero
+
+
+def _row(stage: int | None, residency: Residency | None) -> Residency:
+    """Return the row of the residency table that the two arguments ask for."""
+    if residency is None:
+        return row_of_stage(DEFAULT_STAGE if stage is None else stage)
+    if stage is not None:
+        raise ValueError(f"Give stage= or residency=, not both; got stage={stage} and {residency}.")
+    if not isinstance(residency, Residency):
+        raise TypeError(f"residency must be a zs.Residency; got {residency!r}. stage= takes a number.")
+    return residency
 
 
 def _forms_of(model: nn.Module, mesh: Mesh) -> Mapping[int, Form]:
@@ -279,7 +289,7 @@ class Zero:
         if any(one.optimizer is optimizer for one in self._sharded):
             raise ValueError(f"This {type(optimizer).__name__} is attached already.")
         engine, number = self._engine, len(self._sharded)
-        engine.complete()
+        engine.leave_passes("attach()")
         engine.order.barrier(f"attach() of optimizer {number}")
         try:
             check_optimizers(self._model, [optimizer], self.residency, self._elementwise, is_final=False)
@@ -328,8 +338,7 @@ class Zero:
         if axis not in ("all", "replicate"):
             raise ValueError(f"axis must be 'all' or 'replicate'; got {axis!r}.")
         engine = self._engine
-        engine.check_outside_pass("no_sync()")
-        engine.complete()
+        engine.leave_passes("no_sync()")
         grads = [bucket.grads for unit in engine.units for bucket in unit.buckets]
         has_sums = any(True in g.used and not g.is_of_one_copy for g in grads)
         if axis == "replicate" and has_sums and self.mesh.replicas > 1:
@@ -365,6 +374,10 @@ class Zero:
 
         Raises:
             ValueError: a decay outside [0, 1).
+            RuntimeError: inside a pass.
+            RankMismatchError: ranks give different ones.
+
+        Collective: an all-reduce of 32 bytes; every rank must call.
 
         ```python
         import torch, zeroshard as zs
@@ -523,8 +536,7 @@ class Zero:
             optimizer.zero_grad()
         ```
         """
-        self._engine.check_outside_pass("agree()")
-        self._engine.complete()
+        self._engine.leave_passes("agree()")
         return bool(self._engine.order.barrier(f"agree({what!r})", bool(value))[0])
 
     def summary(self) -> str:

@@ -554,6 +554,7 @@ def state_round(stage: int) -> None:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
+    optimizer.zero_grad()
     expected = {name: whole(optimizer.state[p]["exp_avg"]) for name, p in model.named_parameters()}
     start = {name: whole(p) for name, p in model.named_parameters()}
     zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, watchdog_s=WATCHDOG_S)

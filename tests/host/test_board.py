@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 
-from zeroshard.host.board import BOARD_BYTES, Board, is_supported
+from zeroshard.host.board import ABOUT_BITS, BOARD_BYTES, TURNS, WORDS, Board, is_supported
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="boards need Linux on x86-64")
 
@@ -87,3 +87,28 @@ def test_what_a_process_said_before_it_ended_is_heard() -> None:
     meeting.wait(LIMIT)
     assert meeting.numbers == {1: [42]}
     child.wait()
+
+
+def test_meetings_are_counted_across_the_end_of_a_word() -> None:
+    three = boards([os.getpid()] * 3)
+    for board in three:
+        board._counts[7] = TURNS - 2
+        board._words[board._rank][WORDS * 7] = (TURNS - 2) << ABOUT_BITS | 5
+    ahead = None
+    for turn in range(5):
+        meetings = [board.meet(7, 5, turn) for board in three[:2]]
+        with pytest.raises(RuntimeError, match="Timed out waiting for rank 2"):
+            meetings[0].wait(timedelta(seconds=0.01))
+        last = three[2].meet(7, 5, turn)
+        for meeting in meetings:
+            meeting.wait(LIMIT)
+        if turn % 2:
+            # One that is ahead, past the end, does not hold up the others.
+            ahead = three[0].meet(7, 5, turn + 1), three[1].meet(7, 5, turn + 1)
+        last.wait(LIMIT)
+        if ahead is not None:
+            three[2].meet(7, 5, turn + 1).wait(LIMIT)
+            ahead = None
+    with pytest.raises(RuntimeError, match="rank 1 of this host met for 4, this rank for 3"):
+        three[1].meet(7, 4)
+        three[0].meet(7, 3).wait(LIMIT)

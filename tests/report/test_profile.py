@@ -242,7 +242,7 @@ def entering_inside() -> str:
 
 
 def test_it_can_not_begin_inside_a_pass() -> None:
-    expected = "A profile can not begin inside a forward or backward of the model: leave it first."
+    expected = "A profile cannot begin inside a forward of the model: leave it first."
     raised = run_ranks(entering_inside, 2, timeout_s=TIMEOUT_S)
     assert raised == [f"[rank {rank}/2] {expected}" for rank in range(2)]
 

@@ -135,4 +135,4 @@ def ask_inside_a_forward() -> str:
 
 def test_a_question_inside_a_forward_is_refused() -> None:
     for text in run_ranks(ask_inside_a_forward, 2):
-        assert "agree() inside a forward or backward of the model" in text
+        assert "agree() inside a forward of the model" in text

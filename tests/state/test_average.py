@@ -178,3 +178,25 @@ def test_what_is_out_of_place_is_refused() -> None:
             average.update()
     with zero.gathered(), pytest.raises(RuntimeError, match=r"inside gathered\(\)"), average.swapped():
         pass
+
+
+def average_apart() -> list[str]:
+    """Make averages that differ between ranks: in their decay, then in how often they were updated."""
+    texts = []
+    for decays, updates in (((0.9, 0.99), (0, 0)), ((0.9, 0.9), (1, 2))):
+        model = models.build(models.Stack)
+        zero = zs.shard(model, models.adamw(model), stage=2, watchdog_s=WATCHDOG_S)
+        with pytest.raises(zs.RankMismatchError) as caught:
+            average = zero.ema(decays[zero.mesh.rank])
+            for _ in range(updates[zero.mesh.rank]):
+                average.update()
+            with average.swapped():
+                pass
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_averages_that_differ_between_ranks_are_named() -> None:
+    for decay, updates in run_ranks(average_apart, 2, timeout_s=TIMEOUT_S):
+        assert "rank 0: ema(decay=0.9)" in decay and "rank 1: ema(decay=0.99)" in decay
+        assert "rank 0: swapped() after 1 update(s)" in updates and "rank 1: swapped() after 2 update(s)" in updates

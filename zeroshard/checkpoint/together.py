@@ -25,10 +25,9 @@ def begin(engine: Engine, what: str) -> None:
             "has an axis 'tensor'. Under `with zero.gathered(states=True):` model.state_dict() and "
             "optimizer.state_dict() hold DTensors, which torch.distributed.checkpoint saves."
         )
-    engine.check_outside_pass(what)
+    engine.leave_passes(what)
     if engine.gathered is not None:
         raise RuntimeError(f"{engine.mesh} {what} under gathered(): leave the context first.")
-    engine.complete()
     engine.order.barrier(what)
 
 

@@ -43,7 +43,7 @@ from zeroshard.host.board import WORDS, Meeting
 from zeroshard.host.memory import HostMemory
 from zeroshard.host.sums import add_up, sum_in_rank_order
 
-__all__ = ["Comm", "Pending", "SHOWN_NUMEL", "gather_across_ranks", "make_comm", "mean_across_ranks"]
+__all__ = ["Comm", "Pending", "SHOWN_NUMEL", "gather_across_ranks", "make_comm", "mean_across_ranks", "tag_of"]
 
 Tensor = torch.Tensor
 Ranks = tuple[int, ...]
@@ -52,8 +52,10 @@ SHOWN_NUMEL = 1 << 20
 """Elements that a rank shows each other at once of what is not in the memory of the host."""
 NOWHERE, NOT_READY = -1, -2
 """In the place of an address in the memory of the host."""
-BUCKETS = (1 << 15) - 1
-AGREEMENTS = 4 << 15
+BUCKETS = 1 << 15
+"""Buckets that a model may have: tags tell so many apart, and the board has four places for each."""
+PASSES = 1 << 15
+AGREEMENTS = 4 * BUCKETS
 """Places on the board: four of each bucket, then those of agreements."""
 
 
@@ -71,6 +73,14 @@ class Pending:
 
 def _nothing() -> None:
     return None
+
+
+def tag_of(number: int, bucket: int) -> int:
+    """Return what marks the messages of a bucket in pass `number`; it repeats itself long after they are gone.
+
+    Below 2**30: gloo's tags have 31 bits, and the last tells gathers from reductions.
+    """
+    return number % PASSES * BUCKETS + bucket
 
 
 class Comm(ABC):
@@ -310,7 +320,7 @@ class GlooComm(GroupComm):
         if memory is None or offset is None:
             return self._gather(full, self.mesh.shard_ranks, tag, what, kind)
         self.sent_bytes[kind] += full.nbytes // size * (size - 1)
-        meeting = memory.meet(4 * (tag & BUCKETS), tag, offset)
+        meeting = memory.meet(4 * (tag % BUCKETS), tag, offset)
 
         def finish() -> None:
             self._wait([meeting], what)
@@ -319,7 +329,7 @@ class GlooComm(GroupComm):
                     part = memory.of_peer(place, there, full.numel(), full.dtype).view(size, -1)[place]
                     full.view(size, -1)[place] = part
                     memory.drop(place, part)
-                self._wait([memory.meet(4 * (tag & BUCKETS) + 1, tag)], what)
+                self._wait([memory.meet(4 * (tag % BUCKETS) + 1, tag)], what)
 
         return Pending(finish)
 
@@ -327,7 +337,7 @@ class GlooComm(GroupComm):
         if (memory := self._memory) is None:
             return self._reduce(full, own, self.mesh.shard_ranks, wire, scale, tag, what, "reduce")
         self.sent_bytes["reduce"] += own.numel() * wire.itemsize * (self.mesh.shard_size - 1)
-        offset, said = NOT_READY if full is None else memory.offset_of(full), 4 * (tag & BUCKETS) + 2
+        offset, said = NOT_READY if full is None else memory.offset_of(full), 4 * (tag % BUCKETS) + 2
         meeting = memory.meet(said, tag, NOWHERE if offset is None else offset)
 
         def all_have_read() -> None:

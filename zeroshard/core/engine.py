@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 
 from zeroshard.core import gradient
-from zeroshard.core.comm import Comm
+from zeroshard.core.comm import Comm, tag_of
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.order import Order, Pass
 from zeroshard.core.parameter import Slot, slot_of
@@ -106,7 +106,7 @@ class Engine:
             return
         is_recompute = _graph_task() != -1
         if not is_recompute and not self._frames:
-            self.complete()
+            self._complete()
         if not self.is_sharded:
             return
         has_grad = torch.is_grad_enabled()
@@ -175,13 +175,26 @@ class Engine:
             self._used.add(number)
             self.units[number].calls += 1
 
-    def check_outside_pass(self, what: str) -> None:
-        """Raise inside a forward or a backward."""
-        if self._frames or _graph_task() != -1:
-            raise RuntimeError(f"{self.mesh} {what} inside a forward or backward of the model: leave it first.")
+    def leave_passes(self, what: str) -> None:
+        """Raise inside a forward or a backward, before anything is changed; complete what an exception left open.
 
-    def complete(self) -> None:
-        """Complete a pass that an exception left open. Collective: if there is one, on every rank."""
+        Collective: where a pass is open, on every rank.
+        """
+        self.check_outside_backward(what)
+        if self._frames:
+            raise RuntimeError(f"{self.mesh} {what} inside a forward of the model: leave it first.")
+        self._complete()
+
+    def check_outside_backward(self, what: str) -> None:
+        """Raise in a hook that runs inside a backward, whose gradients are on their way."""
+        if _graph_task() != -1:
+            raise RuntimeError(
+                f"{self.mesh} {what} inside a backward (in a hook on a gradient or a tensor): gradients are still "
+                "landing and being reduced. Wait until backward() has returned."
+            )
+
+    def _complete(self) -> None:
+        """Complete a pass that an exception left open."""
         if self.order.current is not None:
             for frame in self._frames:
                 if frame.saved is not None:
@@ -229,7 +242,7 @@ class Engine:
                 f"{self.mesh} A backward pass began inside the forward of a sharded model. Compute inner gradients "
                 "outside it, or under `with zero.gathered():`."
             )
-        self.complete()
+        self._complete()
         self._task = task
         key = ("backward", tuple(self._forwards), self.syncs)
         pass_ = self.order.open("backward", key, reduces=self.syncs, defers=self.defers, expected=set(self._used))
@@ -340,7 +353,7 @@ class Engine:
         Raises:
             RuntimeError: gradients of this rank were not reduced yet.
         """
-        self.complete()
+        self.leave_passes("A norm of gradients")
         held = [b.grads.held for unit in self.units for b in unit.buckets if b.grads.held is not None]
         # Whole gradients are plain tensors that clipping changes without a word; torch counts the changes.
         version = sum(tensor._version for tensor in held)
@@ -370,7 +383,7 @@ class Engine:
 
     def full_gradient(self, slot: Slot) -> Tensor:
         """Return a parameter's whole gradient. Collective: all-gather of its bucket; every rank must call."""
-        self.complete()
+        self.leave_passes("full_tensor()")
         self.check_reduced("full_tensor()")
         self.order.barrier(f"the whole gradient of '{slot.name}'")
         bucket = slot.bucket
@@ -380,7 +393,8 @@ class Engine:
         first = bucket.grads.range[0]
         full[start:stop] = held[start - first : stop - first]
         if full.numel():
-            self.comm.gather(full, self.order.next_tag() << 15, f"the gradient of '{slot.name}'", kind="state").wait()
+            tag = tag_of(self.order.next_number(), bucket.number)
+            self.comm.gather(full, tag, f"the gradient of '{slot.name}'", kind="state").wait()
         return slot.form.whole(bucket.grads.views_of(full)[slot.index].clone())
 
 

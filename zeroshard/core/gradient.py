@@ -203,6 +203,7 @@ def assign(slot: "Slot", value: Tensor | None) -> None:
     """Set `parameter.grad`: None forgets it; a tensor of the parameter's shape, equal on all ranks, replaces it."""
     engine = slot.engine()
     if engine is not None:
+        engine.check_outside_backward("zero_grad() or an assignment to .grad")
         engine.gradients_changed()
     grads = slot.bucket.grads
     if value is None:
@@ -282,6 +283,8 @@ def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _are_numbers(args, kwargs) or (name in LINEAR and kwargs):
         raise _refusal(f"{name} with anything but one number", _gradients_in((args, kwargs))[0])
     parts: list[Tensor] = []
+    for target in targets[:1]:
+        _engine_of(target._slot).check_outside_backward("A change of gradients in place")
     for target in targets:
         is_ours = isinstance(target, (LogicalGradient, MasterGradient))
         if is_ours:
@@ -355,7 +358,7 @@ def _engine_of(slot: "Slot") -> "Engine":
 def _local_parts(slot: "Slot", name: str) -> list[Tensor]:
     """Return this rank's tensors behind a gradient: reduced elements, and what is staged apart and not reduced yet."""
     if name in ELEMENTWISE:
-        _engine_of(slot).complete()
+        _engine_of(slot).leave_passes(f"{name} of a gradient")
         _engine_of(slot).check_reduced(f"{name} of a gradient")
     grads, is_staged = slot.bucket.grads, slot.bucket.grads.staged[slot.index]
     is_apart = grads.stage is not grads.held

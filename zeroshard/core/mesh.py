@@ -119,9 +119,21 @@ def find_launch() -> Launched | None:
 
 
 def current_mesh() -> Mesh:
-    """Return the mesh of the default process group, or of this one process where there is none."""
+    """Return the mesh of the default process group, or of this one process where there is none.
+
+    Raises:
+        RuntimeError: torchrun started more ranks than have joined, which would train apart from each other.
+    """
     is_joined = dist.is_available() and dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
+    # More ranks than the variable says have found each other, so that it is not about them.
+    if (started := _read_int("WORLD_SIZE", 1)) > world_size:
+        found = f"has a process group of {world_size} rank(s)" if is_joined else "has joined no process group"
+        raise RuntimeError(
+            f"WORLD_SIZE is {started}, but this process {found}, so that each would train apart from the others. Call "
+            "zs.init() first, in place of torch.distributed.init_process_group(), or unset WORLD_SIZE where this "
+            "process is to train alone."
+        )
     local_rank = _read_int("LOCAL_RANK", 0)
     uses_cuda = torch.cuda.is_available() and (not is_joined or "nccl" in dist.get_backend())
     return Mesh(rank, world_size, local_rank, torch.device("cuda", local_rank) if uses_cuda else torch.device("cpu"))

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 
 from zeroshard.core.buffer import flatten
-from zeroshard.core.comm import Pending
+from zeroshard.core.comm import Pending, tag_of
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import MasterSlice
 from zeroshard.core.parameter import Slot, slot_of
@@ -60,12 +60,9 @@ class ShardedOptimizer:
     def _exchange(self, group: dict[str, Any]) -> None:
         """Put slices in the place of the model's parameters, and cut the state that they have already."""
         masters = []
+        _check_free(group["params"])
         for parameter in group["params"]:
             slot = slot_of(parameter)
-            if slot.has_master:
-                raise ValueError(
-                    f"Parameter '{slot.name}' is in more than one group or optimizer; each may update it once."
-                )
             slot.has_master = True
             slot.bucket.has_states = True
             master = make_master(slot)
@@ -84,6 +81,7 @@ class ShardedOptimizer:
                     "it would not be reduced. Add it to the model before zs.shard(), or give it to an optimizer of "
                     "its own."
                 )
+        _check_free(group["params"])
         self._add_plain(group)
         self._exchange(self.optimizer.param_groups[-1])
 
@@ -97,7 +95,7 @@ class ShardedOptimizer:
             )
         if self._engine.gathered is not None:
             raise RuntimeError(f"{self._engine.mesh} optimizer.step() under gathered(): leave the context first.")
-        self._engine.complete()
+        self._engine.leave_passes("optimizer.step()")
         self._engine.check_reduced("optimizer.step()")
         assert not any(unit.is_open and not unit.is_whole for unit in self._engine.units), "a unit was left gathered"
         scale = self._engine.loss_scale
@@ -149,12 +147,12 @@ class ShardedOptimizer:
             bucket.follow_masters()
             bucket.updates += 1
         numbers = sorted({slot.unit for slot in touched if slot.bucket.is_published})
-        number = engine.order.next_tag()
+        number = engine.order.next_number()
 
         def start(unit: Unit) -> list[Pending]:
             what = f"the updated parameters of {unit} after step {self.steps}"
             published = [bucket for bucket in unit.buckets if bucket.is_published]
-            return [engine.comm.gather(bucket.full, unit.tag(bucket, number), what) for bucket in published]
+            return [engine.comm.gather(bucket.full, tag_of(number, bucket.number), what) for bucket in published]
 
         engine.order.publish(numbers, start)
         # Saved tensors of parameters that stay whole are checked by autograd itself.
@@ -195,6 +193,15 @@ class ShardedOptimizer:
             raise RuntimeError(
                 f"{self._engine.mesh} optimizer.load_state_dict() here would not reach the shards. Use `with "
                 "zero.gathered(states=True, writeback=True):` around it, on every rank, or zero.load(path)."
+            )
+
+
+def _check_free(parameters: Sequence[Tensor]) -> None:
+    """Raise, before anything is exchanged, if a parameter has an entry in an optimizer already."""
+    for slot in map(slot_of, parameters):
+        if slot.has_master:
+            raise ValueError(
+                f"Parameter '{slot.name}' is in more than one group or optimizer; each may update it once."
             )
 
 

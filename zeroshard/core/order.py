@@ -376,8 +376,8 @@ class Order:
         self._done.append(-1)
         self.has_stepped = True
 
-    def next_tag(self) -> int:
-        """Return a number that the messages of the next publication carry."""
+    def next_number(self) -> int:
+        """Return a number for what is sent outside passes, another one than those of passes; see `tag_of`."""
         self._count += 1
         return self._count
 

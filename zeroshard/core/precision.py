@@ -63,7 +63,10 @@ class Precision:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"Precision({name}=...) takes a floating-point torch.dtype or None; got {dtype!r}.")
-        if self.loss_scale is not None and self.loss_scale != "dynamic" and not float(self.loss_scale) > 0:
+        if not isinstance(self.keep, tuple) or not all(isinstance(kind, type) for kind in self.keep):
+            raise TypeError(f"Precision(keep=...) takes a tuple of module classes; got {self.keep!r}.")
+        is_number = isinstance(self.loss_scale, int | float) and 0 < self.loss_scale < float("inf")
+        if self.loss_scale is not None and self.loss_scale != "dynamic" and not is_number:
             raise ValueError(f"loss_scale must be 'dynamic', a positive number or None; got {self.loss_scale!r}.")
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding must be 'nearest' or 'stochastic'; got {self.rounding!r}.")
@@ -72,7 +75,8 @@ class Precision:
 
     def dtypes_of(self, dtype: torch.dtype, *, is_kept: bool) -> "Dtypes":
         """Return the dtypes for a parameter that has `dtype` in the model."""
-        if is_kept or self.param is None or not dtype.is_floating_point:
+        # One byte is what weights are quantized to, with scales beside them: a cast would undo it.
+        if is_kept or self.param is None or not dtype.is_floating_point or dtype.itemsize == 1:
             return Dtypes(dtype, dtype, dtype, dtype)
         grad = self.grad or torch.promote_types(self.param, torch.float32)
         master = self.master or torch.promote_types(dtype, torch.float32)
@@ -122,7 +126,7 @@ def precision_of(choice: str | Precision) -> Precision:
         "bf16": Precision(param=torch.bfloat16),
         "fp16": Precision(param=torch.float16, loss_scale="dynamic"),
     }
-    if choice not in named:
+    if not isinstance(choice, str) or choice not in named:
         raise ValueError(f"precision must be one of {', '.join(named)} or a zs.Precision; got {choice!r}.")
     return named[choice]
 
@@ -154,6 +158,8 @@ class LossScale:
 
     GROWTH_STEPS = 2000
     FLOOR = 1.0
+    CEILING = 2.0**126
+    """The scale and its inverse stay normal numbers in fp32: steps without gradients count as good ones, too."""
 
     def __init__(self, start: Literal["dynamic"] | float) -> None:
         self.is_dynamic = start == "dynamic"
@@ -174,4 +180,4 @@ class LossScale:
         else:
             self._good_steps += 1
             if self.is_dynamic and self._good_steps == self.GROWTH_STEPS:
-                self.value, self._good_steps = self.value * 2, 0
+                self.value, self._good_steps = min(2 * self.value, self.CEILING), 0

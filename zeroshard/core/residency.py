@@ -108,6 +108,9 @@ class Residency:
     activations: Kept = field(default_factory=Kept)
 
     def __post_init__(self) -> None:
+        for name, kind in (("states", Cell), ("gradients", Cell), ("parameters", Cell), ("activations", Kept)):
+            if not isinstance(cell := getattr(self, name), kind):
+                raise TypeError(f"Residency({name}=...) takes a cell such as zs.Sharded(); got {cell!r}.")
         sharded = [isinstance(cell, Sharded) for cell in (self.states, self.gradients, self.parameters)]
         if sharded != sorted(sharded, reverse=True):
             raise ValueError(

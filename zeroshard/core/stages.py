@@ -29,7 +29,7 @@ def row_of_stage(stage: int) -> Residency:
     Raises:
         ValueError: there is no such stage.
     """
-    if stage not in STAGES:
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in STAGES:
         names = "; ".join(
             f"{n}: states {r.states}, gradients {r.gradients}, parameters {r.parameters}" for n, r in STAGES.items()
         )

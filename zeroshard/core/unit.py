@@ -22,7 +22,7 @@ from typing import Any, final
 import torch
 
 from zeroshard.core.buffer import Bucket, Staged
-from zeroshard.core.comm import Comm, Pending
+from zeroshard.core.comm import Comm, Pending, tag_of
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.parameter import Slot, slot_of
 from zeroshard.core.precision import LossScale
@@ -48,7 +48,7 @@ class Reduction:
             staged = bucket.grads.take_stage(comm.mesh.replicas) if is_ready else None
             scale = unit.scale if comm.mesh.replicas == 1 else 1.0
             own = bucket.grads.place_of_sum(staged) if staged else bucket.grads.own_shard()
-            full, tag = staged.full if staged else None, unit.tag(bucket, number)
+            full, tag = staged.full if staged else None, tag_of(number, bucket.number)
             self._pending.append(
                 (bucket, staged, own, comm.reduce(full, own, bucket.dtypes.reduce, scale, tag, self._what))
             )
@@ -139,10 +139,6 @@ class Unit:
         """Return the buckets that hold elements and a parameter that wants gradients now; the same on every rank."""
         return [b for b in self.buckets if b.layout.full_numel and any(p.requires_grad for p in b.parameters)]
 
-    def tag(self, bucket: Bucket, number: int) -> int:
-        """Return what marks the messages of `bucket` in pass `number`: 15 bits of each, since tags are 32-bit."""
-        return (number % (1 << 15)) << 15 | bucket.number % (1 << 15)
-
     def sent_bytes(self, kind: str) -> int:
         """Return the bytes that this rank sends for one event of `kind`."""
         peers = self._mesh.shard_size - 1
@@ -172,7 +168,7 @@ class Unit:
             if not self.is_open:
                 bucket.open()
             what = f"the gather of {self} in {where}"
-            self._pending.append(comm.gather(bucket.full, self.tag(bucket, number), what, kind))
+            self._pending.append(comm.gather(bucket.full, tag_of(number, bucket.number), what, kind))
         self.is_open = True
 
     def wait(self) -> None:
@@ -238,7 +234,7 @@ class Unit:
         """Sum this rank's shard of gradients over copies, where there are several; False if a copy is not ready."""
         if comm.mesh.replicas == 1:
             return is_ready
-        tag = self.tag(bucket, number)
+        tag = tag_of(number, bucket.number)
         return comm.reduce_copies(own, bucket.dtypes.reduce, self.scale, tag, what, is_ready=is_ready).wait()
 
     def check_finite(self, bucket: Bucket, own: Tensor) -> None:
@@ -250,7 +246,7 @@ class Unit:
         """Begin to gather sums where every rank needs them whole."""
         if not bucket.grads.sums_are_whole or comm.mesh.shard_size == 1:
             return []
-        return [comm.gather(held, self.tag(bucket, number), what, kind="reduce")]
+        return [comm.gather(held, tag_of(number, bucket.number), what, kind="reduce")]
 
     def end_backward(self) -> None:
         """Forget what belonged to one backward pass."""

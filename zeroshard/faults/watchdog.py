@@ -51,7 +51,9 @@ EASED: Final = 1.5
 FELT: Final = 0.1
 """Share of a step for which a slow rank must keep the others waiting: less is not worth a word."""
 CAUSE: Final = "cause"
-ENDED: Final = "ended"
+ENDED: Final = "has ended; before that it was "
+"""How the last words of a rank begin whose interpreter ended, or whose model was deleted."""
+WAITS: Final = ("waits for", "gave up waiting for")
 
 
 @dataclass(eq=False)
@@ -101,6 +103,27 @@ class _Status:
         if not self.known and self.store.check([CAUSE]):
             self.known = self.store.get(CAUSE).decode()
         return self.known
+
+    def part(self) -> None:
+        """Tell that this rank is done; the one that may hold the store lets the others end first, for a while.
+
+        Where another is found to wait, that is the cause of its failure, which it must read here before the store goes.
+        """
+        self.store.set(f"status/{self.rank}", f"end\n0.0\n{ENDED}{' '.join(self.now[:2])}")
+        # Where the model was deleted and the interpreter goes on, so does the store.
+        if self.rank or threading.main_thread().is_alive():
+            return
+        others, end_s = range(1, self.world_size), time.monotonic() + 3 * self.beat_s
+        before = {rank: self.last_of(rank) for rank in others}
+        while time.monotonic() < end_s:
+            said = {rank: self.last_of(rank) for rank in others}
+            if all(_words(last).startswith(ENDED) for last in said.values()):
+                return
+            if any(last != before[rank] and _words(last).startswith(WAITS) for rank, last in said.items()):
+                self.blame(self.rank, _end_of(self.last_of(self.rank)))
+                self.stay()
+                return
+            time.sleep(self.beat_s / 10)
 
     def stay(self) -> None:
         """Let the others read the cause, on the rank that may hold the store, before its process ends."""
@@ -160,13 +183,13 @@ class Watchdog:
         """Return what failed first; empty where nothing did.
 
         Args:
-            is_closed: whether a connection was closed, so that some process ended: if it does not say why, it was
-                killed, and the rank that gives no sign of life any more is named.
+            is_closed: whether a connection was closed, so that some process ended: if none says why, the rank is named
+                that said that it is done, or that gives no sign of life any more.
         """
         try:
             return self._find_cause(is_closed=is_closed)
         except Exception:  # the store is gone
-            return self._status.known or "rank 0: its process is gone, since the store that it held is"
+            return self._status.known or "rank 0: its process is gone, and with it the store, which would tell why"
 
     def _find_cause(self, *, is_closed: bool) -> str:
         status, end_s = self._status, time.monotonic() + PATIENCE_S
@@ -174,9 +197,9 @@ class Watchdog:
         while is_closed and not status.cause() and time.monotonic() < end_s:
             time.sleep(BEAT_S / 10)
         for rank, last in before.items():
-            if rank != status.rank and status.last_of(rank) == last:
-                how = "ended while others needed it" if _words(last) == ENDED else "was killed"
-                status.blame(rank, f"its process {how}; it was last seen to be: {_words(last)}")
+            now = status.last_of(rank)
+            if rank != status.rank and (now == last or _words(now).startswith(ENDED)):
+                status.blame(rank, _end_of(now))
         return status.cause()
 
     def report(self) -> str:
@@ -185,7 +208,7 @@ class Watchdog:
             self._status.tell("report")
             return "\n".join(map(self._line, range(self._status.world_size)))
         except Exception:  # the store is gone
-            return "  (unknown)"
+            return "  (the store that ranks publish it to is gone)"
 
     def _line(self, rank: int) -> str:
         unknown = "0\n0.0\nhas published nothing yet"
@@ -195,6 +218,15 @@ class Watchdog:
 
 def _words(published: str) -> str:
     return published.split("\n", 2)[-1]
+
+
+def _end_of(published: str) -> str:
+    """Return what is known of the end of a rank that told no error, from what it published last."""
+    words = _words(published)
+    if words.startswith(ENDED):
+        return f"it ended while others needed it; before that it was {words.removeprefix(ENDED)}"
+    # A signal leaves no words, and only the process that started a rank is told which it was.
+    return f"its process is gone without a word (a signal, a crash, os._exit); it was last seen to be: {words}"
 
 
 def _watch(status: _Status) -> None:
@@ -208,7 +240,7 @@ def _watch(status: _Status) -> None:
             status.tell(beat)
             published, now_s = status.last_of(peer), time.monotonic()
             # A gap of its own means that this process was stopped: then it can not judge others.
-            if published != heard or _words(published) == ENDED or now_s - last_s > 4 * BEAT_S:
+            if published != heard or _words(published).startswith(ENDED) or now_s - last_s > 4 * BEAT_S:
                 heard, heard_s = published, now_s
             last_s = now_s
             if now_s - heard_s > status.heartbeat_s:
@@ -318,4 +350,4 @@ def _end(status: _Status, threads: list[threading.Thread], hook: _ErrorHook) -> 
             thread.join(timeout=5.0)
     hook.remove(status)
     with suppress(Exception):  # without the store nobody reads any more
-        status.store.set(f"status/{status.rank}", f"end\n0.0\n{ENDED}")
+        status.part()

@@ -28,6 +28,8 @@ WORDS: Final = 8
 """64-bit words of a place: how often and about what something was said there last, and up to seven numbers."""
 ABOUT_BITS: Final = 32
 ABOUT: Final = (1 << ABOUT_BITS) - 1
+TURNS: Final = 1 << 31
+"""Meetings at one place are counted modulo this, since words have a sign; ranks are at most one apart."""
 PLACES: Final = 1 << 18
 """More than enough: only those that are used take memory."""
 BOARD_BYTES: Final = 8 * WORDS * PLACES
@@ -73,37 +75,41 @@ class Board:
             about: what for, in 32 bits; every rank must meet for the same.
         """
         own, first = self._words[self._rank], WORDS * place
-        self._counts[place] += 1
+        self._counts[place] = turn = (self._counts[place] + 1) % TURNS
         for index, number in enumerate(numbers, first + 1):
             own[index] = number
         # One store tells how often and about what; the numbers are there before it.
-        own[first] = said = self._counts[place] << ABOUT_BITS | about
+        own[first] = said = turn << ABOUT_BITS | about
         return Meeting(self, first, said, len(numbers))
 
     def hear(self, first: int, said: int, count: int, limit: timedelta) -> dict[int, list[int]]:
         """Return the others' numbers of one meeting, by rank; see `Meeting.wait`."""
-        end_s, turn = time.monotonic() + limit.total_seconds(), said >> ABOUT_BITS
+        end_s = time.monotonic() + limit.total_seconds()
         for other in self._ends:
-            words = self._words[other]
-            if words[first] >> ABOUT_BITS < turn:
-                self._await(other, first, turn, end_s)
-            heard = words[first]
-            if heard >> ABOUT_BITS == turn and heard != said:
-                raise RuntimeError(f"rank {other} of this host met for {heard & ABOUT}, this rank for {said & ABOUT}")
+            if self._words[other][first] != said:
+                self._await(other, first, said, end_s)
         return {other: self._words[other][first + 1 : first + 1 + count].tolist() for other in self._ends}
 
-    def _await(self, other: int, first: int, turn: int, end_s: float) -> None:
+    def _await(self, other: int, first: int, said: int, end_s: float) -> None:
         words, looks, pause_s = self._words[other], 0, PAUSE_S
-        while words[first] >> ABOUT_BITS < turn:
+        while _is_behind(words[first], said):
             looks += 1
             if looks < LOOKS:
                 continue
-            if self._ends[other].poll(0) and words[first] >> ABOUT_BITS < turn:
+            if self._ends[other].poll(0) and _is_behind(words[first], said):
                 raise RuntimeError(f"Connection closed: the process of rank {other} of this host ended")
             if time.monotonic() > end_s:
                 raise RuntimeError(f"Timed out waiting for rank {other} of this host")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        heard = words[first]
+        if heard >> ABOUT_BITS == said >> ABOUT_BITS and heard != said:
+            raise RuntimeError(f"rank {other} of this host met for {heard & ABOUT}, this rank for {said & ABOUT}")
+
+
+def _is_behind(word: int, said: int) -> bool:
+    """Tell whether `word` is of an earlier meeting than `said`."""
+    return 0 < ((said >> ABOUT_BITS) - (word >> ABOUT_BITS)) % TURNS < TURNS // 2
 
 
 @final

@@ -65,7 +65,7 @@ class Profile:
         """Updates that were counted."""
 
     def __enter__(self) -> Self:
-        self._engine.check_outside_pass("A profile can not begin")
+        self._engine.leave_passes("A profile cannot begin")
         self._probe.attach()
         self.steps -= self._steps_so_far()
         self._timeline.start()

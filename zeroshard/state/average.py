@@ -46,14 +46,16 @@ class Average:
     """
 
     def __init__(self, engine: Engine, decay: float) -> None:
-        if not 0.0 <= decay < 1.0:
-            raise ValueError(f"decay must be in [0, 1), such as 0.999; got {decay!r}.")
-        engine.complete()
+        engine.leave_passes("ema()")
+        # Shards averaged at different paces would be no average of anything.
+        engine.order.barrier(f"ema(decay={decay!r})")
+        if not isinstance(decay, int | float) or not 0.0 <= decay < 1.0:
+            raise ValueError(f"decay must be a number in [0, 1), such as 0.999; got {decay!r}.")
         self._engine, self.decay = engine, decay
         self._buckets: list[Bucket] = [bucket for unit in engine.units for bucket in unit.reducible()]
         self._masters = [m for b in self._buckets for m in map(b.master, range(len(b.names))) if m.numel()]
         self._averages = [master.detach().clone() for master in self._masters]
-        self._is_swapped = False
+        self._is_swapped, self._updates = False, 0
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +75,7 @@ class Average:
             raise RuntimeError(f"{self._engine.mesh} update() inside swapped(): leave the context first.")
         if self._masters:
             torch._foreach_lerp_(self._averages, self._masters, 1.0 - self.decay)
+        self._updates += 1
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -92,7 +95,8 @@ class Average:
             raise RuntimeError(f"{self._engine.mesh} swapped() inside swapped(): the average is there already.")
         if self._engine.gathered is not None:
             raise RuntimeError(f"{self._engine.mesh} swapped() inside gathered(): enter gathered() inside it instead.")
-        self._engine.check_outside_pass("swapped()")
+        self._engine.leave_passes("swapped()")
+        self._engine.order.barrier(f"swapped() after {self._updates} update(s) of an average")
         self._exchange()
         follow_masters(self._engine)
         updates = [bucket.updates for bucket in self._buckets]

@@ -37,8 +37,7 @@ class Copy:
 
 def check_copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
     """Raise on every rank unless all copies are equal, bit for bit. See `Zero.check_copies`."""
-    engine.check_outside_pass("check_copies()")
-    engine.complete()
+    engine.leave_passes("check_copies()")
     copies = [] if engine.mesh.world_size == 1 else list(_copies(engine, optimizers))
     if not copies:
         return

@@ -5,13 +5,14 @@ Owns the way in and the way out of `zero.gathered()`, and the exchange of slices
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 from torch import nn
 
+from zeroshard.core.comm import tag_of
 from zeroshard.core.engine import Engine, Gathered
 from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.optimizer import ShardedOptimizer, cut_state, is_cut
@@ -33,10 +34,9 @@ def gathered(
     """
     if engine.gathered is not None:
         raise RuntimeError(f"{engine.mesh} gathered() inside gathered(): the parameters are whole already.")
-    engine.check_outside_pass("gathered()")
-    engine.complete()
+    engine.leave_passes("gathered()")
     engine.order.barrier(f"gathered(writeback={writeback}, states={states})")
-    number = engine.order.next_tag()
+    number = engine.order.next_number()
     parameters = {slot.name: p for unit in engine.units for slot, p in zip(unit.slots, unit.parameters, strict=True)}
     for unit in engine.units:
         if not unit.is_whole:
@@ -44,33 +44,51 @@ def gathered(
             unit.wait()
     expanded = [WholeStates(engine, optimizer, parameters) for optimizer in optimizers if states]
     engine.gathered = Gathered(writeback, states)
-    versions = {name: p._version for name, p in parameters.items()}
+    before = _versions(parameters, expanded)
     has_finished = False
     try:
         yield
         has_finished = True
     finally:
         engine.gathered = None
-        changed = [name for name, p in parameters.items() if p._version != versions[name]]
-        keeps = writeback and has_finished
+        keeps, told = writeback and has_finished, ""
         try:
             if keeps:
                 _spread(engine, model, expanded)
-            elif has_finished and engine.is_sharded:
+            elif has_finished:
                 # Whoever leaves may change its shards next, and others may read them in place until they leave.
-                engine.order.barrier("the end of gathered()")
+                after = _versions(parameters, expanded)
+                told = _changes(engine, [name for name in before | after if after.get(name) != before.get(name)])
         finally:
             for one in expanded:
                 one.contract(writeback=keeps)
             for unit in engine.units:
                 if not unit.is_whole:
                     unit.release()
-        if changed and has_finished and not writeback:
+        if told:
             raise RuntimeError(
-                f"{engine.mesh} {len(changed)} parameter(s), '{changed[0]}' first, were changed in place under "
-                "gathered() without writeback=True. Where parameters are sharded the change is lost, and ranks may "
-                "differ now where they are not. Use `with zero.gathered(writeback=True):`."
+                f"{engine.mesh} Values were changed in place under gathered() without writeback=True:\n{told}\nWhere "
+                "they are sharded the change is lost, and ranks may differ now where they are not. Use `with "
+                "zero.gathered(writeback=True):` on every rank; rank 0's values then become everybody's."
             )
+
+
+def _versions(parameters: Mapping[str, nn.Parameter], expanded: Sequence["WholeStates"]) -> dict[str, tuple[int, int]]:
+    """Return which tensor each name stands for, and how often that was changed."""
+    named = [*parameters.items(), *(held for one in expanded for held in one.held())]
+    return {name: (id(tensor), tensor._version) for name, tensor in named}
+
+
+def _changes(engine: Engine, changed: Sequence[str]) -> str:
+    """Return a line for each rank that changed something, the same on all ranks; "" where none did.
+
+    Collective: an all-reduce of 32 bytes; where a rank did, an all-gather of 4 KiB.
+    """
+    if not engine.order.barrier("the end of gathered()", bool(changed))[1]:
+        return ""
+    mine = f"{len(changed)} parameter(s) or state(s), '{changed[0]}' first" if changed else ""
+    texts = engine.comm.texts(mine, "what was changed under gathered()")
+    return "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
 def _spread(engine: Engine, model: nn.Module, expanded: Sequence["WholeStates"]) -> None:
@@ -126,6 +144,11 @@ class WholeStates:
                     self._optimizer.state[master] = self._set_aside[master]
             group["params"] = masters
 
+    def held(self) -> list[tuple[str, Tensor]]:
+        """Return the whole states as they are, with names for messages."""
+        states = ((slot_of(p).name, state) for p in self._sharded.masters if (state := self._optimizer.state.get(p)))
+        return [(f"{n}/{key}", v) for n, state in states for key, v in state.items() if isinstance(v, Tensor)]
+
     def tensors(self) -> list[tuple[str, Tensor, bool]]:
         """Return (name, tensor, whether ranks along the tensor axis have other parts of it) of the whole states.
 
@@ -164,7 +187,8 @@ class WholeStates:
             full[start:stop] = self._optimizer.state[master][key]
         if not bucket.states_are_whole and full.numel():
             what = f"the state '{key}' of {bucket.name}"
-            self._engine.comm.gather(full, self._engine.order.next_tag() << 15, what, kind="state").wait()
+            tag = tag_of(self._engine.order.next_number(), bucket.number)
+            self._engine.comm.gather(full, tag, what, kind="state").wait()
         views = bucket.grads.views_of(full)
         parts = [(slot_of(m), views[slot_of(m).index].clone(memory_format=torch.preserve_format)) for m in masters]
         return [(slot, slot.form.join(part)) for slot, part in parts]

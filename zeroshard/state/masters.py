@@ -5,6 +5,7 @@ Owns that exchange. It must not know who changed the masters. Read `core/buffer.
 
 import torch
 
+from zeroshard.core.comm import tag_of
 from zeroshard.core.engine import Engine
 
 __all__ = ["follow_masters"]
@@ -15,14 +16,14 @@ def follow_masters(engine: Engine) -> None:
 
     Collective: an all-gather of what is kept whole and updated in parts; every rank must call.
     """
-    engine.complete()
+    engine.leave_passes("A change of master values")
     engine.order.barrier("a change of master values")
-    number = engine.order.next_tag()
+    number = engine.order.next_number()
     for unit in engine.units:
         for bucket in unit.buckets:
             bucket.follow_masters()
             bucket.updates += 1
             if bucket.is_whole and not bucket.states_are_whole and bucket.layout.full_numel:
-                engine.comm.gather(bucket.full, unit.tag(bucket, number), f"new values of {unit}", "state").wait()
+                engine.comm.gather(bucket.full, tag_of(number, bucket.number), f"new values of {unit}", "state").wait()
         if unit.is_whole:
             torch.autograd.graph.increment_version(unit.parameters)

@@ -98,6 +98,8 @@ def check_source(model: nn.Module, init_fn: InitFn | None, weights: str | Path |
         ValueError: a module of its own parameters or buffers that nothing initializes; names or shapes that differ
             between the model and the files; a source for a model that has values.
     """
+    if init_fn is not None and not callable(init_fn):
+        raise TypeError(f"init_fn must be a function of a module; got {init_fn!r}.")
     if not is_on_meta(model):
         if init_fn is not None or weights is not None:
             raise ValueError(

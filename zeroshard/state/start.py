@@ -1,6 +1,7 @@
 """The first call of a program: it joins the ranks, and seeds the generators.
 
-Owns the seeds, and how ranks compare texts before there is a model. Must not read the environment; `core/mesh.py` does.
+Owns the seeds, and how ranks compare texts, and refuse together, before there is a model. Must not read the
+environment; `core/mesh.py` does.
 """
 
 import random
@@ -18,9 +19,15 @@ from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.mesh import Launched, Mesh, current_mesh, find_launch
 from zeroshard.state.arrival import Wait, await_ranks, ends_by_signal, open_store
 
-__all__ = ["everybody_at", "init", "texts_across_ranks"]
+__all__ = ["accepted_by_all", "check_seconds", "everybody_at", "init", "texts_across_ranks"]
+
+MOST_SECONDS: Final = 1e9
+"""Thirty years: longer waits do not fit into every clock of the libraries below."""
 
 NUMPY_SEEDS: Final = 2**32
+LEAST_SEED: Final = -(2**63)
+MOST_SEEDS: Final = 2**64
+"""Of torch's generators."""
 
 
 def init(
@@ -41,7 +48,9 @@ def init(
     Returns: the mesh. End with `torch.distributed.destroy_process_group()` where there are several ranks.
 
     Raises:
-        RuntimeError: a torchrun variable is missing or is no number, or a rank has not come within `watchdog_s`.
+        RuntimeError: a torchrun variable is missing or is no number; a rank has not come within `watchdog_s`; the
+            process group has fewer ranks than torchrun started, or another backend than the one that is asked for.
+        ValueError: a limit that is no positive number of seconds; a seed that is no whole number of 64 bits.
         RankMismatchError: on every rank, where seeds differ; no generator was seeded.
 
     Collective: the rendezvous of the process group, and all-gathers of some bytes; every rank must call.
@@ -53,14 +62,23 @@ def init(
     assert mesh.world_size >= 1
     ```
     """
+    check_seconds(watchdog_s=watchdog_s, heartbeat_s=heartbeat_s)
     with ends_by_signal():
         if (launched := find_launch()) is not None and not dist.is_initialized():
             _join(launched, watchdog_s, heartbeat_s, backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+        if backend is not None and dist.is_initialized() and backend not in dist.get_backend():
+            raise RuntimeError(
+                f"zs.init(backend={backend!r}) comes too late: the process group is there, with {dist.get_backend()!r}."
+                " Call zs.init() once, before anything else joins the ranks, or leave backend= out."
+            )
         mesh = current_mesh()
         if mesh.device.type == "cuda":
             torch.cuda.set_device(mesh.device)
         _check_equal(mesh, seed)
     if seed is not None:
+        # The same on all ranks by now, so that all raise.
+        if not hasattr(seed, "__index__") or not LEAST_SEED <= seed <= MOST_SEEDS - mesh.world_size:
+            raise ValueError(f"{mesh} zs.init(seed=...) takes a whole number of 64 bits, or None; got {seed!r}.")
         torch.manual_seed(seed + mesh.rank)
         np.random.seed((seed + mesh.rank) % NUMPY_SEEDS)
         random.seed(seed + mesh.rank)
@@ -79,7 +97,9 @@ def everybody_at(place: str, mesh: Mesh, watchdog_s: float, heartbeat_s: float) 
     with ends_by_signal():
         if mesh.world_size > 1:
             store = dist.distributed_c10d._get_default_store()
-            await_ranks(store, Wait(mesh.rank, mesh.world_size, place, watchdog_s, heartbeat_s))
+            # A limit that is no number of seconds is refused on all ranks, once they are here.
+            limits = [limit_s if _is_limit(limit_s) else MOST_SECONDS for limit_s in (watchdog_s, heartbeat_s)]
+            await_ranks(store, Wait(mesh.rank, mesh.world_size, place, *limits))
         yield
 
 
@@ -87,6 +107,8 @@ def texts_across_ranks(mesh: Mesh, text: str) -> list[str]:
     """Return every rank's text, by rank. Collective: all-gathers of 8 bytes and of the longest text."""
     data = text.encode()
     longest = int(gather_across_ranks(torch.tensor(len(data), device=mesh.device)).max())
+    if not longest:
+        return [""] * mesh.world_size
     row = torch.tensor(list(data.ljust(longest, b"\0")), dtype=torch.uint8, device=mesh.device)
     return [bytes(other).rstrip(b"\0").decode() for other in gather_across_ranks(row).tolist()]
 
@@ -103,9 +125,48 @@ def _join(launched: Launched, watchdog_s: float, heartbeat_s: float, backend: st
     dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world_size)
 
 
+@contextmanager
+def accepted_by_all(mesh: Mesh, what: str) -> Iterator[None]:
+    """Raise on every rank if the body, in which a rank checks what it was given, raises on any.
+
+    Args:
+        what: who was given it, for messages.
+
+    Raises:
+        RankMismatchError: another rank raised; one that raised raises its own error.
+
+    Collective: an all-gather of 8 bytes, and of a text where a rank raised; every rank must enter.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # whatever it is, the other ranks wait for this one
+        failure = error
+    texts = texts_across_ranks(mesh, "" if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    if refused := [f"  rank {rank}: {text}" for rank, text in enumerate(texts) if text]:
+        raise RankMismatchError(
+            f"{mesh} {what} was refused on {len(refused)} of {mesh.world_size} ranks, and so on all:\n"
+            + "\n".join(refused)
+            + "\nGive every rank the same model, optimizer and arguments."
+        )
+
+
+def check_seconds(**limits: float) -> None:
+    """Raise unless each of some named limits is a positive number of seconds."""
+    for name, limit_s in limits.items():
+        if not _is_limit(limit_s):
+            raise ValueError(f"{name} must be a number of seconds above 0 and below {MOST_SECONDS:g}; got {limit_s!r}.")
+
+
+def _is_limit(limit_s: object) -> bool:
+    return isinstance(limit_s, int | float) and not isinstance(limit_s, bool) and 0 < limit_s < MOST_SECONDS
+
+
 def _check_equal(mesh: Mesh, seed: int | None) -> None:
     """Raise on every rank unless all were given this seed."""
-    mine = f"seed={seed}"
+    mine = f"seed={seed if hasattr(seed, '__index__') else repr(seed)}"
     texts = texts_across_ranks(mesh, mine)
     if texts.count(mine) < len(texts):
         given = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.core.buffer import Bucket, Pool
-from zeroshard.core.comm import Comm
+from zeroshard.core.comm import BUCKETS, Comm
 from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.gradient import LogicalGradient, MasterGradient, MasterSlice
 from zeroshard.core.layout import CUTS, plan_layout
@@ -31,6 +31,7 @@ from zeroshard.state.units import UnitPlan
 
 __all__ = [
     "Options",
+    "check_bucket_count",
     "check_equal",
     "check_model",
     "check_optimizers",
@@ -54,6 +55,8 @@ def check_model(model: nn.Module, forward_methods: Sequence[str], cut: str, mesh
     """Raise where a model can not be sharded."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+    if isinstance(forward_methods, str):
+        raise TypeError(f"forward_methods takes a list of names; got the text {forward_methods!r}.")
     if cut not in CUTS:
         raise ValueError(f"cut must be one of {', '.join(CUTS)}; got {cut!r}.")
     for name, module in model.named_modules():
@@ -79,8 +82,24 @@ def check_model(model: nn.Module, forward_methods: Sequence[str], cut: str, mesh
                 "mesh whose mesh['tensor'] parallelize_module() was given; use the plain model instead of "
                 "fully_shard()."
             )
+        if type(parameter) is not nn.Parameter and type(parameter).__name__ != "DTensor":
+            raise TypeError(
+                f"Parameter '{name}' is a {type(parameter).__module__}.{type(parameter).__qualname__}; what that class "
+                "does would be lost with zs.shard(). Hold plain torch.nn.Parameters (quantized weights as integers "
+                "that do not require gradients, beside their scales)."
+            )
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.itemsize == 1:
+            raise ValueError(
+                f"Parameter '{name}' is trainable and of {parameter.dtype}, in which no optimizer computes. Freeze it "
+                "with requires_grad_(False), or hold it in bfloat16 or wider."
+            )
         if parameter.layout is not torch.strided:
             raise ValueError(f"Parameter '{name}' has layout {parameter.layout}; only dense parameters can be sharded.")
+    if held := [name for name, p in model.named_parameters() if p.grad is not None]:
+        raise ValueError(
+            f"{len(held)} parameter(s) hold a gradient from before zs.shard(), '{held[0]}' first. It is this rank's "
+            "own, and would be lost. Use it (optimizer.step()) or clear it (model.zero_grad()) before zs.shard()."
+        )
     for method in forward_methods:
         if not callable(getattr(model, method, None)):
             raise ValueError(f"forward_methods names '{method}', which {type(model).__name__} does not have.")
@@ -92,6 +111,8 @@ def lay_out(mesh: Mesh, replicas: int, device_mesh: DeviceMesh | None) -> Mesh:
     Raises:
         ValueError: the axes do not fit the ranks, or leave nothing to shard over.
     """
+    if not isinstance(replicas, int) or not isinstance(device_mesh, DeviceMesh | None):
+        raise TypeError(f"replicas must be a whole number, and mesh a DeviceMesh; got {replicas!r}, {device_mesh!r}.")
     if device_mesh is None:
         if replicas < 1 or mesh.world_size % replicas:
             raise ValueError(f"replicas must divide the {mesh.world_size} rank(s); got {replicas}.")
@@ -283,13 +304,9 @@ def make_unit(
     number: int, plan: UnitPlan, options: Options, mesh: Mesh, pool: Pool, ledger: Ledger, first_bucket: int
 ) -> Unit:
     """Make a unit with empty buckets: one for each set of dtypes and trainability, in order of first parameters."""
-    sets: dict[tuple[Dtypes, bool], list[tuple[str, torch.Tensor]]] = {}
-    for name, parameter in plan.parameters:
-        dtypes = options.precision.dtypes_of(parameter.dtype, is_kept=id(parameter) in options.kept)
-        part = options.forms[id(parameter)].part(parameter.detach())
-        sets.setdefault((dtypes, parameter.requires_grad), []).append((name, part))
     buckets: list[Bucket] = []
-    for (dtypes, _), named in sets.items():
+    for dtypes, parameters in _by_bucket(plan, options):
+        named = [(name, options.forms[id(p)].part(p.detach())) for name, p in parameters]
         rows = tuple(p.numel() // p.shape[0] if p.ndim and p.shape[0] else 1 for _, p in named)
         numels = tuple(p.numel() for _, p in named)
         layout = plan_layout(numels, dtypes.param.itemsize, mesh.shard_size, rows, options.cut, mesh.replicas)
@@ -297,6 +314,25 @@ def make_unit(
         names, parts = [name for name, _ in named], [part for _, part in named]
         buckets.append(Bucket(name, place, names, parts, layout, options.row, mesh.shard_rank, pool, ledger, dtypes))
     return Unit(number, plan.name, buckets, mesh, options.scale, plan.blocks)
+
+
+def _by_bucket(plan: UnitPlan, options: Options) -> list[tuple[Dtypes, list[tuple[str, nn.Parameter]]]]:
+    """Return the parameters of a unit by what makes a bucket: dtypes and trainability."""
+    sets: dict[tuple[Dtypes, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in plan.parameters:
+        dtypes = options.precision.dtypes_of(parameter.dtype, is_kept=id(parameter) in options.kept)
+        sets.setdefault((dtypes, parameter.requires_grad), []).append((name, parameter))
+    return [(dtypes, named) for (dtypes, _), named in sets.items()]
+
+
+def check_bucket_count(plans: Sequence[UnitPlan], options: Options) -> None:
+    """Raise where a model has more buckets than messages can tell apart."""
+    count = sum(len(_by_bucket(plan, options)) for plan in plans)
+    if count > BUCKETS:
+        raise ValueError(
+            f"The model has {count:,} buckets (a unit has one for each dtype and trainability), and messages tell "
+            f"{BUCKETS:,} apart. Name larger units with units=: there are {len(plans):,} now."
+        )
 
 
 def take_over(unit: Unit, plan: UnitPlan, forms: Mapping[int, Form], comm: Comm) -> None:
@@ -307,8 +343,6 @@ def take_over(unit: Unit, plan: UnitPlan, forms: Mapping[int, Form], comm: Comm)
     for name, parameter in plan.parameters:
         (bucket, index), form = homes[name], forms[id(parameter)]
         views[bucket.number][index].copy_(form.part(parameter.detach()))
-        # A gradient from before belongs to a step that was not sharded.
-        parameter.grad = None
         form.point(parameter, bucket.views[index])
         parameter.__dict__["_zeroshard"] = Slot(name, unit.number, bucket, index, form)
         parameter.__class__ = form.classes[0]

@@ -56,6 +56,8 @@ def plan_units(model: nn.Module, units: Sequence[object] | None) -> list[UnitPla
         ValueError: something in `units` is not in the model.
         TypeError: something in `units` is neither a module, a class nor a name.
     """
+    if isinstance(units, str | type):
+        raise TypeError(f"units= takes a list of modules, module classes or class names; got {units!r} itself.")
     names = {module: name for name, module in model.named_modules()}
     chosen = _find_blocks(model) if units is None else _choose(model, units)
     plans = [UnitPlan("", model)] + [UnitPlan(names[m], m) for m in model.modules() if m in chosen and m is not model]

@@ -64,6 +64,8 @@ def _hang(
                 model.__dict__[method] = _wrap(model, method, enter, leave, casts)
     landed = Landed(engine)
     for parameter in model.parameters():
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            continue  # it can never be trained
         # torch takes hooks of trainable parameters only; a frozen one may be trained later.
         is_trainable = parameter.requires_grad
         parameter.requires_grad_(True).register_post_accumulate_grad_hook(landed)

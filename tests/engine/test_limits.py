@@ -1,0 +1,126 @@
+"""Counters beyond the limits of what carries them: a run across a limit has the bits of one that starts at zero."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zeroshard as zs
+from zeroshard.core.comm import BUCKETS, PASSES, tag_of
+from zeroshard.core.precision import LossScale
+from zeroshard.host.board import ABOUT, ABOUT_BITS, TURNS, WORDS
+from zeroshard.state.takeover import Options, check_bucket_count
+from zeroshard.state.units import UnitPlan
+from zeroshard.testing import run_ranks
+
+from . import models
+from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S
+
+STEPS = 4
+NEAR = 10
+"""What is left to a limit when the steps begin; each takes three passes or more."""
+
+Observed = list[tuple[float, Tensor, dict[str, Tensor], dict[str, Any]]]
+
+
+def train(stage: int, shared_memory: bool, start: dict[str, int]) -> Observed:
+    """Take steps with counters that begin where `start` says; return what each step shows of whole values."""
+    model = models.build(models.Stack)
+    optimizer = models.adamw(model)
+    zero = zs.shard(
+        model,
+        optimizer,
+        stage=stage,
+        precision=zs.Precision(param=torch.bfloat16, master=torch.bfloat16, rounding="stochastic"),
+        shared_memory=shared_memory,
+        watchdog_s=WATCHDOG_S,
+    )
+    average = zero.ema(0.9)
+    zero._engine.order._count = start["passes"]
+    if shared_memory and start["meetings"]:
+        set_meetings(zero, start["meetings"])
+    seen: Observed = []
+    for step in range(STEPS):
+        loss = models.stack_loss(model, step, dist.get_rank())
+        loss.backward()
+        grad = model.blocks[1].up.weight.grad
+        whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update()
+        with average.swapped(), zero.gathered(states=True):
+            weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+            states = {key: dict(state) for key, state in optimizer.state_dict()["state"].items()}
+        assert zero.agree(True, f"step {step}")
+        seen.append((loss.item(), whole, weights, states))
+    return seen
+
+
+def set_meetings(zero: zs.Zero, count: int) -> None:
+    """Let all ranks have met `count` times at each place of the board where they met at all, and agreed as often."""
+    comm = zero._engine.comm
+    board = comm._memory._board
+    dist.barrier()
+    for place in list(board._counts):
+        board._counts[place] = count
+        own, first = board._words[board._rank], WORDS * place
+        own[first] = count << ABOUT_BITS | own[first] & ABOUT
+    dist.barrier()
+
+
+def across_limits(stage: int) -> list[str]:
+    """Compare runs that begin near the limits with one that begins at zero; return where they differ."""
+    undisturbed = train(stage, True, {"passes": 0, "meetings": 0})
+    differences = []
+    for shared_memory in (True, False):
+        found = train(stage, shared_memory, {"passes": PASSES - NEAR, "meetings": TURNS - NEAR})
+        try:
+            torch.testing.assert_close(found, undisturbed, rtol=0, atol=0)
+        except AssertionError as error:
+            differences.append(f"shared_memory={shared_memory}: {error}")
+    return differences
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_passes_and_meetings_may_be_any_number(stage: int) -> None:
+    assert run_ranks(across_limits, 2, stage, timeout_s=2 * TIMEOUT_S) == [[], []]
+
+
+@pytest.mark.parametrize("number", [0, PASSES - 1, PASSES, 2**31 - 1, 2**31, 2**63])
+def test_tags_fit_into_what_carries_them(number: int) -> None:
+    tags = {tag_of(number + passed, bucket) for passed in range(3) for bucket in (0, 1, BUCKETS - 1)}
+    assert len(tags) == 9
+    assert min(tags) >= 0 and 2 * max(tags) + 1 < 2**31
+
+
+def test_more_buckets_than_tags_can_tell_apart_are_refused() -> None:
+    model = models.build(models.Stack)
+    plan = UnitPlan("", model, [("weight", model.head.weight), ("bias", model.head.bias.requires_grad_(False))])
+    options = Options(zs.Residency(), zs.Precision(), "element", 1.0, frozenset(), {})
+    check_bucket_count([plan] * (BUCKETS // 2), options)
+    with pytest.raises(ValueError, match=r"32,770 buckets.*32,768.*units=.*16,385"):
+        check_bucket_count([plan] * (BUCKETS // 2 + 1), options)
+
+
+def test_a_loss_scale_stays_finite() -> None:
+    scale = LossScale("dynamic")
+    scale.value, scale.GROWTH_STEPS = 2.0**120, 1
+    for _ in range(1000):
+        scale.step(has_overflowed=False)
+    assert torch.tensor(scale.value).isfinite()
+    assert torch.tensor(1.0 / scale.value) > 0
+    scale.step(has_overflowed=True)
+    assert scale.value == 2.0**125
+
+
+def test_a_rank_may_have_a_great_step_count() -> None:
+    """The optimizer's own counters are the user's; the engine's are text where ranks compare them."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zs.shard(model, optimizer)
+    zero._sharded[0].steps = zero._engine.order.steps = 2**63
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert zero.traffic().steps == 2**63 + 1
