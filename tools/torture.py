@@ -3,10 +3,11 @@
     python -m tools.torture --kills 300
     python -m tools.torture --minutes 60 --seed 7
 
-Each start trains, saves after every step and goes on from the newest checkpoint. One rank, or all, kill themselves
-after a random time: while they start, compute, communicate, write, flush, rename or load. After each kill the newest
-checkpoint that was known to be committed must be whole; at its end each job must have the losses, parameters and states
-of one that nothing disturbed, bit for bit. The exit status is 1 where one had not, and what it left is kept.
+Each start trains, saves after every step and goes on from the newest checkpoint; in half of the jobs ranks take
+different paths through the model. One rank, or all, kill themselves after a random time: while they join, are sharded,
+compute, communicate, write (at once or in the background), flush, rename or load. After each kill the newest checkpoint
+that was known to be committed must be whole; at its end each job must have the losses, parameters and states of one
+that nothing disturbed, bit for bit. The exit status is 1 where one had not, and what it left is kept.
 """
 
 import argparse
@@ -49,14 +50,16 @@ def main() -> None:
     counts = Torture(folder, arguments.seed, arguments.ranks, arguments.stages).run(is_enough)
     seconds = time.monotonic() - begin_s
     print(f"{seconds:6.0f} s  {line_of(counts)}")
-    for place, number in counts.places.most_common():
-        print(f"  {number:5}  {place}")
+    for what, counted in (("by phase", counts.phases), ("more closely", counts.places)):
+        print(f"Where the processes were, {what}:")
+        for place, number in counted.most_common():
+            print(f"  {number:5}  {place}")
     for problem in counts.problems:
         print(problem)
     if counts.problems:
         print(f"what is left: {folder}")
     if arguments.output:
-        found = vars(counts) | {"places": dict(counts.places.most_common())}
+        found = vars(counts) | {key: dict(getattr(counts, key).most_common()) for key in ("phases", "places")}
         found |= {"seed": arguments.seed, "seconds": round(seconds, 1)}
         write_result(arguments.output, circumstances("tools.torture") | found)
     sys.exit(1 if counts.problems else 0)

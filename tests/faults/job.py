@@ -7,13 +7,13 @@ checkpoint, so two jobs that ended with equal checkpoints trained alike througho
 import os
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -62,7 +62,8 @@ class Places:
         original: Callable[..., Any] = getattr(owner, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self._write(f"{self.phase}: {what}")
+            is_main = threading.current_thread() is threading.main_thread()
+            self._write(f"{self.phase if is_main else 'background save'}: {what}")
             if owner is files:
                 self.operations += 1
                 if self.operations == self._last:
@@ -94,10 +95,10 @@ class Net(nn.Module):
         self.head = nn.Linear(16, 13, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, path: Sequence[int] = range(3)) -> Tensor:
         x = self.embedding(ids)
-        for block in self.blocks:
-            x = x + nn.functional.dropout(block(x), 0.1)
+        for number in path:
+            x = x + nn.functional.dropout(self.blocks[number](x), 0.1)
         return self.head(x)
 
 
@@ -111,15 +112,22 @@ def make(stage: int, **options: Any) -> tuple[Net, torch.optim.Optimizer, zs.Zer
     return model, optimizer, zero
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
-    """Return the loss of a rank's batch of a step."""
+def loss_of(model: nn.Module, step: int, rank: int, path: Sequence[int] = range(3)) -> Tensor:
+    """Return the loss of a rank's batch of a step, which takes the blocks of a path."""
     ids = (randn(8, 5, key=(7, step, rank)) * 1000).long() % 13
-    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ((ids * 5 + 1) % 13).flatten())
+    return nn.functional.cross_entropy(model(ids, path).flatten(0, 1), ((ids * 5 + 1) % 13).flatten())
 
 
-def train(folder: str, stage: int, steps: int, kill: Kill, asynchronous: bool = False) -> list[float]:
-    """Train to the end, or until the kill; return all losses. Runs on a rank."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+def path_of(step: int, rank: int) -> list[int]:
+    """Return the blocks that a rank uses in a step of a job with branches, as experts are: others each time."""
+    return [block for block in range(3) if step % 4 and (step * (block + 1) + rank + block) % 2]
+
+
+def train(
+    folder: str, stage: int, steps: int, kill: Kill, asynchronous: bool = False, has_paths: bool = False
+) -> list[float]:
+    """Train to the end, or until the kill; return all losses. Runs on a rank, from the start of its process on."""
+    begin_s, rank = time.monotonic(), int(os.environ["RANK"])
     is_mine = rank in kill.ranks
     if is_mine and not kill.operation:
         timer = threading.Timer(kill.after_s, die)
@@ -127,7 +135,9 @@ def train(folder: str, stage: int, steps: int, kill: Kill, asynchronous: bool = 
         timer.start()
     root = Path(folder)
     places = Places(root, rank, kill.operation if is_mine else 0)
-    places.enter("start")
+    places.enter("join")
+    zs.init(watchdog_s=WATCHDOG_S)
+    places.enter("shard")
     model, optimizer, zero = make(stage)
     if zero.mesh.world_size > 1:
         places.watch(zero._engine.comm, "_wait", "wait")
@@ -135,9 +145,10 @@ def train(folder: str, stage: int, steps: int, kill: Kill, asynchronous: bool = 
     newest = zs.latest(root / "checkpoints")
     losses: list[float] = [] if newest is None else zero.load(newest).extra["losses"]
     committed: list[str] = []
+    (root / f"start-{rank}").write_text(str(time.monotonic() - begin_s))
     for step in range(len(losses), steps):
         places.enter("forward")
-        loss = loss_of(model, step, rank)
+        loss = loss_of(model, step, rank, path_of(step, rank) if has_paths else range(3))
         places.enter("backward")
         loss.backward()
         places.enter("update")

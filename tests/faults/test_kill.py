@@ -18,13 +18,14 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_job_that_is_killed_ends_as_one_that_was_not(tmp_path: Path, world: int) -> None:
-    counts = Torture(tmp_path, key=world, worlds=[world]).run(lambda counts: counts.kills >= 4)
+    # Ranks on different paths resume with other last bits until sums have one order; tools/torture.py tries them.
+    counts = Torture(tmp_path, key=world, worlds=[world], paths=[False]).run(lambda counts: counts.kills >= 4)
     assert counts.problems == []
     assert (counts.lost, counts.mismatched) == (0, 0)
     assert counts.kills >= 4 and counts.jobs > 0
 
 
-def forgets(folder: str, stage: int, steps: int, kill: job.Kill, asynchronous: bool) -> list[float]:
+def forgets(folder: str, stage: int, steps: int, kill: job.Kill, *options: bool) -> list[float]:
     """The job with a planted bug: what goes on draws other dropout masks."""
     original = job.make
 
@@ -35,10 +36,10 @@ def forgets(folder: str, stage: int, steps: int, kill: job.Kill, asynchronous: b
         return made
 
     job.make = make
-    return job.train(folder, stage, steps, kill, asynchronous)
+    return job.train(folder, stage, steps, kill, *options)
 
 
-def damages(folder: str, stage: int, steps: int, kill: job.Kill, asynchronous: bool) -> list[float]:
+def damages(folder: str, stage: int, steps: int, kill: job.Kill, *options: bool) -> list[float]:
     """The job with a planted bug: the newest checkpoint is damaged after its commit."""
     rename = files.rename
 
@@ -48,7 +49,7 @@ def damages(folder: str, stage: int, steps: int, kill: job.Kill, asynchronous: b
             os.truncate(target / "manifest.json", 20)
 
     files.rename = planted
-    return job.train(folder, stage, steps, kill, asynchronous)
+    return job.train(folder, stage, steps, kill, *options)
 
 
 @pytest.mark.parametrize(("planted", "found"), [(forgets, "mismatched"), (damages, "lost")])
@@ -56,9 +57,9 @@ def test_planted_bugs_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     def enough(counts: Counts) -> bool:
         return bool(counts.problems) or counts.kills >= 12
 
-    torture = Torture(tmp_path, key=3, worlds=[2], stages=[3])
+    torture = Torture(tmp_path, key=3, worlds=[2], stages=[3], paths=[False])
     for asynchronous in (False, True):
-        torture._undisturbed(Kind(2, 3, asynchronous))
+        torture._undisturbed(Kind(2, 3, asynchronous, False))
     monkeypatch.setattr("tests.faults.torture.train", planted)
     try:
         counts = torture.run(enough)
@@ -75,5 +76,6 @@ def test_the_tool_counts_and_writes(tmp_path: Path) -> None:
     counts = json.loads(output.read_text())
     assert (counts["kills"], counts["lost"], counts["mismatched"], counts["problems"]) == (1, 0, 0, [])
     assert sum(counts["places"].values()) == 1
+    assert sum(counts["phases"].values()) == 1
     assert "1 kills, " in run.stdout
     assert "0 checkpoints lost, 0 jobs not bitwise equal" in run.stdout

@@ -23,6 +23,7 @@ __all__ = ["Counts", "Torture"]
 STEPS = 6
 TIMEOUT_S = 60.0
 KILLS_OF_A_JOB = 8
+GRACE_S = 1.0
 
 
 @dataclass
@@ -31,7 +32,8 @@ class Counts:
 
     Args:
         kills: starts that a kill ended.
-        places: what the killed ranks did then.
+        phases: of the job, in which the killed ranks were.
+        places: what they did then, more closely.
         jobs: that were killed at least once and then run to their end.
         resumed: of them, how many starts went on from a checkpoint.
         lost: kills after which a checkpoint that was committed, and not removed as an old one, was gone or damaged.
@@ -40,6 +42,7 @@ class Counts:
     """
 
     kills: int = 0
+    phases: Counter[str] = field(default_factory=Counter)
     places: Counter[str] = field(default_factory=Counter)
     jobs: int = 0
     resumed: int = 0
@@ -55,18 +58,21 @@ class Kind:
     world: int
     stage: int
     asynchronous: bool
+    has_paths: bool
 
     def __str__(self) -> str:
-        return f"ranks-{self.world}-stage-{self.stage}{'-asynchronous' if self.asynchronous else ''}"
+        options = f"{'-asynchronous' if self.asynchronous else ''}{'-paths' if self.has_paths else ''}"
+        return f"ranks-{self.world}-stage-{self.stage}{options}"
 
 
 @dataclass(frozen=True)
 class Whole:
-    """The undisturbed job: its checkpoint, its losses, how long it took, and in how many file operations."""
+    """The undisturbed job: its checkpoint, its losses, how long it and its start took, and its file operations."""
 
     folder: Path
     losses: list[float]
     seconds: float
+    start_s: float
     operations: int
 
 
@@ -78,16 +84,22 @@ class Torture:
         key: chooses when and whom.
         worlds: rank counts to choose from.
         stages: stages to choose from.
+        paths: whether ranks take different paths, to choose from.
 
     Jobs save at once or in the background, half of them each.
     """
 
     def __init__(
-        self, folder: Path, key: int, worlds: Sequence[int] = (1, 2, 3), stages: Sequence[int] = (0, 1, 2, 3)
+        self,
+        folder: Path,
+        key: int,
+        worlds: Sequence[int] = (1, 2, 3),
+        stages: Sequence[int] = (0, 1, 2, 3),
+        paths: Sequence[bool] = (False, True),
     ) -> None:
         self.counts = Counts()
         self._folder, self._draw = folder, random.Random(key)
-        self._kinds = [Kind(*each) for each in itertools.product(worlds, stages, (False, True))]
+        self._kinds = [Kind(*each) for each in itertools.product(worlds, stages, (False, True), paths)]
         self._whole: dict[Kind, Whole] = {}
         self._number = 0
 
@@ -119,17 +131,24 @@ class Torture:
             shutil.rmtree(folder)
 
     def _kill(self, world: int, whole: Whole) -> Kill:
-        """Choose one rank or all, and a time or a file operation: few moments are in one, and most that matter."""
+        """Choose one rank or all, and when.
+
+        At a time of the start-up (the rendezvous, `zs.shard`, a load), at any time, or at a file operation: few moments
+        are in one, and most that matter.
+        """
         ranks = tuple(range(world)) if self._draw.random() < 0.2 else (self._draw.randrange(world),)
-        if self._draw.random() < 0.5:
+        how = self._draw.random()
+        if how < 0.4:
             return Kill(ranks, operation=self._draw.randint(1, whole.operations))
-        return Kill(ranks, after_s=self._draw.uniform(0.0, whole.seconds))
+        return Kill(ranks, after_s=self._draw.uniform(0.0, whole.start_s if how < 0.6 else whole.seconds))
 
     def _start(self, folder: Path, kind: Kind, kill: Kill) -> list[float] | None:
         """Start the job, or go on with it; return rank 0's losses, None where it was killed."""
-        args = (str(folder), kind.stage, STEPS, kill, kind.asynchronous)
+        args = (str(folder), kind.stage, STEPS, kill, kind.asynchronous, kind.has_paths)
         try:
-            return run_ranks(train, kind.world, *args, timeout_s=TIMEOUT_S, process_group=kind.world > 1)[0]
+            # Ranks join by themselves, so that they can be killed while they do; those that wait for one that was
+            # killed are ended, as a launcher does.
+            return run_ranks(train, kind.world, *args, timeout_s=TIMEOUT_S, grace_s=GRACE_S, process_group=False)[0]
         except RankFailure as failure:
             if not any(error.type_name == "SIGKILL" for error in failure.errors.values()):
                 raise
@@ -139,7 +158,9 @@ class Torture:
         """Count a kill, and look whether what was committed before it is still there."""
         counts = self.counts
         counts.kills += 1
-        counts.places.update(place_of(folder, rank) for rank in kill.ranks)
+        places = [place_of(folder, rank) for rank in kill.ranks]
+        counts.places.update(places)
+        counts.phases.update(place.partition(":")[0] for place in places)
         ledger = folder / "committed"
         committed = ledger.read_text().split()[-1:] if ledger.exists() else []
         try:
@@ -167,8 +188,8 @@ class Torture:
             begin_s = time.monotonic()
             losses = self._start(folder, kind, Kill())
             assert losses is not None and len(losses) == STEPS
-            seconds = time.monotonic() - begin_s
-            self._whole[kind] = Whole(folder, losses, seconds, int((folder / "operations").read_text()))
+            seconds, start_s = time.monotonic() - begin_s, float((folder / "start-0").read_text())
+            self._whole[kind] = Whole(folder, losses, seconds, start_s, int((folder / "operations").read_text()))
         return self._whole[kind]
 
 

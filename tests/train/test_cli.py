@@ -386,6 +386,7 @@ def test_a_rank_that_is_late_at_the_start(presses, tmp_path):
     begin_s = time.monotonic()
     _, err = run.communicate(timeout=60)
     assert time.monotonic() - begin_s < 5.0
-    assert run.returncode == (130 if presses else 128 + signal.SIGKILL)
+    # A launcher that a second Ctrl-C ends, ends by it; a shell tells 130 then, too.
+    assert run.returncode in ((130, -signal.SIGINT) if presses else (128 + signal.SIGKILL,))
     assert presses or "zeroshard: rank 1 of 2 was ended by SIGKILL; the others were ended\n" in err
     assert not any(_is_running(rank) for rank in ranks)

@@ -7,7 +7,8 @@ Note: Ctrl-C
     The launcher starts each rank in a session of its own, so the terminal's signal reaches the launcher alone. It
     passes the signal on and waits; the ranks finish their step, agree to stop, write what they have and end. They get
     as long for it as a rank waits for the others (`zero.watchdog_s`). A second signal ends them at once. A rank that is
-    still starting, and holds nothing worth writing, ends at once, too.
+    still starting, and holds nothing worth writing, ends at once, too. A rank that was stopped goes on, since it would
+    not hear the signal.
 Note: network
     Ranks of one host need no network: the launcher's store and gloo's connections are on the loopback interface, where
     no other host can reach them.
@@ -24,7 +25,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Final, Self, final
 
@@ -33,6 +36,8 @@ __all__ = ["StopSignal", "follow_launcher", "is_first_rank", "joined_world_size"
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S: Final = 1.0
 _LOOPBACK: Final = "127.0.0.1"
+_LAUNCHER: Final = "ZEROSHARD_LAUNCHER"
+"""The launcher's process, for its ranks: it may end before they look."""
 _RANK_MAIN: Final = """
 import os, signal
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -55,8 +60,9 @@ def is_first_rank() -> bool:
 
 
 def follow_launcher() -> None:
-    """End this process when the one that started it is gone, however that ended."""
-    threading.Thread(target=_end_without, args=(os.getppid(),), daemon=True).start()
+    """End this process when the one that started it is gone, however that ended, and also if it is gone already."""
+    launcher = int(os.environ.get(_LAUNCHER, os.getppid()))
+    threading.Thread(target=_end_without, args=(launcher,), daemon=True).start()
 
 
 def _end_without(launcher: int) -> None:
@@ -87,6 +93,7 @@ def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Not an argument of LaunchConfig: not every torch has that, and the launcher's own default is half a minute.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(patience_s)))
+    os.environ[_LAUNCHER] = str(os.getpid())
     _quieten()
     listener = socket.socket()
     listener.bind((_LOOPBACK, 0))
@@ -108,7 +115,8 @@ def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> 
         max_restarts=0,
     )
     try:
-        elastic_launch(config, sys.executable)("-c", _RANK_MAIN, *arguments)
+        with _insisting():
+            elastic_launch(config, sys.executable)("-c", _RANK_MAIN, *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return _status(failure.exitcode), f"rank {rank} of {ranks} {_how(failure.exitcode)}; the others were ended"
@@ -117,6 +125,48 @@ def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> 
     except KeyboardInterrupt:
         return 128 + signal.SIGINT, ""
     return 0, ""
+
+
+@contextmanager
+def _insisting() -> Iterator[None]:
+    """Have stopped ranks go on at the first signal to this process, and have a second one kill all ranks.
+
+    torch's launcher has handlers of its own, which wait for the ranks. What the interpreter writes of each signal, and
+    this thread reads, does not depend on them. Whatever ends that launcher, no rank is left.
+    """
+    others = _children()
+    signals, written = socket.socketpair()
+    written.setblocking(False)
+    before = signal.set_wakeup_fd(written.fileno())
+
+    def insist() -> None:
+        count = 0
+        while number := signals.recv(1):
+            count += number[0] in _SIGNALS
+            if number[0] in _SIGNALS:
+                _send(signal.SIGCONT if count == 1 else signal.SIGKILL, _children() - others)
+
+    thread = threading.Thread(target=insist, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        _send(signal.SIGKILL, _children() - others)
+        written.close()
+        thread.join()
+        signals.close()
+
+
+def _children() -> set[int]:
+    """Return the processes that this one started, as far as they live."""
+    return {int(child) for path in Path("/proc/self/task").glob("*/children") for child in path.read_text().split()}
+
+
+def _send(number: signal.Signals, processes: set[int]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
 
 
 def _quieten() -> None:
