@@ -29,7 +29,7 @@ def begin(engine: Engine, what: str) -> None:
     if engine.gathered is not None:
         raise RuntimeError(f"{engine.mesh} {what} under gathered(): leave the context first.")
     engine.complete()
-    engine.order.barrier(what)
+    engine.order.settle(what)
 
 
 @contextmanager

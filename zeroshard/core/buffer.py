@@ -20,18 +20,19 @@ Note: the life of a gradient
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from zeroshard.core.changes import Changes
 from zeroshard.core.layout import Layout, choose_buffer
 from zeroshard.core.precision import Dtypes
 from zeroshard.core.residency import Residency
 from zeroshard.core.trace import Ledger
 from zeroshard.host.memory import Memory, OwnMemory
 
-__all__ = ["Bucket", "GradientBuffer", "Pool", "Staged", "flatten"]
+__all__ = ["Bucket", "GradientBuffer", "Pool", "Staged", "count_update", "flatten"]
 
 Tensor = torch.Tensor
 
@@ -348,6 +349,7 @@ class Bucket:
         self._rounded = rounded
         self.parameters: list[torch.nn.Parameter] = []
         """The model's parameters that are views of it, in order."""
+        self.changes = Changes(self.names, self.parameters, self.full, is_whole=self.is_whole)
         self.has_states = False
         """Whether an optimizer updates it."""
         self.updates = 0
@@ -370,11 +372,15 @@ class Bucket:
         """Let `full` cost nothing for as long as it is not read, where its memory can do so."""
         self._memory.rest(self.full)
 
-    def keep(self) -> None:
-        """Follow a change to the whole parameters: in the shard, and in the masters that do not round to it."""
+    def keep(self, values: Tensor) -> None:
+        """Follow a change to the whole parameters: in the shard, and in the masters that do not round to it.
+
+        Args:
+            values: (full_numel,), equal on all ranks.
+        """
         with torch.no_grad():
             if not self.is_whole:
-                self.shard.copy_(self.own)
+                self.shard.copy_(values[slice(*self.layout.shard_range(self._rank))])
             if self.has_masters:
                 is_changed = self.masters.to(self.dtype) != self._rounded
                 self.masters.copy_(torch.where(is_changed, self._rounded.to(self.masters.dtype), self.masters))
@@ -420,6 +426,13 @@ class Bucket:
     def resident_range(self) -> tuple[int, int]:
         """Elements of the bucket that this rank keeps between passes, as (start, stop)."""
         return (0, self.layout.full_numel) if self.is_whole else self.layout.shard_range(self._rank)
+
+
+def count_update(buckets: Iterable[Bucket]) -> None:
+    """Let autograd know that parameters that stay whole have new values."""
+    for bucket in buckets:
+        torch.autograd.graph.increment_version(bucket.parameters)
+        bucket.changes.accept()
 
 
 def flatten(value: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:

@@ -93,6 +93,8 @@ class Average:
         if self._engine.gathered is not None:
             raise RuntimeError(f"{self._engine.mesh} swapped() inside gathered(): enter gathered() inside it instead.")
         self._engine.check_outside_pass("swapped()")
+        self._engine.complete()
+        self._engine.order.settle("swapped()")
         self._exchange()
         follow_masters(self._engine)
         updates = [bucket.updates for bucket in self._buckets]
@@ -102,6 +104,7 @@ class Average:
             has_finished = True
         finally:
             has_changed = updates != [bucket.updates for bucket in self._buckets]
+            has_changed |= any(bucket.changes.has_any() for bucket in self._buckets)
             self._exchange()
             if has_finished:
                 follow_masters(self._engine)

@@ -3,8 +3,7 @@
 Owns that exchange. It must not know who changed the masters. Read `core/buffer.py` (`Bucket.follow_masters`) first.
 """
 
-import torch
-
+from zeroshard.core.buffer import count_update
 from zeroshard.core.engine import Engine
 
 __all__ = ["follow_masters"]
@@ -24,5 +23,4 @@ def follow_masters(engine: Engine) -> None:
             bucket.updates += 1
             if bucket.is_whole and not bucket.states_are_whole and bucket.layout.full_numel:
                 engine.comm.gather(bucket.full, unit.tag(bucket, number), f"new values of {unit}", "state").wait()
-        if unit.is_whole:
-            torch.autograd.graph.increment_version(unit.parameters)
+        count_update(bucket for bucket in unit.buckets if bucket.is_whole)
