@@ -20,7 +20,7 @@ Note: the life of a gradient
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,7 @@ from zeroshard.core.residency import Residency
 from zeroshard.core.trace import Ledger
 from zeroshard.host.memory import Memory, OwnMemory
 
-__all__ = ["Bucket", "GradientBuffer", "Pool", "Staged", "count_update", "flatten"]
+__all__ = ["Bucket", "GradientBuffer", "Pool", "Staged", "flatten"]
 
 Tensor = torch.Tensor
 
@@ -372,12 +372,9 @@ class Bucket:
         """Let `full` cost nothing for as long as it is not read, where its memory can do so."""
         self._memory.rest(self.full)
 
-    def keep(self, values: Tensor) -> None:
-        """Follow a change to the whole parameters: in the shard, and in the masters that do not round to it.
-
-        Args:
-            values: (full_numel,), equal on all ranks.
-        """
+    def keep(self) -> None:
+        """Follow a change to the whole parameters: in the shard, and in the masters that do not round to it."""
+        values = self.full if self.changes.values is None else self.changes.values
         with torch.no_grad():
             if not self.is_whole:
                 self.shard.copy_(values[slice(*self.layout.shard_range(self._rank))])
@@ -426,13 +423,6 @@ class Bucket:
     def resident_range(self) -> tuple[int, int]:
         """Elements of the bucket that this rank keeps between passes, as (start, stop)."""
         return (0, self.layout.full_numel) if self.is_whole else self.layout.shard_range(self._rank)
-
-
-def count_update(buckets: Iterable[Bucket]) -> None:
-    """Let autograd know that parameters that stay whole have new values."""
-    for bucket in buckets:
-        torch.autograd.graph.increment_version(bucket.parameters)
-        bucket.changes.accept()
 
 
 def flatten(value: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:

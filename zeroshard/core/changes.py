@@ -13,12 +13,12 @@ Note: the life of a change
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
 import torch
 
-__all__ = ["Changes"]
+__all__ = ["Changes", "checksum_of", "describe"]
 
 Tensor = torch.Tensor
 
@@ -67,13 +67,6 @@ class Changes:
         if self.values is not None:
             self._full.copy_(self.values)
 
-    def checksum(self, start: int) -> int:
-        """Return the CRC-32 of the names and values of the change, continued from `start`."""
-        if self.values is None:
-            return start
-        crc = zlib.crc32(" ".join(self.names).encode(), start)
-        return zlib.crc32(self.values.view(torch.uint8).cpu().numpy().data, crc)
-
     def clear(self) -> None:
         """Forget a change that was kept or refused."""
         self.values, self.names = None, []
@@ -82,3 +75,29 @@ class Changes:
         """Take what is there for what ranks agreed on."""
         self.clear()
         self._seen = self._versions()
+
+    def count_update(self) -> None:
+        """Let autograd know that parameters that stay whole were updated."""
+        torch.autograd.graph.increment_version(list(self._parameters))
+        self.accept()
+
+
+def checksum_of(changes: Iterable[Changes]) -> int:
+    """Return the CRC-32 of the names and values of all changes, 0 where there is none."""
+    crc = 0
+    for one in changes:
+        if one.values is not None:
+            crc = zlib.crc32(" ".join(one.names).encode(), crc)
+            crc = max(1, zlib.crc32(one.values.view(torch.uint8).cpu().numpy().data, crc))
+    return crc
+
+
+def describe(names: Sequence[str]) -> str:
+    """Return the error for changes that are not the same on all ranks; `names` are those of each rank."""
+    lines = "\n".join(f"  rank {rank}: {text or '(nothing)'}" for rank, text in enumerate(names))
+    return (
+        f"Parameters were changed in place, outside the optimizer, and not to the same values on all ranks:\n{lines}\n"
+        "Where parameters are sharded the change is lost, where they are not ranks differ now. Make the same change on "
+        "every rank (all_reduce the statistics that it is made of), hold what belongs to one rank in a buffer, or "
+        "change it in `with zero.gathered(writeback=True):`, which keeps rank 0's."
+    )

@@ -171,9 +171,8 @@ class Engine:
             frame.saved.__enter__()
         except RuntimeError as error:
             raise RuntimeError(
-                f"{self.mesh} torch.func.grad, vjp, jacrev and hessian switch off the hooks on saved tensors, without "
-                "which backward would read released parameters. Use torch.autograd.grad(..., create_graph=True) or "
-                "torch.autograd.functional, or enter `with zero.gathered():` around the transform, on every rank."
+                f"{self.mesh} torch.func.grad, vjp, jacrev and hessian switch off the hooks that gather parameters for "
+                "a backward. Use torch.autograd.grad, or enter `with zero.gathered():` around them, on every rank."
             ) from error
         self.order.open("forward", key)
 
@@ -275,9 +274,9 @@ class Engine:
             )
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{self.mesh} create_graph=True is not supported: the gradient of '{slot.name}' would leave its graph "
-                "when it is reduced. Compute higher derivatives with torch.autograd.grad on the plain model, before "
-                "zs.shard()."
+                f"{self.mesh} backward(create_graph=True) is not supported: the gradient of '{slot.name}' would leave "
+                "its graph when it is reduced. Use torch.autograd.grad(..., create_graph=True), and backward() of what "
+                "is computed from its results."
             )
         if self._is_in_forward:
             raise RuntimeError(

@@ -15,7 +15,7 @@ from typing import Any, final
 
 import torch
 
-from zeroshard.core.buffer import count_update, flatten
+from zeroshard.core.buffer import flatten
 from zeroshard.core.comm import Pending
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import MasterSlice
@@ -158,7 +158,9 @@ class ShardedOptimizer:
 
         engine.order.publish(numbers, start)
         # Saved tensors of parameters that stay whole are checked by autograd itself.
-        count_update(bucket for bucket in buckets.values() if bucket.is_whole)
+        for bucket in buckets.values():
+            if bucket.is_whole:
+                bucket.changes.count_update()
 
     def _raise_not_finite(self, scale: LossScale | None) -> None:
         mine = next((slot_of(m).name for m in self.masters if m.grad is not None and not m.grad.isfinite().all()), "")

@@ -28,7 +28,7 @@ from typing import Literal
 
 import torch
 
-from zeroshard.core.buffer import Bucket
+from zeroshard.core.changes import checksum_of, describe
 from zeroshard.core.comm import Comm, Pending
 from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.schedule import ROOT, WINDOW, Action, Mark, Record, Request, Schedule, hoist, replay
@@ -79,6 +79,7 @@ class Order:
 
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
         self._units, self._comm = units, comm
+        self._changes = [bucket.changes for unit in units for bucket in unit.buckets]
         self.current: Pass | None = None
         self.steps = 0
         self.has_stepped = False
@@ -192,7 +193,7 @@ class Order:
 
         Returns: the least and the greatest checksum of what ranks changed in place.
         """
-        checksum = self._checksum()
+        checksum = checksum_of(self._changes)
         if not pass_.reduces:
             is_sharded = any(not unit.is_whole for unit in self._units)
             return self.barrier(f"the end of {pass_}", checksum) if is_sharded else (0, 0)
@@ -224,17 +225,10 @@ class Order:
         for unit in self._units:
             for bucket in unit.buckets if unit.is_whole else ():
                 bucket.changes.note()
-        least, greatest = self.barrier(place, self._checksum() if is_fine else -1)
+        least, greatest = self.barrier(place, checksum_of(self._changes) if is_fine else -1)
         if least >= 0:
             self._keep_changes(least, greatest, place)
         return least >= 0
-
-    def _checksum(self) -> int:
-        """Return the checksum of what user code changed on this rank; 0 where it changed nothing."""
-        checksum = 0
-        for changes in (bucket.changes for unit in self._units for bucket in unit.buckets):
-            checksum = max(1, changes.checksum(checksum)) if changes.values is not None else checksum
-        return checksum
 
     def _keep_changes(self, least: int, greatest: int, place: str) -> None:
         """Keep what user code changed in place where it is the same on all ranks that hold the same tensors."""
@@ -243,27 +237,18 @@ class Order:
         what, comm = f"the parameters that were changed in place before {place}", self._comm
         buckets = [b for unit in self._units for b in unit.buckets if b.changes.values is not None]
         if least != greatest:
-            rows = comm.collect(torch.tensor([self._checksum()], device=comm.mesh.device), what)
+            rows = comm.collect(torch.tensor([checksum_of(self._changes)], device=comm.mesh.device), what)
             if not comm.agree([int(len(set(rows[list(comm.mesh.data_ranks), 0].tolist())) == 1)], what)[0]:
-                self._refuse_changes(buckets, comm.texts(", ".join(n for b in buckets for n in b.changes.names), what))
+                names = comm.texts(", ".join(name for b in buckets for name in b.changes.names), what)
+                for bucket in buckets:
+                    if not bucket.is_whole:
+                        bucket.changes.clear()
+                raise RankMismatchError(f"{comm.mesh} {describe(names)}")
         for bucket in buckets:
-            assert bucket.changes.values is not None
-            bucket.keep(bucket.changes.values)
+            bucket.keep()
             bucket.changes.clear()
         # Others may read the shards in place from now on.
         self.barrier(what)
-
-    def _refuse_changes(self, buckets: Sequence[Bucket], names: Sequence[str]) -> None:
-        for bucket in buckets:
-            if not bucket.is_whole:
-                bucket.changes.clear()
-        lines = "\n".join(f"  rank {rank}: {text or '(nothing)'}" for rank, text in enumerate(names))
-        raise RankMismatchError(
-            f"{self._comm.mesh} Parameters were changed in place, outside the optimizer, and not to the same values on "
-            f"all ranks:\n{lines}\nWhere parameters are sharded the change is lost, where they are not ranks differ "
-            "now. Make the same change on every rank (all_reduce the statistics that it is made of), hold what belongs "
-            "to one rank in a buffer, or change it in `with zero.gathered(writeback=True):`, which keeps rank 0's."
-        )
 
     def _merge(self, pass_: Pass) -> Record:
         """Return the record for the next pass of this kind; its requests are agreed ones only, equal on all ranks."""

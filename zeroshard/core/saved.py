@@ -84,10 +84,8 @@ class SavedTensors:
             if sys._getframe(1).f_code.co_filename.replace("\\", "/").endswith("torch/utils/checkpoint.py"):
                 # What it recomputes is handed to nodes past these hooks, and they would save it past them.
                 raise RuntimeError(
-                    "create_graph=True through activation checkpointing is not supported where parameters are sharded: "
-                    "the second backward would need recomputed aliases of parameters that were released. Leave "
-                    "checkpointing out of what is differentiated twice, or use a stage that keeps parameters whole "
-                    "(0, 1 or 2)."
+                    "create_graph=True through activation checkpointing is not supported where parameters are sharded. "
+                    "Leave checkpointing out of what is differentiated twice, or keep parameters whole (stage 2)."
                 )
             self.context().__enter__()
         return packed.tensor

@@ -93,7 +93,7 @@ def _spread(engine: Engine, model: nn.Module, expanded: Sequence["WholeStates"])
         for unit in engine.units:
             for bucket in unit.buckets:
                 spread(bucket, bucket.full, engine.comm, f"the parameters of {unit}", "state")
-                bucket.keep(bucket.full)
+                bucket.keep()
                 bucket.updates += 1
         for name, tensor, is_part in [*buffers, *named]:
             engine.comm.broadcast(tensor, name, "state", is_part=is_part)

@@ -3,7 +3,6 @@
 Owns that exchange. It must not know who changed the masters. Read `core/buffer.py` (`Bucket.follow_masters`) first.
 """
 
-from zeroshard.core.buffer import count_update
 from zeroshard.core.engine import Engine
 
 __all__ = ["follow_masters"]
@@ -23,4 +22,5 @@ def follow_masters(engine: Engine) -> None:
             bucket.updates += 1
             if bucket.is_whole and not bucket.states_are_whole and bucket.layout.full_numel:
                 engine.comm.gather(bucket.full, unit.tag(bucket, number), f"new values of {unit}", "state").wait()
-        count_update(bucket for bucket in unit.buckets if bucket.is_whole)
+            if bucket.is_whole:
+                bucket.changes.count_update()
