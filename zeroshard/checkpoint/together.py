@@ -28,7 +28,7 @@ def begin(engine: Engine, what: str) -> None:
     engine.leave_passes(what)
     if engine.gathered is not None:
         raise RuntimeError(f"{engine.mesh} {what} under gathered(): leave the context first.")
-    engine.order.barrier(what)
+    engine.order.settle(what)
 
 
 @contextmanager

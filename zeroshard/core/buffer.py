@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroshard.core.changes import Changes
 from zeroshard.core.layout import Layout, choose_buffer
 from zeroshard.core.precision import Dtypes
 from zeroshard.core.residency import Residency
@@ -348,6 +349,7 @@ class Bucket:
         self._rounded = rounded
         self.parameters: list[torch.nn.Parameter] = []
         """The model's parameters that are views of it, in order."""
+        self.changes = Changes(self.names, self.parameters, self.full, is_whole=self.is_whole)
         self.has_states = False
         """Whether an optimizer updates it."""
         self.updates = 0
@@ -372,9 +374,10 @@ class Bucket:
 
     def keep(self) -> None:
         """Follow a change to the whole parameters: in the shard, and in the masters that do not round to it."""
+        values = self.full if self.changes.values is None else self.changes.values
         with torch.no_grad():
             if not self.is_whole:
-                self.shard.copy_(self.own)
+                self.shard.copy_(values[slice(*self.layout.shard_range(self._rank))])
             if self.has_masters:
                 is_changed = self.masters.to(self.dtype) != self._rounded
                 self.masters.copy_(torch.where(is_changed, self._rounded.to(self.masters.dtype), self.masters))

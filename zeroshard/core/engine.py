@@ -143,7 +143,7 @@ class Engine:
             return
         if has_failed:
             # Ranks may fail alone, so nothing is communicated here; the next entry completes the pass.
-            if not self._frames and frame.saved is not None:
+            if not self._frames:
                 frame.saved.__exit__(None, None, None)
             return
         for number in frame.taken:
@@ -154,8 +154,7 @@ class Engine:
         if frame.has_grad:
             self._hint_begin(frame.units, outputs)
         if not self._frames:
-            if frame.saved is not None:
-                frame.saved.__exit__(None, None, None)
+            frame.saved.__exit__(None, None, None)
             self.order.close()
 
     def _open_forward(self, frame: Frame, name: str) -> None:
@@ -166,8 +165,15 @@ class Engine:
         if frame.has_grad:
             # Forwards without a backward would make ever new keys; the last ones tell kinds apart well enough.
             self._forwards = [*self._forwards[1 - KEPT_FORWARDS :], key]
-            frame.saved = self._saved.context()
+        # Also without gradients: code inside may enable them, as models of forces do.
+        frame.saved = self._saved.context()
+        try:
             frame.saved.__enter__()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self.mesh} torch.func.grad, vjp, jacrev and hessian switch off the hooks that gather parameters for "
+                "a backward. Use torch.autograd.grad, or enter `with zero.gathered():` around them, on every rank."
+            ) from error
         self.order.open("forward", key)
 
     def _note_use(self, units: tuple[int, ...]) -> None:
@@ -205,13 +211,15 @@ class Engine:
             self._close(self.order.current)
 
     def _close(self, pass_: Pass) -> None:
-        self.order.close()
-        if pass_.phase == "backward":
-            self._task = -1
-            self._forwards, self._used = [], set()
-            for unit in self.units:
-                unit.end_backward()
-        self.gradients_changed()
+        try:
+            self.order.close()
+        finally:
+            if pass_.phase == "backward":
+                self._task = -1
+                self._forwards, self._used = [], set()
+                for unit in self.units:
+                    unit.end_backward()
+            self.gradients_changed()
 
     def demand(self, number: int) -> bool:
         """Make a unit whole for code outside its modules, to the end of the pass; False where no pass is open."""
@@ -227,20 +235,20 @@ class Engine:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _is_in_forward(self) -> bool:
+        """Whether a forward pass is under way; a backward inside it is a part of it, and reduces nothing."""
+        return bool(self._frames) and self.order.current is not None and self.order.current.phase == "forward"
+
     def _enter_backward(self) -> None:
         """Open a backward pass at the first event in it."""
-        if self._task == (task := _graph_task()) and self.order.current is not None:
+        if self._is_in_forward or (self._task == (task := _graph_task()) and self.order.current is not None):
             return
         if _is_inside_reentrant_checkpoint():
             raise RuntimeError(
                 "Reentrant checkpointing runs a backward pass inside another, so gradients would be reduced several "
                 "times. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for Transformers models: "
                 "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
-            )
-        if self._frames:
-            raise RuntimeError(
-                f"{self.mesh} A backward pass began inside the forward of a sharded model. Compute inner gradients "
-                "outside it, or under `with zero.gathered():`."
             )
         self._complete()
         self._task = task
@@ -279,9 +287,14 @@ class Engine:
             )
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{self.mesh} create_graph=True is not supported: the gradient of '{slot.name}' would leave its graph "
-                "when it is reduced. Compute higher derivatives with torch.autograd.grad on the plain model, before "
-                "zs.shard()."
+                f"{self.mesh} backward(create_graph=True) is not supported: the gradient of '{slot.name}' would leave "
+                "its graph when it is reduced. Use torch.autograd.grad(..., create_graph=True), and backward() of what "
+                "is computed from its results."
+            )
+        if self._is_in_forward:
+            raise RuntimeError(
+                f"{self.mesh} backward() reached '{slot.name}' inside the forward of a sharded model. Use "
+                "torch.autograd.grad there, which leaves parameters alone, or call backward() after the forward."
             )
         self._enter_backward()
         scale = 1.0 / self.loss_scale.value if self.loss_scale is not None else 1.0
@@ -317,7 +330,7 @@ class Engine:
 
         def end(grad: Tensor) -> None:
             nonlocal has_fired
-            if not has_fired:
+            if not has_fired and not self._is_in_forward:
                 has_fired = True
                 self._end_unit(targets)
 

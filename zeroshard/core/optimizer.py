@@ -107,7 +107,7 @@ class ShardedOptimizer:
         # All ranks must stand at one place, so a schedule that differs between them is found here.
         rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))]
         place = f"step {self.steps} of optimizer {self._index} ({type(optimizer).__name__}, lr {rates})"
-        self._engine.is_skipping = not self._engine.order.barrier(place, is_finite)[0]
+        self._engine.is_skipping = not self._engine.order.settle(place, is_fine=is_finite)
         if self._engine.is_skipping and (scale is None or scale.value <= scale.FLOOR):
             self._engine.is_skipping = False
             self._raise_not_finite(scale)
@@ -156,10 +156,9 @@ class ShardedOptimizer:
 
         engine.order.publish(numbers, start)
         # Saved tensors of parameters that stay whole are checked by autograd itself.
-        whole = [
-            p for unit in engine.units if unit.is_whole for p in unit.parameters if id(slot_of(p).bucket) in buckets
-        ]
-        torch.autograd.graph.increment_version(whole)
+        for bucket in buckets.values():
+            if bucket.is_whole:
+                bucket.changes.count_update()
 
     def _raise_not_finite(self, scale: LossScale | None) -> None:
         mine = next((slot_of(m).name for m in self.masters if m.grad is not None and not m.grad.isfinite().all()), "")

@@ -26,6 +26,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
+
+from zeroshard.core.changes import checksum_of, describe
 from zeroshard.core.comm import Comm, Pending
 from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.schedule import ROOT, WINDOW, Action, Mark, Record, Request, Schedule, hoist, replay
@@ -76,6 +79,7 @@ class Order:
 
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
         self._units, self._comm = units, comm
+        self._changes = [bucket.changes for unit in units for bucket in unit.buckets]
         self.current: Pass | None = None
         self.steps = 0
         self.has_stepped = False
@@ -169,7 +173,7 @@ class Order:
             for unit in reversed(range(len(self._units))):
                 if self._units[unit].has_stage:
                     self._ask("reduce", unit, False)
-        self._agree_on_use(pass_)
+        change = self._agree_on_use(pass_)
         if pass_.reduces and not pass_.defers:
             for one in self._units:
                 self._tails += one.finish_deferred(self._comm, pass_.number, str(pass_))
@@ -182,26 +186,69 @@ class Order:
         self._records[pass_.key] = self._merge(pass_)
         self._done.append((pass_.phase, pass_.key, pass_.marks))
         self.current = None
+        self._keep_changes(*change, str(pass_))
 
-    def _agree_on_use(self, pass_: Pass) -> None:
-        """Wait until no rank needs this pass any more; agree on which parameters some rank used."""
+    def _agree_on_use(self, pass_: Pass) -> tuple[int, int]:
+        """Wait until no rank needs this pass any more; agree on which parameters some rank used.
+
+        Returns: the least and the greatest checksum of what ranks changed in place.
+        """
+        checksum = checksum_of(self._changes)
         if not pass_.reduces:
-            if any(not unit.is_whole for unit in self._units):
-                self.barrier(f"the end of {pass_}")
-            return
+            is_sharded = any(not unit.is_whole for unit in self._units)
+            return self.barrier(f"the end of {pass_}", checksum) if is_sharded else (0, 0)
         grads = [bucket.grads for unit in self._units for bucket in unit.buckets]
         mine = [flag for g in grads for flag in g.landed]
-        least, greatest = self.barrier(f"the end of {pass_}", zlib.crc32(bytes(mine)))
+        least, greatest = self.barrier(f"the end of {pass_}", zlib.crc32(bytes(mine), checksum))
         if least == greatest:
-            agreed = mine
+            agreed, least, greatest = mine, checksum, checksum
         else:
             # Used by some rank is "not unused by all": a minimum over ranks of the negated flags.
-            unused = self._comm.agree([int(not flag) for flag in mine], "the used parameters")
-            agreed = [not flag for flag in unused]
+            told = [*(int(not flag) for flag in mine), checksum, -checksum]
+            *unused, least, greatest = self._comm.agree(told, "the used parameters")
+            agreed, greatest = [not flag for flag in unused], -greatest
         flags = iter(agreed)
         for g in grads:
             g.used = [next(flags) or was for was in g.used]
             g.landed = [False] * len(g.landed)
+        return least, greatest
+
+    def settle(self, place: str, *, is_fine: bool = True) -> bool:
+        """Wait until all ranks stand at `place`, outside passes, and keep what user code changed in place till then.
+
+        Returns: whether `is_fine` on all ranks; changes wait until then.
+
+        Raises:
+            RankMismatchError: ranks stand at different places, or did not make the same change.
+        Collective: all-reduce of 32 bytes; every rank must call.
+        """
+        for unit in self._units:
+            for bucket in unit.buckets if unit.is_whole else ():
+                bucket.changes.note()
+        least, greatest = self.barrier(place, checksum_of(self._changes) if is_fine else -1)
+        if least >= 0:
+            self._keep_changes(least, greatest, place)
+        return least >= 0
+
+    def _keep_changes(self, least: int, greatest: int, place: str) -> None:
+        """Keep what user code changed in place where it is the same on all ranks that hold the same tensors."""
+        if not greatest:
+            return
+        what, comm = f"the parameters that were changed in place before {place}", self._comm
+        buckets = [b for unit in self._units for b in unit.buckets if b.changes.values is not None]
+        if least != greatest:
+            rows = comm.collect(torch.tensor([checksum_of(self._changes)], device=comm.mesh.device), what)
+            if not comm.agree([int(len(set(rows[list(comm.mesh.data_ranks), 0].tolist())) == 1)], what)[0]:
+                names = comm.texts(", ".join(name for b in buckets for name in b.changes.names), what)
+                for bucket in buckets:
+                    if not bucket.is_whole:
+                        bucket.changes.clear()
+                raise RankMismatchError(f"{comm.mesh} {describe(names)}")
+        for bucket in buckets:
+            bucket.keep()
+            bucket.changes.clear()
+        # Others may read the shards in place from now on.
+        self.barrier(what)
 
     def _merge(self, pass_: Pass) -> Record:
         """Return the record for the next pass of this kind; its requests are agreed ones only, equal on all ranks."""
@@ -302,7 +349,9 @@ class Order:
             unit = self._units[number]
             self.trace.add(self._event(pass_.phase, pass_.key, kind, number))
             if kind == "gather":
-                unit.start_gather(self._comm, pass_.number, str(pass_))
+                # A transform of torch.func that is under way would refuse to write where it did not begin.
+                with torch._C._DisableFuncTorch():
+                    unit.start_gather(self._comm, pass_.number, str(pass_))
             elif kind == "release":
                 unit.release()
                 for staying in pass_.schedule.staying:

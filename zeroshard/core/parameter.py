@@ -157,7 +157,8 @@ class ShardedParameter(torch.nn.Parameter):
     @property
     def data(self) -> Tensor:
         """The values, without autograd."""
-        return _raw_data(self)
+        slot = slot_of(self)
+        return slot.bucket.changes.data_of(slot.index, _raw_data(self))
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -201,7 +202,7 @@ class ReleasedParameter(ShardedParameter):
     def data(self) -> Tensor:
         """The values, gathered on demand inside a pass; outside it raises."""
         demand(self, "data")
-        return _raw_data(self)
+        return super().data
 
     @data.setter
     def data(self, value: Tensor) -> None:

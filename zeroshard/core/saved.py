@@ -4,8 +4,14 @@ Owns the pair of saved-tensor hooks around each outermost forward pass. Every te
 is packed with its unit, and unpacking has the unit gathered first; this holds for whatever graph the user builds, where
 hooks on gradients are only hints. These hooks switch off autograd's own version check, so both kinds of tensor carry
 what is needed to check it here.
+
+Note: derivatives of derivatives
+    A backward with `create_graph=True` saves tensors, too, and begins where no hook of a module can see it. So a node
+    that unpacks a tensor of a bucket has these hooks set for what it saves itself: autograd sets the hooks of its
+    thread anew for each node, so they end with the node. No other node saves a tensor of a bucket.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,17 +26,16 @@ Tensor = torch.Tensor
 
 
 @dataclass(slots=True)
-class _FromBucket:
+class _Saved:
     tensor: Tensor
-    unit: int
-    bucket: Bucket
-    updates: int
+    version: int
 
 
 @dataclass(slots=True)
-class _Other:
-    tensor: Tensor
-    version: int
+class _FromBucket(_Saved):
+    unit: int
+    bucket: Bucket
+    updates: int
 
 
 class SavedTensors:
@@ -49,30 +54,38 @@ class SavedTensors:
         """Return the context manager that packs what is saved inside it."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> _FromBucket | _Other:
+    def _pack(self, tensor: Tensor) -> _Saved:
         # Autograd saves a DTensor as it is; the bytes are those of its local tensor.
         inner = getattr(tensor, "_local_tensor", tensor)
         found = self._by_storage.get(inner.untyped_storage()._cdata) if inner.layout is torch.strided else None
         if found is None:
-            return _Other(tensor.detach(), tensor._version)
+            return _Saved(tensor.detach(), tensor._version)
         unit, bucket = found
-        return _FromBucket(tensor.detach(), unit, bucket, bucket.updates)
+        return _FromBucket(tensor.detach(), tensor._version, unit, bucket, bucket.updates)
 
-    def _unpack(self, packed: _FromBucket | _Other) -> Tensor:
-        if isinstance(packed, _Other):
-            if packed.tensor._version != packed.version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a {packed.tensor.dtype} tensor of shape {tuple(packed.tensor.shape)} is at version "
-                    f"{packed.tensor._version}; the forward pass saved version {packed.version}. Clone it before "
-                    "changing it."
-                )
-            return packed.tensor
-        if packed.bucket.updates != packed.updates:
+    def _unpack(self, packed: _Saved) -> Tensor:
+        if isinstance(packed, _FromBucket) and packed.bucket.updates != packed.updates:
             raise RuntimeError(
                 f"The parameters of '{packed.bucket.name}' changed {packed.bucket.updates - packed.updates} time(s) "
                 "between this forward pass and its backward (an optimizer step or gathered(writeback=True)), so its "
                 "gradients would be wrong. Call backward() before the step, or run the forward pass again."
             )
-        self._need(packed.unit)
+        if packed.tensor._version != packed.version:
+            where = f" of '{packed.bucket.name}'" if isinstance(packed, _FromBucket) else ""
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a {packed.tensor.dtype} tensor{where} of shape {tuple(packed.tensor.shape)} is at version "
+                f"{packed.tensor._version}; the forward pass saved version {packed.version}. Clone it before "
+                "changing it."
+            )
+        if isinstance(packed, _FromBucket):
+            self._need(packed.unit)
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            if sys._getframe(1).f_code.co_filename.replace("\\", "/").endswith("torch/utils/checkpoint.py"):
+                # What it recomputes is handed to nodes past these hooks, and they would save it past them.
+                raise RuntimeError(
+                    "create_graph=True through activation checkpointing is not supported where parameters are sharded. "
+                    "Leave checkpointing out of what is differentiated twice, or keep parameters whole (stage 2)."
+                )
+            self.context().__enter__()
         return packed.tensor

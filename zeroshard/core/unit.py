@@ -177,12 +177,15 @@ class Unit:
             pending, self._pending = self._pending, []
             for one in pending:
                 one.wait()
+            for bucket in self._gathered:
+                bucket.changes.restore()
             self.let_read(is_there=True)
 
     def release(self) -> None:
         """Give the memory back; a gather under way is awaited first, since others still send."""
         self.wait()
         for bucket in self._gathered:
+            bucket.changes.note()
             bucket.close()
         self.is_open = self.is_whole
         if not self.is_whole:
@@ -191,7 +194,8 @@ class Unit:
     def rest(self) -> None:
         """Have what is whole, but not in use right now, cost as little as its memory can do."""
         for bucket in self._gathered:
-            bucket.rest()
+            if not bucket.changes.has_any():
+                bucket.rest()
 
     def let_read(self, *, is_there: bool) -> None:
         """Change what the parameters answer to a read: their values, or an error."""

@@ -96,7 +96,7 @@ class Average:
         if self._engine.gathered is not None:
             raise RuntimeError(f"{self._engine.mesh} swapped() inside gathered(): enter gathered() inside it instead.")
         self._engine.leave_passes("swapped()")
-        self._engine.order.barrier(f"swapped() after {self._updates} update(s) of an average")
+        self._engine.order.settle(f"swapped() after {self._updates} update(s) of an average")
         self._exchange()
         follow_masters(self._engine)
         updates = [bucket.updates for bucket in self._buckets]
@@ -106,6 +106,7 @@ class Average:
             has_finished = True
         finally:
             has_changed = updates != [bucket.updates for bucket in self._buckets]
+            has_changed |= any(bucket.changes.has_any() for bucket in self._buckets)
             self._exchange()
             if has_finished:
                 follow_masters(self._engine)

@@ -35,7 +35,9 @@ def gathered(
     if engine.gathered is not None:
         raise RuntimeError(f"{engine.mesh} gathered() inside gathered(): the parameters are whole already.")
     engine.leave_passes("gathered()")
-    engine.order.barrier(f"gathered(writeback={writeback}, states={states})")
+    # What ranks changed in another way each is rank 0's after writing back; else it is an error here.
+    enter = engine.order.barrier if writeback else engine.order.settle
+    enter(f"gathered(writeback={writeback}, states={states})")
     number = engine.order.next_number()
     parameters = {slot.name: p for unit in engine.units for slot, p in zip(unit.slots, unit.parameters, strict=True)}
     for unit in engine.units:
@@ -63,6 +65,9 @@ def gathered(
             for one in expanded:
                 one.contract(writeback=keeps)
             for unit in engine.units:
+                for bucket in unit.buckets:
+                    if keeps or not bucket.is_whole:
+                        bucket.changes.accept()
                 if not unit.is_whole:
                     unit.release()
         if told:

@@ -3,8 +3,6 @@
 Owns that exchange. It must not know who changed the masters. Read `core/buffer.py` (`Bucket.follow_masters`) first.
 """
 
-import torch
-
 from zeroshard.core.comm import tag_of
 from zeroshard.core.engine import Engine
 
@@ -25,5 +23,5 @@ def follow_masters(engine: Engine) -> None:
             bucket.updates += 1
             if bucket.is_whole and not bucket.states_are_whole and bucket.layout.full_numel:
                 engine.comm.gather(bucket.full, tag_of(number, bucket.number), f"new values of {unit}", "state").wait()
-        if unit.is_whole:
-            torch.autograd.graph.increment_version(unit.parameters)
+            if bucket.is_whole:
+                bucket.changes.count_update()

@@ -351,6 +351,7 @@ def take_over(unit: Unit, plan: UnitPlan, forms: Mapping[int, Form], comm: Comm)
     for bucket, values in zip(unit.buckets, start, strict=True):
         spread(bucket, values, comm, f"the parameters of {unit}", "start")
         bucket.set_start(values)
+        bucket.changes.accept()
         if not bucket.is_whole and bucket.layout.full_numel:
             bucket.close()
     if not unit.is_whole:
