@@ -38,7 +38,8 @@ from benchmarks.cases import CASES, Block, make_batch, make_model
 from benchmarks.machine import circumstances, write_result
 from benchmarks.report import aligned, gpu_table, optimizer_table
 from zeroshard import handle
-from zeroshard.core.comm import Comm, NcclComm, Pending
+from zeroshard.core.backends import NcclComm
+from zeroshard.core.comm import Comm, Pending
 
 __all__ = ["SECTIONS", "Emulated", "Entrant", "main"]
 

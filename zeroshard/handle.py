@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
+from zeroshard.core.backends import make_comm
 from zeroshard.core.buffer import Pool
-from zeroshard.core.comm import make_comm
 from zeroshard.core.engine import Engine
 from zeroshard.core.mesh import Mesh, current_mesh
 from zeroshard.core.optimizer import ShardedOptimizer

@@ -1,7 +1,7 @@
 """Where flat tensors get their memory: of this process alone, or shared by the ranks of one host.
 
 Owns files without a name (memfd) and their mappings. It must not know what lies in them, nor when another rank may read
-it: `core/comm.py` orders that, and `core/buffer.py` says what is kept where.
+it: `core/backends.py` orders that, and `core/buffer.py` says what is kept where.
 
 Note: nothing to clean up
     The files are in memory and have no name; the kernel frees them with the last process that maps them, however it

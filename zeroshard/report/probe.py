@@ -88,7 +88,7 @@ class Probe:
         for name in ("demand", "_need_in_backward"):
             self._time(engine, name, HOOKS, self._name)
         self._time(engine, "_end_unit", HOOKS, lambda numbers: self._name(numbers[0]))
-        for name in ("complete", "_end_backward"):
+        for name in ("_complete", "_end_backward"):
             self._time(engine, name, HOOKS)
         self._time(engine, "norms", OPTIMIZER)
         self._time(engine.order, "publish", HOOKS)

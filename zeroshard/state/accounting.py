@@ -11,8 +11,9 @@ from typing import final
 import torch
 
 from zeroshard.core import schedule
+from zeroshard.core.backends import SHOWN_NUMEL
 from zeroshard.core.buffer import Bucket
-from zeroshard.core.comm import SHOWN_NUMEL, Comm
+from zeroshard.core.comm import Comm
 from zeroshard.core.engine import Engine
 from zeroshard.core.layout import choose_buffer
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
