@@ -265,7 +265,7 @@ TIMM_TINY: dict[str, dict[str, Any]] = {
     "efficientnet_lite0": {},
     "mobilenetv3_small_050": {},
     "regnetx_002": {},
-    "poolformer_s12": {"depths": (1, 1, 2, 1), "dims": (8, 16, 16, 24)},
+    "edgenext_xx_small": {},
     "repvgg_a0": {},
     "densenet121": {"block_config": (2, 2, 3, 2), "growth_rate": 8},
 }
