@@ -147,6 +147,13 @@ def test_a_member_that_is_a_small_neighbour_is_joined_unless_that_makes_a_large_
     assert [plan.name for plan in plan_units(model, None)] == ["", "0", "1", "2-3"]
 
 
+def test_blocks_that_list_their_layers_stay_whole() -> None:
+    """T5's blocks hold a list of two or three layers; the first one has a table besides."""
+    plans = make_on_meta(lambda: transformers.AutoModel.from_config(transformers.T5Config()))
+    halves = [f"{half}.block.{number}" for half in ("encoder", "decoder") for number in range(6)]
+    assert [plan.name for plan in plans] == ["", "shared", *halves]
+
+
 def test_what_is_read_and_not_called_is_no_unit() -> None:
     """torch's attention reads its projection; a parametrization is called where its parameter is read."""
     with torch.device("meta"):

@@ -32,6 +32,8 @@ LARGE_PART = 8
 """The part of the model beyond which a unit is large."""
 EQUAL_BLOCKS = 8
 """So many equal blocks are units of their own, whatever holds several of them."""
+ALIKE_PART = 10
+"""Blocks of one class are alike that differ by at most this part of their bytes."""
 APART_BYTES = 16 << 20
 """What lies outside blocks and is larger leaves the root, which is whole throughout a pass."""
 
@@ -82,9 +84,9 @@ class _Tree:
         self._container: dict[nn.Module, nn.Module] = {}
         """The outermost container of each member."""
         self._blocks = self._find_members() | self._find_named(model)
-        shapes = {module: self._shape(module) for module in self._blocks}
-        counts = Counter(shapes.values())
-        self._equals = {module: counts[shape] for module, shape in shapes.items()}
+        self._shapes = {module: self._shape(module) for module in self._blocks}
+        counts = Counter(self._shapes.values())
+        self._equals = {module: counts[shape] for module, shape in self._shapes.items()}
         self._holding: set[nn.Module] = set()
         """Modules with a block somewhere inside."""
         self._note_holding(model)
@@ -178,8 +180,14 @@ class _Tree:
         inner = [one for one in self._outermost(block) if self._is_divisible(one) or self._equals[one] >= EQUAL_BLOCKS]
         if len(inner) < 2 or 2 * sum(self.nbytes[one] for one in inner) < self.nbytes[block]:
             return False
-        is_alone = self._equals[block] == 1 and self.nbytes[block] > self._heavy_bytes
-        return is_alone or sum(self._equals[one] >= EQUAL_BLOCKS for one in inner) > 1
+        families = Counter(self._shapes[one] for one in inner if self._equals[one] >= EQUAL_BLOCKS)
+        is_alone = self.nbytes[block] > self._heavy_bytes and not any(self._are_alike(block, o) for o in self._blocks)
+        return is_alone or any(count > 1 for count in families.values())
+
+    def _are_alike(self, block: nn.Module, other: nn.Module) -> bool:
+        """Tell whether two blocks differ little: the first one of T5 has a table that the others use, too."""
+        difference = abs(self.nbytes[block] - self.nbytes[other])
+        return other is not block and type(other) is type(block) and ALIKE_PART * difference <= self.nbytes[block]
 
     def is_large(self, nbytes: int) -> bool:
         """Tell whether a unit of so many bytes breaks the rule, unless it is a leaf."""
