@@ -42,8 +42,9 @@ def test_tiny_models_train_as_in_one_process(library: str) -> None:
     skip_unless_installed(library)
     names = [f"{library} {name}" for name in TRAINED[library].split()]
     assert set(names) <= set(TINY)
-    shared, sent = compare(names), compare(names[:1], shared_memory=False)
-    assert {name: verdict for name, (verdict, _) in [*shared.items(), *sent.items()]} == dict.fromkeys(names, "equal")
+    # One start of ranks for each library; two of them send messages.
+    found = compare(names, shared_memory=library in ("transformers", "torchvision"))
+    assert {name: verdict for name, (verdict, _) in found.items()} == dict.fromkeys(names, "equal")
 
 
 def test_a_model_that_breaks_the_rule_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
