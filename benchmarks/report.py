@@ -121,9 +121,10 @@ def _sections(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         setting = result["setting"]
         if setting["kind"] != "scaling":
             title = f"{CASES[setting['case']].title}: {setting['ranks']} ranks, micro-batch {setting['samples']}"
-            yield from (f"### {_TABLES[setting['kind']]}, {title}", "", *_body(result), "", _origin(result), "")
+            heading = f"### {_TABLES[setting['kind']]}, {title}"
+            yield from (heading, "", _where(result), "", *_body(result), "", _origin(result), "")
     if scaling:
-        yield from ("### Step time as work grows", "", *scaling_table(scaling), "")
+        yield from ("### Step time as work grows", "", _where(scaling[0]), "", *scaling_table(scaling), "")
         yield from (line for result in scaling for line in (f"- {_origin(result)}",))
         yield ""
 
@@ -158,6 +159,11 @@ def _body(result: Mapping[str, Any]) -> list[str]:
         lines += ["", f"<details><summary>Sweep of the peers' own settings, {rounds} rounds</summary>", ""]
         lines += [*time_table(result["sweep"], result["setting"]), "", "</details>"]
     return lines
+
+
+def _where(result: Mapping[str, Any]) -> str:
+    """Return what a reader of any number must know first."""
+    return f"CPU, gloo, {result['machine']['cores']} cores."
 
 
 def _origin(result: Mapping[str, Any]) -> str:

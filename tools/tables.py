@@ -26,7 +26,8 @@ def residency_table(summaries: list[dict[str, Any]]) -> str:
     """Return the residency table: where each column lives, in megabytes of rank 0, and what a step sends."""
     first = summaries[0]
     lines = [
-        f"{first['model']}; fp32, AdamW, {first['world_size']} ranks. MB (1e6 bytes) of each rank.",
+        f"CPU, gloo, 2 cores. {first['model']}; fp32, AdamW, {first['world_size']} ranks.",
+        "MB (1e6 bytes) of each rank.",
         "",
         "| | optimizer states | gradients | parameters | kept in all | transient, at most | sent a step |",
         "|---|---|---|---|---|---|---|",
@@ -48,8 +49,8 @@ def run_table(one: dict[str, Any]) -> str:
     data = one["data"]
     return "\n".join(
         [
-            f"`make train` on 2 cores: {one['model'].split(':')[1].strip()} on {data['train_bytes']:,} bytes of "
-            f"Python's documentation, {one['row']}, {one['world_size']} ranks.",
+            f"CPU, gloo, 2 cores: `make train`, {one['model'].split(':')[1].strip()} on {data['train_bytes']:,} bytes "
+            f"of Python's documentation, {one['row']}, {one['world_size']} ranks.",
             "",
             "| bits per byte, held out | steps | tokens/s | seconds |",
             "|---|---|---|---|",

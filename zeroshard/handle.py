@@ -40,7 +40,7 @@ from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
 from zeroshard.state.materialize import InitFn, check_source, materialize
 from zeroshard.state.start import accepted_by_all, check_seconds, everybody_at
-from zeroshard.state.summary import summarize
+from zeroshard.state.summary import summarize, warn_if_whole
 from zeroshard.state.takeover import (
     Options,
     check_bucket_count,
@@ -96,8 +96,8 @@ def shard(
         stage: 0 to 3, a row of the residency table by name; 3 by default.
         residency: a row of one's own, instead of `stage`.
         precision: "fp32" (all as it is), "bf16", "fp16" (with a dynamic loss scale), or a `Precision`.
-        units: what is gathered and reduced together: modules, classes or class names; by default blocks are found, and
-            small ones joined.
+        units: what is gathered and reduced together: modules, classes or class names; by default blocks are found in
+            lists, sequences and dictionaries of modules, also nested, and small ones joined.
         cut: where a boundary between ranks may fall: "element", "row" (first dimension) or "tensor".
         reduction: "mean" over ranks, as data parallelism does, or "sum", for losses weighted by tokens.
         elementwise: True vouches for an optimizer that is not known; None tries it.
@@ -184,6 +184,7 @@ def shard(
     for one in optimizers:
         zero._take(one)
     wire(engine, model, plans, forward_methods, chosen)
+    warn_if_whole(ranks, engine.units, plans)
     return zero
 
 
@@ -241,6 +242,14 @@ class Zero:
         if engine.comm.watchdog is not None:
             # The watchdog's threads must not keep the model alive.
             engine.comm.watchdog.tell_with_errors(functools.partial(_describe, weakref.ref(self)))
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def __repr__(self) -> str:
+        numel = sum(unit.numel for unit in self.units)
+        row = name_of_row(self.residency)
+        return f"Zero({self.mesh} {row}, {len(self.units):,} units, {numel:,} parameters)"
 
     @property
     def mesh(self) -> Mesh:
@@ -541,6 +550,8 @@ class Zero:
 
     def summary(self) -> str:
         """Return a table in plain text, a line for each unit: parameters, shards, padding, bytes held and sent.
+
+        The last line says how much is whole at once, where parameters are gathered. `print(zero)` prints the table.
 
         ```python
         import torch, zeroshard as zs

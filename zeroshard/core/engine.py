@@ -229,6 +229,7 @@ class Engine:
         if self.order.current is None or not self._frames:
             return False
         self.order.need(number)
+        self.units[number].is_read_outside = True
         if torch.is_grad_enabled():
             self._used.add(number)
         return True

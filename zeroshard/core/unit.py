@@ -108,6 +108,8 @@ class Unit:
         """Gradients that came in this pass."""
         self._missing: set[int] = set()
         """Once one came: the parameters that want a gradient and got none yet in this pass, by identity."""
+        self.is_read_outside = False
+        """Whether code outside its modules has read its parameters, which keeps it whole to the end of that pass."""
         self.has_end_hint = False
         self.is_recomputed = False
         self.loss_scale: LossScale | None = None

@@ -1,21 +1,29 @@
-"""A table of a sharded model, one line for each unit.
+"""A table of a sharded model, one line for each unit, and a judgement of its units.
 
-Owns the columns and their text. Every number is asked of units, buckets and optimizers; `state/accounting.py` has the
-same bytes by column of the residency table.
+Owns the columns and their text, and the warning where sharding parameters saves little. Every number is asked of units,
+buckets and optimizers; `state/accounting.py` has the same bytes by column of the residency table.
 """
 
+import warnings
 from collections.abc import Sequence
 
 import torch
 
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
+from zeroshard.core.mesh import Mesh
 from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.parameter import slot_of
+from zeroshard.core.schedule import ROOT
 from zeroshard.core.unit import Unit
 from zeroshard.state.accounting import predict_step_bytes
+from zeroshard.state.blocks import LARGE_PART
+from zeroshard.state.units import UnitPlan
 
-__all__ = ["summarize"]
+__all__ = ["summarize", "warn_if_whole"]
+
+WARNED_BYTES = 256 << 20
+"""Parameters of a smaller model may be whole at once: other memory decides there."""
 
 HEADS = ("unit", "parameters", "elements", "dtype", "kept", "shard", "padding", "resident bytes", "sent bytes")
 
@@ -26,7 +34,7 @@ def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str, 
     Columns: parameters and elements of the unit; its dtypes; whether this rank keeps its parameters whole or its shard
     of them; the elements of a shard and how many percent of the bucket are padding; the bytes that this rank holds of
     it now (parameters, masters, gradients, states, padding); the bytes that it sends for it in a step with one
-    micro-batch.
+    micro-batch. Where units are gathered for use, the last line says how much of them is whole at once.
 
     Args:
         row: the residency row in words.
@@ -35,7 +43,64 @@ def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str, 
     states = _states_by_unit(engine.units, optimizers)
     lines = [_line(unit, states[unit.number]) for unit in engine.units]
     total = _total(engine.units, sum(states))
-    return "\n".join([f"{engine.mesh} {row}, cut by {cut}", *_aligned([HEADS, *lines, total])])
+    return "\n".join([f"{engine.mesh} {row}, cut by {cut}", *_aligned([HEADS, *lines, total]), *_judge(engine.units)])
+
+
+def warn_if_whole(mesh: Mesh, units: Sequence[Unit], plans: Sequence[UnitPlan]) -> None:
+    """Warn on rank 0 if more than half of a large model is whole at once: sharding its parameters saves little."""
+    if mesh.rank or not _is_mostly_whole(units):
+        return
+    largest = _whole_at_once(units)
+    sizes = ", ".join(f"{unit.name or 'the root'} {unit.full_bytes / 1e6:,.0f} MB" for unit in largest)
+    total = _gathered_bytes(units)
+    heavy = [unit.number for unit in largest if unit.full_bytes > total / LARGE_PART]
+    opened = {number for number in heavy if [*plans[number].module.children()]}
+    classes = {type(plan.module).__name__ for number, plan in enumerate(plans) if number and number not in opened}
+    for number in opened:
+        children = plans[number].module.children()
+        classes |= {type(child).__name__ for child in children if next(child.parameters(), None) is not None}
+    remedy = (
+        f"Name smaller units, such as units={sorted(classes)}; zero.summary() lists those there are."
+        if opened
+        else "These are single layers, which units= cannot divide: split the layers, or expect less memory saved."
+    )
+    whole = sum(unit.full_bytes for unit in largest)
+    warnings.warn(
+        f"{mesh} {_share(units):.0%} of the parameters are whole at once while the model runs, {whole / 1e6:,.0f} of "
+        f"{total / 1e6:,.0f} MB ({sizes}), so "
+        f"sharding parameters saves little memory. {remedy}",
+        stacklevel=3,
+    )
+
+
+def _judge(units: Sequence[Unit]) -> list[str]:
+    if not _gathered_bytes(units):
+        return []
+    names = ", ".join(
+        (unit.name or "(root)") + " read outside its modules" * unit.is_read_outside for unit in _whole_at_once(units)
+    )
+    advice = "; more than half, so name smaller units with units=" if _is_mostly_whole(units) else ""
+    return [f"whole at once: {_share(units):.1%} of the gathered bytes ({names}){advice}"]
+
+
+def _is_mostly_whole(units: Sequence[Unit]) -> bool:
+    return _gathered_bytes(units) > WARNED_BYTES and _share(units) > 0.5
+
+
+def _gathered_bytes(units: Sequence[Unit]) -> int:
+    return sum(unit.full_bytes for unit in units)
+
+
+def _share(units: Sequence[Unit]) -> float:
+    """Return the part of the gathered bytes that is whole at once."""
+    return sum(unit.full_bytes for unit in _whole_at_once(units)) / _gathered_bytes(units)
+
+
+def _whole_at_once(units: Sequence[Unit]) -> list[Unit]:
+    """Return what is whole throughout a pass, and the two largest of the rest: one in use, one on its way."""
+    kept = [unit for unit in units if unit.number == ROOT or unit.is_read_outside]
+    others = sorted((unit for unit in units if unit not in kept), key=lambda unit: -unit.full_bytes)
+    return [unit for unit in (*kept, *others[:2]) if unit.full_bytes]
 
 
 def _line(unit: Unit, state_bytes: int) -> tuple[str, ...]:

@@ -6,20 +6,15 @@ rank finds the same.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 from torch import nn
 
 from zeroshard.core.hooks import Registered
+from zeroshard.state.blocks import SMALL_BYTES, SMALL_PART, apart_bytes, find_blocks, is_leaf, large_bytes
 
 __all__ = ["UnitPlan", "plan_units", "registered"]
 
 Named = tuple[str, nn.Parameter]
-
-SMALL_BYTES = 1 << 20
-"""Below this a message costs more for being one than for its bytes."""
-SMALL_PART = 16
-"""A unit is not small that holds more than this part of the model: two of them are whole at a time."""
 
 
 @dataclass
@@ -48,9 +43,8 @@ def plan_units(model: nn.Module, units: Sequence[object] | None) -> list[UnitPla
     """Return the units of `model`, the root first.
 
     Args:
-        units: modules, module classes or class names; by default blocks are found: the classes that Transformers names
-            in `_no_split_modules`, else the outermost modules of a ModuleList whose members are of one class. Of those
-            found, small neighbours are joined until they are worth their messages.
+        units: modules, module classes or class names; by default blocks are found (`state/blocks.py`), and small
+            neighbours joined until they are worth their messages.
 
     Raises:
         ValueError: something in `units` is not in the model.
@@ -59,40 +53,23 @@ def plan_units(model: nn.Module, units: Sequence[object] | None) -> list[UnitPla
     if isinstance(units, str | type):
         raise TypeError(f"units= takes a list of modules, module classes or class names; got {units!r} itself.")
     names = {module: name for name, module in model.named_modules()}
-    chosen = _find_blocks(model) if units is None else _choose(model, units)
+    if units is None:
+        chosen, least_bytes = find_blocks(model)
+    else:
+        chosen, least_bytes = _choose(model, units), None
     plans = [UnitPlan("", model)] + [UnitPlan(names[m], m) for m in model.modules() if m in chosen and m is not model]
     by_module = {plan.module: plan for plan in plans}
     home: dict[nn.Parameter, UnitPlan] = {}
     _assign(model, "", plans[0], by_module, home)
-    _split_large(plans, model, home, names)
+    if least_bytes is None:
+        least_bytes = apart_bytes([plan.nbytes for plan in plans[1:]])
+    _split_large(plans, model, home, names, least_bytes)
     for plan in plans:
         if plan.parameters:
             plan.entries[plan.module] = plan.name
     _add_other_owners(model, home, by_module, names)
     found = [plans[0]] + [plan for plan in plans[1:] if plan.parameters]
     return found if units is not None else _join_small(found, chosen)
-
-
-def _find_blocks(model: nn.Module) -> set[nn.Module]:
-    no_split: set[str] = set()
-    for module in model.modules():
-        # Some Transformers models leave the list empty; theirs are found like anybody's.
-        no_split |= set(getattr(module, "_no_split_modules", None) or ())
-    named = {m for m in model.modules() if type(m).__name__ in no_split}
-    if named:
-        return _outermost(model, named)
-    repeated: set[nn.Module] = set()
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(m) for m in module}) == 1:
-            repeated |= set(module)
-    return _outermost(model, repeated)
-
-
-def _outermost(module: nn.Module, candidates: set[nn.Module]) -> set[nn.Module]:
-    found: set[nn.Module] = set()
-    for child in module.children():
-        found |= {child} if child in candidates else _outermost(child, candidates)
-    return found
 
 
 def _choose(model: nn.Module, units: Sequence[object]) -> set[nn.Module]:
@@ -134,41 +111,44 @@ def _assign(
 
 
 def _split_large(
-    plans: list[UnitPlan], model: nn.Module, home: dict[nn.Parameter, UnitPlan], names: dict[nn.Module, str]
+    plans: list[UnitPlan],
+    model: nn.Module,
+    home: dict[nn.Parameter, UnitPlan],
+    names: dict[nn.Module, str],
+    least_bytes: float,
 ) -> None:
-    """Make units of the root's parameters that are larger than the median unit: embeddings and heads.
+    """Make units of the root's parameters that are larger than `least_bytes`: embeddings and heads.
 
     The root is whole during the whole pass, so a large parameter in it would cost its memory throughout.
     """
     root = plans[0]
-    if len(plans) == 1:
-        return
-    limit = median(plan.numel for plan in plans[1:])
     first_owner: dict[nn.Parameter, nn.Module] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                first_owner.setdefault(parameter, module)
-    for _, parameter in list(root.parameters):
+    for module in names:
+        for parameter in module.parameters(recurse=is_leaf(module)):
+            first_owner.setdefault(parameter, module)
+    kept: list[Named] = []
+    for name, parameter in root.parameters:
         owner = first_owner[parameter]
-        if parameter.numel() <= limit or owner is model:
-            continue
-        plan = UnitPlan(names[owner], owner)
-        plan.parameters = [named for named in root.parameters if named[1] is parameter]
-        root.parameters = [named for named in root.parameters if named[1] is not parameter]
-        home[parameter] = plan
-        before = [other for other in plans[1:] if _position(other, names) < _position(plan, names)]
-        plans.insert(1 + len(before), plan)
+        if parameter.nbytes <= least_bytes or owner is model:
+            kept.append((name, parameter))
+        else:
+            home[parameter] = UnitPlan(names[owner], owner, [(name, parameter)])
+            plans.append(home[parameter])
+    root.parameters = kept
+    place = {module: number for number, module in enumerate(names)}
+    plans.sort(key=lambda plan: place[plan.module])
 
 
 def _join_small(plans: list[UnitPlan], blocks: set[nn.Module]) -> list[UnitPlan]:
-    """Join blocks of one list with the next ones as long as they are small."""
-    limit = min(SMALL_BYTES, sum(plan.nbytes for plan in plans) // SMALL_PART)
+    """Join blocks of one list with the next ones as long as they are small and do not become large."""
+    total = sum(plan.nbytes for plan in plans)
+    small, large = min(SMALL_BYTES, total // SMALL_PART), large_bytes(total)
     runs: list[list[UnitPlan]] = []
     for plan in plans:
         run = runs[-1] if runs else []
+        run_bytes = sum(one.nbytes for one in run)
         is_next = run and {plan.module, run[-1].module} <= blocks and _parent(plan) == _parent(run[-1])
-        if is_next and sum(one.nbytes for one in run) < limit:
+        if is_next and run_bytes < small and run_bytes + plan.nbytes <= large:
             run.append(plan)
         else:
             runs.append([plan])
@@ -188,10 +168,6 @@ def _join(run: list[UnitPlan]) -> UnitPlan:
 
 def _parent(plan: UnitPlan) -> str:
     return plan.name.rpartition(".")[0]
-
-
-def _position(plan: UnitPlan, names: dict[nn.Module, str]) -> int:
-    return list(names).index(plan.module)
 
 
 def _add_other_owners(
@@ -214,13 +190,12 @@ def _add_other_owners(
     visit(model, ())
 
 
-def registered(plan: UnitPlan, model: nn.Module) -> list[Registered]:
-    """Return every place where a parameter of the unit is registered, and the modules on the way there."""
-    mine = {parameter for _, parameter in plan.parameters}
+def registered(model: nn.Module) -> list[Registered]:
+    """Return every place where a parameter is registered, and the modules on the way there."""
     found: dict[str, Registered] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():
-            if parameter in mine:
+            if parameter is not None:
                 name = f"{path}.{key}" if path else key
                 found[name] = Registered(name, module._parameters, key, id(parameter))
                 found.update((one.name, one) for one in _way_to(model, path))

@@ -35,7 +35,7 @@ def wire(
         for module, name in plan.entries.items() if not unit.is_whole else ():
             known = entries.get(module, ("", ()))[1]
             entries[module] = (name, (*known, unit.number))
-    own = [one for plan in plans for one in registered(plan, model)]
+    own = registered(model)
     _hang(engine, model, entries, own, methods, precision)
 
 
