@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Final, Self, final
 
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.manifest import BLOCK_BYTES, Chunk, FileEntry
+from zeroshard.checkpoint.manifest import BLOCK_BYTES, FileEntry
 
 __all__ = ["FileWriter", "write_file"]
 
@@ -75,9 +75,9 @@ class FileWriter:
             files.start_sync(self._descriptor, self._started, self._done - self._started)
             self._started = self._done
 
-    def entry(self, chunks: tuple[Chunk, ...] = ()) -> FileEntry:
+    def entry(self) -> FileEntry:
         """Return what the manifest says of the file."""
-        return FileEntry(self._done, tuple(self._crc32) if self._done else (), chunks)
+        return FileEntry(self._done, tuple(self._crc32) if self._done else ())
 
     def _named(self, error: OSError) -> OSError:
         return OSError(error.errno, error.strerror, str(self._path))
