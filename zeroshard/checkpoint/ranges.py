@@ -65,7 +65,7 @@ Type = tuple[str, str, tuple[int, ...], tuple[int, ...]]
 _POWERS: Final = tuple(10**n for n in range(1, 19))
 _MAX_FILE_BYTES: Final = 2**62
 _ENTRY: Final = '{}@{}":{{"data_offsets":[{},{}],"dtype":"{}","shape":[{}]}}'
-_ENTRY_MARKS: Final = len(_ENTRY.format("", "", "", "", "", ""))
+_ENTRY_MARKS: Final = 45
 ENTRY_BYTES: Final = _ENTRY_MARKS + 4 * 19 + 9
 """Most bytes of a tensor in a file's table, beside its name: four numbers, and the longest dtype."""
 
