@@ -1,96 +1,75 @@
-"""200,000 parameters written by 64 ranks, and what limits are checked before anything is written.
+"""More parameters than one text describes: an index in parts, several files of a rank, and limits before tensors."""
 
-No 64 processes are started: the plan of a save is a function of items and ranks, so each rank's part of it is written
-here in turn, by the code that ranks run, from the layouts that 64 ranks would have.
-"""
-
-import resource
-import time
-import tracemalloc
-from collections.abc import Iterator
+import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint.commit import check_limits, write_manifest, write_tensors
-from zeroshard.checkpoint.contents import Plan
+from zeroshard.checkpoint import index, manifest
 from zeroshard.checkpoint.described import pack, unpack
-from zeroshard.checkpoint.inventory import Item
-from zeroshard.checkpoint.manifest import EXTRA, MANIFEST, join_state
-from zeroshard.checkpoint.ranges import Spec
-from zeroshard.checkpoint.reader import CheckpointReader
-from zeroshard.checkpoint.strict import MAX_BYTES, dumps, loads
-from zeroshard.checkpoint.values import bytes_of
-from zeroshard.checkpoint.verify import verify
-from zeroshard.core.layout import plan_layout
+from zeroshard.checkpoint.strict import cost_of, dumps, loads
 
-EXPERTS, LAYERS, WORLD = 1024, 65, 64
-SHAPE = (3, 5)
+from . import small
+from .many import measure, names_of
 
 
-def names_of(experts: int, layers: int) -> list[str]:
-    """Return names as mixtures of experts have them."""
-    parts = ("gate_proj", "up_proj", "down_proj")
-    return [f"model.layers.{n}.mlp.experts.{e}.{p}.weight" for n in range(layers) for e in range(experts) for p in parts]
+def test_an_index_in_parts(tmp_path: Path) -> None:
+    """18,432 parameters with AdamW, the mixture of experts that was refused; `many.py` measures 200,000 of 64 ranks."""
+    found = measure(tmp_path, 18_432, 8)
+    assert found["parts"] >= 1
+    assert found["save_s"] < 20
+    assert found["verify_s"] < 8
+    assert found["memory_bytes"] < 400e6
 
 
-def plan_of(path: Path, names: list[str], world_size: int, extra: bytes = b"{}") -> Plan:
-    """Return what so many ranks would save of parameters of 15 elements and their two states, in buckets of 3,072."""
-    items: list[Item] = []
-    values = torch.arange(15, dtype=torch.float32)
-    for start in range(0, len(names), 3072):
-        several = names[start : start + 3072]
-        layout = plan_layout((15,) * len(several), 4, world_size)
-        bucket: Any = SimpleNamespace(layout=layout)
-        for index, name in enumerate(several):
-            slot: Any = SimpleNamespace(bucket=bucket, index=index, name=name)
-            for spec in (
-                Spec("model", name, "F32", SHAPE),
-                Spec("state", join_state(0, "exp_avg", name), "F32", SHAPE),
-                Spec("state", join_state(0, "exp_avg_sq", name), "F32", SHAPE),
-            ):
-                items.append(Item(spec, values, (0, 15), slot))
-    return Plan(path, 7, world_size, tuple(items), {}, extra, None)
+def test_small_parts_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every column is cut, and a rank writes several files: such a checkpoint loads, and with one file wrong it does not."""
+    monkeypatch.setattr(index, "PART_COST", 500)
+    monkeypatch.setattr(index, "VALUES", 2)
+    monkeypatch.setattr(manifest, "TABLE_BYTES", 300)
+    path = small.write(tmp_path)
+    monkeypatch.undo()
+    names = sorted(os.listdir(path))
+    assert len([name for name in names if name.startswith("index-")]) > 5
+    assert "optim-00001-of-00001-3.safetensors" in names
+    one, other = small.Small(0).train(2), small.Small(1)
+    other.zero.load(path)
+    assert other.state() == one.state()
+    for name in names:
+        for content in (None, (path / name).read_bytes() + b" ", b"x" * (path / name).stat().st_size):
+            data = (path / name).read_bytes()
+            (path / name).unlink()
+            if content is not None:
+                (path / name).write_bytes(content)
+            with pytest.raises(zs.CheckpointError):
+                other.zero.load(path)
+            (path / name).write_bytes(data)
+    other.zero.load(path)
 
 
-def write(plan: Plan) -> None:
-    """Do what all ranks of a save do, one after the other."""
-    check_limits(plan)
-    plan.path.mkdir()
-    written = {}
-    for rank in range(plan.world_size):
-        for name in plan.files_of(rank):
-            parts: Iterator[memoryview] = (bytes_of(value) for value in plan.values(name))
-            written[name] = write_tensors(plan, plan.path, name, parts)
-    write_manifest(plan, plan.path, written)
+def test_counters_of_many_parameters_fit(tmp_path: Path) -> None:
+    """What extra.json says of 200,000 parameters with a step counter each is within the limits of one text."""
+    names = names_of(1024, 66)[:200_000]
+    steps = torch.arange(200_000.0)
+    states = {name: {"step": steps[place]} for place, name in enumerate(names)}
+    groups = [{"options": {"lr": 0.1}, "params": names[:7]}, {"options": {"lr": 0.2}, "params": names[7:]}]
+    described = [{"class": "AdamW", "groups": groups, "states": states, "steps": 3}]
+    text = dumps(pack(described, {name: place for place, name in enumerate(names)}), "extra.json")
+    assert cost_of(text) < 14 << 20
+    (read,) = unpack(loads(text, "extra.json"), names, "extra.json")
+    assert read["groups"] == groups
+    assert list(read["states"]) == names
+    for place in (0, 6, 7, 199_999):
+        assert read["states"][names[place]] == {"step": steps[place]}
 
 
-@pytest.mark.timeout(300)
-def test_two_hundred_thousand_parameters_of_64_ranks(tmp_path: Path) -> None:
-    """Times are of the processor, and several times what they are on an idle machine; memory is the peak of each."""
-    names = names_of(EXPERTS, LAYERS)[:200_000]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    plan, begin_s = plan_of(tmp_path / "a", names, WORLD), time.process_time()
-    write(plan)
-    saved_s = time.process_time() - begin_s
-    index = [path for path in plan.path.iterdir() if path.suffix == ".json"]
-    assert len(index) > 3
-    assert max(path.stat().st_size for path in index) <= MAX_BYTES
-    begin_s = time.process_time()
-    assert len(verify(plan.path).tensors) == 600_000
-    verified_s = time.process_time() - begin_s
-    reader = CheckpointReader(plan.path)
-    assert torch.frombuffer(reader.read(names[-1], 3, 9), dtype=torch.float32).tolist() == [3, 4, 5, 6, 7, 8]
-    # A range that the boundary between two ranks cuts.
-    chunks = reader.manifest.chunks
-    cut = next(t for t in range(len(reader.manifest.tensors)) if chunks.first[t + 1] - chunks.first[t] == 2)
-    spec = reader.manifest.tensors[cut]
-    read = reader.read if spec.kind == "model" else reader.read_state
-    assert torch.frombuffer(read(spec.name, 0, 15), dtype=torch.float32).tolist() == list(range(15))
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
-    assert (saved_s, verified_s, grown) < (90.0, 45.0, 2 << 30), (saved_s, verified_s, grown)
-    print(f"saved {saved_s:.1f} s, verified {verified_s:.1f} s, {grown / 1e6:.0f} MB")
+def test_a_limit_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_parameter("x" * (17 << 20), nn.Parameter(torch.zeros(1)))
+    zero = zs.shard(model)
+    with pytest.raises(zs.CheckpointError, match=r"at most \d+ are read.*Nothing was committed"):
+        zero.save(tmp_path / "a")
+    assert os.listdir(tmp_path) == []

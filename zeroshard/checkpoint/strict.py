@@ -24,7 +24,6 @@ _BYTES_OF: Final = ((b",", 40), (b'"', 30), (b"[", 80), (b"{", 240))
 """What CPython spends on what a mark stands for: a value, half a text, a list, an object."""
 
 _WIDE = re.compile(rb"[\xf0-\xff]|\\u[dD][89abAB]")
-_NOT_NARROW = re.compile(rb"[\x80-\xff]|\\u")
 _LAST_LINE = re.compile(rb"\n\{\"crc32\":(\d{1,10})\}\n")
 
 
@@ -66,7 +65,8 @@ def cost_of(data: bytes) -> int:
     CPython gives each character of a text the bytes of its widest one, so a single emoji makes a long text four times
     as large; and the whole file is one text while it is read.
     """
-    wide = 4 if _WIDE.search(data) else 2 if _NOT_NARROW.search(data) else 1
+    is_narrow = data.isascii() and b"\\u" not in data
+    wide = 1 if is_narrow else 4 if _WIDE.search(data) else 2
     return wide * len(data) + sum(nbytes * data.count(mark) for mark, nbytes in _BYTES_OF)
 
 
