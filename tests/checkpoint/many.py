@@ -27,7 +27,7 @@ from zeroshard.checkpoint.values import bytes_of
 from zeroshard.checkpoint.verify import verify
 from zeroshard.core.layout import plan_layout
 
-SHAPE = (3, 7)
+SHAPE = (5, 8)
 
 
 def names_of(experts: int, layers: int) -> list[str]:
@@ -39,12 +39,12 @@ def names_of(experts: int, layers: int) -> list[str]:
 
 
 def plan_of(path: Path, names: list[str], world_size: int, extra: bytes = b"{}") -> Plan:
-    """Return what so many ranks would save of parameters of 21 elements and their two states, in buckets of 3,072."""
+    """Return what so many ranks would save of parameters of 40 elements and their two states, in buckets of 1,001."""
     items: list[Item] = []
-    values = torch.arange(21, dtype=torch.float32)
-    for start in range(0, len(names), 3072):
-        several = names[start : start + 3072]
-        layout = plan_layout((21,) * len(several), 4, world_size)
+    values = torch.arange(40, dtype=torch.float32)
+    for start in range(0, len(names), 1001):
+        several = names[start : start + 1001]
+        layout = plan_layout((40,) * len(several), 4, world_size)
         bucket: Any = SimpleNamespace(layout=layout)
         for index, name in enumerate(several):
             slot: Any = SimpleNamespace(bucket=bucket, index=index, name=name)
@@ -53,7 +53,7 @@ def plan_of(path: Path, names: list[str], world_size: int, extra: bytes = b"{}")
                 Spec("state", join_state(0, "exp_avg", name), "F32", SHAPE),
                 Spec("state", join_state(0, "exp_avg_sq", name), "F32", SHAPE),
             ):
-                items.append(Item(spec, values, (0, 21), slot))
+                items.append(Item(spec, values, (0, 40), slot))
     return Plan(path, 7, world_size, tuple(items), {}, extra, None)
 
 
@@ -76,8 +76,8 @@ def read(path: Path, name: str) -> None:
     assert torch.frombuffer(reader.read(name, 3, 9), dtype=torch.float32).tolist() == [3, 4, 5, 6, 7, 8]
     cut = next(place for place in range(len(tensors)) if chunks.first[place + 1] - chunks.first[place] == 2)
     read_one = reader.read if tensors[cut].kind == "model" else reader.read_state
-    data = read_one(tensors[cut].name, 0, 21)
-    assert torch.frombuffer(data, dtype=torch.float32).tolist() == list(range(21))
+    data = read_one(tensors[cut].name, 0, 40)
+    assert torch.frombuffer(data, dtype=torch.float32).tolist() == list(range(40))
 
 
 def measure(folder: Path, parameters: int, world_size: int) -> dict[str, float]:
