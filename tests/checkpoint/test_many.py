@@ -26,7 +26,7 @@ def test_an_index_in_parts(tmp_path: Path) -> None:
 
 
 def test_small_parts_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every column is cut, and a rank writes several files: such a checkpoint loads, and with one file wrong it does not."""
+    """Every column is cut, and a rank writes several files: it loads, and with one file wrong it does not."""
     monkeypatch.setattr(index, "PART_COST", 500)
     monkeypatch.setattr(index, "VALUES", 2)
     monkeypatch.setattr(manifest, "TABLE_BYTES", 300)

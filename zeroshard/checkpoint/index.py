@@ -137,10 +137,10 @@ def parse(data: bytes, where: str, read_part: Callable[[str, int], bytes]) -> Ma
             raise part.fail(f"a part's [bytes, checksum], for at most {MAX_PARTS}")
     for place, (nbytes, crc32) in enumerate(parts):
         name = index_name(place, len(parts))
-        text = read_part(name, nbytes)
+        text, path = read_part(name, nbytes), f"{where.removesuffix(MANIFEST)}{name}"
         if len(text) != nbytes or zlib.crc32(text) != crc32:
-            raise CheckpointError(f"{where}: {name} is damaged: it is not what the manifest says.")
-        index.add(Value(strict.loads(text, name), f"{where}, {name}"))
+            raise CheckpointError(f"{path}: is damaged: it is not what {MANIFEST} says.")
+        index.add(Value(strict.loads(text, path), path))
     sizes = {name: nbytes.integer() for name, nbytes in value.get("files").entries()}
     tensors = index.tensors(where)
     manifest = Manifest(
