@@ -104,15 +104,15 @@ BUGS = (
     Bug(
         "a read range is one element short",
         "checkpoint/reader.py",
-        "first, last = max(start, chunk.start), min(stop, chunk.stop)",
-        "first, last = max(start, chunk.start), min(stop, chunk.stop - (chunk.start > 0))",
+        "first, last = max(start, begin), min(stop, int(chunks.stop[place]))",
+        "first, last = max(start, begin), min(stop, int(chunks.stop[place]) - (begin > 0))",
         "tests/checkpoint/test_move.py::test_every_layout_is_read_at_every_number_of_ranks",
     ),
     Bug(
         "elements may be in two files",
-        "checkpoint/manifest.py",
-        "            if start != end or stop <= start:",
-        "            if start > end or stop <= start:",
+        "checkpoint/ranges.py",
+        "is_wrong = (start != expected) | (stop <= start)",
+        "is_wrong = (start > expected) | (stop <= start)",
         "tests/checkpoint/test_hostile.py::test_elements_in_two_places_are_named",
     ),
     Bug(

@@ -116,6 +116,7 @@ MANIFESTS: dict[str, Callable[[Json], Any]] = {
     "nothing in it": lambda manifest: {},
     "another format": put("format", value="zip"),
     "version 2": put("version", value=2),
+    "version 3": put("version", value=3),
     "version true": put("version", value=True),
     "version 1.0": put("version", value=1.0),
     "negative step": put("step", value=-1),
@@ -244,22 +245,28 @@ def checkpoint(pristine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "step-2"))
 
 
+@pytest.fixture
+def old_checkpoint(checkpoint: Path) -> Path:
+    """Of format version 1."""
+    return small.downgrade(checkpoint)
+
+
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_a_hostile_manifest_is_refused(name: str, checkpoint: Path) -> None:
-    small.rewrite(checkpoint / "manifest.json", MANIFESTS[name])
-    refuse(lambda: verify(checkpoint), checkpoint)
+def test_a_hostile_manifest_is_refused(name: str, old_checkpoint: Path) -> None:
+    small.rewrite(old_checkpoint / "manifest.json", MANIFESTS[name])
+    refuse(lambda: verify(old_checkpoint), old_checkpoint)
 
 
 @pytest.mark.parametrize("name", ["overlap", "chunk twice"])
-def test_elements_in_two_places_are_named(name: str, checkpoint: Path) -> None:
+def test_elements_in_two_places_are_named(name: str, old_checkpoint: Path) -> None:
     """They are refused for what they are, whatever a file's size says."""
-    small.rewrite(checkpoint / "manifest.json", MANIFESTS[name])
-    assert re.search(r"elements \d to \d of '\w+' are twice", refuse(lambda: verify(checkpoint), checkpoint))
+    small.rewrite(old_checkpoint / "manifest.json", MANIFESTS[name])
+    assert re.search(r"elements \d to \d of '\w+' are twice", refuse(lambda: verify(old_checkpoint), old_checkpoint))
 
 
-def test_an_unchanged_manifest_is_not_refused(checkpoint: Path) -> None:
-    small.rewrite(checkpoint / "manifest.json", lambda manifest: None)
-    verify(checkpoint)
+def test_an_unchanged_manifest_is_not_refused(old_checkpoint: Path) -> None:
+    small.rewrite(old_checkpoint / "manifest.json", lambda manifest: None)
+    verify(old_checkpoint)
 
 
 TEXTS = {
@@ -295,8 +302,16 @@ def plant_extra(checkpoint: Path, text: bytes) -> None:
     """Replace extra.json, with a manifest to match."""
     (checkpoint / "extra.json").write_bytes(text)
     blocks = [text[start : start + (4 << 20)] for start in range(0, len(text), 4 << 20)]
-    entry = {"bytes": len(text), "chunks": [], "crc32": [zlib.crc32(block) for block in blocks]}
-    small.rewrite(checkpoint / "manifest.json", put("files", "extra.json", value=entry))
+    crc32 = [zlib.crc32(block) for block in blocks]
+
+    def change(manifest: Json) -> None:
+        if manifest["version"] == 1:
+            manifest["files"]["extra.json"] = {"bytes": len(text), "chunks": [], "crc32": crc32}
+        else:
+            manifest["files"]["extra.json"] = len(text)
+            manifest["index"]["crc32"][:1] = crc32
+
+    small.rewrite(checkpoint / "manifest.json", change)
 
 
 EXTRAS: dict[str, Callable[[Json], Any]] = {
@@ -342,14 +357,14 @@ EXTRAS: dict[str, Callable[[Json], Any]] = {
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_hostile_values_are_refused(name: str, checkpoint: Path) -> None:
-    value = json.loads((checkpoint / "extra.json").read_bytes())
+def test_hostile_values_are_refused(name: str, old_checkpoint: Path) -> None:
+    value = json.loads((old_checkpoint / "extra.json").read_bytes())
     returned = EXTRAS[name](value)
-    plant_extra(checkpoint, json.dumps(value if returned is None else returned).encode())
+    plant_extra(old_checkpoint, json.dumps(value if returned is None else returned).encode())
     trainer = small.Small(1)
     refuse(
-        lambda: trainer.zero.load(checkpoint),
-        checkpoint / "extra.json" if name != "state of a stranger" else checkpoint,
+        lambda: trainer.zero.load(old_checkpoint),
+        old_checkpoint / "extra.json" if name != "state of a stranger" else old_checkpoint,
     )
 
 
@@ -386,7 +401,7 @@ def test_a_hostile_generator_is_refused(name: str, checkpoint: Path) -> None:
     change(state)
     data[offset : offset + chunk.stop] = state
     (checkpoint / OPTIM).write_bytes(data)
-    small.rewrite(checkpoint / "manifest.json", put("files", OPTIM, "crc32", value=[zlib.crc32(data)]))
+    small.rewrite(checkpoint / "manifest.json", put("index", "crc32", 1, value=zlib.crc32(data)))
     verify(checkpoint)
     trainer = small.Small(1)
     before = trainer.state()

@@ -25,8 +25,8 @@ import torch
 
 from zeroshard.checkpoint import files, strict
 from zeroshard.checkpoint.commit import publish, remove_older, write_manifest, write_tensors
-from zeroshard.checkpoint.contents import ADVICE, COMMITTED, KINDS, LOOK, Plan
-from zeroshard.checkpoint.manifest import FileEntry, file_name, seal, unseal
+from zeroshard.checkpoint.contents import ADVICE, COMMITTED, LOOK, Plan
+from zeroshard.checkpoint.manifest import FileEntry
 from zeroshard.checkpoint.reader import read_text
 from zeroshard.checkpoint.together import describe
 from zeroshard.checkpoint.values import bytes_of
@@ -52,18 +52,18 @@ class Snapshot:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, plan: Plan, mesh: Mesh) -> dict[str, memoryview]:
-        """Copy the values that this rank writes; return them by kind of file."""
-        values = {kind: list(plan.values(kind, mesh.rank)) for kind in KINDS}
-        nbytes = sum(value.nbytes for of_kind in values.values() for value in of_kind)
+        """Copy the values that this rank writes; return them by file."""
+        values = {name: list(plan.values(name)) for name in plan.files_of(mesh.rank)}
+        nbytes = sum(value.nbytes for of_file in values.values() for value in of_file)
         if self._memory.numel() < nbytes:
             self._memory = _host_memory(nbytes, pinned=mesh.device.type == "cuda")
         end, taken = 0, {}
-        for kind, of_kind in values.items():
+        for name, of_file in values.items():
             start = end
-            for value in of_kind:
+            for value in of_file:
                 self._memory[end : end + value.nbytes].copy_(value.view(torch.uint8))
                 end += value.nbytes
-            taken[kind] = bytes_of(self._memory[start:end])
+            taken[name] = bytes_of(self._memory[start:end])
         return taken
 
 
@@ -91,7 +91,7 @@ class BackgroundSave:
     """One save on its way to the disk. It is under way when it is made.
 
     Args:
-        taken: the values that this rank writes, by kind of file; they must not change until `status` does.
+        taken: the values that this rank writes, by file; they must not change until `status` does.
     """
 
     def __init__(self, plan: Plan, folder: Path, rank: int, taken: Mapping[str, memoryview]) -> None:
@@ -134,9 +134,8 @@ class BackgroundSave:
     def _run(self) -> None:
         try:
             entries = {}
-            for kind in KINDS:
-                name = file_name(kind, self._rank, self._plan.world_size)
-                entries[name] = write_tensors(self._plan, self._folder, kind, self._rank, self._parts(kind))
+            for name in self._taken:
+                entries[name] = write_tensors(self._plan, self._folder, name, self._parts(name))
             if self._rank:
                 self._leave_receipt({name: [entry.nbytes, list(entry.crc32)] for name, entry in entries.items()})
             else:
@@ -150,8 +149,8 @@ class BackgroundSave:
             if self._rank:
                 self._report()
 
-    def _parts(self, kind: str) -> Iterator[memoryview]:
-        taken = self._taken[kind]
+    def _parts(self, name: str) -> Iterator[memoryview]:
+        taken = self._taken[name]
         for start in range(0, len(taken), PIECE_BYTES):
             if self._is_given_up.is_set():
                 raise _GivenUp
@@ -160,14 +159,14 @@ class BackgroundSave:
     def _leave_receipt(self, content: object) -> None:
         receipt = self._receipt(self._rank)
         part = receipt.with_suffix(".part")
-        write_file(part, seal(strict.dumps(content, receipt.name)))
+        write_file(part, strict.seal(strict.dumps(content, receipt.name)))
         files.rename(part, receipt)
 
     def _report(self) -> None:
         """Tell rank 0 about the failure, if that is still possible; what was written makes room for it."""
-        for kind in KINDS:
+        for name in self._taken:
             with contextlib.suppress(OSError):
-                files.remove(self._folder / file_name(kind, self._rank, self._plan.world_size))
+                files.remove(self._folder / name)
         with contextlib.suppress(OSError):
             self._leave_receipt(self.failure)
 
@@ -192,15 +191,10 @@ class BackgroundSave:
     def _await_receipt(self, rank: int) -> dict[str, FileEntry]:
         receipt = self._receipt(rank)
         self._await(receipt)
-        content = strict.loads(unseal(read_text(receipt), str(receipt)), str(receipt))
+        content = strict.loads(strict.unseal(read_text(receipt), str(receipt)), str(receipt))
         if isinstance(content, str):
             raise _OtherRankFailed(content)
-        found = {}
-        for kind in KINDS:
-            name = file_name(kind, rank, self._plan.world_size)
-            nbytes, crc32 = content[name]
-            found[name] = FileEntry(nbytes, tuple(crc32), self._plan.chunks(kind, rank))
-        return found
+        return {name: FileEntry(*content[name]) for name in self._plan.files_of(rank)}
 
     # -- in either ----------------------------------------------------------------------------------------------------
 

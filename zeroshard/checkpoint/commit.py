@@ -21,22 +21,22 @@ import torch
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.attempt import begin, commit
 from zeroshard.checkpoint.contents import Plan
+from zeroshard.checkpoint.index import serialize
 from zeroshard.checkpoint.manifest import (
+    BLOCK_BYTES,
     EXTRA,
     LATEST,
     MANIFEST,
     FileEntry,
     Manifest,
-    file_name,
-    make_header,
-    serialize,
 )
+from zeroshard.checkpoint.ranges import make_header
 from zeroshard.checkpoint.reader import read_manifest
 from zeroshard.checkpoint.writer import FileWriter, write_file
 from zeroshard.core.errors import CheckpointError
 from zeroshard.core.version import VERSION
 
-__all__ = ["make_folder", "publish", "remove_older", "write_manifest", "write_tensors"]
+__all__ = ["check_limits", "make_folder", "publish", "remove_older", "write_manifest", "write_tensors"]
 
 _OLD = re.compile(r"\.old-.+-[0-9a-f]{8}")
 
@@ -49,18 +49,40 @@ def make_folder(plan: Plan, folder: Path) -> None:
     files.make_folder(folder)
 
 
-def write_tensors(plan: Plan, folder: Path, kind: str, rank: int, parts: Iterator[memoryview]) -> FileEntry:
-    """Write this rank's file of a kind.
+def check_limits(plan: Plan) -> None:
+    """Raise unless a manifest of this plan would be read: before tensors are written, which may take long.
+
+    Raises:
+        CheckpointError: it would not; names or hyper-parameters are beyond a limit.
+    """
+    chunks = plan.chunks
+    sizes = dict(zip(plan.files, (chunks.header_bytes + chunks.data_bytes).tolist(), strict=True))
+    sizes[EXTRA] = len(plan.extra)
+    # The longest checksums there are: the true ones take as many bytes or fewer.
+    crc32 = 2**32 - 1
+    entries = {name: FileEntry(nbytes, [crc32] * -(-nbytes // BLOCK_BYTES)) for name, nbytes in sizes.items()}
+    serialize(_manifest_of(plan, entries))
+
+
+def _manifest_of(plan: Plan, entries: Mapping[str, FileEntry]) -> Manifest:
+    software = {"python": platform.python_version(), "torch": str(torch.__version__), "zeroshard": VERSION}
+    expires = plan.keep is not None
+    specs = tuple(plan.specs)
+    return Manifest(plan.step, plan.world_size, specs, plan.aliases, entries, plan.chunks, software, expires)
+
+
+def write_tensors(plan: Plan, folder: Path, name: str, parts: Iterator[memoryview]) -> FileEntry:
+    """Write one of this rank's files.
 
     Args:
         parts: the bytes of its chunks, in order, cut anywhere.
     """
-    chunks = plan.chunks(kind, rank)
-    with _told_if_full(plan, folder), FileWriter(folder / file_name(kind, rank, plan.world_size)) as writer:
-        writer.write(memoryview(make_header(plan.specs, chunks)))
+    with _told_if_full(plan, folder), FileWriter(folder / name) as writer:
+        for piece in make_header(plan.specs, plan.chunks, plan.files.index(name)):
+            writer.write(memoryview(piece))
         for part in parts:
             writer.write(part)
-    return writer.entry(chunks)
+    return writer.entry()
 
 
 def write_manifest(plan: Plan, folder: Path, written: Mapping[str, FileEntry]) -> None:
@@ -69,12 +91,10 @@ def write_manifest(plan: Plan, folder: Path, written: Mapping[str, FileEntry]) -
     Args:
         written: what all ranks wrote.
     """
-    software = {"python": platform.python_version(), "torch": str(torch.__version__), "zeroshard": VERSION}
-    expires = plan.keep is not None
     with _told_if_full(plan, folder):
         entries = {**written, EXTRA: write_file(folder / EXTRA, plan.extra)}
-        manifest = Manifest(plan.step, plan.world_size, tuple(plan.specs), plan.aliases, entries, software, expires)
-        write_file(folder / MANIFEST, serialize(manifest))
+        for name, text in serialize(_manifest_of(plan, entries)).items():
+            write_file(folder / name, text)
         files.sync_folder(folder)
 
 
@@ -127,5 +147,5 @@ def _expiring(path: Path, step: int) -> Iterator[tuple[int, str]]:
             manifest, _ = read_manifest(folder)
         except CheckpointError:
             continue
-        if manifest.expires and manifest.step <= step and set(files.names_in(folder)) == {*manifest.files, MANIFEST}:
+        if manifest.expires and manifest.step <= step and set(files.names_in(folder)) == manifest.names:
             yield manifest.step, name

@@ -5,8 +5,9 @@ Owns the plan of a save and the agreement on it, before any file is made. Read `
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -15,23 +16,22 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import strict
+from zeroshard.checkpoint.described import pack
 from zeroshard.checkpoint.generators import read_generators
 from zeroshard.checkpoint.inventory import Item, aliases_of, generator_items, groups_of, model_items, state_items
-from zeroshard.checkpoint.manifest import EXTRA, Chunk, Spec
+from zeroshard.checkpoint.manifest import EXTRA, spread
+from zeroshard.checkpoint.ranges import Chunks, Spec, arrange
 from zeroshard.checkpoint.together import agree_equal
 from zeroshard.checkpoint.values import encode
 from zeroshard.core.engine import Engine
 from zeroshard.core.errors import CheckpointError
 from zeroshard.core.optimizer import ShardedOptimizer
 
-__all__ = ["ADVICE", "COMMITTED", "KINDS", "LOOK", "Plan", "agree_on", "make_plan"]
+__all__ = ["ADVICE", "COMMITTED", "LOOK", "Plan", "agree_on", "make_plan"]
 
 ADVICE: Final = "Nothing was committed, and checkpoints from before are as they were."
 LOOK: Final = "Look with `zeroshard checkpoint ls` whether it is there."
 COMMITTED: Final = "The new one is committed."
-KINDS: Final = ("model", "state")
-"""Each rank writes a file of each kind."""
-
 LEAST_KEPT: Final = 2
 _INTEGERS: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
@@ -53,29 +53,45 @@ class Plan:
     extra: bytes
     keep: int | None
 
-    @property
-    def specs(self) -> list[Spec]:
+    @cached_property
+    def specs(self) -> tuple[Spec, ...]:
         """The tensors, in the manifest's order."""
-        return [item.spec for item in self.items]
+        return tuple(item.spec for item in self.items)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all ranks' tensors and of `extra.json`."""
         return len(self.extra) + sum(spec.numel * spec.item_bytes for spec in self.specs)
 
-    def chunks(self, kind: str, rank: int) -> tuple[Chunk, ...]:
-        """Return what a rank writes into its file of a kind, in order."""
-        found = []
-        for place, item in enumerate(self.items):
-            start, stop = item.written_by(rank)
-            if (item.spec.kind == "model") == (kind == "model") and stop > start:
-                found.append(Chunk(place, start, stop))
-        return tuple(found)
+    @cached_property
+    def files(self) -> list[str]:
+        """The tensor files of all ranks, in the order in which chunks count them."""
+        return sorted(name for rank in range(self.world_size) for name in self.files_of(rank))
 
-    def values(self, kind: str, rank: int) -> Iterator[torch.Tensor]:
-        """Yield the values of these chunks, each flat; `rank` must be this one."""
-        for chunk in self.chunks(kind, rank):
-            yield self.items[chunk.tensor].part(chunk.start, chunk.stop)
+    def files_of(self, rank: int) -> list[str]:
+        """Return the files that a rank writes."""
+        files, _ = self._spread
+        return [name for kind in ("model", "state") for name in files[kind, rank]]
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """What all ranks write, in which file and where."""
+        places = {name: place for place, name in enumerate(self.files)}
+        _, (names, *columns) = self._spread
+        return arrange(self.specs, self.files, ([places[name] for name in names], *columns), str(self.path))
+
+    @cached_property
+    def _spread(self) -> tuple[dict[tuple[str, int], list[str]], tuple[list[Any], ...]]:
+        items = enumerate(self.items)
+        chunks = ((r, item.spec.name, place, *item.written_by(r)) for place, item in items for r in item.writers())
+        return spread(chunks, [spec.kind for spec in self.specs], self.world_size)
+
+    def values(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the values of the chunks of a file, which must be this rank's, each flat."""
+        chunks, found = self.chunks, self.chunks.of_file(self.files.index(name))
+        columns = (column[found].tolist() for column in (chunks.tensor, chunks.start, chunks.stop))
+        for tensor, start, stop in zip(*columns, strict=True):
+            yield self.items[tensor].part(start, stop)
 
 
 def make_plan(
@@ -105,9 +121,10 @@ def make_plan(
     common = {
         "extra": encode(dict(extra), "extra"),
         "loss_scale": None if scale is None else [scale.value, scale._good_steps, encode(scale.history, "history")],
-        "optimizers": encode(groups_of(optimizers), "the optimizers"),
     }
     items = model_items(engine, model) + state_items(optimizers)
+    places = {item.spec.name: place for place, item in enumerate(items) if item.spec.kind == "model"}
+    common["optimizers"] = pack(groups_of(optimizers), places)
     items += generator_items(engine, read_generators(engine.mesh.device))
     text = strict.dumps(common, EXTRA)
     return Plan(path, step, engine.mesh.world_size, tuple(items), aliases_of(engine, model), text, keep)
@@ -119,10 +136,9 @@ def agree_on(engine: Engine, plan: Plan, what: str, options: str) -> None:
     Args:
         options: what else must be equal.
     """
-    common = [repr(plan.specs), repr(sorted(plan.aliases.items())), plan.step, str(plan.path), str(plan.keep), options]
     message = "ranks were given different paths, steps or options, or their optimizers hold different states. " + ADVICE
-    digest = zlib.crc32(strict.dumps(common, what))
-    agree_equal(engine, f"{what}: comparing what is to be saved", digest, message)
+    common = [plan.step, str(plan.path), plan.keep, options, *sorted(plan.aliases.items()), *plan.specs]
+    agree_equal(engine, f"{what}: comparing what is to be saved", _crc32_of(common), message)
     message = (
         "extra, or the optimizers' hyper-parameters or step counters, differ between ranks, and a checkpoint holds "
         "one. Give the same on every rank: gather what belongs to a rank first. " + ADVICE
@@ -146,6 +162,14 @@ def _agree_on_copies(engine: Engine, items: Sequence[Item], what: str) -> None:
             f"{what}: ranks hold copies of parameters or states that differ, so they have not made the same steps: "
             f"rank {differ[0]} differs from rank {differ[0] % engine.mesh.shard_size}. {ADVICE}"
         )
+
+
+def _crc32_of(values: Iterable[object]) -> int:
+    """Return a number that shows a difference of values, one after the other: all at once are a long text."""
+    digest = 0
+    for value in values:
+        digest = zlib.crc32(repr(value).encode(errors="surrogatepass"), digest)
+    return digest
 
 
 def _digest(values: Sequence[torch.Tensor]) -> int:

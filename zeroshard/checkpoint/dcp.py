@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from zeroshard.checkpoint.load import read_content, to_rows
-from zeroshard.checkpoint.manifest import MANIFEST, Spec
+from zeroshard.checkpoint.manifest import MANIFEST
+from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.values import bytes_of, dtype_name, dtype_of, tensor_of
 from zeroshard.core.errors import CheckpointError
@@ -85,10 +86,11 @@ class DcpReader(StorageReader):
         for alias, name in (reader.aliases or {}).items():
             yield prefix + alias, _Entry(reader.specs[name], reader.read)
         for spec in reader.states.values():
-            number, _, rest = spec.name.partition("/")
-            key, _, name = rest.partition("/")
-            if spec.kind == "state" and int(number) < len(self._optimizers):
-                yield f"{self._optimizers[int(number)]}.state.{name}.{key}", _Entry(spec, reader.read_state)
+            if spec.kind != "state":
+                continue
+            number, key, name = reader.manifest.split_state(spec.name)
+            if number < len(self._optimizers):
+                yield f"{self._optimizers[number]}.state.{name}.{key}", _Entry(spec, reader.read_state)
         for optimizer, described in zip(self._optimizers, read_content(reader).optimizers, strict=False):
             for name, state in described["states"].items():
                 for key, value in state.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroshard.checkpoint.manifest import Spec
+from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.reader import CheckpointReader
 
 __all__ = ["Difference", "as_floats", "diff"]

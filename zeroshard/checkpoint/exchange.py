@@ -15,17 +15,14 @@ import numpy as np
 
 from zeroshard.checkpoint import files, strict
 from zeroshard.checkpoint.attempt import new_folder
+from zeroshard.checkpoint.index import serialize
 from zeroshard.checkpoint.manifest import (
     EXTRA,
-    ITEM_BYTES,
     MANIFEST,
-    Chunk,
     Manifest,
-    Spec,
-    file_name,
-    make_header,
-    serialize,
+    spread,
 )
+from zeroshard.checkpoint.ranges import ITEM_BYTES, Spec, arrange, make_header
 from zeroshard.checkpoint.reader import CheckpointReader, Source, opened, read_exactly, read_text
 from zeroshard.checkpoint.verify import verify
 from zeroshard.checkpoint.writer import FileWriter, write_file
@@ -103,8 +100,13 @@ def _write_whole(path: Path, specs: list[Spec], reader: CheckpointReader) -> Non
             if spec.order:
                 writer.write(memoryview(_in_rows(spec, reader.read(spec.name, 0, spec.numel))))
                 continue
-            for start in range(0, spec.numel, PIECE_NUMEL):
-                writer.write(memoryview(reader.read(spec.name, start, min(start + PIECE_NUMEL, spec.numel))))
+            _copy_rows(reader, spec, writer)
+
+
+def _copy_rows(reader: Source, spec: Spec, writer: FileWriter) -> None:
+    """Write the elements of a tensor as they lie in the source."""
+    for start in range(0, spec.numel, PIECE_NUMEL):
+        writer.write(memoryview(reader.read(spec.name, start, min(start + PIECE_NUMEL, spec.numel))))
 
 
 def _in_rows(spec: Spec, data: bytearray) -> bytes:
@@ -229,19 +231,20 @@ def import_folder(source: str | Path, target: str | Path, *, step: int = 0) -> P
     reader, path = FolderReader(source), Path(target)
     specs = tuple(reader.specs.values())
     with new_folder(path) as folder:
-        chunks = tuple(Chunk(place, 0, spec.numel) for place, spec in enumerate(specs) if spec.numel)
-        with FileWriter(folder / file_name("model", 0, 1)) as writer:
-            writer.write(memoryview(make_header(specs, chunks)))
-            for chunk in chunks:
-                for start in range(0, chunk.stop, PIECE_NUMEL):
-                    name = specs[chunk.tensor].name
-                    writer.write(memoryview(reader.read(name, start, min(start + PIECE_NUMEL, chunk.stop))))
+        whole = ((0, spec.name, place, 0, spec.numel) for place, spec in enumerate(specs) if spec.numel)
+        by_kind, (homes, *columns) = spread(whole, ["model"] * len(specs), 1)
+        names = sorted(name for several in by_kind.values() for name in several)
+        chunks = arrange(specs, names, ([names.index(home) for home in homes], *columns), str(target))
         extra = strict.dumps({"extra": {}, "loss_scale": None, "optimizers": []}, EXTRA)
-        entries = {
-            EXTRA: write_file(folder / EXTRA, extra),
-            file_name("model", 0, 1): writer.entry(chunks),
-            file_name("state", 0, 1): write_file(folder / file_name("state", 0, 1), make_header(specs, ())),
-        }
-        manifest = Manifest(step, 1, specs, None, entries, {"zeroshard": VERSION})
-        write_file(folder / MANIFEST, serialize(manifest))
+        entries = {EXTRA: write_file(folder / EXTRA, extra)}
+        for file, name in enumerate(names):
+            with FileWriter(folder / name) as writer:
+                for piece in make_header(specs, chunks, file):
+                    writer.write(memoryview(piece))
+                for place in chunks.tensor[chunks.of_file(file)].tolist():
+                    _copy_rows(reader, specs[place], writer)
+            entries[name] = writer.entry()
+        manifest = Manifest(step, 1, specs, None, entries, chunks, {"zeroshard": VERSION})
+        for name, text in serialize(manifest).items():
+            write_file(folder / name, text)
     return path

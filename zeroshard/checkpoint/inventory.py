@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.checkpoint.manifest import Spec
-from zeroshard.checkpoint.values import dtype_name
+from zeroshard.checkpoint.manifest import join_state
+from zeroshard.checkpoint.ranges import Spec
+from zeroshard.checkpoint.values import check_key, dtype_name
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.parameter import Slot, slot_of
@@ -31,7 +32,6 @@ __all__ = [
     "model_items",
     "order_of",
     "state_items",
-    "state_name",
 ]
 
 Tensor = torch.Tensor
@@ -61,6 +61,16 @@ class Item:
         start, stop = layout.overlap(index, *layout.shard_range(rank))
         return (start - layout.offsets[index], stop - layout.offsets[index]) if stop > start else (0, 0)
 
+    def writers(self) -> range:
+        """Return the ranks that write something of it, in the order of what they write."""
+        if not self.spec.numel:
+            return range(0)
+        if self.slot is None:
+            return range(self.owner, self.owner + 1)
+        layout, index = self.slot.bucket.layout, self.slot.index
+        last = layout.offsets[index] + layout.numels[index] - 1
+        return range(layout.offsets[index] // layout.shard_numel, last // layout.shard_numel + 1)
+
     def part(self, start: int, stop: int) -> Tensor:
         """Return elements [start, stop), which this rank must hold, flat."""
         assert self.value is not None, f"{self.spec.name} is asked of a rank that does not hold it"
@@ -87,12 +97,14 @@ def state_items(optimizers: Sequence[ShardedOptimizer]) -> list[Item]:
     for number, one in enumerate(optimizers):
         for master in one.masters:
             slot = slot_of(master)
-            for key, value in sorted(one.optimizer.state.get(master, {}).items()):
-                if is_cut(key, value, master):
-                    name = state_name(number, key, slot)
-                    dtype = dtype_name(value.dtype, f"State '{name}'")
-                    spec = Spec("state", name, dtype, slot.bucket.shapes[slot.index], order_of(slot))
-                    items.append(Item(spec, value.detach(), held_range(slot), slot))
+            state = {key: v for key, v in one.optimizer.state.get(master, {}).items() if is_cut(key, v, master)}
+            for key in sorted(state, key=repr):
+                value = state[key]
+                check_key(key, f"The state of '{slot.name}' in optimizer {number}")
+                name = join_state(number, key, slot.name)
+                dtype = dtype_name(value.dtype, f"State '{name}'")
+                spec = Spec("state", name, dtype, slot.bucket.shapes[slot.index], order_of(slot))
+                items.append(Item(spec, value.detach(), held_range(slot), slot))
     return items
 
 
@@ -139,11 +151,6 @@ def aliases_of(engine: Engine, model: nn.Module) -> dict[str, str]:
         if (first := seen.setdefault(id(buffer), name)) != name:
             aliases[name] = first
     return aliases
-
-
-def state_name(optimizer: int, key: str, slot: Slot) -> str:
-    """Return the name of a state in a checkpoint."""
-    return f"{optimizer}/{key}/{slot.name}"
 
 
 def order_of(slot: Slot) -> tuple[int, ...]:

@@ -25,10 +25,13 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import strict
+from zeroshard.checkpoint.described import unpack
 from zeroshard.checkpoint.exchange import FolderReader, is_tensor_folder
+from zeroshard.checkpoint.fields import shown
 from zeroshard.checkpoint.generators import check_generators, read_generators, write_generators
-from zeroshard.checkpoint.inventory import Item, aliases_of, groups_of, held_range, model_items, order_of, state_name
-from zeroshard.checkpoint.manifest import EXTRA, Spec
+from zeroshard.checkpoint.inventory import Item, aliases_of, groups_of, held_range, model_items, order_of
+from zeroshard.checkpoint.manifest import EXTRA
+from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.reader import CheckpointReader, Source
 from zeroshard.checkpoint.together import agree_equal, begin, together
 from zeroshard.checkpoint.values import bytes_of, decode, dtype_of, tensor_of
@@ -126,7 +129,11 @@ def read_content(reader: CheckpointReader) -> Content:
     value = strict.loads(reader.read_extra(), where)
     if not isinstance(value, dict) or set(value) != {"extra", "loss_scale", "optimizers"}:
         raise CheckpointError(f"{where}: expected an object with extra, loss_scale and optimizers.")
-    extra, optimizers, scale = (decode(value[key], where) for key in ("extra", "optimizers", "loss_scale"))
+    extra, scale = (decode(value[key], where) for key in ("extra", "loss_scale"))
+    if reader.manifest.version == 1:
+        optimizers = decode(value["optimizers"], where)
+    else:
+        optimizers = unpack(value["optimizers"], [spec.name for spec in reader.manifest.tensors], where)
     if not isinstance(extra, dict) or not _is_loss_scale(scale):
         raise CheckpointError(f"{where}: extra or the loss scale is not what a checkpoint holds.")
     if not isinstance(optimizers, list) or not all(_is_described(one) for one in optimizers):
@@ -196,7 +203,7 @@ def _wanted(
     slots = _slots_of(optimizers)
     for spec in reader.states.values():
         if spec.kind == "state" and optimizers:
-            slot = slots[_owner_of(spec)]
+            slot = slots[_owner_of(reader, spec)]
             yield True, spec.name, *_range_in(spec, order_of(slot), held_range(slot))
 
 
@@ -245,7 +252,9 @@ def _check_optimizers(here: list[dict[str, Any]], there: list[dict[str, Any]], w
     mine, theirs = [one["class"] for one in here], [one["class"] for one in there]
     remedy = "Build the same optimizers, or load with only_model=True."
     if mine != theirs:
-        raise CheckpointError(f"{where}: the optimizers are {theirs} in the checkpoint and {mine} here. {remedy}")
+        raise CheckpointError(
+            f"{where}: the optimizers are {shown(theirs)} in the checkpoint and {mine} here. {remedy}"
+        )
     for number, (one, other) in enumerate(zip(here, there, strict=True)):
         groups, others = ([group["params"] for group in each["groups"]] for each in (one, other))
         if groups != others:
@@ -258,7 +267,9 @@ def _check_optimizers(here: list[dict[str, Any]], there: list[dict[str, Any]], w
             for key in group["options"].keys() & other_group["options"].keys():
                 mine_value, value = group["options"][key], other_group["options"][key]
                 if not _is_alike(mine_value, value):
-                    raise CheckpointError(f"{where}: '{key}' of optimizer {number} is {value!r}, here {mine_value!r}.")
+                    raise CheckpointError(
+                        f"{where}: '{key}' of optimizer {number} is {shown(value)}, here {mine_value!r}."
+                    )
 
 
 def _is_described(one: Any) -> bool:
@@ -267,7 +278,9 @@ def _is_described(one: Any) -> bool:
         return False
     if not isinstance(one["groups"], list) or type(one["steps"]) is not int or not 0 <= one["steps"] < MAX_STEPS:
         return False
-    if not isinstance(one["states"], dict) or not all(isinstance(state, dict) for state in one["states"].values()):
+    if isinstance(one["states"], dict) and not all(isinstance(state, dict) for state in one["states"].values()):
+        return False
+    if not isinstance(one["states"], Mapping):
         return False
     return all(
         isinstance(group, dict)
@@ -302,8 +315,10 @@ def _check_states(optimizers: Sequence[ShardedOptimizer], content: Content) -> N
     if strangers := sorted(listed - slots.keys()):
         raise CheckpointError(f"{reader.path}: the state of '{strangers[0]}' belongs to no parameter here.")
     for spec in reader.states.values():
-        name = _owner_of(spec)
-        if spec.kind == "state" and (name not in listed or spec.shape != slots[name].bucket.shapes[slots[name].index]):
+        if spec.kind != "state":
+            continue
+        name = _owner_of(reader, spec)
+        if name not in listed or spec.shape != slots[name].bucket.shapes[slots[name].index]:
             raise CheckpointError(f"{reader.path}: the state '{spec.name}' {spec.shape} belongs to no parameter here.")
 
 
@@ -312,19 +327,22 @@ def _slots_of(optimizers: Sequence[ShardedOptimizer]) -> dict[str, Slot]:
     return {f"{place}/{slot_of(m).name}": slot_of(m) for place, one in enumerate(optimizers) for m in one.masters}
 
 
-def _owner_of(state: Spec) -> str:
+def _owner_of(reader: CheckpointReader, state: Spec) -> str:
     """Return the optimizer and the parameter of a state, as in "0/weight" of "0/exp_avg/weight"."""
-    number, _, rest = state.name.partition("/")
-    return f"{number}/{rest.partition('/')[2]}"
+    try:
+        number, _, name = reader.manifest.split_state(state.name)
+    except ValueError as error:
+        raise CheckpointError(f"{reader.path}: {error}.") from error
+    return f"{number}/{name}"
 
 
 def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, cast: bool) -> None:
     """Read this rank's part of every state; where there is a tensor for it already, into that."""
-    keys: dict[tuple[int, str], list[str]] = defaultdict(list)
+    keys: dict[tuple[int, str], list[tuple[Any, str]]] = defaultdict(list)
     for spec in content.reader.states.values():
         if spec.kind == "state":
-            number, key, name = spec.name.split("/", 2)
-            keys[int(number), name].append(key)
+            number, key, name = content.reader.manifest.split_state(spec.name)
+            keys[number, name].append((key, spec.name))
     for place, (one, saved) in enumerate(zip(optimizers, content.optimizers, strict=True)):
         one.steps = saved["steps"]
         for group, described in zip(one.optimizer.param_groups, saved["groups"], strict=True):
@@ -335,8 +353,7 @@ def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, cast:
                 whole, before = saved["states"].get(slot.name), one.optimizer.state.pop(master, {})
                 if whole is not None:
                     state = {key: _place(key, value, group, slot) for key, value in whole.items()}
-                    for key in keys[place, slot.name]:
-                        name = state_name(place, key, slot)
+                    for key, name in keys[place, slot.name]:
                         state[key] = _read_state(content.reader, name, master, before.get(key), cast)
                     one.optimizer.state[master] = state
 

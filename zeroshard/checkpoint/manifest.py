@@ -1,133 +1,76 @@
 """What a checkpoint says about itself: tensors, the ranges of them that each file holds, checksums.
 
-Owns the format: names of files, the manifest's text, the layout of a tensor file. It opens nothing; `reader.py` does.
-A manifest that was parsed is consistent: names stay inside the folder, sizes add up, every element is there once.
+Owns the words of the format: names of files, of tensors and of states, and the layout of a tensor file. `index.py` owns
+its text. It opens nothing; `reader.py` does. A manifest that was parsed is consistent: names stay inside the folder,
+sizes add up, every element is there once.
 
 Note: the folder
     step-00001000/
       params-00001-of-00004.safetensors   parameters (their master values) and buffers
       optim-00001-of-00004.safetensors    the optimizers' states, and the random generators of the rank
       extra.json                          what the program gave to save, hyper-parameters, versions
+      index-00001-of-00003.json           the rest of a long index; most checkpoints have none
       manifest.json                       written last; its last line is the checksum of all before it
     A tensor file is in the safetensors format. It holds flat ranges: the key "<name>@<start>" has elements
     `[start, start + n)` of the tensor, as it lies in memory. `order` lists the dimensions from the slowest to the
-    fastest where that is not row-major. Nothing of the number of ranks, of a stage or of padding is stored, so any run
-    reads what any other wrote: it looks for the ranges that meet its own.
+    fastest where that is not row-major. A rank whose table would be long writes several files of a kind. Nothing of the
+    number of ranks, of a ZeRO stage or of padding is stored, so any run reads what any other wrote: it looks for the
+    ranges that meet its own.
 """
 
 import json
 import re
-import zlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from math import prod
-from types import MappingProxyType
+from json.encoder import encode_basestring_ascii
 from typing import Any, Final
 
-from zeroshard.checkpoint import strict
+from zeroshard.checkpoint.fields import quoted
+from zeroshard.checkpoint.ranges import ENTRY_BYTES, Chunk, Chunks, Spec
 from zeroshard.core.errors import CheckpointError
 
 __all__ = [
     "BLOCK_BYTES",
-    "Chunk",
     "EXTRA",
     "FORMAT",
     "FileEntry",
-    "ITEM_BYTES",
     "LATEST",
     "MANIFEST",
     "Manifest",
-    "Spec",
     "VERSION",
+    "check_consistent",
+    "check_files",
     "file_name",
+    "index_name",
     "is_own_name",
-    "make_header",
-    "parse",
-    "seal",
-    "serialize",
-    "unseal",
+    "join_state",
+    "split_state",
+    "spread",
+    "tensor_files",
 ]
 
 FORMAT: Final = "zeroshard checkpoint"
-VERSION: Final = 1
+VERSION: Final = 2
 MANIFEST: Final = "manifest.json"
 EXTRA: Final = "extra.json"
 LATEST: Final = "LATEST"
 BLOCK_BYTES: Final = 4 << 20
 """Bytes that one checksum covers."""
 
-ITEM_BYTES: Final = MappingProxyType(
-    {
-        "BOOL": 1,
-        "U8": 1,
-        "I8": 1,
-        "F8_E4M3": 1,
-        "F8_E5M2": 1,
-        "I16": 2,
-        "U16": 2,
-        "F16": 2,
-        "BF16": 2,
-        "I32": 4,
-        "U32": 4,
-        "F32": 4,
-        "I64": 8,
-        "U64": 8,
-        "F64": 8,
-        "C64": 8,
-    }
-)
-"""Bytes of one element, by the safetensors name of its dtype."""
+TABLE_BYTES: Final = 8 << 20
+"""A tensor file whose table would be longer is followed by another one."""
 
-KINDS: Final = ("model", "state", "rng")
-_FILE_NAME = re.compile(r"(params|optim)-(\d{5})-of-(\d{5})\.safetensors")
-_LAST_LINE = re.compile(rb"\n\{\"crc32\":(\d{1,10})\}\n")
-_MAX_INTEGER = 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """One tensor: what it is, and how its elements are counted.
-
-    Args:
-        kind: "model" (parameter or buffer), "state" or "rng".
-        name: the parameter's, or "<optimizer>/<key>/<parameter>", or "rng/<rank>/<generator>".
-        dtype: its safetensors name.
-        order: dimensions from the slowest to the fastest in memory; empty where that is row-major.
-    """
-
-    kind: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    order: tuple[int, ...] = ()
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole tensor."""
-        return prod(self.shape)
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one element."""
-        return ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Elements [start, stop) of tensor `tensor` (its place in the manifest)."""
-
-    tensor: int
-    start: int
-    stop: int
+_FILE_NAME = re.compile(r"(params|optim)-(\d{5})-of-(\d{5})(?:-([2-9]|[1-9]\d{1,4}))?\.safetensors")
+_INDEX_NAME = re.compile(r"index-\d{5}-of-\d{5}\.json")
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file: its size, the checksum of each `BLOCK_BYTES` of it, and what it holds, in order."""
+    """One file: its size, and the checksum of each `BLOCK_BYTES` of it."""
 
     nbytes: int
-    crc32: tuple[int, ...]
-    chunks: tuple[Chunk, ...] = ()
+    crc32: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -137,8 +80,11 @@ class Manifest:
     Args:
         aliases: other names of tied parameters, each with the name under which it is stored; None where it was made of
             files that do not say.
+        files: every file but the manifest and the parts of its index.
         software: versions that wrote it, for people.
         expires: whether retention may remove it once newer ones are there.
+        parts: names of the files with the rest of the index.
+        version: of the format in which it was written.
     """
 
     step: int
@@ -146,287 +92,156 @@ class Manifest:
     tensors: tuple[Spec, ...]
     aliases: Mapping[str, str] | None
     files: Mapping[str, FileEntry]
+    chunks: Chunks
     software: Mapping[str, str] = field(default_factory=dict)
     expires: bool = False
+    parts: tuple[str, ...] = ()
+    version: int = VERSION
+
+    @property
+    def names(self) -> set[str]:
+        """The name of each file in the folder."""
+        return {MANIFEST, *self.files, *self.parts}
 
     def place_of(self, file: str) -> list[tuple[Chunk, int]]:
         """Return the chunks of a file with the offset of each in bytes."""
-        entry = self.files[file]
-        offset = len(make_header(self.tensors, entry.chunks))
-        placed = []
-        for chunk in entry.chunks:
-            placed.append((chunk, offset))
-            offset += (chunk.stop - chunk.start) * self.tensors[chunk.tensor].item_bytes
-        return placed
+        if file == EXTRA:
+            return []
+        chunks, place = self.chunks, tensor_files(self.files).index(file)
+        header, found = int(chunks.header_bytes[place]), chunks.of_file(place)
+        columns = (c[found].tolist() for c in (chunks.tensor, chunks.start, chunks.stop, chunks.offset))
+        return [(Chunk(*chunk), header + offset) for *chunk, offset in zip(*columns, strict=True)]
+
+    def split_state(self, name: str) -> tuple[int, Any, str]:
+        """Return the optimizer, the key and the parameter of a state.
+
+        Raises:
+            ValueError: it is no name of a state.
+        """
+        return split_state(name) if self.version > 1 else self._split_plain(name)
+
+    def _split_plain(self, name: str) -> tuple[int, str, str]:
+        """Split a name of version 1, which had keys as they are: with a slash in one, several places may be meant."""
+        number, _, rest = name.partition("/")
+        splits = [(rest[:place], rest[place + 1 :]) for place, mark in enumerate(rest) if mark == "/"]
+        stored = {spec.name for spec in self.tensors if spec.kind == "model"} if len(splits) > 1 else set()
+        if not splits or not number.isdecimal():
+            raise ValueError(f"{name!a:.80} is no name of a state")
+        return int(number), *next((split for split in splits if split[1] in stored), splits[0])
 
 
-def file_name(kind: str, rank: int, world_size: int) -> str:
-    """Return the name of the file in which a rank writes tensors of a kind."""
-    return f"{'params' if kind == 'model' else 'optim'}-{rank + 1:05}-of-{world_size:05}.safetensors"
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def file_name(kind: str, rank: int, world_size: int, part: int = 0) -> str:
+    """Return the name of a file in which a rank writes tensors of a kind.
+
+    Args:
+        part: counts the files of this kind and rank, of which there is most often one.
+    """
+    further = f"-{part + 1}" if part else ""
+    return f"{'params' if kind == 'model' else 'optim'}-{rank + 1:05}-of-{world_size:05}{further}.safetensors"
+
+
+def index_name(part: int, parts: int) -> str:
+    """Return the name of a file with a part of the index."""
+    return f"index-{part + 1:05}-of-{parts:05}.json"
 
 
 def is_own_name(name: str) -> bool:
     """Tell whether a file of this name would belong to some checkpoint."""
-    return name in (EXTRA, MANIFEST) or _FILE_NAME.fullmatch(name) is not None
+    return name in (EXTRA, MANIFEST) or any(pattern.fullmatch(name) for pattern in (_FILE_NAME, _INDEX_NAME))
 
 
-def make_header(tensors: Sequence[Spec], chunks: Sequence[Chunk]) -> bytes:
-    """Return the beginning of a safetensors file: the length of the table, and the table."""
-    # As texts, not as objects, which would take several times the memory: the manifest may be hostile.
-    entries, offset = [], 0
-    for chunk in chunks:
-        spec, numel = tensors[chunk.tensor], chunk.stop - chunk.start
-        end, key = offset + numel * spec.item_bytes, f"{spec.name}@{chunk.start}"
-        value = f'{{"data_offsets":[{offset},{end}],"dtype":"{spec.dtype}","shape":[{numel}]}}'
-        entries.append((key, f"{json.dumps(key)}:{value}"))
-        offset = end
-    text = f"{{{','.join(entry for _, entry in sorted(entries))}}}".encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+def tensor_files(names: Mapping[str, object]) -> list[str]:
+    """Return the names of the tensor files in the order in which chunks count them."""
+    return sorted(name for name in names if name != EXTRA)
 
 
-# -- text -------------------------------------------------------------------------------------------------------------
-
-
-def serialize(manifest: Manifest) -> bytes:
-    """Return the manifest's text, its checksum included.
-
-    Raises:
-        CheckpointError: it would not be read back: chunks that leave gaps, names that are there twice.
-    """
-    tensors = [
-        [spec.kind, spec.name, spec.dtype, list(spec.shape), *([list(spec.order)] if spec.order else [])]
-        for spec in manifest.tensors
-    ]
-    files = {
-        name: {
-            "bytes": entry.nbytes,
-            "chunks": [[chunk.tensor, chunk.start, chunk.stop] for chunk in entry.chunks],
-            "crc32": list(entry.crc32),
-        }
-        for name, entry in manifest.files.items()
-    }
-    text = strict.dumps(
-        {
-            "aliases": None if manifest.aliases is None else dict(manifest.aliases),
-            "expires": manifest.expires,
-            "files": files,
-            "format": FORMAT,
-            "software": dict(manifest.software),
-            "step": manifest.step,
-            "tensors": tensors,
-            "version": VERSION,
-            "world_size": manifest.world_size,
-        },
-        MANIFEST,
-    )
-    data = seal(text)
-    parse(data, MANIFEST)
-    return data
-
-
-def seal(text: bytes) -> bytes:
-    """Return a text with its checksum as the last line."""
-    return text + b'\n{"crc32":%d}\n' % zlib.crc32(text)
-
-
-def parse(data: bytes, where: str) -> Manifest:
-    """Return the manifest of a text.
+def spread(
+    chunks: Iterable[tuple[int, str, int, int, int]], kinds: Sequence[str], world_size: int
+) -> tuple[dict[tuple[str, int], list[str]], tuple[list[Any], ...]]:
+    """Put chunks into files, most often one of each kind and rank: none gets a table longer than `TABLE_BYTES`.
 
     Args:
-        where: the file's name, for messages.
+        chunks: the rank that writes each, the tensor's name, its place, start and stop; ordered by place and start.
+        kinds: of each tensor.
+
+    Returns:
+        The files of each kind ("model" or "state") and rank; and of each chunk the file, the tensor, start and stop.
+    """
+    files = {(kind, r): [file_name(kind, r, world_size)] for kind in ("model", "state") for r in range(world_size)}
+    table_bytes: Counter[tuple[str, int]] = Counter()
+    columns: tuple[list[Any], ...] = ([], [], [], [])
+    for rank, name, place, start, stop in chunks:
+        one = "model" if kinds[place] == "model" else "state", rank
+        entry_bytes = len(encode_basestring_ascii(name)) + ENTRY_BYTES
+        if table_bytes[one] and table_bytes[one] + entry_bytes > TABLE_BYTES:
+            files[one].append(file_name(*one, world_size, len(files[one])))
+            table_bytes[one] = 0
+        table_bytes[one] += entry_bytes
+        for column, value in zip(columns, (files[one][-1], place, start, stop), strict=True):
+            column.append(value)
+    return files, columns
+
+
+def join_state(optimizer: int, key: Any, parameter: str) -> str:
+    """Return the name of a state, "<optimizer>/<key>/<parameter>", from which all three follow.
+
+    A key that is no text, or has a slash or a leading tilde in it, is a tilde and its JSON, with slashes escaped.
+    """
+    is_plain = isinstance(key, str) and "/" not in key and not key.startswith("~")
+    text = key if is_plain else "~" + json.dumps(key, allow_nan=False).replace("/", "\\u002f")
+    return f"{optimizer}/{text}/{parameter}"
+
+
+def split_state(name: str) -> tuple[int, Any, str]:
+    """Return the optimizer, the key and the parameter that a name was made of.
 
     Raises:
-        CheckpointError: the text is damaged, of another format, or contradicts itself.
+        ValueError: it was made of none.
     """
-    value = _Value(strict.loads(unseal(data, where), where), where)
-    if value.get("format").value != FORMAT:
-        raise CheckpointError(f"{where}: is no manifest of a {FORMAT}.")
-    if (version := value.get("version").integer()) != VERSION:
-        raise CheckpointError(f"{where}: is of format version {version}; this zeroshard reads version {VERSION}.")
-    value.has_keys("aliases", "expires", "files", "format", "software", "step", "tensors", "version", "world_size")
-    world_size = value.get("world_size").integer()
-    _check_files(value.get("files").keys(), world_size, where)
-    manifest = Manifest(
-        value.get("step").integer(),
-        world_size,
-        tuple(_parse_spec(item) for item in value.get("tensors").items()),
-        _parse_aliases(value.get("aliases")),
-        {name: _parse_file(name, item) for name, item in value.get("files").entries()},
-        value.get("software").texts(),
-        value.get("expires").boolean(),
-    )
-    _check_names(manifest, where)
-    _check_cover(manifest, where)
-    _check_sizes(manifest, where)
-    return manifest
+    number, text, parameter = name.split("/", 2)
+    key: Any = json.loads(text[1:]) if text.startswith("~") else text
+    is_key = key is None or isinstance(key, (bool, int, float, str))
+    if not number.isdecimal() or not is_key or join_state(int(number), key, parameter) != name:
+        raise ValueError(f"{name!a:.80} is no name of a state")
+    return int(number), key, parameter
 
 
-def unseal(data: bytes, where: str) -> bytes:
-    """Return the text that was sealed.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    end = data.rfind(b"\n", 0, -1)
-    match = _LAST_LINE.fullmatch(data, max(end, 0))
-    if match is None:
-        raise CheckpointError(f"{where}: its last line is no checksum, so the file is cut short or damaged.")
-    text, expected = data[:end], int(match[1])
-    if data != seal(text):
-        raise CheckpointError(f"{where}: is damaged: its checksum is {zlib.crc32(text)}, expected {expected}.")
-    return text
+# -- consistency ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Value:
-    """A value from a file, and where it came from: each method returns it as one type or raises."""
-
-    value: Any
-    where: str
-
-    def fail(self, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: expected {expected}, got {str(self.value)[:80]!r}.")
-
-    def integer(self, most: int = _MAX_INTEGER) -> int:
-        if type(self.value) is not int or not 0 <= self.value <= most:
-            raise self.fail(f"an integer from 0 to {most}")
-        return self.value
-
-    def boolean(self) -> bool:
-        if not isinstance(self.value, bool):
-            raise self.fail("true or false")
-        return self.value
-
-    def text(self) -> str:
-        if not isinstance(self.value, str):
-            raise self.fail("a text")
-        return self.value
-
-    def items(self) -> "Iterator[_Value]":
-        if not isinstance(self.value, list):
-            raise self.fail("a list")
-        return (_Value(item, self.where) for item in self.value)
-
-    def integers(self, most: int = _MAX_INTEGER) -> tuple[int, ...]:
-        # Without a `_Value` for each: there may be hundreds of thousands.
-        if not isinstance(self.value, list) or not all(type(n) is int and 0 <= n <= most for n in self.value):
-            raise self.fail(f"a list of integers from 0 to {most}")
-        return tuple(self.value)
-
-    def texts(self) -> dict[str, str]:
-        if not isinstance(self.value, dict) or not all(isinstance(item, str) for item in self.value.values()):
-            raise self.fail("an object of texts")
-        return self.value
-
-    def keys(self) -> Set[str]:
-        return self._mapping().keys()
-
-    def entries(self) -> "Iterator[tuple[str, _Value]]":
-        return ((key, self.get(key)) for key in self._mapping())
-
-    def get(self, key: str) -> "_Value":
-        if key not in (mapping := self._mapping()):
-            raise self.fail(f"an object with '{key}'")
-        return _Value(mapping[key], f"{self.where}, '{key[:80]}'")
-
-    def has_keys(self, *keys: str) -> None:
-        if self.keys() != set(keys):
-            raise self.fail(f"an object with {', '.join(keys)} and nothing else")
-
-    def _mapping(self) -> dict[str, Any]:
-        if not isinstance(self.value, dict):
-            raise self.fail("an object")
-        return self.value
-
-
-def _parse_spec(value: _Value) -> Spec:
-    items = list(value.items())
-    if len(items) not in (4, 5):
-        raise value.fail("a tensor's [kind, name, dtype, shape] or these and its order")
-    kind, name, dtype = (item.text() for item in items[:3])
-    if kind not in KINDS or dtype not in ITEM_BYTES:
-        raise value.fail(f"a kind of {', '.join(KINDS)} and a dtype of {', '.join(ITEM_BYTES)}")
-    shape = items[3].integers()
-    order = items[4].integers() if len(items) == 5 else ()
-    if (order and sorted(order) != list(range(len(shape)))) or len(shape) > 64:
-        raise value.fail(f"an order of {len(shape)} dimensions (at most 64)")
-    spec = Spec(kind, name, dtype, shape, order)
-    if prod(max(1, n) for n in shape) * spec.item_bytes > _MAX_INTEGER:
-        raise value.fail("a tensor of less than 2^63 bytes")
-    return spec
-
-
-def _parse_aliases(value: _Value) -> dict[str, str] | None:
-    return None if value.value is None else value.texts()
-
-
-def _parse_file(name: str, value: _Value) -> FileEntry:
-    value.has_keys("bytes", "chunks", "crc32")
-    chunks = []
-    for item in value.get("chunks").items():
-        numbers = item.integers()
-        if len(numbers) != 3:
-            raise item.fail("a chunk's [tensor, start, stop]")
-        chunks.append(Chunk(*numbers))
-    return FileEntry(value.get("bytes").integer(), value.get("crc32").integers(2**32 - 1), tuple(chunks))
-
-
-def _check_files(names: Set[str], world_size: int, where: str) -> None:
+def check_files(names: Set[str], world_size: int, where: str) -> None:
     """Raise unless these are the files of that many ranks: a name never leads elsewhere."""
     expected = {EXTRA} | {
         file_name(kind, rank, world_size) for kind in ("model", "state") for rank in range(min(world_size, len(names)))
     }
+    for name in names:
+        if (match := _FILE_NAME.fullmatch(name)) and match[4]:
+            kind, part = "model" if match[1] == "params" else "state", int(match[4]) - 2
+            if file_name(kind, int(match[2]) - 1, int(match[3]), part) in names:
+                expected.add(name)
     for name in sorted(names ^ expected):
         what = "names a file that does not belong" if name in names else "does not name a file that belongs"
-        raise CheckpointError(f"{where}: {what} to a checkpoint of {world_size} ranks: {name[:200]!r}.")
+        raise CheckpointError(f"{where}: {what} to a checkpoint of {world_size} ranks: {quoted(name)}.")
     if world_size < 1:
         raise CheckpointError(f"{where}: says that {world_size} ranks wrote it.")
 
 
-def _check_names(manifest: Manifest, where: str) -> None:
-    """Raise where a tensor has no name of its own."""
-    names = [(spec.kind == "model", spec.name) for spec in manifest.tensors]
-    if len(set(names)) != len(names):
+def check_consistent(manifest: Manifest, where: str) -> None:
+    """Raise where a tensor has no name of its own, or a file's size does not follow from what it holds."""
+    stored = {spec.name for spec in manifest.tensors if spec.kind == "model"}
+    others = {spec.name for spec in manifest.tensors if spec.kind != "model"}
+    if len(stored) + len(others) != len(manifest.tensors):
         raise CheckpointError(f"{where}: a tensor is listed twice.")
-    stored = {name for is_model, name in names if is_model}
     for alias, name in (manifest.aliases or {}).items():
         if name not in stored or alias in stored:
-            raise CheckpointError(f"{where}: '{alias[:80]}' can not be another name of '{name[:80]}'.")
-
-
-def _check_cover(manifest: Manifest, where: str) -> None:
-    """Raise unless every element of every tensor is in exactly one file, of its kind."""
-    found: list[list[tuple[int, int]]] = [[] for _ in manifest.tensors]
+            raise CheckpointError(f"{where}: {quoted(alias)} can not be another name of {quoted(name)}.")
+    sizes = (manifest.chunks.header_bytes + manifest.chunks.data_bytes).tolist()
+    for name, nbytes in zip(tensor_files(manifest.files), sizes, strict=True):
+        if nbytes != manifest.files[name].nbytes:
+            raise CheckpointError(f"{where}: {name} should have {nbytes} bytes, and has {manifest.files[name].nbytes}.")
     for name, entry in manifest.files.items():
-        for chunk in entry.chunks:
-            if chunk.tensor >= len(manifest.tensors):
-                raise CheckpointError(f"{where}: {name} holds tensor {chunk.tensor} of {len(manifest.tensors)}.")
-            if (manifest.tensors[chunk.tensor].kind == "model") != name.startswith("params") or name == EXTRA:
-                raise CheckpointError(f"{where}: {name} holds '{manifest.tensors[chunk.tensor].name}' of another kind.")
-            found[chunk.tensor].append((chunk.start, chunk.stop))
-    for spec, ranges in zip(manifest.tensors, found, strict=True):
-        end = 0
-        for start, stop in sorted(ranges):
-            if start != end or stop <= start:
-                what = "twice" if start < end else "in no file"
-                raise CheckpointError(
-                    f"{where}: elements {min(start, end)} to {max(start, end)} of '{spec.name}' are {what}."
-                )
-            end = stop
-        if end != spec.numel:
-            raise CheckpointError(f"{where}: '{spec.name}' has {spec.numel} elements, and its chunks have {end}.")
-
-
-def _check_sizes(manifest: Manifest, where: str) -> None:
-    """Raise where a file's size does not follow from what it holds."""
-    for name, entry in manifest.files.items():
-        blocks = -(-entry.nbytes // BLOCK_BYTES)
-        if len(entry.crc32) != blocks:
+        if len(entry.crc32) != (blocks := -(-entry.nbytes // BLOCK_BYTES)):
             raise CheckpointError(f"{where}: {name} has {blocks} blocks and {len(entry.crc32)} checksums.")
-        if name == EXTRA:
-            continue
-        nbytes = len(make_header(manifest.tensors, entry.chunks))
-        nbytes += sum((c.stop - c.start) * manifest.tensors[c.tensor].item_bytes for c in entry.chunks)
-        if nbytes != entry.nbytes:
-            raise CheckpointError(f"{where}: {name} should have {nbytes} bytes, and has {entry.nbytes}.")

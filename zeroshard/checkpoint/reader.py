@@ -10,7 +10,7 @@ Note: once
 
 import zlib
 from abc import ABC, abstractmethod
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -18,17 +18,16 @@ from pathlib import Path
 from typing import final
 
 from zeroshard.checkpoint import files, strict
+from zeroshard.checkpoint.index import parse
 from zeroshard.checkpoint.manifest import (
     BLOCK_BYTES,
     EXTRA,
     MANIFEST,
-    Chunk,
     Manifest,
-    Spec,
     is_own_name,
-    make_header,
-    parse,
+    tensor_files,
 )
+from zeroshard.checkpoint.ranges import Spec, make_header
 from zeroshard.core.errors import CheckpointError
 
 __all__ = ["CheckpointReader", "Source", "opened", "read_exactly", "read_manifest", "read_text"]
@@ -90,14 +89,19 @@ def read_exactly(descriptor: int, buffer: memoryview, offset: int, path: Path) -
         done += count
 
 
-def read_text(path: Path) -> bytes:
+def read_text(path: Path, expected: int | None = None) -> bytes:
     """Return a whole file of JSON.
 
+    Args:
+        expected: its size in bytes, where that is known.
+
     Raises:
-        CheckpointError: it is larger than such files are.
+        CheckpointError: it is larger than such files are, or of another size.
     """
     with opened(path) as descriptor:
         nbytes = files.size_of(descriptor)
+        if expected is not None and nbytes != expected:
+            raise CheckpointError(f"{path}: has {nbytes} bytes, expected {expected}.")
         if nbytes > strict.MAX_BYTES:
             raise CheckpointError(f"{path}: has {nbytes} bytes; at most {strict.MAX_BYTES} are read.")
         data = bytearray(nbytes)
@@ -117,7 +121,24 @@ def read_manifest(folder: Path) -> tuple[Manifest, int]:
         why = "there is no such folder" if not folder.exists() else f"it has no {MANIFEST}, so it was never finished"
         raise CheckpointError(f"{folder}: is no checkpoint: {why}.")
     data = read_text(path)
-    return parse(data, str(path)), zlib.crc32(data)
+    return parse(data, str(path), lambda name, nbytes: read_text(folder / name, nbytes)), zlib.crc32(data)
+
+
+@final
+class _ByName(Mapping[str, Spec]):
+    """Tensors by name, without a second table of them; `places` are those in the manifest."""
+
+    def __init__(self, places: dict[str, int], tensors: Sequence[Spec]) -> None:
+        self.places, self._tensors = places, tensors
+
+    def __getitem__(self, name: str) -> Spec:
+        return self._tensors[self.places[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
 
 
 @final
@@ -126,25 +147,21 @@ class CheckpointReader(Source):
 
     def __init__(self, folder: Path) -> None:
         self.manifest, digest = read_manifest(folder)
-        specs = {spec.name: spec for spec in self.manifest.tensors if spec.kind == "model"}
+        tensors = self.manifest.tensors
+        specs = _ByName({one.name: place for place, one in enumerate(tensors) if one.kind == "model"}, tensors)
         super().__init__(folder, specs, self.manifest.aliases, digest)
-        self.states = {spec.name: spec for spec in self.manifest.tensors if spec.kind != "model"}
+        self._specs = specs
+        self.states = _ByName({one.name: place for place, one in enumerate(tensors) if one.kind != "model"}, tensors)
+        """The optimizers' states and the generators, by name."""
+        self._names = tensor_files(self.manifest.files)
         self._blocks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._checked: set[tuple[str, int]] = set()
         self._identities: dict[str, tuple[int, ...]] = {}
         self._check_folder()
-        self._places: dict[tuple[bool, str], list[tuple[Chunk, str, int]]] = defaultdict(list)
-        for name in self.manifest.files:
-            for chunk, offset in self.manifest.place_of(name):
-                spec = self.manifest.tensors[chunk.tensor]
-                self._places[spec.kind == "model", spec.name].append((chunk, name, offset))
-        for places in self._places.values():
-            places.sort(key=lambda place: place[0].start)
 
     def _check_folder(self) -> None:
-        strangers = [n for n in files.names_in(self.path) if is_own_name(n) and n not in self.manifest.files]
-        if strangers != [MANIFEST]:
-            stranger = next(name for name in strangers if name != MANIFEST)
+        own = self.manifest.names
+        if stranger := next((n for n in files.names_in(self.path) if is_own_name(n) and n not in own), None):
             raise CheckpointError(f"{self.path / stranger}: is not of this checkpoint; its manifest does not name it.")
         for name, entry in self.manifest.files.items():
             with opened(self.path / name) as descriptor:
@@ -152,19 +169,25 @@ class CheckpointReader(Source):
                 if (nbytes := files.size_of(descriptor)) != entry.nbytes:
                     raise CheckpointError(f"{self.path / name}: has {nbytes} bytes, expected {entry.nbytes}.")
                 if name != EXTRA:
-                    header = make_header(self.manifest.tensors, entry.chunks)
-                    found = bytearray(len(header))
-                    read_exactly(descriptor, memoryview(found), 0, self.path / name)
-                    if found != header:
-                        raise CheckpointError(f"{self.path / name}: its header is not what the manifest says.")
+                    self._check_header(descriptor, name)
+
+    def _check_header(self, descriptor: int, name: str) -> None:
+        offset = 0
+        place = self._names.index(name)
+        for piece in make_header(self.manifest.tensors, self.manifest.chunks, place):
+            found = bytearray(len(piece))
+            read_exactly(descriptor, memoryview(found), offset, self.path / name)
+            if found != piece:
+                raise CheckpointError(f"{self.path / name}: its header is not what the manifest says.")
+            offset += len(piece)
 
     def fill(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with elements of a parameter or buffer; see `Source`."""
-        self._fill_elements((True, name), self.specs[name], start, buffer)
+        self._fill_elements(self._specs.places[name], start, buffer)
 
     def fill_state(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with elements of an optimizer's state or of a generator; see `fill`."""
-        self._fill_elements((False, name), self.states[name], start, buffer)
+        self._fill_elements(self.states.places[name], start, buffer)
 
     def read_state(self, name: str, start: int, stop: int) -> bytearray:
         """Return elements [start, stop) of a state or generator."""
@@ -202,9 +225,9 @@ class CheckpointReader(Source):
 
     def verify_range(self, name: str, start: int, stop: int, *, is_state: bool = False) -> None:
         """Check the blocks that elements [start, stop) of a tensor lie in; see `verify`."""
-        spec = (self.states if is_state else self.specs)[name]
-        for file, offset, first, last in self._parts((not is_state, name), start, stop):
-            blocks = _blocks_of(offset, offset + (last - first) * spec.item_bytes)
+        by_name = self.states if is_state else self._specs
+        for file, offset, first, last in self._parts(by_name.places[name], start, stop):
+            blocks = _blocks_of(offset, offset + (last - first) * by_name[name].item_bytes)
             self._check([(file, block) for block in blocks], None)
 
     def _blocks_beside(self, name: str, but: frozenset[str]) -> Iterable[int]:
@@ -236,17 +259,20 @@ class CheckpointReader(Source):
             if files.identity_of(descriptor) != self._identities[name]:
                 raise CheckpointError(f"{self.path / name}: was changed or replaced while it was read.")
 
-    def _fill_elements(self, key: tuple[bool, str], spec: Spec, start: int, buffer: memoryview) -> None:
-        size = spec.item_bytes
-        for name, offset, first, last in self._parts(key, start, start + len(buffer) // size):
+    def _fill_elements(self, tensor: int, start: int, buffer: memoryview) -> None:
+        size = self.manifest.tensors[tensor].item_bytes
+        for name, offset, first, last in self._parts(tensor, start, start + len(buffer) // size):
             self._fill_bytes(name, offset, buffer[(first - start) * size : (last - start) * size])
 
-    def _parts(self, key: tuple[bool, str], start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
+    def _parts(self, tensor: int, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
         """Yield where elements [start, stop) of a tensor are: a file, an offset in bytes, the first and last there."""
-        for chunk, name, offset in self._places.get(key, []):
-            first, last = max(start, chunk.start), min(stop, chunk.stop)
+        chunks, size = self.manifest.chunks, self.manifest.tensors[tensor].item_bytes
+        for place in range(*chunks.first[tensor : tensor + 2].tolist()):
+            begin, file = int(chunks.start[place]), int(chunks.file[place])
+            first, last = max(start, begin), min(stop, int(chunks.stop[place]))
             if first < last:
-                yield name, offset + (first - chunk.start) * self.manifest.tensors[chunk.tensor].item_bytes, first, last
+                offset = int(chunks.header_bytes[file] + chunks.offset[place])
+                yield self._names[file], offset + (first - begin) * size, first, last
 
     def _fill_bytes(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with checked bytes of a file."""

@@ -3,7 +3,8 @@
 Owns the protocol. Read `contents.py` (what is written), `commit.py` (the folder) and `together.py` first.
 
 Note: from tensors to a checkpoint
-    1. Ranks agree on path, step and everything that all have in common; rank 0 makes `.tmp-<name>-<attempt>`.
+    1. Rank 0 sees to it that what is to be written would be read. Ranks agree on path, step and everything that all
+       have in common; rank 0 makes `.tmp-<name>-<attempt>`.
     2. Each rank writes its two files there and waits until they are on the disk.
     3. Sizes and checksums are exchanged; rank 0 writes extra.json and, last, the manifest, which is not written unless
        every element of every tensor is in exactly one file. It flushes file and folder.
@@ -23,9 +24,16 @@ from torch import nn
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.attempt import new_attempt, temporary_folder
 from zeroshard.checkpoint.background import BackgroundSave, Snapshot, Status
-from zeroshard.checkpoint.commit import make_folder, publish, remove_older, write_manifest, write_tensors
-from zeroshard.checkpoint.contents import ADVICE, COMMITTED, KINDS, LOOK, Plan, agree_on, make_plan
-from zeroshard.checkpoint.manifest import FileEntry, file_name
+from zeroshard.checkpoint.commit import (
+    check_limits,
+    make_folder,
+    publish,
+    remove_older,
+    write_manifest,
+    write_tensors,
+)
+from zeroshard.checkpoint.contents import ADVICE, COMMITTED, LOOK, Plan, agree_on, make_plan
+from zeroshard.checkpoint.manifest import FileEntry
 from zeroshard.checkpoint.together import begin, together
 from zeroshard.checkpoint.values import bytes_of
 from zeroshard.core.engine import Engine
@@ -66,6 +74,8 @@ class Saver:
         self._settle(waits=True)
         with together(engine, f"{what}: looking at what is to be saved", ADVICE):
             plan = make_plan(engine, self._model, self._optimizers, target, extra or {}, step, keep)
+            if engine.mesh.rank == 0:
+                check_limits(plan)
         agree_on(engine, plan, what, f"asynchronous={asynchronous}")
         attempt = engine.comm.texts(new_attempt(), "the name of a save")[0]
         folder, what = temporary_folder(target, attempt), f"{what} to {target}"
@@ -98,9 +108,9 @@ class Saver:
         engine, rank = self._engine, self._engine.mesh.rank
         entries = {}
         with together(engine, f"{what}: writing tensors", ADVICE):
-            for kind in KINDS:
-                parts = (bytes_of(value) for value in plan.values(kind, rank))
-                entries[kind] = write_tensors(plan, folder, kind, rank, parts)
+            for name in plan.files_of(rank):
+                parts = (bytes_of(value) for value in plan.values(name))
+                entries[name] = write_tensors(plan, folder, name, parts)
         written = _exchange(engine, plan, entries)
         with together(engine, f"{what}: writing the manifest", ADVICE):
             if rank == 0:
@@ -153,15 +163,14 @@ class Saver:
 
 
 def _exchange(engine: Engine, plan: Plan, entries: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
-    """Return what every rank wrote. Collective: an all-gather of sizes and checksums."""
-    numbers = [n for kind in KINDS for n in (entries[kind].nbytes, len(entries[kind].crc32))]
-    numbers += [crc32 for kind in KINDS for crc32 in entries[kind].crc32]
+    """Return what every rank wrote, by file. Collective: an all-gather of sizes and checksums."""
+    numbers = [n for entry in entries.values() for n in (entry.nbytes, len(entry.crc32), *entry.crc32)]
     length = -engine.comm.agree([-len(numbers)], "the number of checksums")[0]
     row = torch.tensor(numbers + [0] * (length - len(numbers)), dtype=torch.int64, device=engine.mesh.device)
     found = {}
     for rank, all_numbers in enumerate(engine.comm.collect(row, "the checksums", "state").tolist()):
-        sizes, checksums = all_numbers[:4], iter(all_numbers[4:])
-        for kind, nbytes, count in (("model", *sizes[:2]), ("state", *sizes[2:])):
-            crc32 = tuple(next(checksums) for _ in range(count))
-            found[file_name(kind, rank, engine.mesh.world_size)] = FileEntry(nbytes, crc32, plan.chunks(kind, rank))
+        those = iter(all_numbers)
+        for name in plan.files_of(rank):
+            nbytes, count = next(those), next(those)
+            found[name] = FileEntry(nbytes, tuple(next(those) for _ in range(count)))
     return found

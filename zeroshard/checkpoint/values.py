@@ -7,6 +7,7 @@ to read a value back.
 import base64
 import binascii
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,11 +15,15 @@ import torch
 
 from zeroshard.core.errors import CheckpointError
 
-__all__ = ["bytes_of", "decode", "dtype_name", "dtype_of", "encode", "tensor_of"]
+__all__ = ["bytes_of", "check_key", "decode", "dtype_name", "dtype_of", "encode", "tensor_of"]
 
 Tensor = torch.Tensor
 
 MAX_DEPTH = 64
+MAX_DIMS = 64
+MAX_ALIKE = 16
+"""So many keys of a mapping may have one hash: there are as many ways to write a number, and few."""
+
 MAX_TENSOR_BYTES = 1 << 20
 """Largest tensor among such values; larger ones belong into the model, as buffers."""
 
@@ -94,7 +99,7 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
         items = [encode(item, f"{where}[{place}]", depth + 1) for place, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
-        pairs = [[_encode_key(key, where), encode(item, f"{where}[{key!r}]", depth + 1)] for key, item in value.items()]
+        pairs = [[check_key(key, where), encode(item, f"{where}[{key!r}]", depth + 1)] for key, item in value.items()]
         is_plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs)
         return dict(pairs) if is_plain else {"$items": pairs}
     raise CheckpointError(
@@ -103,10 +108,21 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
     )
 
 
-def _encode_key(key: Any, where: str) -> Any:
-    if key is None or isinstance(key, (bool, str, int)) or (isinstance(key, float) and math.isfinite(key)):
-        return key
-    raise CheckpointError(f"{where} has the key {key!r}; keys are texts and finite numbers.")
+def check_key(key: Any, where: str) -> Any:
+    """Return a key of a mapping.
+
+    Raises:
+        CheckpointError: it is neither a text nor a finite number.
+    """
+    if isinstance(key, str):
+        is_key = not any("\ud800" <= mark <= "\udfff" for mark in key)
+    else:
+        is_key = key is None or isinstance(key, (bool, int)) or (isinstance(key, float) and math.isfinite(key))
+    if not is_key:
+        raise CheckpointError(
+            f"{where} has the key {key!a:.80}; keys are texts that UTF-8 can hold, and finite numbers."
+        )
+    return key
 
 
 def _encode_tensor(value: Tensor, where: str) -> dict[str, Any]:
@@ -137,7 +153,9 @@ def decode(value: Any, where: str, depth: int = 0) -> Any:
     try:
         return _decode_word(words[0], value[words[0]], where, depth, len(value))
     except (ValueError, TypeError, KeyError, RuntimeError, binascii.Error) as error:
-        raise CheckpointError(f"{where}: {words[0]!r} holds what no checkpoint does ({error}).") from error
+        raise CheckpointError(
+            f"{where}: {words[0]!a:.80} holds what no checkpoint does ({str(error)[:200]})."
+        ) from error
 
 
 def _decode_word(word: str, content: Any, where: str, depth: int, count: int) -> Any:
@@ -146,12 +164,32 @@ def _decode_word(word: str, content: Any, where: str, depth: int, count: int) ->
     if count == 1 and word == "$tuple" and isinstance(content, list):
         return tuple(decode(item, where, depth + 1) for item in content)
     if count == 1 and word == "$items" and isinstance(content, list):
-        return {key: decode(item, where, depth + 1) for key, item in content}
+        return _decode_items(content, where, depth)
     if count == 1 and word == "$tensor" and isinstance(content, dict):
-        data = bytearray(base64.b64decode(content["data"], validate=True))
-        if len(data) > MAX_TENSOR_BYTES:
-            raise ValueError(f"a tensor of {len(data)} bytes")
-        if any(size < 0 for size in content["shape"]):
-            raise ValueError(f"a tensor of shape {content['shape']}")
-        return tensor_of(data, content["dtype"]).reshape(content["shape"])
+        return _decode_tensor(content["data"], content["dtype"], content["shape"])
     raise ValueError("an unknown word")
+
+
+def _decode_items(pairs: list[Any], where: str, depth: int) -> dict[Any, Any]:
+    hashes = Counter(hash(check_key(key, where)) for key, _ in pairs if not isinstance(key, str))
+    # Python's numbers hash to themselves modulo 2^61 - 1, so a file can hold many that meet in one place of a table,
+    # which then takes quadratic time to fill.
+    if hashes and hashes.most_common(1)[0][1] > MAX_ALIKE:
+        raise ValueError("keys that hash alike")
+    value = {key: decode(item, where, depth + 1) for key, item in pairs}
+    if len(value) != len(pairs):
+        raise ValueError("a key twice")
+    return value
+
+
+def _decode_tensor(text: Any, dtype: Any, shape: Any) -> Tensor:
+    if not isinstance(text, str) or not isinstance(dtype, str) or not isinstance(shape, list):
+        raise ValueError("no tensor's data, dtype and shape")
+    if len(text) > 4 * (MAX_TENSOR_BYTES // 3 + 1):
+        raise ValueError(f"a tensor of some {len(text) * 3 // 4} bytes")
+    if len(shape) > MAX_DIMS or not all(type(size) is int and 0 <= size <= MAX_TENSOR_BYTES for size in shape):
+        raise ValueError("a shape of more dimensions, or larger ones, than there are")
+    flat = tensor_of(bytearray(base64.b64decode(text, validate=True)), dtype)
+    if flat.numel() != math.prod(shape):
+        raise ValueError(f"{flat.numel()} elements of a tensor of {math.prod(shape)}")
+    return flat.reshape(shape)

@@ -1,6 +1,7 @@
 """Writing one file: streamed, with the checksums taken from memory and the bytes on the disk when it is closed.
 
-Owns the way from tensors' bytes to a file. It must not know what the bytes are.
+Owns the way from tensors' bytes to a file. It must not know what the bytes are. Memory is read once, into a piece of
+the writer's own: other threads may change it, and the checksum must be of the very bytes that are written.
 """
 
 import zlib
@@ -9,9 +10,12 @@ from types import TracebackType
 from typing import Final, Self, final
 
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.manifest import BLOCK_BYTES, Chunk, FileEntry
+from zeroshard.checkpoint.manifest import BLOCK_BYTES, FileEntry
 
 __all__ = ["FileWriter", "write_file"]
+
+PIECE_BYTES: Final = 512 << 10
+"""How much is copied at a time: so little that checksum and write find it in the processor's cache."""
 
 SYNC_BYTES: Final = 32 << 20
 """How much is written before the disk begins with it: the disk and the checksums so work at the same time."""
@@ -27,6 +31,7 @@ class FileWriter:
 
     def __init__(self, path: Path) -> None:
         self._path, self._crc32, self._done, self._started = path, [0], 0, 0
+        self._piece = memoryview(bytearray(PIECE_BYTES))
         self._descriptor = files.create(path)
 
     def __enter__(self) -> Self:
@@ -47,9 +52,11 @@ class FileWriter:
         """Append bytes."""
         try:
             while data:
-                part = data[: BLOCK_BYTES - self._done % BLOCK_BYTES]
-                self._write_part(part)
+                part = data[: min(PIECE_BYTES, BLOCK_BYTES - self._done % BLOCK_BYTES)]
                 data = data[len(part) :]
+                piece = self._piece[: len(part)]
+                piece[:] = part
+                self._write_part(piece)
         except OSError as failure:
             raise self._named(failure) from failure
 
@@ -68,9 +75,9 @@ class FileWriter:
             files.start_sync(self._descriptor, self._started, self._done - self._started)
             self._started = self._done
 
-    def entry(self, chunks: tuple[Chunk, ...] = ()) -> FileEntry:
+    def entry(self) -> FileEntry:
         """Return what the manifest says of the file."""
-        return FileEntry(self._done, tuple(self._crc32) if self._done else (), chunks)
+        return FileEntry(self._done, tuple(self._crc32) if self._done else ())
 
     def _named(self, error: OSError) -> OSError:
         return OSError(error.errno, error.strerror, str(self._path))

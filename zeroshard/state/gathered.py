@@ -178,7 +178,7 @@ class WholeStates:
         for masters in by_bucket.values():
             states = {master: self._optimizer.state[master] for master in masters}
             keys = {key for master, state in states.items() for key in state if is_cut(key, state[key], master)}
-            for key in sorted(keys):
+            for key in sorted(keys, key=repr):
                 for slot, value in self._gather_one(key, [master for master in masters if key in states[master]]):
                     whole[slot.name][key] = value
         return whole
