@@ -69,9 +69,9 @@ def make_commands(line: Print, problem: Print, progress: Progress) -> "typer.Typ
     def write(
         source: folder,
         target: Annotated[Path, typer.Argument(help="A new folder.")],
-        config: Annotated[Path | None, typer.Option(help="config.json of the model, to be copied along.")] = None,
+        config: Annotated[Path | None, typer.Option(help="config.json of the model, or adapter_config.json.")] = None,
     ) -> None:
-        """Write parameters and buffers as a folder of safetensors that transformers loads."""
+        """Write parameters and buffers as a folder for transformers, or a LoRA adapter as one for peft."""
         with failure:
             say(f"{export(source, target, config=config)}: written")
 

@@ -9,12 +9,15 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, final
 
 import numpy as np
 
 from zeroshard.checkpoint import files, strict
+from zeroshard.checkpoint.adapter import adapter_names, is_adapted
 from zeroshard.checkpoint.attempt import new_folder
+from zeroshard.checkpoint.fit import check_fit
 from zeroshard.checkpoint.index import serialize
 from zeroshard.checkpoint.manifest import (
     EXTRA,
@@ -33,6 +36,8 @@ __all__ = ["FolderReader", "export", "import_folder", "is_tensor_folder"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CONFIG = "config.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FILE_BYTES = 5 * 10**9
 """Largest file of an export, but for a tensor that is larger by itself."""
 
@@ -44,18 +49,36 @@ def export(
 ) -> Path:
     """Write the parameters and buffers of a checkpoint as a folder that `from_pretrained` reads.
 
-    Every byte of the checkpoint is verified first. Tied parameters are stored once, under their first name.
+    Every byte of the checkpoint is verified first. Tied parameters are stored once, under their first name. Of a model
+    with a LoRA adapter of peft, the adapter alone is written, as a folder that `PeftModel.from_pretrained` reads.
 
     Args:
         target: a folder that does not exist yet.
-        config: the model's `config.json`, which transformers needs, to be copied beside the tensors.
+        config: the model's `config.json`, which transformers needs, to be copied beside the tensors; transformers must
+            then be installed, and names and shapes are compared with its model. Of a LoRA adapter its
+            `adapter_config.json`.
         file_bytes: tensors are spread over files of about this size.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or the folder exists.
+        CheckpointError: the checkpoint is damaged, the folder exists, or the tensors are not those that the
+            configuration describes.
     """
     verify(source)
     reader, path = CheckpointReader(Path(source)), Path(target)
+    text = None if config is None else read_text(Path(os.path.realpath(config)))  # the way to it may be a link
+    described = None if text is None else _parse_config(text, Path(str(config)))
+    if is_adapted(reader.specs):
+        trained = {spec.name.split("/", 2)[-1] for spec in reader.states.values() if spec.kind == "state"}
+        names = adapter_names(str(reader.path), reader.specs, trained, described)
+        with new_folder(path) as folder:
+            _write_whole(folder / ADAPTER, [reader.specs[name] for name in names], reader, names)
+            write_file(folder / ADAPTER_CONFIG, text or b"")
+        return path
+    if described is not None and config is not None:
+        if "peft_type" in described:
+            raise CheckpointError(f"{config}: describes an adapter of peft, and {source} holds none.")
+        shapes = {name: spec.shape for name, spec in reader.specs.items()}
+        check_fit(str(reader.path), shapes, reader.aliases or (), Path(os.path.realpath(config)))
     with new_folder(path) as folder:
         shares = list(_shares(reader.specs, file_bytes))
         homes: dict[str, str] = {}
@@ -66,10 +89,16 @@ def export(
         total = sum(spec.numel * spec.item_bytes for spec in reader.specs.values())
         index = {"metadata": {"total_size": total}, "weight_map": homes}
         write_file(folder / INDEX, json.dumps(index, indent=2, sort_keys=True).encode())
-        if config is not None:
-            # The user's own way to it may be a link; a pipe or a device is refused.
-            write_file(folder / "config.json", read_text(Path(os.path.realpath(config))))
+        if text is not None:
+            write_file(folder / CONFIG, text)
     return path
+
+
+def _parse_config(text: bytes, path: Path) -> dict[str, Any]:
+    value = strict.loads(text, str(path))
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds no object, as the configuration of a model does.")
+    return value
 
 
 def _shares(specs: Mapping[str, Spec], file_bytes: int) -> Iterator[list[Spec]]:
@@ -85,12 +114,19 @@ def _shares(specs: Mapping[str, Spec], file_bytes: int) -> Iterator[list[Spec]]:
     yield share
 
 
-def _write_whole(path: Path, specs: list[Spec], reader: CheckpointReader) -> None:
+def _write_whole(
+    path: Path, specs: list[Spec], reader: CheckpointReader, names: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Write whole tensors as one file, some of them under other names."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in specs:
         end = offset + spec.numel * spec.item_bytes
-        table[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
+        table[names.get(spec.name, spec.name)] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)

@@ -64,7 +64,7 @@ def init(
     """
     check_seconds(watchdog_s=watchdog_s, heartbeat_s=heartbeat_s)
     with ends_by_signal():
-        if (launched := find_launch()) is not None and not dist.is_initialized():
+        if not dist.is_initialized() and (launched := find_launch()) is not None:
             _join(launched, watchdog_s, heartbeat_s, backend or ("nccl" if torch.cuda.is_available() else "gloo"))
         if backend is not None and dist.is_initialized() and backend not in dist.get_backend():
             raise RuntimeError(

@@ -1,0 +1,147 @@
+"""What `zeroshard checkpoint export` writes is what transformers and peft load: all of it, or it is refused."""
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+)
+
+import zeroshard as zs
+from tests.engine.oracle import seed
+from zeroshard.checkpoint.exchange import FolderReader, export
+from zeroshard.testing import run_ranks
+
+from . import tiny
+
+WORLD, TIMEOUT_S = 2, 80.0
+
+
+def adapted(**options: object) -> nn.Module:
+    """Return a tiny model with a LoRA adapter that does something."""
+    seed(99)
+    wanted = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"], **options}
+    return peft.get_peft_model(tiny.kinds()["llama"].build(), peft.LoraConfig(**wanted))
+
+
+def train_adapter(folder: str) -> torch.Tensor:
+    """Train an adapter and a head, save a checkpoint and the adapter's configuration; return the logits."""
+    kind = tiny.kinds()["llama"]
+    model = adapted(modules_to_save=["lm_head"])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    zero = zs.shard(model, optimizer, stage=3, watchdog_s=TIMEOUT_S)
+    for step in range(3):
+        model(**kind.batch(step, zero.mesh.rank)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zero.save(f"{folder}/step-3")
+    if zero.mesh.rank == 0:
+        model.peft_config["default"].save_pretrained(f"{folder}/config")
+    with zero.gathered():
+        return tiny.logits(model, kind)
+
+
+def test_peft_loads_an_exported_adapter(tmp_path: Path) -> None:
+    said = run_ranks(train_adapter, WORLD, str(tmp_path), timeout_s=TIMEOUT_S)[0]
+    kind = tiny.kinds()["llama"]
+    config = tmp_path / "config" / "adapter_config.json"
+    target = export(tmp_path / "step-3", tmp_path / "adapter", config=config)
+    assert sorted(path.name for path in target.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    seed(99)
+    base = kind.build()
+    assert not torch.equal(tiny.logits(base, kind), said)
+    loaded = peft.PeftModel.from_pretrained(base, target)
+    assert torch.equal(tiny.logits(loaded, kind), said)
+    own = adapted(modules_to_save=["lm_head"])
+    own.save_pretrained(tmp_path / "own")
+    assert FolderReader(target / "adapter_model.safetensors").specs == (
+        FolderReader(tmp_path / "own" / "adapter_model.safetensors").specs
+    )
+    # Without a description of it, or with that of another, nothing is written.
+    described = json.loads(config.read_text())
+    for changes, message in (
+        (None, "Give the adapter_config.json of a LoRA adapter"),
+        ({"peft_type": "IA3"}, "Give the adapter_config.json of a LoRA adapter"),
+        ({"r": 4}, r"is of rank 3, and the adapter_config.json says \['4'\]"),
+        ({"target_modules": ["q_proj", "v_proj"]}, r"has an adapter at '.*down_proj'"),
+        ({"target_modules": ["q_proj", "v_proj", "down_proj", "k_proj"]}, r"has no adapter at any 'k_proj'"),
+        ({"bias": "all"}, "an adapter with bias='all' is not exported yet"),
+        ({"use_dora": True}, "an adapter with use_dora=True is not exported yet"),
+    ):
+        config.write_text(json.dumps(described | (changes or {})))
+        with pytest.raises(zs.CheckpointError, match=message):
+            export(tmp_path / "step-3", tmp_path / "other", config=config if changes else None)
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_is_trained_beside_an_adapter_is_not_lost(tmp_path: Path) -> None:
+    model = adapted()
+    norm = next(p for name, p in model.named_parameters() if name.endswith("model.norm.weight"))
+    norm.requires_grad_(True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    zero = zs.shard(model, optimizer)
+    model(**tiny.kinds()["llama"].batch(0, 0)).loss.backward()
+    optimizer.step()
+    zero.save(tmp_path / "step-1")
+    model.peft_config["default"].save_pretrained(tmp_path)
+    with pytest.raises(zs.CheckpointError, match=r"'base_model\.model\.model\.norm\.weight' \(of 1\) was trained"):
+        export(tmp_path / "step-1", tmp_path / "adapter", config=tmp_path / "adapter_config.json")
+
+
+AUTO = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_transformers_loads_an_export_whole(name: str, tmp_path: Path) -> None:
+    kind = tiny.kinds()[name]
+    seed(5)
+    model = kind.build()
+    said = tiny.logits(model, kind)
+    zs.shard(model).save(tmp_path / "step-1")
+    kind.build().save_pretrained(tmp_path / "own")
+    target = export(tmp_path / "step-1", tmp_path / "hf", config=tmp_path / "own" / "config.json")
+    loaded, report = AUTO.get(name, AutoModelForCausalLM).from_pretrained(target, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert torch.equal(tiny.logits(loaded, kind), said)
+
+
+class Wrapped(nn.Module):
+    """A model of transformers inside another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny.kinds()["gpt2"].build()
+
+
+def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    kinds = tiny.kinds()
+    zs.shard(Wrapped()).save(tmp_path / "wrapped")
+    zs.shard(kinds["gpt2"].build()).save(tmp_path / "plain")
+    kinds["gpt2"].build().save_pretrained(tmp_path / "own")
+    config = tmp_path / "own" / "config.json"
+    with pytest.raises(zs.CheckpointError, match=r"Of GPT2LMHeadModel, 'transformer\.wte\.weight' is not in the chec"):
+        export(tmp_path / "wrapped", tmp_path / "hf", config=config)
+    described = json.loads(config.read_text())
+    for changes, message in (
+        ({"n_layer": 3}, r"'transformer\.h\.2\..*' is not in the checkpoint"),
+        ({"n_layer": 1}, r"'transformer\.h\.1\..*' is not in the model"),
+        ({"n_positions": 17}, r"'transformer\.wpe\.weight' has shape \(16, 24\) in the checkpoint and \(17, 24\)"),
+        ({"architectures": ["GPT2Model"]}, r"'wte\.weight' is not in the checkpoint"),
+        ({"architectures": ["Nothing"]}, "transformers has no model of this architecture"),
+        ({"model_type": "nothing"}, "describes no model that transformers knows"),
+        ({"peft_type": "LORA"}, "describes an adapter of peft, and .* holds none"),
+    ):
+        config.write_text(json.dumps(described | changes))
+        with pytest.raises(zs.CheckpointError, match=message):
+            export(tmp_path / "plain", tmp_path / "hf", config=config)
+    assert not (tmp_path / "hf").exists()
+    config.write_text(json.dumps({key: value for key, value in described.items() if key != "architectures"}))
+    export(tmp_path / "plain", tmp_path / "hf", config=config)

@@ -1,0 +1,102 @@
+"""The names of peft in a checkpoint, and those that `PeftModel.from_pretrained` reads.
+
+Owns what is known of peft's LoRA: which tensors are an adapter's, how its files call them, and whether an
+`adapter_config.json` describes them. Without torch and without peft. Read `exchange.py` first.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from zeroshard.checkpoint.manifest import Spec
+from zeroshard.core.errors import CheckpointError
+
+__all__ = ["adapter_names", "is_adapted"]
+
+_PREFIX: Final = "base_model.model."
+_OF_LORA = re.compile(r"(?P<module>.+)\.(?P<part>lora_[AB])\.(?P<adapter>[^.]+)\.weight")
+_SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
+_OF_PEFT = re.compile(r"\.(lora_\w+|base_layer|modules_to_save|original_module)(\.|$)")
+_ADVICE: Final = "Or write it from the program: `with zero.gathered(): model.save_pretrained(folder)`."
+
+
+def is_adapted(names: Iterable[str]) -> bool:
+    """Tell whether these are the names of a model that peft has changed."""
+    return any(_OF_PEFT.search(name) for name in names)
+
+
+def adapter_names(
+    where: str, specs: Mapping[str, Spec], trained: Iterable[str], config: Mapping[str, Any] | None
+) -> dict[str, str]:
+    """Return the tensors of the one LoRA adapter, each with its name in `adapter_model.safetensors`.
+
+    Args:
+        where: the checkpoint, for messages.
+        specs: the parameters and buffers of a model that peft has changed.
+        trained: the names of those that have states of an optimizer.
+        config: of the adapter; None where there is none.
+
+    Raises:
+        CheckpointError: there is no description of the adapter, it is of another one, or there is more than an adapter
+            folder of LoRA holds.
+    """
+    if config is None or config.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"{where}: holds a model with adapters of peft, and transformers would draw its weights at random. Give "
+            "the adapter_config.json of a LoRA adapter as config, and an adapter folder is written; "
+            f"`model.peft_config['default'].save_pretrained(folder)` writes that file. {_ADVICE}"
+        )
+    for key, plain in (("bias", "none"), ("use_dora", False), ("trainable_token_indices", None)):
+        if config.get(key, plain) not in (plain, None):
+            raise CheckpointError(f"{where}: an adapter with {key}={config[key]!r} is not exported yet. {_ADVICE}")
+    found: dict[str, str] = {}
+    adapters, modules = set(), {"lora_A": set[str](), "lora_B": set[str]()}
+    for name, spec in specs.items():
+        lora, saved = _OF_LORA.fullmatch(name), _SAVED.fullmatch(name)
+        if lora is not None:
+            found[name] = f"{lora['module']}.{lora['part']}.weight"
+            adapters.add(lora["adapter"])
+            modules[lora["part"]].add(lora["module"])
+            _check_rank(where, name, spec.shape[lora["part"] == "lora_B"], config)
+        elif saved is not None:
+            found[name] = f"{saved['module']}.{saved['rest']}"
+            adapters.add(saved["adapter"])
+        elif re.search(r"\.lora_\w+(\.|$)", name):
+            raise CheckpointError(f"{where}: '{name}' is of a kind of adapter that is not exported yet. {_ADVICE}")
+    if len(adapters) != 1 or modules["lora_A"] != modules["lora_B"]:
+        raise CheckpointError(
+            f"{where}: holds the adapters {sorted(adapters)}; one whole one can be exported. {_ADVICE}"
+        )
+    _check_targets(where, modules["lora_A"], config)
+    if lost := sorted(set(trained) & (specs.keys() - found.keys())):
+        raise CheckpointError(
+            f"{where}: '{lost[0]}' (of {len(lost)}) was trained beside the adapter, and an adapter folder does not "
+            f"hold it. {_ADVICE}"
+        )
+    return {name: file if file.startswith(_PREFIX) else f"{_PREFIX}{file}" for name, file in found.items()}
+
+
+def _check_rank(where: str, name: str, rank: int, config: Mapping[str, Any]) -> None:
+    pattern = config.get("rank_pattern") or {}
+    known = {config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())}
+    if rank not in known:
+        raise CheckpointError(
+            f"{where}: '{name}' is of rank {rank}, and the adapter_config.json says {sorted(map(str, known))}: it is "
+            "of another run. Give the one of this run."
+        )
+
+
+def _check_targets(where: str, modules: Iterable[str], config: Mapping[str, Any]) -> None:
+    """Raise where peft would put adapters elsewhere: it would draw their weights, and leave out these."""
+    targets = config.get("target_modules")
+    if not isinstance(targets, list):
+        return  # a pattern of peft's own
+    modules = list(modules)
+    strangers = [m for m in modules if not any(m == t or m.endswith(f".{t}") for t in targets)]
+    idle = [t for t in targets if not any(m == t or m.endswith(f".{t}") for m in modules)]
+    if strangers or idle:
+        what = f"has an adapter at '{strangers[0]}'" if strangers else f"has no adapter at any '{idle[0]}'"
+        raise CheckpointError(
+            f"{where}: {what}, and the adapter_config.json says target_modules={targets}: it is of another run. Give "
+            "the one of this run."
+        )
