@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from zeroshard.checkpoint.manifest import Spec
+from zeroshard.checkpoint.ranges import Spec
 from zeroshard.core.errors import CheckpointError
 
 __all__ = ["adapter_names", "is_adapted"]
