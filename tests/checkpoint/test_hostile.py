@@ -103,6 +103,15 @@ def share_a_name(manifest: Json) -> None:
     manifest["tensors"][place][1] = next(name for kind, name, *_ in manifest["tensors"] if kind == "state")
 
 
+def long_name_in_many_chunks(manifest: Json) -> None:
+    """Give a tensor a name of a megabyte and 1,000 chunks, in a file that seems to have their table."""
+    manifest["tensors"][0][1] = "x" * (1 << 20)
+    manifest["tensors"][0][3] = [1000]
+    manifest["files"][PARAMS]["chunks"][:1] = [[0, n, n + 1] for n in range(1000)]
+    manifest["files"][PARAMS]["bytes"] = 1050 << 20
+    manifest["files"][PARAMS]["crc32"] = [0] * 263
+
+
 def consistent_terabytes(manifest: Json) -> None:
     """Say that a tensor has 2^40 elements, with sizes and chunks to match."""
     manifest["tensors"][0][3] = [2**40]
@@ -175,6 +184,9 @@ MANIFESTS: dict[str, Callable[[Json], Any]] = {
     "alias of a stored name": put("aliases", value={"bias": "weight"}),
     "aliases as list": put("aliases", value=["a"]),
     "terabytes": consistent_terabytes,
+    "a long name in many chunks": long_name_in_many_chunks,
+    "a large value where a number belongs": put("step", value=[[0] * 300_000]),
+    "a deep value where a number belongs": put("step", value=json.loads("[" * 900 + "]" * 900)),
     "tensors within limits": tensors_within_limits,
     "chunks within limits": chunks_within_limits,
     "checksums within limits": checksums_within_limits,
@@ -269,6 +281,74 @@ def test_an_unchanged_manifest_is_not_refused(old_checkpoint: Path) -> None:
     verify(old_checkpoint)
 
 
+def repeat(times: int, *columns: str) -> Callable[[Json], None]:
+    """Return a change that repeats the values of columns."""
+
+    def change(manifest: Json) -> None:
+        for column in columns:
+            manifest["index"][column] *= times
+
+    return change
+
+
+def extend(*columns: str) -> Callable[[Json], None]:
+    return lambda manifest: [manifest["index"][column].append(1) for column in columns] and None
+
+
+def shorten(*columns: str) -> Callable[[Json], None]:
+    return lambda manifest: [manifest["index"][column].pop() for column in columns] and None
+
+
+INDEXES: dict[str, Callable[[Json], Any]] = {
+    "version 1": put("version", value=1),
+    "version 3": put("version", value=3),
+    "no index": drop("index"),
+    "index as list": put("index", value=[]),
+    "a column more": put("index", "else", value=[]),
+    "no names": put("index", "names", value=[]),
+    "names twice": repeat(2, "names", "type_of"),
+    "a name as number": put("index", "names", 0, value=3),
+    "half of a surrogate pair": put("index", "names", 0, value="\ud800"),
+    "a name of another": put("index", "names", 0, value="bias"),
+    "a type of none": put("index", "type_of", 0, value=99),
+    "a negative type": put("index", "type_of", 0, value=-1),
+    "a type of no kind": put("index", "types", 0, 0, value="code"),
+    "a type of no dtype": put("index", "types", 0, 1, value="OBJECT"),
+    "a type of three": lambda m: m["index"]["types"][0].pop() and None,
+    "a type of 2^63 bytes": put("index", "types", 0, 2, value=[2**40, 2**40]),
+    "a type of another order": put("index", "types", 0, 3, value=[0, 0]),
+    "another kind": put("index", "types", 0, 0, value="state"),
+    "a file of none": put("index", "files", 0, value=99),
+    "a file of another kind": put("index", "files", 0, value=0),
+    "a stop beyond": put("index", "stops", 0, value=3),
+    "a stop before": put("index", "stops", 0, value=1),
+    "a stop of nothing": put("index", "stops", 0, value=0),
+    "stops missing": shorten("stops"),
+    "a chunk more": extend("stops", "files"),
+    "chunks missing": shorten("stops", "files"),
+    "checksums missing": shorten("crc32"),
+    "checksums more": repeat(2, "crc32"),
+    "checksums within limits": repeat(150_000, "crc32"),
+    "tensors within limits": repeat(15_000, "names", "type_of"),
+    "chunks within limits": repeat(30_000, "stops", "files"),
+    "a huge file": put("files", PARAMS, value=HUGE - 1),
+    "a file of a further part": rename_file("params-00001-of-00001-2.safetensors"),
+    "a file of part 1": rename_file("params-00001-of-00001-1.safetensors"),
+    "a file above": rename_file("../outside.safetensors"),
+    "a part that is not there": put("parts", value=[[5, 1]]),
+    "a part of nothing": put("parts", value=[[]]),
+    "a part of 2^62 bytes": put("parts", value=[[2**62, 1]]),
+    "parts within limits": put("parts", value=[[5, 1]] * 100_000),
+    "parts as object": put("parts", value={}),
+}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_a_hostile_index_is_refused(name: str, checkpoint: Path) -> None:
+    small.rewrite(checkpoint / "manifest.json", INDEXES[name])
+    refuse(lambda: verify(checkpoint), checkpoint)
+
+
 TEXTS = {
     "NaN": b'{"format": NaN}',
     "infinity": b'{"format": -Infinity}',
@@ -284,6 +364,9 @@ TEXTS = {
     "empty": b"",
     "two values": b"{} {}",
     "comment": b"{} // no",
+    "duplicate key in a list": b'[{"a":0},{' + b",".join(b'"%d":0' % n for n in range(150_000)) + b',"149999":0}]',
+    "wide": b'["' + b"x" * (15 << 20) + "\U0001f600".encode() + b'"]',
+    "wide by an escape": b'["' + b"x" * (15 << 20) + rb"\ud83d\ude00" + b'"]',
 }
 
 
@@ -353,6 +436,10 @@ EXTRAS: dict[str, Callable[[Json], Any]] = {
     "nested beyond depth": lambda e: put("extra", value={"a": json.loads("[" * 200 + "]" * 200)})(e),
     "tensor without dtype": put("extra", value={"a": {"$tensor": {"data": "", "shape": [0]}}}),
     "tensor as list": put("extra", value={"a": {"$tensor": []}}),
+    "a size beyond 64 bits": put("extra", value={"a": {"$tensor": {"data": "", "dtype": "U8", "shape": [2**70]}}}),
+    "a million sizes": put("extra", value={"a": {"$tensor": {"data": "AA==", "dtype": "U8", "shape": [1] * 10**5}}}),
+    "keys that hash alike": put("extra", value={"a": {"$items": [[n * (2**61 - 1), 0] for n in range(50_000)]}}),
+    "a key twice": put("extra", value={"a": {"$items": [[1, 0], [1.0, 0]]}}),
 }
 
 
@@ -501,7 +588,7 @@ def test_an_index_leads_nowhere_else(name: str, tmp_path: Path) -> None:
 
 def test_how_many_there_are() -> None:
     """The page that promises it says how many; each is another file, or other contents."""
-    count = len(MANIFESTS) + 2 * len(TEXTS) + len(EXTRAS) + len(GENERATORS) + len(FILES) * len(PLACES)
+    count = len(MANIFESTS) + len(INDEXES) + 2 * len(TEXTS) + len(EXTRAS) + len(GENERATORS) + len(FILES) * len(PLACES)
     count += len(TENSOR_FILES) + len(INDEXED)
     assert count >= 150
     assert f"{count} of them" in (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
