@@ -70,8 +70,11 @@ def test_peft_loads_an_exported_adapter(tmp_path: Path) -> None:
         (None, "Give the adapter_config.json of a LoRA adapter"),
         ({"peft_type": "IA3"}, "Give the adapter_config.json of a LoRA adapter"),
         ({"r": 4}, r"is of rank 3, and the adapter_config.json says \['4'\]"),
-        ({"target_modules": ["q_proj", "v_proj"]}, r"has an adapter at '.*down_proj'"),
-        ({"target_modules": ["q_proj", "v_proj", "down_proj", "k_proj"]}, r"has no adapter at any 'k_proj'"),
+        ({"target_modules": ["q_proj", "v_proj"]}, r"'model\..*down_proj' is adapted or saved, and"),
+        ({"target_modules": r".*\.(q|v)_proj"}, r"'model\..*down_proj' is adapted or saved, and"),
+        ({"target_modules": ["q_proj", "v_proj", "down_proj", "k_proj"]}, r"nothing is at '.*k_proj'"),
+        ({"modules_to_save": None}, r"'lm_head' is adapted or saved, and .* modules_to_save=\[\]"),
+        ({"modules_to_save": ["lm_head", "norm"]}, r"nothing is at '.*norm'"),
         ({"bias": "all"}, "an adapter with bias='all' is not exported yet"),
         ({"use_dora": True}, "an adapter with use_dora=True is not exported yet"),
     ):

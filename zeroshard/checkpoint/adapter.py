@@ -5,7 +5,7 @@ Owns what is known of peft's LoRA: which tensors are an adapter's, how its files
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, Final
 
 from zeroshard.checkpoint.ranges import Spec
@@ -50,7 +50,7 @@ def adapter_names(
         if config.get(key, plain) not in (plain, None):
             raise CheckpointError(f"{where}: an adapter with {key}={config[key]!r} is not exported yet. {_ADVICE}")
     found: dict[str, str] = {}
-    adapters, modules = set(), {"lora_A": set[str](), "lora_B": set[str]()}
+    adapters, whole, modules = set(), set(), {"lora_A": set[str](), "lora_B": set[str]()}
     for name, spec in specs.items():
         lora, saved = _OF_LORA.fullmatch(name), _SAVED.fullmatch(name)
         if lora is not None:
@@ -60,6 +60,7 @@ def adapter_names(
             _check_rank(where, name, spec.shape[lora["part"] == "lora_B"], config)
         elif saved is not None:
             found[name] = f"{saved['module']}.{saved['rest']}"
+            whole.add(saved["module"])
             adapters.add(saved["adapter"])
         elif re.search(r"\.lora_\w+(\.|$)", name):
             raise CheckpointError(f"{where}: '{name}' is of a kind of adapter that is not exported yet. {_ADVICE}")
@@ -67,7 +68,8 @@ def adapter_names(
         raise CheckpointError(
             f"{where}: holds the adapters {sorted(adapters)}; one whole one can be exported. {_ADVICE}"
         )
-    _check_targets(where, modules["lora_A"], config)
+    _check_modules(where, modules["lora_A"], config, "target_modules")
+    _check_modules(where, whole, config, "modules_to_save")
     if lost := sorted(set(trained) & (specs.keys() - found.keys())):
         raise CheckpointError(
             f"{where}: '{lost[0]}' (of {len(lost)}) was trained beside the adapter, and an adapter folder does not "
@@ -86,17 +88,23 @@ def _check_rank(where: str, name: str, rank: int, config: Mapping[str, Any]) -> 
         )
 
 
-def _check_targets(where: str, modules: Iterable[str], config: Mapping[str, Any]) -> None:
-    """Raise where peft would put adapters elsewhere: it would draw their weights, and leave out these."""
-    targets = config.get("target_modules")
-    if not isinstance(targets, list):
-        return  # a pattern of peft's own
-    modules = list(modules)
-    strangers = [m for m in modules if not any(m == t or m.endswith(f".{t}") for t in targets)]
-    idle = [t for t in targets if not any(m == t or m.endswith(f".{t}") for m in modules)]
+def _check_modules(where: str, modules: Set[str], config: Mapping[str, Any], key: str) -> None:
+    """Raise unless these are the modules that a setting names: peft would draw what is missing, and leave out the rest.
+
+    Args:
+        modules: what the checkpoint has for the setting, by the names of modules.
+        key: the setting: a list of the ends of names, or a pattern of whole names.
+    """
+    wanted = config.get(key) or []
+    if wanted == "all-linear":
+        return
+    patterns = [wanted] if isinstance(wanted, str) else [rf"(.*\.)?{re.escape(str(one))}" for one in wanted]
+    plain = {module.removeprefix(_PREFIX) for module in modules}
+    strangers = [module for module in sorted(plain) if not any(re.fullmatch(one, module) for one in patterns)]
+    idle = [one for one in patterns if not any(re.fullmatch(one, module) for module in plain)]
     if strangers or idle:
-        what = f"has an adapter at '{strangers[0]}'" if strangers else f"has no adapter at any '{idle[0]}'"
+        what = f"'{strangers[0]}' is adapted or saved" if strangers else f"nothing is at '{idle[0]}'"
         raise CheckpointError(
-            f"{where}: {what}, and the adapter_config.json says target_modules={targets}: it is of another run. Give "
-            "the one of this run."
+            f"{where}: {what}, and the adapter_config.json says {key}={wanted}: it is of another run. Give the one of "
+            "this run."
         )
