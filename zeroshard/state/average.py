@@ -50,7 +50,7 @@ class Average:
         # Shards averaged at different paces would be no average of anything.
         engine.order.barrier(f"ema(decay={decay!r})")
         if not isinstance(decay, int | float) or not 0.0 <= decay < 1.0:
-            raise ValueError(f"decay must be a number in [0, 1), such as 0.999; got {decay!r}.")
+            raise ValueError(f"decay must be in [0, 1), such as 0.999; got {decay!r}.")
         self._engine, self.decay = engine, decay
         self._buckets: list[Bucket] = [bucket for unit in engine.units for bucket in unit.reducible()]
         self._masters = [m for b in self._buckets for m in map(b.master, range(len(b.names))) if m.numel()]
