@@ -186,7 +186,14 @@ def fake_ranks(ranks: int) -> Iterator[None]:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    class Present(FakeStore):  # type: ignore[misc]
+        """A store in which no rank is missed."""
+
+        def add(self, key: str, amount: int) -> int:
+            return 0
+
+    store = Present()  # torch keeps the C++ half alone
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=store)
     try:
         yield
     finally:

@@ -283,8 +283,7 @@ def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _are_numbers(args, kwargs) or (name in LINEAR and kwargs):
         raise _refusal(f"{name} with anything but one number", _gradients_in((args, kwargs))[0])
     parts: list[Tensor] = []
-    for target in targets[:1]:
-        _engine_of(target._slot).check_outside_backward("A change of gradients in place")
+    _engine_of(_gradients_in(targets)[0]._slot).check_outside_backward("A change of gradients in place")
     for target in targets:
         is_ours = isinstance(target, (LogicalGradient, MasterGradient))
         if is_ours:
