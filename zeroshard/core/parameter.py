@@ -9,17 +9,12 @@ Note: two classes
     as on any parameter; only `grad` and `data` are Python properties. While the storage is empty it is a
     `ReleasedParameter`, where every operation that would read values first has them gathered (inside a pass) or raises.
     Changing the class of an object keeps its identity, so optimizers, hooks and user code that hold it stay right.
-Note: what never asks the class
-    Torch's C++ reads tensors past `__torch_function__`: torch.tensor(p), as_subclass, torch.func, TorchScript. Reading
-    a tensor without storage crashes the process on CPU, and one in memory of the host would show values that nobody
-    gathered. So a released parameter points at a tensor without values that has one dispatch key more, which torch
-    leaves free: its fallback, `_meet_released`, is called for each operation on it and does what the class does.
+    Reading a tensor without storage crashes the process on CPU, so nothing may reach it in that state.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from functools import cache
-from typing import TYPE_CHECKING, Any, Final, final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -29,7 +24,7 @@ if TYPE_CHECKING:
     from zeroshard.core.buffer import Bucket
     from zeroshard.core.engine import Engine
 
-__all__ = ["Form", "PlainForm", "ReleasedParameter", "ShardedParameter", "Slot", "demand", "let_read", "slot_of"]
+__all__ = ["Form", "PlainForm", "ReleasedParameter", "ShardedParameter", "Slot", "demand", "slot_of"]
 
 Tensor = torch.Tensor
 
@@ -42,10 +37,6 @@ METADATA = gradient.METADATA | {
     "requires_grad_",
 }
 """Tensor attributes and methods that read no values, so that a released parameter answers them."""
-
-RELEASED: Final = "TESTING_ONLY_GenericWrapper"
-"""The dispatch key of what released parameters point at."""
-_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Form(ABC):
@@ -82,10 +73,6 @@ class Form(ABC):
     def point(self, parameter: Tensor, part: Tensor) -> None:
         """Have the parameter's values be `part` from now on, and be of its dtype."""
 
-    def absent(self, part: Tensor) -> Tensor | None:
-        """Return what a released parameter points at in place of `part`; None where its class alone meets all reads."""
-        return None
-
 
 @final
 class PlainForm(Form):
@@ -112,51 +99,17 @@ class PlainForm(Form):
         """Make the parameter a view of what `part` is one of."""
         parameter.data = part
 
-    def absent(self, part: Tensor) -> Tensor:
-        """Return a tensor without values."""
-        key, _ = _released_key()
-        made: Tensor = Tensor._make_wrapper_subclass(
-            _Absent, part.shape, part.stride(), dtype=part.dtype, device=part.device, _extra_dispatch_keys=key
-        )
-        torch._C._set_throw_on_mutable_data_ptr(made)  # for DLPack, which calls no operation
-        plain = torch.empty(0, dtype=part.dtype, device=part.device)
-        with unread():
-            _set_data(plain, made)
-        return plain
-
-
-@final
-class _Absent(Tensor):
-    """What the tensors that released parameters point at are made from."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    # Torch wants it to be defined; nobody is given such a tensor.
-    __torch_dispatch__ = None  # type: ignore[assignment]
-
 
 @final
 class Slot:
     """Where one parameter lives: its bucket and its place there. Held by the parameter object itself."""
 
-    __slots__ = (
-        "absent",
-        "bucket",
-        "engine",
-        "form",
-        "grad_view",
-        "has_master",
-        "index",
-        "master_grad",
-        "name",
-        "unit",
-    )
+    __slots__ = ("bucket", "engine", "form", "grad_view", "has_master", "index", "master_grad", "name", "unit")
 
     def __init__(self, name: str, unit: int, bucket: "Bucket", index: int, form: Form) -> None:
         self.name, self.unit, self.bucket, self.index, self.form = name, unit, bucket, index, form
         self.engine: Callable[[], Engine | None] = _no_engine
         """A weak reference: parameters must not keep alive what holds them."""
-        self.absent = None if bucket.is_whole or not bucket.views[index].numel() else form.absent(bucket.views[index])
-        """What the parameter points at while released; nothing can be read of one without elements."""
         self.has_master = False
         self.grad_view: Tensor | None = None
         self.master_grad: Tensor | None = None
@@ -218,13 +171,6 @@ class ShardedParameter(torch.nn.Parameter):
             "in-place operation such as p.copy_(...) under torch.no_grad()."
         )
 
-    def _use_count(self) -> int:
-        # Asked by torch.utils.swap_tensors alone, which would exchange what makes the parameter a view of its bucket.
-        raise RuntimeError(
-            f"The sharded parameter '{slot_of(self).name}' cannot be swapped with another tensor: its bytes are a view "
-            "of its unit's bucket. Change values by in-place operations under `with zero.gathered(writeback=True):`."
-        )
-
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         copied = torch.nn.Parameter(_plain_copy(self), self.requires_grad)
         memo[id(self)] = copied
@@ -246,12 +192,9 @@ class ReleasedParameter(ShardedParameter):
     def __torch_function__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = gradient.name_of(func)
-        if name in METADATA:
-            with torch._C.DisableTorchFunctionSubclass(), unread():
-                return func(*args, **(kwargs or {}))
-        for parameter in _released_in((args, kwargs)):
-            demand(parameter, name)
+        if gradient.name_of(func) not in METADATA:
+            for parameter in _released_in((args, kwargs)):
+                demand(parameter, gradient.name_of(func))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -286,41 +229,6 @@ def demand(parameter: Tensor, what: str) -> None:
             "(`writeback=True` to change them); every rank must enter it. Move, convert, resize or initialize the "
             "model before zs.shard()."
         )
-
-
-def let_read(parameters: Iterable[Tensor], *, is_there: bool) -> None:
-    """Change what parameters answer to a read: their values, or an error."""
-    with unread():
-        for parameter in parameters:
-            slot = slot_of(parameter)
-            quiet, raising = slot.form.classes
-            parameter.__class__ = quiet
-            if slot.absent is not None:
-                _set_data(parameter, slot.bucket.views[slot.index] if is_there else slot.absent)
-            if not is_there:
-                parameter.__class__ = raising
-
-
-def _meet_released(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operation that torch's C++ calls on released parameters, once they are gathered."""
-    if not (parameters := _released_in((args, kwargs))):
-        raise RuntimeError(f"`{op}` can not read a view of a sharded parameter that was taken while it was released.")
-    for parameter in parameters:
-        demand(parameter, str(op))
-    return op(*args, **kwargs)
-
-
-@cache
-def _released_key() -> tuple[torch.DispatchKeySet, torch.library.Library]:
-    """Return the key, and what holds its fallback for as long as it lives."""
-    library = torch.library.Library("_", "IMPL")
-    library.fallback(_meet_released, RELEASED)
-    return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(RELEASED)), library
-
-
-def unread() -> Any:
-    """Return the context in which operations that read no values run on released parameters."""
-    return torch._C._ExcludeDispatchKeyGuard(_released_key()[0])
 
 
 def _released_in(value: Any) -> list[Tensor]:

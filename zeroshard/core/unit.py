@@ -24,7 +24,7 @@ import torch
 from zeroshard.core.buffer import Bucket, Staged
 from zeroshard.core.comm import Comm, Pending, tag_of
 from zeroshard.core.mesh import Mesh
-from zeroshard.core.parameter import Slot, let_read, slot_of, unread
+from zeroshard.core.parameter import Slot, slot_of
 from zeroshard.core.precision import LossScale
 
 __all__ = ["Reduction", "Unit"]
@@ -181,7 +181,7 @@ class Unit:
                 one.wait()
             for bucket in self._gathered:
                 bucket.changes.restore()
-            let_read(self.parameters, is_there=True)
+            self.let_read(is_there=True)
 
     def release(self) -> None:
         """Give the memory back; a gather under way is awaited first, since others still send."""
@@ -191,13 +191,18 @@ class Unit:
             bucket.close()
         self.is_open = self.is_whole
         if not self.is_whole:
-            let_read(self.parameters, is_there=False)
+            self.let_read(is_there=False)
 
     def rest(self) -> None:
         """Have what is whole, but not in use right now, cost as little as its memory can do."""
         for bucket in self._gathered:
             if not bucket.changes.has_any():
                 bucket.rest()
+
+    def let_read(self, *, is_there: bool) -> None:
+        """Change what the parameters answer to a read: their values, or an error."""
+        for parameter in self.parameters:
+            parameter.__class__ = slot_of(parameter).form.classes[not is_there]
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -257,7 +262,7 @@ class Unit:
 
 def will_get_gradient(parameter: Tensor) -> bool:
     """Tell whether the backward pass that this thread is in reaches `parameter`; a pass is required."""
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), unread():
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         # A view's node leads to the node that accumulates, which torch makes anew where no graph holds it.
         node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     return torch._C._will_engine_execute_node(node)

@@ -21,7 +21,7 @@ from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.gradient import LogicalGradient, MasterGradient, MasterSlice
 from zeroshard.core.layout import CUTS, plan_layout
 from zeroshard.core.mesh import Mesh
-from zeroshard.core.parameter import Form, ShardedParameter, Slot, let_read, slot_of
+from zeroshard.core.parameter import Form, ShardedParameter, Slot, slot_of
 from zeroshard.core.precision import Dtypes, Precision
 from zeroshard.core.residency import Replicated, Residency
 from zeroshard.core.trace import Ledger
@@ -355,7 +355,7 @@ def take_over(unit: Unit, plan: UnitPlan, forms: Mapping[int, Form], comm: Comm)
         if not bucket.is_whole and bucket.layout.full_numel:
             bucket.close()
     if not unit.is_whole:
-        let_read(unit.parameters, is_there=False)
+        unit.let_read(is_there=False)
 
 
 def spread(bucket: Bucket, values: torch.Tensor, comm: Comm, what: str, kind: str) -> None:
