@@ -19,6 +19,7 @@ Note: the life of a gradient
     torch's allocator, for the activations of the next forward.
 """
 
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -352,6 +353,8 @@ class Bucket:
         self.changes = Changes(self.names, self.parameters, self.full, is_whole=self.is_whole)
         self.has_states = False
         """Whether an optimizer updates it."""
+        self._is_left = False
+        """Whether the memory of `full` could not be taken back."""
         self.updates = 0
         """How often the parameters changed; a tensor that autograd saved before a change must not be used after it."""
         if not self.is_whole:
@@ -365,7 +368,13 @@ class Bucket:
 
     def close(self) -> None:
         """Take the memory of `full` back; views stay, and are empty."""
-        self._memory.close(self.full)
+        if not self._memory.close(self.full) and not self._is_left:
+            self._is_left = True
+            warnings.warn(
+                f"numpy shares the memory of the parameters of unit '{self.name}', so {self.full.nbytes:,} bytes stay "
+                "on this rank from now on, also while they are released. Give numpy parameter.detach().clone().",
+                stacklevel=2,
+            )
         self._ledger.add("transient", -self.full.nbytes)
 
     def rest(self) -> None:

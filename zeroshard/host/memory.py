@@ -71,8 +71,8 @@ class Memory(ABC):
         """Give `full` of a home its memory, with this rank's shard, from element `start` on, in place."""
 
     @abstractmethod
-    def close(self, full: Tensor) -> None:
-        """Take the memory of `full` back; views of it stay."""
+    def close(self, full: Tensor) -> bool:
+        """Take the memory of `full` back; views of it stay. False where it has to be left there."""
 
     @abstractmethod
     def rest(self, full: Tensor) -> None:
@@ -102,12 +102,17 @@ class OwnMemory(Memory):
 
     def open(self, full: Tensor, start: int, shard: Tensor) -> None:
         """See `Memory`."""
-        full.untyped_storage().resize_(full.nbytes)
+        if full.untyped_storage().resizable():
+            full.untyped_storage().resize_(full.nbytes)
         full[start : start + shard.numel()] = shard
 
-    def close(self, full: Tensor) -> None:
+    def close(self, full: Tensor) -> bool:
         """See `Memory`."""
-        full.untyped_storage().resize_(0)
+        storage = full.untyped_storage()
+        # An array of numpy's lies in the same memory, and torch does not know when it ends.
+        if storage.resizable():
+            storage.resize_(0)
+        return storage.resizable()
 
     def rest(self, full: Tensor) -> None:
         """See `Memory`."""
@@ -201,11 +206,12 @@ class HostMemory(Memory):
         # The mapping shows what the owners of the shards last wrote.
         return
 
-    def close(self, full: Tensor) -> None:
+    def close(self, full: Tensor) -> bool:
         """See `Memory`."""
         if full.numel():
             slab, first, nbytes = self._homes[full.data_ptr()]
             slab.madvise(mmap.MADV_DONTNEED, first, nbytes)
+        return True
 
     def rest(self, full: Tensor) -> None:
         """See `Memory`."""
