@@ -44,6 +44,8 @@ CHUNK = 250
 LIMIT_S = 25.0
 """For one program; what is left of the ranks ends within five seconds more."""
 START_S = 60.0
+STARTS = 3
+"""Of ranks that end before a program begins, in a row."""
 TOLERANCES = {"float64": 1e-9, "float32": 2e-4}
 NUDGES = 8
 BAD = ("wrong", "bits", "error", "hang", "crash", "invalid")
@@ -260,9 +262,19 @@ def examine(
         target: what each rank runs instead of `work`, such as one that plants a bug first.
     """
     verdicts: dict[int, Verdict] = {}
+    starts = 0
     while todo := [number for number in range(len(tasks)) if number not in verdicts]:
         with tempfile.TemporaryDirectory(prefix="zeroshard-programs-") as name:
-            new = _launch([(number, tasks[number]) for number in todo[:chunk]], world, Path(name), target or work)
+            some = [(number, tasks[number]) for number in todo[:chunk]]
+            try:
+                new = _launch(some, world, Path(name), target or work)
+            except RankFailure:
+                # No program had begun: a machine that is short of something for a moment must not end a long run.
+                starts += 1
+                if starts == STARTS:
+                    raise
+                continue
+        starts = 0
         verdicts |= new
         for number, verdict in sorted(new.items()):
             if told is not None:
