@@ -9,7 +9,8 @@ import pytest
 from torch import Tensor
 
 from tools.programs.draw import draw, draw_pair
-from tools.programs.ranks import BAD, Task, examine, work
+from tools.programs.job import run_oracle
+from tools.programs.ranks import BAD, Task, examine, judge, work
 from tools.programs.write import script_of
 from zeroshard.core.buffer import GradientBuffer, Staged
 from zeroshard.core.unit import Unit
@@ -33,6 +34,23 @@ def test_a_program_is_drawn_alike_from_its_seed_and_written_as_python(processes:
         spec = draw(seed, processes)
         assert spec == draw(seed, processes) == json.loads(json.dumps(spec))
         compile(script_of(spec), "program", "exec")
+
+
+@pytest.mark.parametrize("seed", [900178, 900258])
+def test_each_optimizer_that_is_drawn_has_parameters(seed: int) -> None:
+    # In both, all that the second of two optimizers would have is shared with the first's.
+    assert run_oracle(draw(seed, 2))["parameters"]
+
+
+def test_a_bf16_program_is_compared_as_closely_as_fp32_sums_allow() -> None:
+    # Its RMSprop divides by little, which makes much of what bf16 rounds: no comparison with fp64 would be close.
+    spec = draw(900152, 2)
+    assert spec["options"]["precision"] == "bf16"
+    found = run_oracle(spec)
+    assert judge([spec], [[found]]).kind == "right"
+    name = next(iter(found["parameters"]))
+    found["parameters"][name] = found["parameters"][name] * 1.004
+    assert judge([spec], [[found]]).kind == "wrong"
 
 
 def lose_later_sums(tasks: Sequence[tuple[int, Task]], folder: str) -> None:

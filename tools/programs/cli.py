@@ -1,65 +1,61 @@
 """The command: draws programs, runs them, counts, and shrinks what failed."""
 
 import argparse
+import functools
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from benchmarks.machine import circumstances, write_result
 
 from .draw import draw, draw_pair
-from .ranks import BAD, Task, Verdict, examine, reason_of
+from .ranks import BAD, CHUNK, Task, Verdict, examine, reason_of
 from .shrink import shrink
 from .write import script_of
 
 __all__ = ["main"]
 
 SHOWN = 5
+EVERY_S = 50.0
+"""Between reports; chunks end at other times, so that a minute goes by at most where they are short."""
+REFUSED = 0.05
+"""Of the programs, at most."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run as many programs as asked for; the exit status is 1 where one went wrong."""
+    """Run as many programs as asked for; the exit status is 1 where one went wrong or too many were refused."""
     given = _parse(arguments)
     seeds = [given.replay] if given.replay is not None else range(given.seed, given.seed + given.count)
-    begin_s = time.monotonic()
-    tasks: list[Task] = [draw_pair(seed, given.ranks) if given.pairs else (draw(seed, given.ranks),) for seed in seeds]
-    if given.print:
-        print(script_of(tasks[0][0]))
-    told = _Told(len(tasks), begin_s)
-    parts = [list(range(job, len(tasks), given.jobs)) for job in range(given.jobs)]
 
-    def run(part: Sequence[int]) -> list[Verdict]:
-        return examine([tasks[at] for at in part], given.ranks, told)
+    def task_of(seed: int) -> Task:
+        return draw_pair(seed, given.ranks) if given.pairs else (draw(seed, given.ranks),)
+
+    if given.print:
+        print(script_of(task_of(seeds[0])[0]))
+    told = _Told(given, time.monotonic())
+
+    def run(some: Sequence[int]) -> None:
+        # Drawn here: all programs of a long run at once would be much memory.
+        examine([task_of(seed) for seed in some], given.ranks, lambda at, verdict: told(some[at], verdict))
 
     with ThreadPoolExecutor(given.jobs) as pool:
-        found = {}
-        for part, some in zip(parts, pool.map(run, parts), strict=True):
-            found |= dict(zip(part, some, strict=True))
-    verdicts = [found[at] for at in range(len(tasks))]
-    seconds = round(time.monotonic() - begin_s, 1)
-    print(f"{seconds:.0f} s  {_line(verdicts)}")
-    refused = Counter(reason_of(one.text) for one in verdicts if one.kind == "refused")
-    for reason, count in refused.most_common():
-        print(f"  refused {count:6}  {reason}")
-    bad = [(seed, task, one) for seed, task, one in zip(seeds, tasks, verdicts, strict=True) if one.kind in BAD]
-    for seed, task, verdict in bad[: given.shown]:
+        for _ in pool.map(run, [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]):
+            pass
+    told.report()
+    for seed, verdict in told.bad[: given.shown]:
         print(f"\n--- seed {seed}: {verdict.kind}\n{verdict.text}")
         if given.shrink:
-            smallest, last = shrink(task, verdict)
+            smallest, last = shrink(task_of(seed), verdict)
             print(f"--- the smallest: {last.kind} {last.text}\n{script_of(smallest[0])}")
             if len(smallest) == 2:
                 print(f"# the other: options {smallest[1]['options']}, resumes={smallest[1].get('resumes', True)}")
-    print("bad seeds:", [(seed, one.kind, one.text.split("\n")[0][:100]) for seed, _, one in bad])
-    if given.output:
-        kinds = Counter(one.kind for one in verdicts)
-        result = {"ranks": given.ranks, "seed": given.seed, "count": len(tasks), "pairs": given.pairs}
-        result |= {"verdicts": dict(kinds), "refused": dict(refused), "seconds": seconds}
-        result["bad seeds"] = [seed for seed, _, _ in bad]
-        write_result(given.output, circumstances("tools.programs") | result)
-    sys.exit(1 if bad else 0)
+    print("bad seeds:", [(seed, one.kind, _first_line(one)) for seed, one in told.bad])
+    sys.exit(1 if told.bad or told.kinds["refused"] > REFUSED * len(seeds) else 0)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -78,21 +74,63 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class _Told:
-    """Prints how far the run is, every ten seconds."""
+    """What is known of a run: prints how far it is and writes the counts, once a minute and at the end."""
 
-    def __init__(self, count: int, begin_s: float) -> None:
-        self._count, self._begin_s, self._told_s = count, begin_s, begin_s
-        self._known: list[Verdict] = []
+    def __init__(self, given: argparse.Namespace, begin_s: float) -> None:
+        self._given, self._begin_s, self._told_s = given, begin_s, begin_s
+        self._lock = threading.Lock()
+        self.kinds: Counter[str] = Counter()
+        self.bad: list[tuple[int, Verdict]] = []
+        self._refused: Counter[str] = Counter()
+        self._refused_seeds: dict[str, list[int]] = {}
+        self._worst = 0.0
 
-    def __call__(self, number: int, verdict: Verdict) -> None:
-        self._known.append(verdict)
-        if time.monotonic() - self._told_s > 10.0:
-            self._told_s = time.monotonic()
-            print(f"{self._told_s - self._begin_s:6.0f} s  {_line(self._known)}", file=sys.stderr, flush=True)
+    def __call__(self, seed: int, verdict: Verdict) -> None:
+        with self._lock:
+            self.kinds[verdict.kind] += 1
+            if verdict.kind in BAD:
+                self.bad.append((seed, verdict))
+                print(f"seed {seed}: {verdict.kind} {_first_line(verdict)}", file=sys.stderr, flush=True)
+            elif verdict.kind == "refused":
+                reason = reason_of(verdict.text)
+                self._refused[reason] += 1
+                self._refused_seeds.setdefault(reason, []).append(seed)
+            self._worst = max(self._worst, verdict.error if verdict.kind == "right" else 0.0)
+            if time.monotonic() - self._told_s > EVERY_S:
+                self._told_s = time.monotonic()
+                print(self._line(), file=sys.stderr, flush=True)
+                self._write()
+
+    def report(self) -> None:
+        """Print and write what came of the run."""
+        self.bad.sort(key=lambda one: one[0])
+        print(self._line())
+        for reason, count in self._refused.most_common():
+            print(f"  refused {count:6}  {reason}  (seed {self._refused_seeds[reason][0]})")
+        self._write()
+
+    def _line(self) -> str:
+        counts = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
+        seconds = time.monotonic() - self._begin_s
+        return f"{seconds:6.0f} s  {self.kinds.total()} programs: {counts}; at most {self._worst:.2g} of the tolerance"
+
+    def _write(self) -> None:
+        given = self._given
+        if given.output is None:
+            return
+        result = {"ranks": given.ranks, "pairs": given.pairs, "first seed": given.seed, "asked for": given.count}
+        result |= {"run": self.kinds.total(), "seconds": round(time.monotonic() - self._begin_s, 1)}
+        result |= {"verdicts": {kind: self.kinds[kind] for kind in ("right", "refused", *BAD)}}
+        result |= {"refused": dict(self._refused.most_common())}
+        result |= {"refused, first seeds": {reason: some[:SHOWN] for reason, some in self._refused_seeds.items()}}
+        result["greatest error, of the tolerance"] = self._worst
+        result["bad"] = [{"seed": seed, "verdict": one.kind, "text": _first_line(one)} for seed, one in self.bad]
+        write_result(given.output, self._circumstances | result)
+
+    @functools.cached_property
+    def _circumstances(self) -> dict[str, Any]:
+        return circumstances("tools.programs")
 
 
-def _line(verdicts: Sequence[Verdict]) -> str:
-    kinds = Counter(one.kind for one in verdicts)
-    worst = max((one.error for one in verdicts if one.kind == "right"), default=0.0)
-    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return f"{len(verdicts)} programs: {counts}; at most {worst:.2g} of the tolerance"
+def _first_line(verdict: Verdict) -> str:
+    return verdict.text.split("\n", 1)[0][:200]

@@ -1,4 +1,4 @@
-"""What a program means: on ranks through zeroshard, and in one process in fp64.
+"""What a program means: on ranks through zeroshard, and in one process, in fp64 or, of bf16 programs, in bf16.
 
 Owns the few calls in which a written program differs from an ordinary training script, twice: `Sharded` runs this
 rank's part of them, `Oracle` all ranks' in turn. What both note can be compared. Must not know how programs are drawn
@@ -7,13 +7,15 @@ or written.
 Note: what the oracle computes
     Each rank's loss, multiplied by what zeroshard multiplies sums of gradients by, is propagated into the same plain
     parameters. That is the sum over ranks and micro-batches which data parallelism promises, and a parameter that no
-    rank used keeps `grad is None`. Nothing is cut, reduced, gathered or released.
+    rank used keeps `grad is None`. Nothing is cut, reduced, gathered or released. What bf16 rounds, training
+    amplifies, so that fp64 says little of it: `RoundedOracle` rounds wherever `zeroshard/core/precision.py` does.
 """
 
 import contextlib
+import copy
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -123,7 +125,6 @@ class Job(ABC):
         return {"notes": self.notes, "parameters": parameters, "states": states}
 
 
-@final
 class Oracle(Job):
     """One process, plain torch, fp64."""
 
@@ -150,6 +151,76 @@ class Oracle(Job):
 
     def grad_norm(self, p: float) -> Tensor:
         return nn.utils.get_total_norm([q.grad for q in self.model.parameters() if q.grad is not None], p)
+
+
+@final
+class RoundedOracle(Oracle):
+    """One process, plain torch: masters, states and gradients in fp32, modules in bf16.
+
+    The program sees the masters. Their forward is that of a twin in bf16, whose gradients are added to the masters'.
+
+    Args:
+        processes: among which `world` ranks are divided; sums are divided by their number in fp32.
+        nudge: if not 0, gradients are off by up to one unit in the last place of fp32, others for each number.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, key: int, world: int, options: Mapping[str, Any], processes: int, nudge: int = 0) -> None:
+        super().__init__(key, world, options)
+        self._nudges = torch.Generator().manual_seed(nudge) if nudge else None
+        is_mean = options.get("reduction", "mean") == "mean"
+        self.weight, self._scale = (processes / world, 1.0 / processes) if is_mean else (1.0, 1.0)
+        self._twins: list[tuple[nn.Parameter, nn.Parameter]] = []
+
+    def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
+        self.model, self.optimizers = build()
+        twin = copy.deepcopy(self.model).bfloat16()
+        self._twins = list(zip(self.model.parameters(), twin.parameters(), strict=True))
+        for master, rounded in self._twins:
+            rounded.requires_grad_(True).register_post_accumulate_grad_hook(self._adder(master))
+
+        def forward(x: Tensor, *given: Any, **named: Any) -> tuple[Tensor, list[Tensor]]:
+            self._round()
+            values, sides = twin(x.bfloat16() if x.is_floating_point() else x, *given, **named)
+            return values.float(), [side.float() for side in sides]
+
+        self.model.forward = forward
+        return self.model, self.optimizers
+
+    def _adder(self, master: nn.Parameter) -> Callable[[Tensor], None]:
+        def add(rounded: Tensor) -> None:
+            assert rounded.grad is not None
+            grad = rounded.grad.float() * self._scale
+            if self._nudges is not None:
+                grad *= 1.0 + 2.0**-23 * torch.randint(-1, 2, grad.shape, generator=self._nudges)
+            master.grad = grad if master.grad is None else master.grad + grad
+            rounded.grad = None
+
+        return add
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """Make the twin's parameters the masters, rounded, where these changed."""
+        for master, rounded in self._twins:
+            rounded.requires_grad_(master.requires_grad)
+            # Fused optimizers leave the version of what they update as it was.
+            if not torch.equal(rounded, value := master.bfloat16()):
+                rounded.copy_(value)
+
+    @contextlib.contextmanager
+    def gathered(self, *, writeback: bool = False, states: bool = False) -> Iterator[None]:
+        """Show rounded parameters; a master whose rounded value the program changes becomes that value."""
+        masters = [master.detach().clone() for master, _ in self._twins]
+        with torch.no_grad():
+            for master, _ in self._twins:
+                master.copy_(master.bfloat16())
+        yield
+        with torch.no_grad():
+            for (master, _), before in zip(self._twins, masters, strict=True):
+                now = master.bfloat16()
+                is_changed = now != before.bfloat16()
+                master.copy_(torch.where(is_changed, now.float(), before) if writeback else before)
 
 
 @final
@@ -230,9 +301,11 @@ def run_sharded(spec: Mapping[str, Any], place: Path) -> dict[str, Any]:
     return found
 
 
-def run_oracle(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a program in this process, in fp64."""
+def run_oracle(spec: Mapping[str, Any], nudge: int = 0) -> dict[str, Any]:
+    """Run a program in this process: in fp64, or as its bf16 rounds, which `nudge` has a part in."""
     _build, program = compiled(spec)
-    job = Oracle(spec["seed"], spec["world"], spec["options"])
+    given = spec["seed"], spec["world"], spec["options"]
+    is_rounded = spec["options"].get("precision") == "bf16"
+    job = RoundedOracle(*given, spec["processes"], nudge) if is_rounded else Oracle(*given)
     program(job)
     return job.finish()

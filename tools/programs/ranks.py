@@ -5,13 +5,16 @@ program that crashed or hung, which it finds by what each rank wrote before it b
 
 Note: the tolerance
     fp64 programs agree with the oracle to 1e-9 of a value, fp32 ones to 2e-4: blocks are smooth, optimizers divide by
-    no less than 1e-3, and few steps are made, so that rounding stays near 1e-6, and a lost gradient is far above. What
-    is computed in bf16 is not compared with the oracle closely; that is what pairs of programs are for.
+    no less than 1e-3, and few steps are made, so that rounding stays near 1e-6, and a lost gradient is far above. With
+    precision "bf16" the oracle rounds where zeroshard does, and the same 2e-4 holds. The order of a sum still shows in
+    the last place of fp32, which seldom decides how a master is rounded to bf16, and what is computed from then on.
+    Such a program is right if it agrees as closely with one of `NUDGES` oracles whose gradients are off by that place.
 """
 
 import faulthandler
 import gc
 import json
+import logging
 import os
 import re
 import resource
@@ -38,9 +41,13 @@ Task = Sequence[Spec]
 
 BATCH = 16
 CHUNK = 250
-LIMIT_S = 45.0
+LIMIT_S = 25.0
+"""For one program; what is left of the ranks ends within five seconds more."""
 START_S = 60.0
-TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bf16": 0.3}
+STARTS = 3
+"""Of ranks that end before a program begins, in a row."""
+TOLERANCES = {"float64": 1e-9, "float32": 2e-4}
+NUDGES = 8
 BAD = ("wrong", "bits", "error", "hang", "crash", "invalid")
 """Verdicts that are somebody's fault: zeroshard's, or, if "invalid", the drawing's."""
 ROUNDING = 1e-6
@@ -68,6 +75,8 @@ class Verdict:
 def work(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
     """Run tasks on this rank, together with the others; rank 0 writes verdicts to `folder`, line by line."""
     rank, place = dist.get_rank(), Path(folder)
+    # Ranks that use units in different orders are warned of it; programs do so on purpose.
+    logging.getLogger("zeroshard").setLevel(logging.ERROR)
     _allow_many_files()
     stacks = open(place / f"stacks-{rank}", "w")  # noqa: SIM115
     waiting: list[tuple[int, Task, list[Any]]] = []
@@ -176,17 +185,22 @@ def judge(task: Task, found: Sequence[Sequence[dict[str, Any]]]) -> Verdict:
                 kind = "bits" if error < ROUNDING else "wrong"
                 return Verdict(kind, f"rank {rank}: the pair differs, by at most {error:.2g}, first {text}")
     spec = task[0]
-    try:
-        expected = run_oracle(spec)
-    except Exception as error:
-        return Verdict("invalid", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     notes: dict[int, Any] = {}
     for results in found:
         notes |= results[0]["notes"]
-    tolerance = TOLERANCES["bf16" if spec["options"].get("precision") == "bf16" else spec["dtype"]]
-    text, error = first_difference(expected, {**found[0][0], "notes": notes}, tolerance)
-    share = error / tolerance
-    return Verdict("right", error=share) if text is None else Verdict("wrong", f"oracle: {text}", share)
+    actual, tolerance = {**found[0][0], "notes": notes}, TOLERANCES[spec["dtype"]]
+    wrong = None
+    for nudge in range(1 + NUDGES * (spec["options"].get("precision") == "bf16")):
+        try:
+            expected = run_oracle(spec, nudge)
+        except Exception as error:
+            return Verdict("invalid", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        text, error = first_difference(expected, actual, tolerance)
+        if text is None:
+            return Verdict("right", error=error / tolerance)
+        wrong = wrong or Verdict("wrong", f"oracle: {text}", error / tolerance)
+    assert wrong is not None
+    return wrong
 
 
 def first_difference(expected: Any, actual: Any, tolerance: float, where: str = "") -> tuple[str | None, float]:
@@ -248,9 +262,19 @@ def examine(
         target: what each rank runs instead of `work`, such as one that plants a bug first.
     """
     verdicts: dict[int, Verdict] = {}
+    starts = 0
     while todo := [number for number in range(len(tasks)) if number not in verdicts]:
         with tempfile.TemporaryDirectory(prefix="zeroshard-programs-") as name:
-            new = _launch([(number, tasks[number]) for number in todo[:chunk]], world, Path(name), target or work)
+            some = [(number, tasks[number]) for number in todo[:chunk]]
+            try:
+                new = _launch(some, world, Path(name), target or work)
+            except RankFailure:
+                # No program had begun: a machine that is short of something for a moment must not end a long run.
+                starts += 1
+                if starts == STARTS:
+                    raise
+                continue
+        starts = 0
         verdicts |= new
         for number, verdict in sorted(new.items()):
             if told is not None:
