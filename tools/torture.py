@@ -53,8 +53,13 @@ def main() -> None:
         counts = sum((part.result() for part in parts), Counts())
     seconds = time.monotonic() - begin_s
     print(f"{seconds:6.0f} s  {line_of(counts)}")
-    for what, counted in (("by phase", counts.phases), ("more closely", counts.places)):
-        print(f"Where the processes were, {what}:")
+    told = {
+        "Where the processes were, by phase": counts.phases,
+        "Where the processes were, more closely": counts.places,
+        "Jobs run to their end": counts.kinds,
+    }
+    for what, counted in told.items():
+        print(f"{what}:")
         for place, number in counted.most_common():
             print(f"  {number:5}  {place}")
     for problem in counts.problems:
@@ -64,7 +69,7 @@ def main() -> None:
     else:
         shutil.rmtree(folder)
     if arguments.output:
-        found = vars(counts) | {key: dict(getattr(counts, key).most_common()) for key in ("phases", "places")}
+        found = vars(counts) | {key: dict(getattr(counts, key).most_common()) for key in ("phases", "places", "kinds")}
         found |= {"seed": arguments.seed, "seconds": round(seconds, 1)}
         write_result(arguments.output, circumstances("tools.torture") | found)
     sys.exit(1 if counts.problems else 0)

@@ -15,6 +15,9 @@ from .torture import Counts, Kind, Torture
 
 ROOT = Path(__file__).parents[2]
 
+# A test is a dozen starts and more, and only what they leave counts, not how long they take.
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_job_that_is_killed_ends_as_one_that_was_not(tmp_path: Path, world: int) -> None:
@@ -74,5 +77,6 @@ def test_the_tool_counts_and_writes(tmp_path: Path) -> None:
     assert (counts["kills"], counts["lost"], counts["mismatched"], counts["problems"]) == (1, 0, 0, [])
     assert sum(counts["places"].values()) == 1
     assert sum(counts["phases"].values()) == 1
+    assert sum(counts["kinds"].values()) == counts["jobs"] == 1
     assert "1 kills, " in run.stdout
     assert "0 checkpoints lost, 0 jobs not bitwise equal, 0 starts failed" in run.stdout

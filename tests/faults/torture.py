@@ -36,6 +36,7 @@ class Counts:
         phases: of the job, in which the killed ranks were.
         places: what they did then, more closely.
         jobs: that were killed at least once and then run to their end.
+        kinds: of these jobs.
         resumed: of them, how many starts went on from a checkpoint.
         lost: kills after which a checkpoint that was committed, and not removed as an old one, was gone or damaged.
         mismatched: jobs whose losses, parameters, states or counters are not those of the undisturbed one.
@@ -47,6 +48,7 @@ class Counts:
     phases: Counter[str] = field(default_factory=Counter)
     places: Counter[str] = field(default_factory=Counter)
     jobs: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
     resumed: int = 0
     lost: int = 0
     mismatched: int = 0
@@ -142,6 +144,7 @@ class Torture:
                 return
         if kills:
             self.counts.jobs += 1
+            self.counts.kinds[str(kind)] += 1
             self._compare(folder, whole, losses)
         if not any(folder.name in problem for problem in self.counts.problems):
             shutil.rmtree(folder)
