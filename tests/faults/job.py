@@ -4,6 +4,7 @@ Owns the model, the loop, and how a test learns where a rank was when it was kil
 checkpoint, so two jobs that ended with equal checkpoints trained alike throughout.
 """
 
+import json
 import os
 import signal
 import threading
@@ -14,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard as zs
 from tests.engine.oracle import randn, seed
 from zeroshard.checkpoint import files
+from zeroshard.state import start
 
-WATCHDOG_S = 20.0
+WATCHDOG_S = 60.0
 PLACE_BYTES = 48
 KEEP = 2
 
@@ -30,32 +33,41 @@ class Kill:
     """Which ranks kill themselves, and when; none by default.
 
     Args:
-        after_s: seconds after they began, or
+        after_s: seconds after they entered the phase, or
         operation: in front of the file operation with this number, where it is not 0.
+        phase: "join" is the first.
     """
 
     ranks: tuple[int, ...] = ()
     after_s: float = 0.0
     operation: int = 0
+    phase: str = "join"
 
 
 class Places:
-    """Keeps in a file what this rank does right now, so that it is known after a kill.
+    """Keeps in a file what this rank does right now, so that it is known after a kill, and kills it in time.
 
     Args:
-        operation: the number of the file operation to die in front of; 0 for none.
+        kill: when this rank dies; None where it does not.
     """
 
-    def __init__(self, folder: Path, rank: int, operation: int) -> None:
+    def __init__(self, folder: Path, rank: int, kill: Kill | None) -> None:
         self._file = os.open(folder / f"place-{rank}", os.O_RDWR | os.O_CREAT)
-        self.phase = ""
-        self.operations, self._last = 0, operation
+        self._kill, self.phase, self.operations = kill, "", 0
+        self.entered: dict[str, float] = {}
         for name in files.__all__:
             self.watch(files, name, name)
 
     def enter(self, phase: str) -> None:
         self.phase = phase
         self._write(phase)
+        is_first = phase not in self.entered
+        self.entered.setdefault(phase, time.monotonic())
+        kill = self._kill
+        if is_first and kill is not None and not kill.operation and kill.phase == phase:
+            timer = threading.Timer(kill.after_s, die)
+            timer.daemon = True
+            timer.start()
 
     def watch(self, owner: Any, name: str, what: str) -> None:
         """Write `what` beside the phase while a function runs."""
@@ -66,7 +78,7 @@ class Places:
             self._write(f"{self.phase if is_main else 'background save'}: {what}")
             if owner is files:
                 self.operations += 1
-                if self.operations == self._last:
+                if self._kill is not None and self.operations == self._kill.operation:
                     die()
             try:
                 return original(*args, **kwargs)
@@ -127,14 +139,10 @@ def train(
     folder: str, stage: int, steps: int, kill: Kill, asynchronous: bool = False, has_paths: bool = False
 ) -> list[float]:
     """Train to the end, or until the kill; return all losses. Runs on a rank, from the start of its process on."""
-    begin_s, rank = time.monotonic(), int(os.environ["RANK"])
-    is_mine = rank in kill.ranks
-    if is_mine and not kill.operation:
-        timer = threading.Timer(kill.after_s, die)
-        timer.daemon = True
-        timer.start()
-    root = Path(folder)
-    places = Places(root, rank, kill.operation if is_mine else 0)
+    root, rank = Path(folder), int(os.environ["RANK"])
+    places = Places(root, rank, kill if rank in kill.ranks else None)
+    places.watch(start, "await_ranks", "await_ranks")
+    places.watch(dist, "init_process_group", "init_process_group")
     places.enter("join")
     zs.init(watchdog_s=WATCHDOG_S)
     places.enter("shard")
@@ -145,7 +153,6 @@ def train(
     newest = zs.latest(root / "checkpoints")
     losses: list[float] = [] if newest is None else zero.load(newest).extra["losses"]
     committed: list[str] = []
-    (root / f"start-{rank}").write_text(str(time.monotonic() - begin_s))
     for step in range(len(losses), steps):
         places.enter("forward")
         loss = loss_of(model, step, rank, path_of(step, rank) if has_paths else range(3))
@@ -170,6 +177,7 @@ def train(
     zero.wait()
     note(root, rank, committed[-1:])
     places.enter("end")
+    (root / f"entered-{rank}").write_text(json.dumps(places.entered))
     (root / "operations").write_text(str(places.operations))
     return losses
 

@@ -15,13 +15,16 @@ from .torture import Counts, Kind, Torture
 
 ROOT = Path(__file__).parents[2]
 
+# A test is a dozen starts and more, and only what they leave counts, not how long they take.
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_job_that_is_killed_ends_as_one_that_was_not(tmp_path: Path, world: int) -> None:
-    # Ranks on different paths resume with other last bits until sums have one order; tools/torture.py tries them.
-    counts = Torture(tmp_path, key=world, worlds=[world], paths=[False]).run(lambda counts: counts.kills >= 4)
+    # Half of the kinds of jobs have ranks on different paths.
+    counts = Torture(tmp_path, key=world, worlds=[world]).run(lambda counts: counts.kills >= 4)
     assert counts.problems == []
-    assert (counts.lost, counts.mismatched) == (0, 0)
+    assert (counts.lost, counts.mismatched, counts.failed) == (0, 0, 0)
     assert counts.kills >= 4 and counts.jobs > 0
 
 
@@ -55,27 +58,25 @@ def damages(folder: str, stage: int, steps: int, kill: job.Kill, *options: bool)
 @pytest.mark.parametrize(("planted", "found"), [(forgets, "mismatched"), (damages, "lost")])
 def test_planted_bugs_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: object, found: str) -> None:
     def enough(counts: Counts) -> bool:
-        return bool(counts.problems) or counts.kills >= 12
+        return getattr(counts, found) > 0 or counts.kills >= 12
 
     torture = Torture(tmp_path, key=3, worlds=[2], stages=[3], paths=[False])
     for asynchronous in (False, True):
         torture._undisturbed(Kind(2, 3, asynchronous, False))
     monkeypatch.setattr("tests.faults.torture.train", planted)
-    try:
-        counts = torture.run(enough)
-    except (AssertionError, RuntimeError):
-        counts = torture.counts
+    counts = torture.run(enough)
     assert getattr(counts, found) > 0, counts
 
 
 def test_the_tool_counts_and_writes(tmp_path: Path) -> None:
     output = tmp_path / "counts.json"
     command = ["-m", "tools.torture", "--kills", "1", "--ranks", "1", "--stages", "2", "--output", str(output)]
-    run = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    run = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert run.returncode == 0, run.stderr
     counts = json.loads(output.read_text())
     assert (counts["kills"], counts["lost"], counts["mismatched"], counts["problems"]) == (1, 0, 0, [])
     assert sum(counts["places"].values()) == 1
     assert sum(counts["phases"].values()) == 1
+    assert sum(counts["kinds"].values()) == counts["jobs"] == 1
     assert "1 kills, " in run.stdout
-    assert "0 checkpoints lost, 0 jobs not bitwise equal" in run.stdout
+    assert "0 checkpoints lost, 0 jobs not bitwise equal, 0 starts failed" in run.stdout

@@ -4,12 +4,12 @@ Owns the kills and the counts; `job.py` is what is killed. `tools/torture.py` ru
 """
 
 import itertools
+import json
 import random
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import zeroshard as zs
@@ -21,9 +21,10 @@ from .job import Kill, place_of, train
 __all__ = ["Counts", "Torture"]
 
 STEPS = 6
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 KILLS_OF_A_JOB = 8
 GRACE_S = 1.0
+MOST_FAILED = 10
 
 
 @dataclass
@@ -35,20 +36,27 @@ class Counts:
         phases: of the job, in which the killed ranks were.
         places: what they did then, more closely.
         jobs: that were killed at least once and then run to their end.
+        kinds: of these jobs.
         resumed: of them, how many starts went on from a checkpoint.
         lost: kills after which a checkpoint that was committed, and not removed as an old one, was gone or damaged.
         mismatched: jobs whose losses, parameters, states or counters are not those of the undisturbed one.
-        problems: one line for each that is lost or mismatched.
+        failed: starts that ended with an error that was no kill.
+        problems: one line for each that is lost, mismatched or failed.
     """
 
     kills: int = 0
     phases: Counter[str] = field(default_factory=Counter)
     places: Counter[str] = field(default_factory=Counter)
     jobs: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
     resumed: int = 0
     lost: int = 0
     mismatched: int = 0
+    failed: int = 0
     problems: list[str] = field(default_factory=list)
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -67,12 +75,13 @@ class Kind:
 
 @dataclass(frozen=True)
 class Whole:
-    """The undisturbed job: its checkpoint, its losses, how long it and its start took, and its file operations."""
+    """The undisturbed job: its checkpoint, its losses, how long it and its first phases took, its file operations."""
 
     folder: Path
     losses: list[float]
     seconds: float
-    start_s: float
+    join_s: float
+    shard_s: float
     operations: int
 
 
@@ -85,6 +94,7 @@ class Torture:
         worlds: rank counts to choose from.
         stages: stages to choose from.
         paths: whether ranks take different paths, to choose from.
+        part: which share of the kinds of jobs, and of how many: several processes divide them.
 
     Jobs save at once or in the background, half of them each.
     """
@@ -96,36 +106,45 @@ class Torture:
         worlds: Sequence[int] = (1, 2, 3),
         stages: Sequence[int] = (0, 1, 2, 3),
         paths: Sequence[bool] = (False, True),
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         self.counts = Counts()
-        self._folder, self._draw = folder, random.Random(key)
-        self._kinds = [Kind(*each) for each in itertools.product(worlds, stages, (False, True), paths)]
+        kinds = [Kind(*each) for each in itertools.product(worlds, stages, (False, True), paths)]
+        random.Random(key).shuffle(kinds)
+        number, parts = part
+        self._folder, self._draw = folder, random.Random(f"{key} {number}")
+        self._kinds = kinds[number % len(kinds) :: parts]
         self._whole: dict[Kind, Whole] = {}
         self._number = 0
 
     def run(self, is_enough: Callable[[Counts], bool]) -> Counts:
-        """Kill jobs until it is enough; the last one is run to its end."""
-        while not is_enough(self.counts):
-            self._job(self._draw.choice(self._kinds), is_enough)
+        """Kill jobs until it is enough; the last one is run to its end. End early where start after start fails."""
+        while not is_enough(self.counts) and self.counts.failed < MOST_FAILED:
+            self._number += 1
+            try:
+                self._job(self._draw.choice(self._kinds), is_enough)
+            except RankFailure:
+                self.counts.failed += 1  # `_start` has told what
         return self.counts
 
     def _job(self, kind: Kind, is_enough: Callable[[Counts], bool]) -> None:
         whole = self._undisturbed(kind)
-        self._number += 1
         folder = self._folder / f"job-{self._number}-{kind}"
         folder.mkdir()
         kills = 0
         while True:
-            is_last = kills == KILLS_OF_A_JOB or (kills > 0 and is_enough(self.counts))
+            is_last = kills >= KILLS_OF_A_JOB or (kills > 0 and is_enough(self.counts))
             kill = Kill() if is_last else self._kill(kind.world, whole)
-            self.counts.resumed += (folder / "checkpoints").exists() and zs.latest(folder / "checkpoints") is not None
+            self.counts.resumed += self._newest(folder) is not None
             losses = self._start(folder, kind, kill)
             if losses is not None:
                 break
             kills += 1
-            self._look(folder, kill)
+            if not self._look(folder, kill):
+                return
         if kills:
             self.counts.jobs += 1
+            self.counts.kinds[str(kind)] += 1
             self._compare(folder, whole, losses)
         if not any(folder.name in problem for problem in self.counts.problems):
             shutil.rmtree(folder)
@@ -133,14 +152,18 @@ class Torture:
     def _kill(self, world: int, whole: Whole) -> Kill:
         """Choose one rank or all, and when.
 
-        At a time of the start-up (the rendezvous, `zs.shard`, a load), at any time, or at a file operation: few moments
-        are in one, and most that matter.
+        In the rendezvous, in `zs.shard`, at any time, or at a file operation: few moments are in one of these, and most
+        that matter.
         """
         ranks = tuple(range(world)) if self._draw.random() < 0.2 else (self._draw.randrange(world),)
         how = self._draw.random()
         if how < 0.4:
             return Kill(ranks, operation=self._draw.randint(1, whole.operations))
-        return Kill(ranks, after_s=self._draw.uniform(0.0, whole.start_s if how < 0.6 else whole.seconds))
+        if how < 0.5:
+            return Kill(ranks, after_s=self._draw.uniform(0.0, whole.join_s))
+        if how < 0.6:
+            return Kill(ranks, after_s=self._draw.uniform(0.0, whole.shard_s), phase="shard")
+        return Kill(ranks, after_s=self._draw.uniform(0.0, whole.seconds))
 
     def _start(self, folder: Path, kind: Kind, kill: Kill) -> list[float] | None:
         """Start the job, or go on with it; return rank 0's losses, None where it was killed."""
@@ -151,10 +174,12 @@ class Torture:
             return run_ranks(train, kind.world, *args, timeout_s=TIMEOUT_S, grace_s=GRACE_S, process_group=False)[0]
         except RankFailure as failure:
             if not any(error.type_name == "SIGKILL" for error in failure.errors.values()):
+                told = "; ".join(f"rank {rank}: {error.message}" for rank, error in failure.errors.items())
+                self.counts.problems.append(f"{folder.name}: {told}")
                 raise
         return None
 
-    def _look(self, folder: Path, kill: Kill) -> None:
+    def _look(self, folder: Path, kill: Kill) -> bool:
         """Count a kill, and look whether what was committed before it is still there."""
         counts = self.counts
         counts.kills += 1
@@ -163,18 +188,28 @@ class Torture:
         counts.phases.update(place.partition(":")[0] for place in places)
         ledger = folder / "committed"
         committed = ledger.read_text().split()[-1:] if ledger.exists() else []
-        try:
-            newest = zs.latest(folder / "checkpoints")
-        except zs.CheckpointError as error:
-            counts.problems.append(f"{folder.name}: {error}")
-            newest = None
+        newest = self._newest(folder)
         # A kill between the commit and the ledger leaves one more than the ledger knows.
-        if committed and (newest is None or newest.name < committed[0]):
+        is_lost = bool(committed) and (newest is None or newest.name < committed[0])
+        if is_lost:
             counts.lost += 1
             counts.problems.append(f"{folder.name}: {committed[0]} was committed, and {newest} is the newest whole one")
+        return not is_lost
+
+    def _newest(self, folder: Path) -> Path | None:
+        """Return the newest whole checkpoint of a job; where there are some and none is whole, that is a problem."""
+        try:
+            return zs.latest(folder / "checkpoints") if (folder / "checkpoints").exists() else None
+        except zs.CheckpointError as error:
+            self.counts.problems.append(f"{folder.name}: {error}")
+            return None
 
     def _compare(self, folder: Path, whole: Whole, losses: list[float]) -> None:
-        found = [f"{one.name}: {one.what}" for one in diff(_last(whole.folder), _last(folder))]
+        newest = self._newest(folder)
+        if newest is None or newest.name != _last(whole.folder).name:
+            found = [f"ends with the checkpoint {newest}"]
+        else:
+            found = [f"{one.name}: {one.what}" for one in diff(_last(whole.folder), newest)]
         if losses != whole.losses:
             found.append(f"losses {losses}, undisturbed {whole.losses}")
         if found:
@@ -183,13 +218,16 @@ class Torture:
 
     def _undisturbed(self, kind: Kind) -> Whole:
         if kind not in self._whole:
-            folder = self._folder / f"whole-{kind}"
+            folder = self._folder / f"whole-{self._number}-{kind}"
             folder.mkdir()
-            begin_s = time.monotonic()
             losses = self._start(folder, kind, Kill())
             assert losses is not None and len(losses) == STEPS
-            seconds, start_s = time.monotonic() - begin_s, float((folder / "start-0").read_text())
-            self._whole[kind] = Whole(folder, losses, seconds, start_s, int((folder / "operations").read_text()))
+            entered = json.loads((folder / "entered-0").read_text())
+            seconds, join_s, shard_s = (
+                entered[end] - entered[begin] for begin, end in (("join", "end"), ("join", "shard"), ("shard", "load"))
+            )
+            operations = int((folder / "operations").read_text())
+            self._whole[kind] = Whole(folder, losses, seconds, join_s, shard_s, operations)
         return self._whole[kind]
 
 
