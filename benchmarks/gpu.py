@@ -346,7 +346,7 @@ def _check_losses(title: str, found: dict[str, Any], first: str) -> None:
         if not worst <= LOSS_TOLERANCE:
             raise RuntimeError(
                 f"{title}: {name} did not train as {first}; its losses differ by up to {worst:.2g} of them, "
-                f"expected {LOSS_TOLERANCE:g} at most. Its times can not be compared."
+                f"expected {LOSS_TOLERANCE:g} at most. Its times cannot be compared."
             )
 
 

@@ -155,7 +155,7 @@ def _measure(setting: Setting) -> dict[str, Any]:
         names = [name for name in CONTESTANTS if name in {*names, *best_of_sweep(result["sweep"])}]
     result["time"] = _run_heats(setting, names, setting.warmup, setting.steps)
     if setting.kind == "scaling" and len(result["time"]) > 1:
-        raise RuntimeError(f"{setting.only} do not fit into one launch, so their times can not be added up.")
+        raise RuntimeError(f"{setting.only} do not fit into one launch, so their times cannot be added up.")
     return result
 
 
@@ -263,7 +263,7 @@ def check_losses(contestants: dict[str, Any]) -> None:
             raise RuntimeError(
                 f"{name} did not train as {reference}: in recorded round {number} its loss was "
                 f"{one['loss'][number]:.7g}, expected {expected[number]:.7g} within {LOSS_TOLERANCE:g} of it. "
-                "Its times can not be compared."
+                "Its times cannot be compared."
             )
 
 

@@ -120,7 +120,7 @@ def shard(
     Returns: the handle.
 
     Raises:
-        ValueError, TypeError: an argument, a parameter or an optimizer that can not be sharded; the text says which.
+        ValueError, TypeError: an argument, a parameter or an optimizer that cannot be sharded; the text says which.
         RankMismatchError: ranks differ in model, options or versions, or another rank refused what it was given.
         RuntimeError: torchrun started several ranks, and they have not joined: `zs.init()` comes first.
 
@@ -281,7 +281,7 @@ class Zero:
         """Take over an optimizer that was built from the sharded model's parameters; it stays the same object.
 
         Raises:
-            ValueError: its update can not be cut, or a parameter is not in the model or has an optimizer already.
+            ValueError: its update cannot be cut, or a parameter is not in the model or has an optimizer already.
             RankMismatchError: ranks differ in its settings.
 
         Collective: two all-reduces of 32 bytes; every rank must call.

@@ -198,7 +198,7 @@ def fail_each_operation(folder: str, culprit: int, keep: int | None) -> list[tup
     raise AssertionError("a save needs more than 200 operations")
 
 
-# Of a checkpoint that can not be read, retention does not know that it may remove it.
+# Of a checkpoint that cannot be read, retention does not know that it may remove it.
 READING = {"open_file", "size_of", "read_at", "close"}
 
 

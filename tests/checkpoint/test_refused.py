@@ -1,4 +1,4 @@
-"""What can not be saved or loaded is refused on every rank, before anything changes, and the text says what to do."""
+"""What cannot be saved or loaded is refused on every rank, before anything changes, and the text says what to do."""
 
 import os
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def save_an_object(folder: str) -> str:
         (save_different_replicas, "made the same steps: rank 3 differs from rank 1"),
         (
             save_an_object,
-            "failed on rank 1: extra['model'] is a tests.checkpoint.rig.Zoo, which can not be saved without",
+            "failed on rank 1: extra['model'] is a tests.checkpoint.rig.Zoo, which cannot be saved without",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -214,7 +214,7 @@ def test_tensors_come_back_as_they_were(dtype: torch.dtype, shape: tuple[int, ..
         ({"a": [1, {2}]}, r"extra\['a'\]\[1\] is a builtins.set"),
         ({"a": {(1, 2): 3}}, r"extra\['a'\] has the key \(1, 2\)"),
         ({"a": torch.zeros(1 << 20)}, "is a tensor of 4194304 bytes; at most 1048576"),
-        ({"a": torch.zeros(1, dtype=torch.complex128)}, "torch.complex128, which safetensors can not hold"),
+        ({"a": torch.zeros(1, dtype=torch.complex128)}, "torch.complex128, which safetensors cannot hold"),
         ({"a": float}, "is a builtins.type"),
     ],
 )

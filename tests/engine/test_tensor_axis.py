@@ -538,7 +538,7 @@ def compiled(when: str) -> None:
     zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, mesh=mesh, watchdog_s=WATCHDOG_S)
     if when == "after":
         model.blocks[0].compile(backend="eager")
-    with pytest.raises(Exception, match=r"'blocks.0.\S+' is a sharded DTensor, which torch.compile can not trace"):
+    with pytest.raises(Exception, match=r"'blocks.0.\S+' is a sharded DTensor, which torch.compile cannot trace"):
         loss_of(model, 0, 0)
 
 

@@ -1,4 +1,4 @@
-"""Meetings in shared memory: what is said is heard, and a wait that can not end says why."""
+"""Meetings in shared memory: what is said is heard, and a wait that cannot end says why."""
 
 import mmap
 import os

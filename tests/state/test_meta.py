@@ -314,7 +314,7 @@ def late(module: nn.Module) -> None:
 
 
 def refuse(kind: Callable[[], nn.Module], init_fn: Any) -> list[tuple[str, str, str]]:
-    """Shard what can not be sharded, at each stage; return the errors' types, texts and notes."""
+    """Shard what cannot be sharded, at each stage; return the errors' types, texts and notes."""
     found = []
     for stage in STAGES:
         try:
@@ -377,7 +377,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(100)}, tmp_path / "a.safetensors")
     whole = (tmp_path / "a.safetensors").read_bytes()
     (tmp_path / "a.safetensors").write_bytes(whole[:-8])
-    with pytest.raises(ValueError, match=r"a\.safetensors can not be read as safetensors"):
+    with pytest.raises(ValueError, match=r"a\.safetensors cannot be read as safetensors"):
         zs.shard(on_meta(models.Stack), weights=tmp_path)
 
 

@@ -116,7 +116,7 @@ def test_a_hostile_folder_of_a_model_is_named(name, tmp_path):
             with pytest.raises(ValueError, match=r"^model\.source: '.*' holds no model of transformers"):
                 check_hf(str(tmp_path), context=8, vocabulary=256)
         if name == "tokenizer.json":
-            with pytest.raises(ValueError, match=r"^data\.tokenizer: '.*' is no file of the library tokenizers"):
+            with pytest.raises(ValueError, match=r"^data\.tokenizer: '.*' is not a file of the library tokenizers"):
                 load_tokenizer(str(tmp_path / name))
 
 

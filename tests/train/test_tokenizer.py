@@ -88,7 +88,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"tokens\.json' has no token '<\|endoftext\|>'"):
         load_tokenizer(str(path))
     path.write_text("{}", "utf-8")
-    with pytest.raises(ValueError, match=r"tokens\.json' is no file of the library tokenizers"):
+    with pytest.raises(ValueError, match=r"tokens\.json' is not a file of the library tokenizers"):
         load_tokenizer(str(path))
 
 

@@ -3,7 +3,7 @@
 Owns the copy, the thread, and how ranks tell rank 0 that they are done without a collective. Read `commit.py` first.
 
 Note: receipts
-    A thread can not take part in collectives: ranks would issue them in different orders. So each rank leaves a receipt
+    A thread cannot take part in collectives: ranks would issue them in different orders. So each rank leaves a receipt
     in the folder, with sizes and checksums or with its error; rank 0's thread waits for all, completes the folder and
     renames it. What came of it is agreed upon later, by the ranks' main threads (`save.py`), or at exit by looking
     whether the checkpoint is there.

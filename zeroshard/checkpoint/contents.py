@@ -106,7 +106,7 @@ def make_plan(
     """Look at what there is to be saved.
 
     Raises:
-        CheckpointError, ValueError: something can not be saved, or an argument is wrong.
+        CheckpointError, ValueError: something cannot be saved, or an argument is wrong.
     """
     if not path.name or path.name.startswith("."):
         raise ValueError(f"path must be a new folder whose name does not begin with a dot; got '{path}'.")

@@ -119,7 +119,7 @@ def parse(data: bytes, where: str, read_part: Callable[[str, int], bytes]) -> Ma
     """
     value = Value(strict.loads(strict.unseal(data, where), where), where)
     if value.get("format").value != FORMAT:
-        raise CheckpointError(f"{where}: is no manifest of a {FORMAT}.")
+        raise CheckpointError(f"{where}: is not a manifest of a {FORMAT}.")
     if (version := value.get("version").integer()) == 1:
         return version_1.parse(value)
     if version != VERSION:

@@ -219,7 +219,7 @@ def _is_in_order(there: Spec, order: tuple[int, ...], held: tuple[int, int]) -> 
 def _read(there: Spec, here: Spec, held: tuple[int, int], fill: Fill, target: Tensor) -> None:
     """Read elements of a tensor, as they are counted here, into `target`, (stop - start,).
 
-    Where they can not go there as the file has them, one tensor is in memory besides.
+    Where they cannot go there as the file has them, one tensor is in memory besides.
     """
     dtype = dtype_of(there.dtype)
     start, stop = _range_in(there, here.order, held)
@@ -399,7 +399,7 @@ def _check_generators(engine: Engine, reader: CheckpointReader) -> None:
     try:
         check_generators(_generators_of(engine, reader))
     except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{reader.path}: a random generator of rank {rank} can not be so ({error}).") from error
+        raise CheckpointError(f"{reader.path}: a random generator of rank {rank} cannot be so ({error}).") from error
 
 
 def _generators_of(engine: Engine, reader: CheckpointReader) -> dict[str, Tensor]:

@@ -116,7 +116,7 @@ class Manifest:
         """Return the optimizer, the key and the parameter of a state.
 
         Raises:
-            ValueError: it is no name of a state.
+            ValueError: it is not a name of a state.
         """
         return split_state(name) if self.version > 1 else self._split_plain(name)
 
@@ -126,7 +126,7 @@ class Manifest:
         splits = [(rest[:place], rest[place + 1 :]) for place, mark in enumerate(rest) if mark == "/"]
         stored = {spec.name for spec in self.tensors if spec.kind == "model"} if len(splits) > 1 else set()
         if not splits or not number.isdecimal():
-            raise ValueError(f"{name!a:.80} is no name of a state")
+            raise ValueError(f"{name!a:.80} is not a name of a state")
         return int(number), *next((split for split in splits if split[1] in stored), splits[0])
 
 
@@ -205,7 +205,7 @@ def split_state(name: str) -> tuple[int, Any, str]:
     key: Any = json.loads(text[1:]) if text.startswith("~") else text
     is_key = key is None or isinstance(key, (bool, int, float, str))
     if not number.isdecimal() or not is_key or join_state(int(number), key, parameter) != name:
-        raise ValueError(f"{name!a:.80} is no name of a state")
+        raise ValueError(f"{name!a:.80} is not a name of a state")
     return int(number), key, parameter
 
 
@@ -237,7 +237,7 @@ def check_consistent(manifest: Manifest, where: str) -> None:
         raise CheckpointError(f"{where}: a tensor is listed twice.")
     for alias, name in (manifest.aliases or {}).items():
         if name not in stored or alias in stored:
-            raise CheckpointError(f"{where}: {quoted(alias)} can not be another name of {quoted(name)}.")
+            raise CheckpointError(f"{where}: {quoted(alias)} cannot be another name of {quoted(name)}.")
     sizes = (manifest.chunks.header_bytes + manifest.chunks.data_bytes).tolist()
     for name, nbytes in zip(tensor_files(manifest.files), sizes, strict=True):
         if nbytes != manifest.files[name].nbytes:

@@ -70,7 +70,7 @@ def opened(path: Path) -> Iterator[int]:
     try:
         yield descriptor
     except OSError as error:
-        raise CheckpointError(f"{path}: can not be read ({error.strerror or error}).") from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
     finally:
         files.close(descriptor)
 

@@ -56,7 +56,7 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
     for name, known in _BY_NAME:
         if known == dtype:
             return name
-    raise CheckpointError(f"{where} is of {dtype}, which safetensors can not hold. Keep it out of the model's state.")
+    raise CheckpointError(f"{where} is of {dtype}, which safetensors cannot hold. Keep it out of the model's state.")
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -103,7 +103,7 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
         is_plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs)
         return dict(pairs) if is_plain else {"$items": pairs}
     raise CheckpointError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which can not be saved without pickling. "
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved without pickling. "
         "Give its numbers, texts, lists, mappings or tensors (most objects have a state_dict())."
     )
 

@@ -112,7 +112,7 @@ class GradientBuffer:
         self.sums_are_whole = row.states.is_whole(self._layout, rank)
         self._read_range = (0, self._layout.full_numel) if self.sums_are_whole else self.shard_range
         self._is_kept = self.is_whole and pool.memory.is_shared
-        """Whether other ranks read what is held where it lies; such memory can not come and go."""
+        """Whether other ranks read what is held where it lies; such memory cannot come and go."""
         count = len(self._shapes)
         fills = count == 1 and self._layout.numel == self._layout.full_numel
         self.adopts = fills and not self.is_whole and bucket.dtype == self.dtype

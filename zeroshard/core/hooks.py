@@ -139,7 +139,7 @@ class _Scaled(torch.autograd.Function):
 
 @final
 class Landed(_Hook):
-    """The parameter's hook: a weak reference, since autograd keeps it where Python's collector can not see it."""
+    """The parameter's hook: a weak reference, since autograd keeps it where Python's collector cannot see it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = ref(engine)

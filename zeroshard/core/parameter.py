@@ -164,7 +164,7 @@ class ShardedParameter(torch.nn.Parameter):
     def data(self, value: Tensor) -> None:
         name = slot_of(self).name
         raise RuntimeError(
-            f"The data of the sharded parameter '{name}' can not be replaced (got {tuple(value.shape)}, {value.dtype}, "
+            f"The data of the sharded parameter '{name}' cannot be replaced (got {tuple(value.shape)}, {value.dtype}, "
             f"{value.device}): its bytes are a view of its unit's bucket. This is what model.to(), half(), "
             "resize_token_embeddings() and assigning p.data do. Convert, move and resize the model before zs.shard(), "
             "and build the optimizer after that; to change values: `with zero.gathered(writeback=True):` and an "
@@ -225,7 +225,7 @@ def demand(parameter: Tensor, what: str) -> None:
         where = engine.mesh if engine is not None else "[its engine is gone]"
         raise RuntimeError(
             f"{where} Parameter '{slot.name}' {tuple(parameter.shape)} is sharded and its values are released here, so "
-            f"`{what}` can not read them. Use `with zero.gathered():` around the code that reads parameters "
+            f"`{what}` cannot read them. Use `with zero.gathered():` around the code that reads parameters "
             "(`writeback=True` to change them); every rank must enter it. Move, convert, resize or initialize the "
             "model before zs.shard()."
         )

@@ -47,7 +47,7 @@ class Record:
     """What all ranks agreed on for one kind of pass: gathers and reductions in one order, and units that stay whole.
 
     One order, and not one for each kind: a rank that waits for something then only waits for what comes earlier in it,
-    so that ranks which use different units can not wait for each other.
+    so that ranks which use different units cannot wait for each other.
     """
 
     requests: tuple[Request, ...] = ()

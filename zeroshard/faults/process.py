@@ -44,7 +44,7 @@ def keep_for_good(*objects: object) -> None:
 
 @functools.cache
 def _told() -> "weakref.WeakSet[Forked]":
-    # A handler can not be taken back, so there is one, made with the first model that is sharded.
+    # A handler cannot be taken back, so there is one, made with the first model that is sharded.
     told: weakref.WeakSet[Forked] = weakref.WeakSet()
 
     def tell() -> None:

@@ -7,8 +7,8 @@ for: callers say it in words.
 Note: how a rank learns of a failure
     A process that ends closes its connections, so a wait for it fails at once, and the error asks here for the cause:
     what the first rank that failed told before it ended. A process that was stopped, or whose host is gone, keeps them
-    open, and gloo can not be told to end a wait: once the rank before it has missed it for `heartbeat_s`, every rank
-    that waits prints the cause and ends its process with status 1. Ranks that can not reach the store learn nothing any
+    open, and gloo cannot be told to end a wait: once the rank before it has missed it for `heartbeat_s`, every rank
+    that waits prints the cause and ends its process with status 1. Ranks that cannot reach the store learn nothing any
     more: that is their cause, after the same time.
 Note: slow ranks
     All ranks take the same time for a step, for they wait for the slowest. What tells them apart is the time that a
@@ -239,7 +239,7 @@ def _watch(status: _Status) -> None:
         try:
             status.tell(beat)
             published, now_s = status.last_of(peer), time.monotonic()
-            # A gap of its own means that this process was stopped: then it can not judge others.
+            # A gap of its own means that this process was stopped: then it cannot judge others.
             if published != heard or _words(published).startswith(ENDED) or now_s - last_s > 4 * BEAT_S:
                 heard, heard_s = published, now_s
             last_s = now_s
@@ -279,7 +279,7 @@ def _waits_s(status: _Status) -> float:
 
 
 def _leave(status: _Status, why: str) -> None:
-    """Say why, and end the process at once: what the main thread waits for can not be told to end."""
+    """Say why, and end the process at once: what the main thread waits for cannot be told to end."""
     place = f"[rank {status.rank}/{status.world_size}]"
     os.write(2, f"{place} ends, since it waits for {status.now[1]}, and {why}\n".encode())
     status.stay()

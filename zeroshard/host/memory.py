@@ -5,7 +5,7 @@ it: `core/backends.py` orders that, and `core/buffer.py` says what is kept where
 
 Note: nothing to clean up
     The files are in memory and have no name; the kernel frees them with the last process that maps them, however it
-    ends. Another rank opens one as /proc/PID/fd/N. Where that can not be done (another host, user or container, another
+    ends. Another rank opens one as /proc/PID/fd/N. Where that cannot be done (another host, user or container, another
     system than Linux) `join` says so, and messages are used instead.
 Note: the common file
     What is gathered and released again lies once per host, in a file that all ranks map. Each rank changes its own
@@ -150,7 +150,7 @@ class HostMemory(Memory):
         return [os.getpid(), *descriptors, self._secret]
 
     def join(self, cards: Sequence[Sequence[int]]) -> bool:
-        """Open the others' files; False where one can not be opened.
+        """Open the others' files; False where one cannot be opened.
 
         Args:
             cards: every rank's, by place.
@@ -273,7 +273,7 @@ class _File:
         """Open another rank's file.
 
         Raises:
-            OSError: it can not be opened from here.
+            OSError: it cannot be opened from here.
         """
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         if os.pread(descriptor, 8, 0) != secret.to_bytes(8, "little"):

@@ -32,7 +32,7 @@ class ShardedDTensor(ShardedParameter, DTensor):
     def __tensor_flatten__(self) -> Any:
         # torch.compile asks for the innards of what it traces, and would guard on DTensor's own class.
         raise RuntimeError(
-            f"'{slot_of(self).name}' is a sharded DTensor, which torch.compile can not trace. Compile modules without "
+            f"'{slot_of(self).name}' is a sharded DTensor, which torch.compile cannot trace. Compile modules without "
             "split parameters only, or leave compiling out."
         )
 

@@ -141,7 +141,7 @@ class Profile:
             path: a file, overwritten; rank 0 writes it.
 
         Raises:
-            OSError: on every rank, if it can not be written.
+            OSError: on every rank, if it cannot be written.
 
         Collective: all-gathers of some ten bytes an event; every rank must call.
 

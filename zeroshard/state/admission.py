@@ -25,7 +25,7 @@ def admit(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
     must agree bit for bit.
 
     Raises:
-        ValueError: the update is not element-wise, or can not be tried.
+        ValueError: the update is not element-wise, or cannot be tried.
     """
     cls = type(optimizer)
     if elementwise or (cls.__module__.startswith("torch.optim") and cls.__name__ in ELEMENTWISE):
@@ -38,7 +38,7 @@ def admit(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
     )
     if elementwise is False:
         raise ValueError(
-            f"{cls.__name__} was declared not element-wise (elementwise=False), so it can not be sharded. {remedy}"
+            f"{cls.__name__} was declared not element-wise (elementwise=False), so it cannot be sharded. {remedy}"
         )
     try:
         whole, parts = _probe(optimizer, (6, 4), [24]), _probe(optimizer, None, [7, 0, 12, 5])

@@ -228,7 +228,7 @@ class _Tree:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Tell whether a module can be called: containers can not."""
+    """Tell whether a module can be called: containers cannot."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 

@@ -54,7 +54,7 @@ class Weights:
         directory: holds `*.safetensors`; every rank must see it, and rank 0 reads the values.
 
     Raises:
-        ValueError: no such file there, one that can not be read, or a name in two files.
+        ValueError: no such file there, one that cannot be read, or a name in two files.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -69,7 +69,7 @@ class Weights:
                 with safe_open(path, framework="pt") as file:
                     found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             except (OSError, SafetensorError) as error:
-                raise ValueError(f"{path} can not be read as safetensors: {error}") from error
+                raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
             if twice := sorted(found.keys() & self._paths.keys()):
                 raise ValueError(f"'{twice[0]}' is in {self._paths[twice[0]]} and in {path}; which one is meant?")
             self._paths.update(dict.fromkeys(found, path))
@@ -92,7 +92,7 @@ class Weights:
 
 
 def check_source(model: nn.Module, init_fn: InitFn | None, weights: str | Path | None) -> Weights | None:
-    """Raise, before anything is changed, where a model's first values can not be had; return the opened directory.
+    """Raise, before anything is changed, where a model's first values cannot be had; return the opened directory.
 
     Raises:
         ValueError: a module of its own parameters or buffers that nothing initializes; names or shapes that differ
@@ -237,7 +237,7 @@ class _Work:
                         try:
                             self._initialize(name, module)
                         except Exception:
-                            # It can not run without values (the real run tells why): it may touch all below it.
+                            # It cannot run without values (the real run tells why): it may touch all below it.
                             noted.seen |= {id(parameter) for parameter in module.parameters()}
                     self._check_kept(name, module, before)
                     touches[id(module)] = noted.seen

@@ -52,7 +52,7 @@ AXES = ("replicate", "shard", "tensor", "pipe")
 
 
 def check_model(model: nn.Module, forward_methods: Sequence[str], cut: str, mesh: Mesh) -> None:
-    """Raise where a model can not be sharded."""
+    """Raise where a model cannot be sharded."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
     if isinstance(forward_methods, str):
@@ -146,7 +146,7 @@ def _axes_of(device_mesh: DeviceMesh, world_size: int) -> tuple[tuple[str, int],
     axes = tuple(zip(names, sizes, strict=True))
     if dict(axes).get("pipe", 1) > 1:
         raise ValueError(
-            f"The axis 'pipe' has {dict(axes)['pipe']} ranks, and stages of a pipeline can not be sharded yet. Use the "
+            f"The axis 'pipe' has {dict(axes)['pipe']} ranks, and stages of a pipeline cannot be sharded yet. Use the "
             "axes replicate, shard and tensor."
         )
     return axes
@@ -160,7 +160,7 @@ def check_optimizers(
     *,
     is_final: bool,
 ) -> None:
-    """Raise where optimizers and model do not belong together, or where an update can not be cut.
+    """Raise where optimizers and model do not belong together, or where an update cannot be cut.
 
     Args:
         is_final: False while an optimizer may still come (`zero.attach`), so that none is missed yet.

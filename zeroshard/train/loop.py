@@ -54,7 +54,7 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
     Raises:
         ValueError: the text or the model does not fit the configuration; the folder is in use, or holds a run with
             other settings.
-        CheckpointError: the run can not be saved, or none of its checkpoints is whole.
+        CheckpointError: the run cannot be saved, or none of its checkpoints is whole.
         RankMismatchError: ranks were given different settings, or a rank failed.
         RuntimeError: the folder of the run was removed, moved or replaced meanwhile, or its disk refuses a write.
 

@@ -181,7 +181,7 @@ def _load_file(path: str) -> LearnedTokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"data.tokenizer: {path!r} is no file of the library tokenizers: {error}") from None
+        raise ValueError(f"data.tokenizer: {path!r} is not a file of the library tokenizers: {error}") from None
     end = backend.token_to_id(_END)
     if end is None:
         raise ValueError(
