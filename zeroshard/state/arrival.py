@@ -22,6 +22,7 @@ from torch.distributed import DistError, Store, TCPStore
 
 __all__ = ["Wait", "await_ranks", "ends_by_signal", "open_store"]
 
+FIRST_PAUSE_S: Final = 0.0005
 POLL_S: Final = 0.05
 CONNECT_S: Final = 1.0
 
@@ -86,7 +87,8 @@ class Wait:
                     "host and in its output, and whether its host reaches this one."
                 )
             logging.getLogger(__name__).warning(f"{text}; this rank waits for {self._limit_s:g} s.")
-        time.sleep(POLL_S)
+        # Ranks mostly come together, and then a long pause would be most of what `zs.shard()` takes.
+        time.sleep(min(POLL_S, FIRST_PAUSE_S + (time.monotonic() - self._begin_s) / 10))
 
 
 def open_store(wait: Wait, address: str, port: int, limit_s: float) -> Store:
