@@ -1,7 +1,6 @@
 """The command: draws programs, runs them, counts, and shrinks what failed."""
 
 import argparse
-import functools
 import sys
 import threading
 import time
@@ -9,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from benchmarks.machine import circumstances, write_result
 
@@ -21,8 +19,8 @@ from .write import script_of
 __all__ = ["main"]
 
 SHOWN = 5
-EVERY_S = 50.0
-"""Between reports; chunks end at other times, so that a minute goes by at most where they are short."""
+EVERY_S = 60.0
+"""Between reports, at least."""
 REFUSED = 0.05
 """Of the programs, at most."""
 
@@ -42,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def run(some: Sequence[int]) -> None:
         # Drawn here: all programs of a long run at once would be much memory.
         examine([task_of(seed) for seed in some], given.ranks, lambda at, verdict: told(some[at], verdict))
+        told.progress()
 
     with ThreadPoolExecutor(given.jobs) as pool:
         for _ in pool.map(run, [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]):
@@ -74,11 +73,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class _Told:
-    """What is known of a run: prints how far it is and writes the counts, once a minute and at the end."""
+    """What is known of a run: prints how far it is and writes the counts, once a minute at most and at the end."""
 
     def __init__(self, given: argparse.Namespace, begin_s: float) -> None:
         self._given, self._begin_s, self._told_s = given, begin_s, begin_s
         self._lock = threading.Lock()
+        # Asked for now: the repository may move on while programs run.
+        self._circumstances = circumstances("tools.programs")
         self.kinds: Counter[str] = Counter()
         self.bad: list[tuple[int, Verdict]] = []
         self._refused: Counter[str] = Counter()
@@ -96,6 +97,10 @@ class _Told:
                 self._refused[reason] += 1
                 self._refused_seeds.setdefault(reason, []).append(seed)
             self._worst = max(self._worst, verdict.error if verdict.kind == "right" else 0.0)
+
+    def progress(self) -> None:
+        """Print and write what is known, unless that was done a moment ago."""
+        with self._lock:
             if time.monotonic() - self._told_s > EVERY_S:
                 self._told_s = time.monotonic()
                 print(self._line(), file=sys.stderr, flush=True)
@@ -126,10 +131,6 @@ class _Told:
         result["greatest error, of the tolerance"] = self._worst
         result["bad"] = [{"seed": seed, "verdict": one.kind, "text": _first_line(one)} for seed, one in self.bad]
         write_result(given.output, self._circumstances | result)
-
-    @functools.cached_property
-    def _circumstances(self) -> dict[str, Any]:
-        return circumstances("tools.programs")
 
 
 def _first_line(verdict: Verdict) -> str:
