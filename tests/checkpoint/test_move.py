@@ -220,6 +220,7 @@ def move(pairs: list[tuple[str, dict[str, Any], str]]) -> None:
         trainer.zero.save(target, loaded.extra, step=loaded.step)
 
 
+@pytest.mark.timeout(400)
 def test_random_moves_lose_no_bit(tmp_path: Path) -> None:
     """200 different moves between jobs of all kinds, drawn once and for all."""
     draw = random.Random(2026)

@@ -19,6 +19,7 @@ PROGRAMS, PAIRS = 170, 30
 REFUSED = 0.05
 
 
+@pytest.mark.timeout(600)
 def test_random_programs_equal_the_oracle_and_one_another() -> None:
     seeds = range(PROGRAMS + PAIRS)
     tasks = [(draw(seed, 2),) if seed < PROGRAMS else draw_pair(seed, 2) for seed in seeds]
@@ -60,7 +61,7 @@ def lose_later_sums(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
     def add_once(self: GradientBuffer, staged: Staged, own: Tensor) -> Tensor:
         if True not in staged.filled:
             return add_reduced(self, staged, own)
-        return add_reduced(self, dataclasses.replace(staged, filled=(False,) * len(staged.filled)), own)
+        return add_reduced(self, dataclasses.replace(staged, filled=[False] * len(staged.filled)), own)
 
     GradientBuffer.add_reduced = add_once  # type: ignore[method-assign]
     work(tasks, folder)
@@ -69,11 +70,12 @@ def lose_later_sums(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
 def lose_late_gradients(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
     """Take a unit for complete when the first of its gradients has landed."""
     Unit.has_all_landed = lambda self: self.landed == 1  # type: ignore[method-assign]
+    Unit.is_complete = lambda self: True  # type: ignore[method-assign]
     # What lands later is never reduced, and forgotten at the end of the pass.
     take_stage: Any = GradientBuffer.take_stage
 
-    def take_once(self: GradientBuffer) -> Staged:
-        staged = take_stage(self)
+    def take_once(self: GradientBuffer, copies: int = 1) -> Staged:
+        staged = take_stage(self, copies)
         self.land = lambda *_, **__: None  # type: ignore[method-assign]
         return staged
 
@@ -81,6 +83,7 @@ def lose_late_gradients(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
     work(tasks, folder)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("target", [lose_later_sums, lose_late_gradients])
 def test_a_planted_bug_is_found_within_sixty_programs(target: Callable[..., None]) -> None:
     verdicts = examine([(draw(seed, 2),) for seed in range(60)], 2, target=target)
