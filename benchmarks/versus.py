@@ -1,16 +1,18 @@
 """Two checkouts of this library beside each other: time and memory of a step, and whether the bits are the same.
 
     git worktree add /tmp/before HEAD~1
-    python -m benchmarks.versus /tmp/before --case gpt-30m --stages 0 1 3 --rounds 15 --output versus.json
+    python -m benchmarks.versus /tmp/before --case gpt-30m --stages 0 1 3 --rounds 60 --output versus.json
 
-Owns the comparison. Each checkout trains in processes of its own, started once; they take turns of some steps while the
-others wait for their pipe, so that what slows the machine down slows both. Peers are compared by `benchmarks/run.py`.
+Owns the comparison. Each checkout trains in processes of its own, started once; they take turns of a step while the
+others wait for their pipe, so that what slows the machine down slows both: the quotient of each two turns is what
+counts. Peaks of memory are compared with `MALLOC_MMAP_THRESHOLD_=131072` in the environment: without it they are what
+the C library's allocator keeps, which differs by 5% between two runs of one checkout. Peers are compared by
+`benchmarks/run.py`.
 """
 
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,14 +22,14 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from benchmarks.machine import circumstances, write_result
+from benchmarks.report import Ratio, ratio_of_medians
 
 __all__ = ["main"]
 
 ROOT: Final = Path(__file__).parents[1]
 SIDES: Final = ("before", "now")
-STEPS: Final = 3
-"""Steps of a turn."""
-WARM_UP: Final = 2
+TIMES: Final = ("step_s", "cpu_s")
+WARM_UP: Final = 6
 """Turns that are not counted: passes are agreed in the first steps."""
 
 
@@ -57,12 +59,13 @@ class Side:
         ]
 
     def turn(self) -> dict[str, Any]:
-        """Train some steps; return the slowest rank's seconds, the largest memory, and all ranks' bits."""
+        """Train a step; return the slowest rank's seconds, all ranks' CPU time, the largest memory, and all bits."""
         lines = self._tell("go")
         return {
             "step_s": max(line["step_s"] for line in lines),
+            "cpu_s": sum(line["cpu_s"] for line in lines),
             "peak_bytes": max(line["peak_bytes"] for line in lines),
-            "losses": [line["losses"] for line in lines],
+            "loss": [line["loss"] for line in lines],
         }
 
     def end(self) -> list[int]:
@@ -93,27 +96,31 @@ def compare(before: Path, job: dict[str, Any], ranks: int, rounds: int) -> dict[
             for name in SIDES if number % 2 else reversed(SIDES):
                 turns[name].append(sides[name].turn())
         ends = {name: side.end() for name, side in sides.items()}
-    times = {name: [turn["step_s"] for turn in turns[name][WARM_UP:]] for name in SIDES}
+    series = {field: {name: [turn[field] for turn in turns[name][WARM_UP:]] for name in SIDES} for field in TIMES}
     peaks = {name: max(turn["peak_bytes"] for turn in turns[name]) for name in SIDES}
     return {
         **job,
-        "step_s": times,
-        "ratio_of_medians": statistics.median(times["now"]) / statistics.median(times["before"]),
-        "ratio_of_minima": min(times["now"]) / min(times["before"]),
+        **series,
+        **{f"{field}, now to before": _quotient(**series[field]) for field in TIMES},
         "peak_bytes": peaks,
         "ratio_of_peaks": peaks["now"] / peaks["before"],
         "same_bits": ends["now"] == ends["before"]
-        and all(a["losses"] == b["losses"] for a, b in zip(*turns.values(), strict=True)),
+        and all(a["loss"] == b["loss"] for a, b in zip(*turns.values(), strict=True)),
     }
 
 
+def _quotient(before: list[float], now: list[float]) -> Ratio:
+    """Return the median of the quotients of two turns, with its 95% interval by resampling."""
+    return ratio_of_medians([b / a for a, b in zip(before, now, strict=True)], [1.0] * len(now))
+
+
 def train(job: dict[str, Any], rank: int, ranks: int) -> None:
-    """Be one rank: train a turn for each line of standard input, and say what it took."""
+    """Be one rank: train a step for each line of standard input, and say what it took."""
     import torch
     import torch.distributed as dist
 
     import zeroshard as zs
-    from benchmarks.cases import CASES, make_batch, make_model
+    from benchmarks.cases import BATCHES, CASES, make_batch, make_model
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{job['store']}", rank=rank, world_size=ranks)
@@ -122,27 +129,25 @@ def train(job: dict[str, Any], rank: int, ranks: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     options = {"units": list(model.blocks)} if job["units"] == "blocks" else {}
     zero = zs.shard(model, optimizer, stage=job["stage"], shared_memory=job["shared_memory"], **options)
-    batches = [make_batch(case, 1, rank, step) for step in range(STEPS)]
+    batches = [make_batch(case, 1, rank, step) for step in range(BATCHES)]
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of training
-    for line in sys.stdin:
+    for step, line in enumerate(sys.stdin):
         if line != "go\n":
             break
         dist.barrier()
-        begin_s, losses = time.perf_counter(), []
-        for batch in batches:
-            loss = model(batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        step_s = (time.perf_counter() - begin_s) / STEPS
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+        loss = model(batches[step % BATCHES])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
         peak = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM"))
-        bits = [float(loss).hex() for loss in losses]
-        print(json.dumps({"step_s": step_s, "peak_bytes": int(peak.split()[1]) * 1024, "losses": bits}), flush=True)
+        found = {"step_s": step_s, "cpu_s": cpu_s, "peak_bytes": int(peak.split()[1]) * 1024}
+        print(json.dumps(found | {"loss": float(loss.detach()).hex()}), flush=True)
     with zero.gathered():
         crc = 0
         for parameter in model.parameters():
-            crc = zlib.crc32(parameter.detach().numpy().tobytes(), crc)
+            crc = zlib.crc32(parameter.detach().clone().numpy().tobytes(), crc)
     print(json.dumps({"parameters": crc}), flush=True)
     dist.barrier()
     os._exit(0)
@@ -155,7 +160,7 @@ def main() -> None:
     parser.add_argument("--case", default="gpt-30m")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 3])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--units", choices=("found", "blocks"), default="found", help="blocks: units=model.blocks")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
@@ -173,12 +178,20 @@ def main() -> None:
             results.append(found := compare(arguments.before, job, arguments.ranks, arguments.rounds))
             print(
                 f"{arguments.case}, stage {stage}, {'shared memory' if shares else 'messages'}: "
-                f"time {found['ratio_of_medians']:.3f} (minima {found['ratio_of_minima']:.3f}), "
+                f"time {_show(found['step_s, now to before'])}, CPU {_show(found['cpu_s, now to before'])}, "
                 f"memory {found['ratio_of_peaks']:.3f}, {'same bits' if found['same_bits'] else 'OTHER BITS'}",
                 flush=True,
             )
             if arguments.output:
-                write_result(arguments.output, circumstances("benchmarks.versus") | {"results": results})
+                write_result(
+                    arguments.output,
+                    circumstances("benchmarks.versus")
+                    | {"MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_"), "results": results},
+                )
+
+
+def _show(ratio: Ratio) -> str:
+    return "{:.3f} ({:.3f} to {:.3f})".format(*ratio)
 
 
 if __name__ == "__main__":
