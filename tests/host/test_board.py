@@ -51,6 +51,14 @@ def test_a_rank_that_is_ahead_does_not_hold_up_the_others() -> None:
     first.wait(LIMIT)
 
 
+def test_a_word_said_just_before_the_wait_begins_ends_it() -> None:
+    one, two = boards([os.getpid()] * 2)
+    one.meet(0, 1)
+    two.meet(0, 1)
+    said = (1 << ABOUT_BITS) | 1
+    one._await(1, 0, said, time.monotonic() + 1)
+
+
 def test_ranks_that_meet_for_different_things_are_told() -> None:
     one, two = boards([os.getpid()] * 2)
     meeting = one.meet(0, 3)

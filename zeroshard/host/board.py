@@ -92,11 +92,13 @@ class Board:
 
     def _await(self, other: int, first: int, said: int, end_s: float) -> None:
         words, looks, pause_s = self._words[other], 0, PAUSE_S
-        while _is_behind(words[first], said):
-            looks += 1
+        stale: int | None = None
+        # Most looks find the word that the last one found: one comparison.
+        while (word := words[first]) == stale or _is_behind(word, said):
+            looks, stale = looks + 1, word
             if looks < LOOKS:
                 continue
-            if self._ends[other].poll(0) and _is_behind(words[first], said):
+            if self._ends[other].poll(0) and words[first] == stale:
                 raise RuntimeError(f"Connection closed: the process of rank {other} of this host ended")
             if time.monotonic() > end_s:
                 raise RuntimeError(f"Timed out waiting for rank {other} of this host")
