@@ -243,7 +243,7 @@ class Engine:
 
     def _enter_backward(self) -> None:
         """Open a backward pass at the first event in it."""
-        if self._is_in_forward or (self._task == (task := _graph_task()) and self.order.current is not None):
+        if (self._task == (task := _graph_task()) and self.order.current is not None) or self._is_in_forward:
             return
         if _is_inside_reentrant_checkpoint():
             raise RuntimeError(

@@ -106,8 +106,8 @@ class Unit:
         """Modules that compute with the unit right now."""
         self.landed = 0
         """Gradients that came in this pass."""
-        self._missing: set[int] = set()
-        """Once one came: the parameters that want a gradient and got none yet in this pass, by identity."""
+        self._missing: dict[int, Tensor] = {}
+        """Once one came: the parameters that got none yet in this pass, by identity, whether or not they want one."""
         self.is_read_outside = False
         """Whether code outside its modules has read its parameters, which keeps it whole to the end of that pass."""
         self.has_end_hint = False
@@ -209,18 +209,18 @@ class Unit:
     def count_landed(self, parameter: Tensor) -> None:
         """Note that a gradient landed."""
         if not self.landed:
-            self._missing = {id(p) for p in self.parameters if p.requires_grad}
+            self._missing = dict(zip(map(id, self.parameters), self.parameters, strict=True))
         self.landed += 1
-        self._missing.discard(id(parameter))
+        self._missing.pop(id(parameter), None)
 
     def has_all_landed(self) -> bool:
         """Tell whether every parameter that wants a gradient got one in this pass."""
-        return self.landed > 0 and not self._missing
+        return self.landed > 0 and not any(p.requires_grad for p in self._missing.values())
 
     def is_complete(self) -> bool:
         """Tell whether the backward pass that this thread is in will bring no more gradients of the unit."""
-        waits_for = [p for p in self.parameters if p.requires_grad and (not self.landed or id(p) in self._missing)]
-        return not any(map(will_get_gradient, waits_for))
+        waits_for = self._missing.values() if self.landed else self.parameters
+        return not any(p.requires_grad and will_get_gradient(p) for p in waits_for)
 
     def finish_deferred(self, comm: Comm, number: int, where: str) -> list[Pending]:
         """Sum over copies what earlier passes left to this one; return what gathers it, as `Reduction.finish` does."""

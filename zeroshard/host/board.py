@@ -104,9 +104,8 @@ class Board:
                 raise RuntimeError(f"Timed out waiting for rank {other} of this host")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        heard = words[first]
-        if heard >> ABOUT_BITS == said >> ABOUT_BITS and heard != said:
-            raise RuntimeError(f"rank {other} of this host met for {heard & ABOUT}, this rank for {said & ABOUT}")
+        if word >> ABOUT_BITS == said >> ABOUT_BITS and word != said:
+            raise RuntimeError(f"rank {other} of this host met for {word & ABOUT}, this rank for {said & ABOUT}")
 
 
 def _is_behind(word: int, said: int) -> bool:
