@@ -223,6 +223,12 @@ def checkpointed(model: nn.Module) -> None:
     slope.square().sum().backward()
 
 
+def scaled(model: nn.Module) -> None:
+    """Second derivatives with a loss scale, which would be in both."""
+    x = models.features(0, dist.get_rank()).requires_grad_()
+    torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
 def transform(model: nn.Module) -> None:
     torch.func.grad(lambda x: model(x).sum())(models.features(0, dist.get_rank()))
 
@@ -281,6 +287,7 @@ REFUSED: dict[str, tuple[Callable[..., None], tuple[int, ...], str]] = {
     "backward inside forward": (backward_inside_forward, (3,), "inside the forward"),
     "a graph kept over a step": (graph_over_a_step, (0, 1, 2, 3), "step|modified by an inplace"),
     "create_graph through checkpointing": (checkpointed, (3,), "create_graph=True through activation checkpointing"),
+    "create_graph with a loss scale": (scaled, (0, 1, 2, 3), "create_graph=True with a loss scale"),
 }
 
 
@@ -292,7 +299,8 @@ def refuse(shared_memory: bool) -> list[tuple[str, int, str, list[bool]]]:
             ends = []
             text = "nothing was raised"
             for is_disturbed in (False, True):
-                model, optimizer, zero = sharded(stage, shared_memory=shared_memory)
+                precision = "fp16" if action is scaled else "fp32"
+                model, optimizer, zero = sharded(stage, shared_memory=shared_memory, precision=precision)
                 if action is checkpointed:
                     for block in model.blocks:
                         block.__class__ = Recomputed

@@ -402,10 +402,7 @@ class Engine:
         self.order.barrier(f"the whole gradient of '{slot.name}'")
         bucket = slot.bucket
         full = torch.zeros(bucket.layout.full_numel, dtype=bucket.dtypes.grad, device=bucket.device)
-        start, stop = bucket.layout.shard_range(self.mesh.shard_rank)
-        held = bucket.grads.hold()
-        first = bucket.grads.range[0]
-        full[start:stop] = held[start - first : stop - first]
+        full[slice(*bucket.grads.shard_range)] = bucket.grads.own_shard()
         if full.numel():
             tag = tag_of(self.order.next_number(), bucket.number)
             self.comm.gather(full, tag, f"the gradient of '{slot.name}'", kind="state").wait()

@@ -134,6 +134,11 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True with a loss scale: what is computed from these gradients would be scaled twice. "
+                'Use precision="bf16" or "fp32", or loss_scale=None and a scale of your own.'
+            )
         return (grad * ctx.loss_scale.value).to(ctx.dtype), None, None
 
 
