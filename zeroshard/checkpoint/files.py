@@ -112,14 +112,15 @@ def open_file(path: Path) -> int:
     """Open a regular file for reading.
 
     Raises:
-        CheckpointError: it is missing, a link, a pipe or a device.
+        CheckpointError: it is missing, a link, a pipe or a device, or what it is called no file can be.
     """
     try:
         # A pipe would block without O_NONBLOCK.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         refuse_link(path)
-        raise CheckpointError(f"{path}: cannot be opened ({error.strerror}).") from error
+        why = error.strerror if isinstance(error, OSError) else "no file can have this name"
+        raise CheckpointError(f"{path}: cannot be opened ({why}).") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{path}: is no regular file.")
@@ -128,7 +129,8 @@ def open_file(path: Path) -> int:
 
 def refuse_link(path: Path) -> None:
     """Raise CheckpointError where a path is itself a link; a link above it is the user's own way there."""
-    if path.is_symlink():
+    # Unlike Path.is_symlink this raises nothing of a name that no file can have: opening it says so.
+    if os.path.islink(path):
         raise CheckpointError(
             f"{path}: is a link to '{os.readlink(path)}', and links are not followed. Give what it leads to."
         )
