@@ -125,7 +125,7 @@ class _Told:
             return
         result = {"ranks": given.ranks, "pairs": given.pairs, "first seed": given.seed, "asked for": given.count}
         result |= {"run": self.kinds.total(), "seconds": round(time.monotonic() - self._begin_s, 1)}
-        result |= {"verdicts": {kind: self.kinds[kind] for kind in ("right", "refused", *BAD)}}
+        result |= {"verdicts": {kind: self.kinds[kind] for kind in ("right", "refused", "diverging", *BAD)}}
         result |= {"refused": dict(self._refused.most_common())}
         result |= {"refused, first seeds": {reason: some[:SHOWN] for reason, some in self._refused_seeds.items()}}
         result["greatest error, of the tolerance"] = self._worst

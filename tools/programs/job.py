@@ -154,6 +154,17 @@ class Oracle(Job):
 
 
 @final
+class PlainOracle(Oracle):
+    """One process, plain torch, fp32: how far its rounding carries a program from fp64."""
+
+    dtype = torch.float32
+
+    def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
+        self.model, self.optimizers = build()
+        return self.model, self.optimizers
+
+
+@final
 class RoundedOracle(Oracle):
     """One process, plain torch: masters, states and gradients in fp32, modules in bf16.
 
@@ -303,9 +314,17 @@ def run_sharded(spec: Mapping[str, Any], place: Path) -> dict[str, Any]:
 
 def run_oracle(spec: Mapping[str, Any], nudge: int = 0) -> dict[str, Any]:
     """Run a program in this process: in fp64, or as its bf16 rounds, which `nudge` has a part in."""
-    _build, program = compiled(spec)
     given = spec["seed"], spec["world"], spec["options"]
     is_rounded = spec["options"].get("precision") == "bf16"
-    job = RoundedOracle(*given, spec["processes"], nudge) if is_rounded else Oracle(*given)
+    return _run(spec, RoundedOracle(*given, spec["processes"], nudge) if is_rounded else Oracle(*given))
+
+
+def run_plain(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a program in this process in fp32."""
+    return _run(spec, PlainOracle(spec["seed"], spec["world"], spec["options"]))
+
+
+def _run(spec: Mapping[str, Any], job: Oracle) -> dict[str, Any]:
+    _build, program = compiled(spec)
     program(job)
     return job.finish()

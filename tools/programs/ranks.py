@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from zeroshard.testing import RankFailure, run_ranks
 
-from .job import run_oracle, run_sharded
+from .job import run_oracle, run_plain, run_sharded
 
 __all__ = ["BAD", "Task", "Verdict", "examine", "judge_alone", "reason_of", "show", "work"]
 
@@ -50,6 +50,9 @@ TOLERANCES = {"float64": 1e-9, "float32": 2e-4}
 NUDGES = 8
 BAD = ("wrong", "bits", "error", "hang", "crash", "invalid")
 """Verdicts that are somebody's fault: zeroshard's, or, if "invalid", the drawing's."""
+AMPLIFIED = 4.0
+"""Times as far from fp64 as plain torch in fp32 is may ranks be where that is beyond the tolerance: such a program
+diverges, and carries its rounding far; a sum that is wrong by one term is a thousand times as far."""
 ROUNDING = 1e-6
 """Differences of a pair below this are of the order of a sum ("bits"), above they are of its terms ("wrong")."""
 
@@ -59,7 +62,8 @@ class Verdict:
     """What came of a task.
 
     Args:
-        kind: "right", "refused" (an error that names its reason, the same on all ranks), or one of `BAD`.
+        kind: "right", "refused" (an error that names its reason, the same on all ranks), "diverging" (right but for its
+            rounding, which plain torch in fp32 carries as far), or one of `BAD`.
         text: the reason, or the first difference.
         error: the greatest difference from the oracle, as a share of the tolerance.
     """
@@ -200,6 +204,10 @@ def judge(task: Task, found: Sequence[Sequence[dict[str, Any]]]) -> Verdict:
             return Verdict("right", error=error / tolerance)
         wrong = wrong or Verdict("wrong", f"oracle: {text}", error / tolerance)
     assert wrong is not None
+    if spec["options"].get("precision") != "bf16" and spec["dtype"] == "float32":
+        _, plain = first_difference(expected, run_plain(spec), tolerance)
+        if plain > tolerance and wrong.error * tolerance <= AMPLIFIED * plain:
+            return Verdict("diverging", wrong.text, wrong.error)
     return wrong
 
 

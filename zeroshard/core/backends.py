@@ -163,17 +163,20 @@ class GlooComm(GroupComm):
         works = [self._receive(buffer, ranks[peer], 2 * tag + 1, what) for peer, buffer in taken.items()]
         if chunks is None:
             given = [self._pool.take(own.numel(), wire, own.device)]
-            _mark_not_ready(given[0])
+            given[0][:1].view(torch.uint8).fill_(255)
             sent = dict.fromkeys(taken, given[0])
         else:
             sent = {peer: self._round(chunks[peer], wire) for peer in taken}
             given = [chunk for chunk in sent.values() if chunk.dtype != chunks.dtype]
+            # What lies between parameters is anything, also the mark of a buffer that was used before.
+            for chunk in filter(_is_marked, sent.values()):
+                chunk[:1] = float("nan")
         works += [self._send(chunk, ranks[peer], 2 * tag + 1, what) for peer, chunk in sent.items()]
         self.sent_bytes[kind] += own.numel() * wire.itemsize * len(taken)
 
         def finish() -> bool:
             self._wait(works, what)
-            is_ready = chunks is not None and not any(map(_is_not_ready, taken.values()))
+            is_ready = chunks is not None and not any(map(_is_marked, taken.values()))
             if chunks is not None and is_ready:
                 sum_in_rank_order([taken.get(peer, chunks[place]) for peer in range(len(ranks))], wire, scale, own)
             for buffer in [*taken.values(), *given]:
@@ -280,14 +283,9 @@ class NcclComm(GroupComm):
         return torch.stack(rows)
 
 
-def _mark_not_ready(message: Tensor) -> None:
-    message[:1].view(torch.uint8).fill_(255)
-
-
-def _is_not_ready(message: Tensor) -> bool:
-    """Tell whether a message begins with the NaN whose bits are all set, which no arithmetic makes."""
-    first: list[int] = message[:1].view(torch.uint8).tolist()
-    return min(first) == 255
+def _is_marked(message: Tensor) -> bool:
+    """Tell whether a message begins with the NaN whose bits are all set: its sender is not ready."""
+    return bool((message[:1].view(torch.uint8) == 255).all())
 
 
 def make_comm(mesh: Mesh, watchdog_s: float, heartbeat_s: float, pool: Pool, *, shares_host: bool) -> Comm:
