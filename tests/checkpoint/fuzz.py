@@ -9,6 +9,7 @@ neither the processor's time nor the memory of one input.
 
 import base64
 import copy
+import itertools
 import json
 import random
 import re
@@ -32,6 +33,10 @@ from zeroshard.checkpoint.verify import verify
 from . import small
 
 LIMIT_S, LIMIT_BYTES = 1.0, 64 << 20
+MOST_SPOTS = 100_000
+"""Places of a tree that a change may be drawn from."""
+GROWN_BYTES = 20 << 20
+"""More than any text that is read may have."""
 TRACED_BYTES = 32 << 10
 """Larger inputs are judged, and not traced, which would take seconds."""
 
@@ -239,7 +244,7 @@ class Fuzzer:
 
     def _changed_tree(self, tree: Any) -> Any:
         draw = self._draw
-        spots = list(walk(tree))
+        spots = list(itertools.islice(walk(tree), MOST_SPOTS))
         if not spots:
             return copy.deepcopy(draw.choice(OTHERS))
         holder, key = draw.choice(spots)
@@ -257,9 +262,9 @@ class Fuzzer:
             holder[key] = json.loads(json.dumps(other[place]))
         elif kind == 8 and isinstance(value, str):
             # Now and then as long as a text may be, or wide.
-            holder[key] = draw.choice(["\U0001f600", "", "\\"]) + value * draw.choice([2, 50, 5000])
+            holder[key] = draw.choice(["\U0001f600", "", "\\"]) + value * _times(draw.choice([2, 50, 5000]), value)
         elif kind == 9 and isinstance(holder, list) and draw.random() < 0.3:
-            holder[key:key] = [value] * draw.choice([10, 1000, 100_000])
+            holder[key:key] = [value] * _times(draw.choice([10, 1000, 100_000]), value)
         elif kind == 10 and isinstance(holder, dict):
             holder[draw.choice([*WORDS, *holder])] = value
         elif kind == 11 and draw.random() < 0.2:
@@ -289,6 +294,11 @@ class Fuzzer:
                 lambda: [0.1] * many,
             ]
         )()
+
+
+def _times(count: int, value: Any) -> int:
+    """Return how often a value may be repeated: inputs that are kept would else grow without an end."""
+    return min(count, GROWN_BYTES // (1 + len(json.dumps(value))))
 
 
 def walk(tree: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
