@@ -264,11 +264,11 @@ class Fuzzer:
             # Now and then as long as a text may be, or wide.
             holder[key] = draw.choice(["\U0001f600", "", "\\"]) + value * _times(draw.choice([2, 50, 5000]), value)
         elif kind == 9 and isinstance(holder, list) and draw.random() < 0.3:
-            holder[key:key] = [value] * _times(draw.choice([10, 1000, 100_000]), value)
+            holder[key:key] = _repeated(value, draw.choice([10, 1000, 100_000]))
         elif kind == 10 and isinstance(holder, dict):
             holder[draw.choice([*WORDS, *holder])] = value
         elif kind == 11 and draw.random() < 0.2:
-            holder[key] = self._grown()
+            holder[key] = json.loads(json.dumps(self._grown()))  # no two places of a tree are one object
         else:
             holder[key] = [value]
         return tree
@@ -294,6 +294,13 @@ class Fuzzer:
                 lambda: [0.1] * many,
             ]
         )()
+
+
+def _repeated(value: Any, count: int) -> list[Any]:
+    """Return copies of a value: places that are one object would all change with one of them."""
+    text = json.dumps(value)
+    copies: list[Any] = json.loads(f"[{','.join([text] * _times(count, value))}]")
+    return copies
 
 
 def _times(count: int, value: Any) -> int:
