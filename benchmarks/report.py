@@ -25,6 +25,7 @@ __all__ = [
     "optimizer_table",
     "ratio_of_medians",
     "scaling_table",
+    "show",
     "time_table",
     "write_plot",
     "write_tables",
@@ -206,7 +207,7 @@ def _time_row(name: str, one: Mapping[str, Any], ratio: Ratio, setting: Mapping[
         _name(name),
         f"{step_s * 1e3:.1f} ({median_deviation(one['wall_s']) * 1e3:.1f})",
         f"{tokens / step_s:,.0f}",
-        _show(ratio),
+        show(ratio),
         f"{median(one['cpu_s']):.3f}",
         f"{median(one['wire_bytes']) / _MB:.1f}",
         f"{one['predicted']['step_bytes'] / _MB:.1f}" if one["predicted"] else "",
@@ -220,7 +221,8 @@ def _name(name: str) -> str:
     return f"**{title}**" if CONTESTANTS[name].library == "zeroshard" else title
 
 
-def _show(ratio: Ratio) -> str:
+def show(ratio: Ratio) -> str:
+    """Return a ratio and its interval as text."""
     return f"{ratio[0]:.3f} ({ratio[1]:.3f} to {ratio[2]:.3f})"
 
 
@@ -235,7 +237,7 @@ def scaling_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
         parts = [series[name]["wall_s"] for name in ("bare", "wire")]
         limit, own = [sum(both) for both in zip(*parts, strict=True)], series["zs-3"]["wall_s"]
         times = [f"{median(values) * 1e3:.1f}" for values in (*parts, limit, own)]
-        cells = [CASES[setting["case"]].title, str(setting["ranks"]), *times, _show(ratio_of_medians(own, limit))]
+        cells = [CASES[setting["case"]].title, str(setting["ranks"]), *times, show(ratio_of_medians(own, limit))]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -263,7 +265,7 @@ def gpu_table(section: Mapping[str, Any]) -> list[str]:
     ]
     for name, one in section["entrants"].items():
         step = f"{median(one['wall_s']) * 1e3:.1f} ({median_deviation(one['wall_s']) * 1e3:.1f})"
-        cells = [name, step, _show(ratio_of_medians(one["wall_s"], base["wall_s"]))]
+        cells = [name, step, show(ratio_of_medians(one["wall_s"], base["wall_s"]))]
         if one["allocated_bytes"]:
             cells += [
                 f"{one['allocated_bytes'] / _MB:,.0f}",

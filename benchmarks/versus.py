@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from benchmarks.machine import circumstances, write_result
-from benchmarks.report import Ratio, ratio_of_medians
+from benchmarks.report import Ratio, ratio_of_medians, show
 
 __all__ = ["main"]
 
@@ -178,7 +178,7 @@ def main() -> None:
             results.append(found := compare(arguments.before, job, arguments.ranks, arguments.rounds))
             print(
                 f"{arguments.case}, stage {stage}, {'shared memory' if shares else 'messages'}: "
-                f"time {_show(found['step_s, now to before'])}, CPU {_show(found['cpu_s, now to before'])}, "
+                f"time {show(found['step_s, now to before'])}, CPU {show(found['cpu_s, now to before'])}, "
                 f"memory {found['ratio_of_peaks']:.3f}, {'same bits' if found['same_bits'] else 'OTHER BITS'}",
                 flush=True,
             )
@@ -188,10 +188,6 @@ def main() -> None:
                     circumstances("benchmarks.versus")
                     | {"MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_"), "results": results},
                 )
-
-
-def _show(ratio: Ratio) -> str:
-    return "{:.3f} ({:.3f} to {:.3f})".format(*ratio)
 
 
 if __name__ == "__main__":

@@ -262,7 +262,8 @@ class Fuzzer:
             holder[key] = json.loads(json.dumps(other[place]))
         elif kind == 8 and isinstance(value, str):
             # Now and then as long as a text may be, or wide.
-            holder[key] = draw.choice(["\U0001f600", "", "\\"]) + value * _times(draw.choice([2, 50, 5000]), value)
+            start, count = draw.choice(["\U0001f600", "", "\\"]), draw.choice([2, 50, 5000])
+            holder[key] = start + value * _times(count, json.dumps(value))
         elif kind == 9 and isinstance(holder, list) and draw.random() < 0.3:
             holder[key:key] = _repeated(value, draw.choice([10, 1000, 100_000]))
         elif kind == 10 and isinstance(holder, dict):
@@ -299,13 +300,13 @@ class Fuzzer:
 def _repeated(value: Any, count: int) -> list[Any]:
     """Return copies of a value: places that are one object would all change with one of them."""
     text = json.dumps(value)
-    copies: list[Any] = json.loads(f"[{','.join([text] * _times(count, value))}]")
+    copies: list[Any] = json.loads(f"[{','.join([text] * _times(count, text))}]")
     return copies
 
 
-def _times(count: int, value: Any) -> int:
-    """Return how often a value may be repeated: inputs that are kept would else grow without an end."""
-    return min(count, GROWN_BYTES // (1 + len(json.dumps(value))))
+def _times(count: int, text: str) -> int:
+    """Return how often a value with this JSON may be repeated: inputs that are kept would else grow without an end."""
+    return min(count, GROWN_BYTES // (1 + len(text)))
 
 
 def walk(tree: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:

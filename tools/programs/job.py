@@ -137,7 +137,7 @@ class Oracle(Job):
 
     def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
         self.model, self.optimizers = build()
-        self.model.double()
+        self.model.to(self.dtype)
         return self.model, self.optimizers
 
     def resume(self, build: Build, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
@@ -158,10 +158,6 @@ class PlainOracle(Oracle):
     """One process, plain torch, fp32: how far its rounding carries a program from fp64."""
 
     dtype = torch.float32
-
-    def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
-        self.model, self.optimizers = build()
-        return self.model, self.optimizers
 
 
 @final
