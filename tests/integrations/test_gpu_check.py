@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import gpu_check
 from benchmarks.gpu_check import Job
@@ -51,11 +52,12 @@ def test_no_check_at_all_is_a_failure(tmp_path: Path) -> None:
 
 
 def without_waiting(job: Job) -> dict[str, Any]:
-    """Train with an engine that does not wait for what was reduced."""
+    """Train with an engine that does not wait for what was reduced, and so reads what its memory held before."""
     late = gpu_check.Staged.reduce
 
-    def reduce(self: gpu_check.Staged, *arguments: Any, **options: Any) -> Pending:
-        late(self, *arguments, **options)
+    def reduce(self: gpu_check.Staged, full: Tensor, own: Tensor, *rest: Any, **options: Any) -> Pending:
+        late(self, full, own, *rest, **options)
+        own.zero_()  # fresh memory holds any bits, a NaN among them, which the optimizer would refuse
         return Pending(lambda: None)
 
     gpu_check.Staged.reduce = reduce  # type: ignore[method-assign]
