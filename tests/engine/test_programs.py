@@ -38,6 +38,24 @@ def test_a_program_is_drawn_alike_from_its_seed_and_written_as_python(processes:
         compile(script_of(spec), "program", "exec")
 
 
+def test_a_pair_never_takes_the_same_norm_at_stage_0_and_at_another() -> None:
+    # Seed 4001018 resumes at stage 1 what began at stage 0, and clips by norm after that.
+    for seed in (4001018, *range(4000000, 4000300)):
+        pair = draw_pair(seed, 2)
+        if any("norm" in (op["op"], op.get("kind")) for op in pair[0]["ops"]):
+            assert _is_whole_by_op(pair[0]) == _is_whole_by_op(pair[1])
+
+
+def _is_whole_by_op(spec: dict[str, Any]) -> list[bool]:
+    """Return, after each operation, whether gradients are whole: whether the stage is 0."""
+    stage, found = spec["options"]["stage"], []
+    for op in spec["ops"]:
+        if op["op"] == "resume" and spec.get("resumes", True):
+            stage = op["options"].get("stage", spec["options"]["stage"])
+        found.append(stage == 0)
+    return found
+
+
 @pytest.mark.parametrize("seed", [900178, 900258])
 def test_each_optimizer_that_is_drawn_has_parameters(seed: int) -> None:
     # In both, all that the second of two optimizers would have is shared with the first's.

@@ -35,19 +35,22 @@ def draw(seed: int, processes: int) -> Spec:
 def draw_pair(seed: int, processes: int) -> tuple[Spec, Spec]:
     """Return two programs that must agree bit for bit: another stage, another transport, no resume, or the same.
 
-    Programs that take norms are not paired between stage 0 and another: stage 0 hands out plain whole gradients, whose
-    norm is torch's own, equal to DistributedDataParallel's bits; stages 1 to 3 add fp64 parts, which may differ in the
-    last bit.
+    Programs that take norms are not paired between stage 0 and another, also where a resume would change it: stage 0
+    hands out plain whole gradients, whose norm is torch's own, equal to DistributedDataParallel's bits; stages 1 to 3
+    add fp64 parts, which may differ in the last bit.
     """
     r = random.Random(f"pair {seed} {processes}")
     first = draw(seed, processes)
     options = first["options"]
     stages = [stage for stage in range(4) if stage != options["stage"]]
-    if any(op["op"] == "norm" or op.get("kind") == "norm" for op in first["ops"]):
+    resumes = [op["options"].get("stage", options["stage"]) for op in first["ops"] if op["op"] == "resume"]
+    takes_norms = any(op["op"] == "norm" or op.get("kind") == "norm" for op in first["ops"])
+    if takes_norms:
         stages = [stage for stage in stages if stage and options["stage"]]
     kinds = [*["stage"] * (3 if stages else 0), "transport", "transport", "again"]
-    has_resume = any(op["op"] == "resume" for op in first["ops"])
-    kind = "resume" if has_resume and r.random() < 0.7 else r.choice(kinds)
+    kind = "resume" if resumes and r.random() < 0.7 else r.choice(kinds)
+    if kind == "resume" and takes_norms and any(bool(stage) != bool(options["stage"]) for stage in resumes):
+        kind = "transport"
     if kind == "stage":
         return first, first | {"options": options | {"stage": r.choice(stages)}}
     if kind == "transport":
