@@ -8,9 +8,8 @@ none, and a test runs it on the CPU. Read `SECTIONS` first, then `measure_sectio
 
 Note: emulated ranks
     NCCL refuses several ranks on one GPU. Here one process plays rank 0 of many: shards have the size that they would
-    have, all copies, casts and launches happen, and nothing travels. FSDP2 runs on torch's fake backend, zeroshard on
-    its own code for NCCL with collectives that send nothing. zeroshard refuses gradients that are no numbers, so its
-    gathers write copies of the own shard, where FSDP2's leave what was there: a small handicap. Step times show what
+    have, all copies, casts and launches happen, and nothing travels. Both libraries run on torch's fake backend, which
+    gives a rank copies of its own shard for the others'; zeroshard with its own code for NCCL. Step times show what
     host and GPU have to do besides waiting for messages; losses mean nothing.
 Note: memory alone, time together
     Each entrant first makes its steps alone, and the allocator's peaks are read. Then all entrants of a section are
@@ -22,12 +21,12 @@ import contextlib
 import gc
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -37,11 +36,13 @@ import zeroshard as zs
 from benchmarks.cases import CASES, Block, make_batch, make_model
 from benchmarks.machine import circumstances, write_result
 from benchmarks.report import aligned, gpu_table, optimizer_table
-from zeroshard import handle
-from zeroshard.core.backends import NcclComm
-from zeroshard.core.comm import Comm, Pending
+from zeroshard.handle import shard_over
+from zeroshard.state.request import Request
+from zeroshard.table.trace import Ledger
+from zeroshard.wire.nccl import NcclComm
+from zeroshard.wire.transports import make_comm
 
-__all__ = ["SECTIONS", "Emulated", "Entrant", "main"]
+__all__ = ["SECTIONS", "Entrant", "main"]
 
 LOSS_TOLERANCE: Final = 1e-2
 """By how much, of the first entrant's loss, another's may differ at one rank: bf16 has 8 bits."""
@@ -159,13 +160,13 @@ def build(entrant: Entrant, ranks: int, sizes: Sizes) -> Running:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     if entrant.library == "zeroshard":
         precision = "bf16" if entrant.has_masters else "fp32"  # the latter leaves a bf16 model as it is
-        mesh = zs.Mesh(0, ranks, 0, torch.device(sizes.device))
-        with contextlib.ExitStack() as stack:
-            if ranks > 1:
-                stack.enter_context(patch.object(handle, "current_mesh", lambda: mesh))
-                stack.enter_context(patch.object(handle, "make_comm", lambda *_, **__: Emulated(mesh)))
-            zs.shard(model, optimizer, stage=entrant.stage, precision=precision)
+        asked = Request(model, optimizer, stage=entrant.stage, precision=precision)
+        shard_over(asked, zs.Mesh(0, ranks, 0, torch.device(sizes.device)), _emulated if ranks > 1 else make_comm)
     return Running(model, optimizer)
+
+
+def _emulated(mesh: zs.Mesh, settings: zs.Settings, ledger: Ledger) -> NcclComm:
+    return NcclComm(Nobody(mesh), ledger)  # type: ignore[arg-type]
 
 
 def _fully_shard(model: nn.Module, blocks: Sequence[nn.Module], stage: int, device: str) -> None:
@@ -200,34 +201,28 @@ def fake_ranks(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class Emulated(NcclComm):
-    """The engine's collectives on NCCL, with nobody at the other end: everything but the messages."""
+class Nobody:
+    """The links of a rank with nobody at the other end: all that `wire/links.py` does, but the waits."""
+
+    watchdog = None
 
     def __init__(self, mesh: zs.Mesh) -> None:
-        Comm.__init__(self, mesh)
-        self._all = self._gathers = self._reduces = self._replicas = None
-        self._all_gather = self._reduce_scatter = lambda *args, **options: None
+        self.mesh = mesh
+        self.groups = defaultdict[str, Any](lambda: dist.group.WORLD)
 
-    def _wait(self, works: list[Any], what: str) -> None:
-        pass
+    def new_group(self, name: str, backend: str, *axes: str) -> None:
+        """Use the fake process group, which gives each rank copies of what this one has."""
 
-    def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
-        """Fill the others' shards with copies of the own one."""
-        pending = super().gather(full, tag, what, kind)
-        shards = full.view(self.mesh.shard_size, -1)
-        shards[1:].copy_(shards[:1])
-        return pending
+    def wait(self, works: Sequence[Any], what: str) -> None:
+        """Wait for nobody."""
 
-    def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
-        """Keep rank 0's values, which this rank's are."""
+    def run(self, start: Callable[[], Any], what: str) -> None:
+        """Start a collective."""
+        start()
 
-    def agree(self, values: list[int], what: str) -> list[int]:
+    def least(self, values: list[int], what: str) -> list[int]:
         """Return what ranks that all say the same agree on."""
         return values
-
-    def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
-        """Return the same from every rank."""
-        return tensor.expand(self.mesh.world_size, *tensor.shape)
 
 
 # -- measurements ----------------------------------------------------------------------------------------------------

@@ -39,9 +39,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard import handle
-from zeroshard.core.comm import Pending
+from zeroshard.handle import shard_over
+from zeroshard.state.request import Request
+from zeroshard.table.trace import Ledger
 from zeroshard.testing import run_ranks
+from zeroshard.wire.comm import Pending
+from zeroshard.wire.mesh import current_mesh
+from zeroshard.wire.transports import make_comm
 
 __all__ = ["CHECKS", "main"]
 
@@ -265,17 +269,17 @@ def start(job: Job, model: nn.Module | None = None) -> tuple[zs.Zero, nn.Module,
         zs.init(backend="nccl")
     elif job.device == "cuda":
         torch.cuda.set_device(0)
-    if job.ranks > 1 and not job.is_nccl:
-        plain = handle.make_comm
 
-        def staged(*args: Any, **options: Any) -> Staged:
-            # Memory of the host would need no waits, and these are what is checked.
-            return Staged(plain(*args, **{**options, "shares_host": False}), job)
+    def make(mesh: zs.Mesh, settings: zs.Settings, ledger: Ledger) -> Any:
+        comm = make_comm(mesh, settings, ledger)
+        return Staged(comm, job) if job.ranks > 1 and not job.is_nccl else comm
 
-        handle.make_comm = staged  # type: ignore[attr-defined, assignment]
     model = model or build(job.device)
     optimizer = adamw(model)
-    return zs.shard(model, optimizer, stage=job.stage, precision=job.precision, watchdog_s=60.0), model, optimizer
+    # Memory of the host would need no waits, and these are what is checked.
+    settings = zs.Settings(watchdog_s=60.0, shared_memory=False)
+    asked = Request(model, optimizer, stage=job.stage, precision=job.precision, settings=settings)
+    return shard_over(asked, current_mesh(), make), model, optimizer
 
 
 def _pass(model: nn.Module, step: int, micro: int, rank: int, device: str) -> float:

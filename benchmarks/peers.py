@@ -134,7 +134,9 @@ def _zeroshard(stage: int, *, shared_memory: bool = True) -> Callable[[nn.Module
         import zeroshard as zs
 
         optimizer = _adamw(model.parameters())
-        return _loop(model, optimizer, zs.shard(model, optimizer, stage=stage, shared_memory=shared_memory))
+        return _loop(
+            model, optimizer, zs.shard(model, optimizer, stage=stage, settings=zs.Settings(shared_memory=shared_memory))
+        )
 
     return build
 

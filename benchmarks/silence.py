@@ -86,7 +86,9 @@ class Ours:
 
     def __init__(self, model: nn.Module, rate: float) -> None:
         self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), lr=rate)
-        self.zero = zs.shard(model, self.optimizer, stage=3, watchdog_s=PATIENCE_S, heartbeat_s=HEARTBEAT_S)
+        self.zero = zs.shard(
+            model, self.optimizer, stage=3, settings=zs.Settings(watchdog_s=PATIENCE_S, heartbeat_s=HEARTBEAT_S)
+        )
 
     def whole(self) -> dict[str, Tensor]:
         """Return the parameters, whole, on every rank."""

@@ -128,7 +128,10 @@ def train(job: dict[str, Any], rank: int, ranks: int) -> None:
     model = make_model(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     options = {"units": list(model.blocks)} if job["units"] == "blocks" else {}
-    zero = zs.shard(model, optimizer, stage=job["stage"], shared_memory=job["shared_memory"], **options)
+    transport = {"shared_memory": job["shared_memory"]}
+    # The state before may be from before there were settings.
+    options |= {"settings": zs.Settings(**transport)} if hasattr(zs, "Settings") else transport
+    zero = zs.shard(model, optimizer, stage=job["stage"], **options)
     batches = [make_batch(case, 1, rank, step) for step in range(BATCHES)]
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of training
     for step, line in enumerate(sys.stdin):

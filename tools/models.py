@@ -140,7 +140,7 @@ def train(name: str, is_sharded: bool, shared_memory: bool = True) -> list[float
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     mine: Sequence[int] = (0, 1)
     if is_sharded:
-        zero = zs.shard(model, optimizer, stage=3, shared_memory=shared_memory)
+        zero = zs.shard(model, optimizer, stage=3, settings=zs.Settings(shared_memory=shared_memory))
         mine = (zero.mesh.rank,)
     losses = []
     for step in range(STEPS + 1):

@@ -1,22 +1,29 @@
 """zeroshard: train PyTorch models that do not fit, by ZeRO, in one call.
 
 `zs.shard(model, optimizer)` replaces the copies that data parallelism keeps by shards; the training loop stays as it
-is. Start with `shard` and `Zero`; `docs/design.md` explains the whole.
+is. Start with `shard` and `Zero`; `docs/design.md` explains the whole. Names are imported when they are first used, so
+that the planner can read `zeroshard.table` where there is no torch.
 """
 
-from zeroshard.checkpoint.load import Loaded
-from zeroshard.checkpoint.verify import latest
-from zeroshard.core.comm import gather_across_ranks, mean_across_ranks
-from zeroshard.core.errors import CheckpointError, RankMismatchError
-from zeroshard.core.mesh import Mesh
-from zeroshard.core.precision import Precision
-from zeroshard.core.residency import Replicated, Residency, Sharded
-from zeroshard.core.trace import Event, Memory, Trace, Traffic
-from zeroshard.core.version import VERSION as __version__
-from zeroshard.handle import Zero, shard
-from zeroshard.report.profile import Profile
-from zeroshard.state.average import Average
-from zeroshard.state.start import init
+import importlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeroshard.checkpoint.load import Loaded
+    from zeroshard.checkpoint.verify import latest
+    from zeroshard.core.precision import Precision
+    from zeroshard.core.version import VERSION as __version__
+    from zeroshard.handle import Zero, shard
+    from zeroshard.report.profile import Profile
+    from zeroshard.state.average import Average
+    from zeroshard.state.start import init
+    from zeroshard.table.cells import Replicated, Residency, Sharded
+    from zeroshard.table.errors import CheckpointError, RankMismatchError
+    from zeroshard.table.settings import Settings
+    from zeroshard.table.trace import Event, Memory, Trace, Traffic
+    from zeroshard.wire.comm import gather_across_ranks, mean_across_ranks
+    from zeroshard.wire.mesh import Mesh
 
 __all__ = [
     "Average",
@@ -30,6 +37,7 @@ __all__ = [
     "RankMismatchError",
     "Replicated",
     "Residency",
+    "Settings",
     "Sharded",
     "Trace",
     "Traffic",
@@ -41,3 +49,45 @@ __all__ = [
     "mean_across_ranks",
     "shard",
 ]
+
+_MODULES = MappingProxyType(
+    {
+        "Average": "zeroshard.state.average",
+        "CheckpointError": "zeroshard.table.errors",
+        "Event": "zeroshard.table.trace",
+        "Loaded": "zeroshard.checkpoint.load",
+        "Memory": "zeroshard.table.trace",
+        "Mesh": "zeroshard.wire.mesh",
+        "Precision": "zeroshard.core.precision",
+        "Profile": "zeroshard.report.profile",
+        "RankMismatchError": "zeroshard.table.errors",
+        "Replicated": "zeroshard.table.cells",
+        "Residency": "zeroshard.table.cells",
+        "Settings": "zeroshard.table.settings",
+        "Sharded": "zeroshard.table.cells",
+        "Trace": "zeroshard.table.trace",
+        "Traffic": "zeroshard.table.trace",
+        "Zero": "zeroshard.handle",
+        "gather_across_ranks": "zeroshard.wire.comm",
+        "init": "zeroshard.state.start",
+        "latest": "zeroshard.checkpoint.verify",
+        "mean_across_ranks": "zeroshard.wire.comm",
+        "shard": "zeroshard.handle",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from where it is defined."""
+    if name == "__version__":
+        value = importlib.import_module("zeroshard.core.version").VERSION
+    elif name in _MODULES:
+        value = getattr(importlib.import_module(_MODULES[name]), name)
+    else:
+        raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

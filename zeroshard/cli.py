@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn, Self, final
 
 import zeroshard
-from zeroshard.core.errors import printable
+from zeroshard.table.errors import printable
 from zeroshard.train.launch import StopSignal, follow_launcher, is_first_rank, joined_world_size, launch_ranks
 from zeroshard.train.metrics import EvalRecord, RankBytes, Start, StepRecord, Summary
 

@@ -6,12 +6,14 @@ the layers between add: whole state, accounts of bytes. Read `docs/design.md` fo
 `core/engine.py`.
 """
 
+import dataclasses
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal, final
+from types import MappingProxyType
+from typing import Any, Literal, ParamSpec, TypeVar, final
 
 import torch
 from torch import nn
@@ -19,16 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
-from zeroshard.core.backends import make_comm
-from zeroshard.core.buffer import Pool
 from zeroshard.core.engine import Engine
-from zeroshard.core.mesh import Mesh, current_mesh
 from zeroshard.core.optimizer import ShardedOptimizer
-from zeroshard.core.parameter import Form, PlainForm, slot_of
-from zeroshard.core.precision import LossScale, Precision, precision_of
-from zeroshard.core.residency import Residency
-from zeroshard.core.stages import DEFAULT_STAGE, name_of_row, row_of_stage
-from zeroshard.core.trace import Ledger, Memory, Trace, Traffic
+from zeroshard.core.parameter import PlainForm
+from zeroshard.core.precision import Precision
+from zeroshard.core.slot import Form
 from zeroshard.core.unit import Unit
 from zeroshard.core.version import VERSION
 from zeroshard.report.profile import Profile
@@ -36,34 +33,55 @@ from zeroshard.state import accounting
 from zeroshard.state.admission import state_cost
 from zeroshard.state.average import Average, count_averages
 from zeroshard.state.copies import check_copies
+from zeroshard.state.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
 from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
-from zeroshard.state.materialize import InitFn, check_source, materialize
-from zeroshard.state.start import accepted_by_all, check_seconds, everybody_at
+from zeroshard.state.materialize import InitFn
+from zeroshard.state.request import Described, Optimizers, Request, check_optimizers, describe
+from zeroshard.state.start import accepted_by_all, everybody_at
 from zeroshard.state.summary import summarize, warn_if_whole
-from zeroshard.state.takeover import (
-    Options,
-    check_bucket_count,
-    check_equal,
-    check_model,
-    check_optimizers,
-    describe,
-    describe_optimizer,
-    kept_parameters,
-    lay_out,
-    make_unit,
-    register_foreach_types,
-    take_over,
-    tell_refusal,
-)
-from zeroshard.state.units import plan_units
+from zeroshard.state.takeover import build
 from zeroshard.state.wiring import wire
+from zeroshard.table.cells import Residency
+from zeroshard.table.settings import Settings
+from zeroshard.table.stages import name_of_row
+from zeroshard.table.trace import Ledger, Memory, Trace, Traffic
+from zeroshard.torch_private import check_torch
+from zeroshard.wire.comm import Comm
+from zeroshard.wire.mesh import Mesh, current_mesh
+from zeroshard.wire.transports import make_comm
 
-__all__ = ["Zero", "shard"]
+__all__ = ["Zero", "shard", "shard_over"]
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+MakeComm = Callable[[Mesh, Settings, Ledger], Comm]
+"""Makes the collectives of a mesh, on every rank at the same time."""
+
+OLD = MappingProxyType(
+    {
+        "cut": "shards are cut anywhere; leave it out",
+        "replicas": "write mesh=2 for two copies",
+        "init_fn": "write weights=function",
+    }
+)
+"""Arguments of earlier versions, beside those that are fields of `Settings` now, and what is written instead."""
 
 
+def _refuse_old(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Have a function refuse arguments of earlier versions by name."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **options: _P.kwargs) -> _T:
+        fields = {field.name: f"write settings=zs.Settings({field.name}=...)" for field in dataclasses.fields(Settings)}
+        for name in options.keys() & (fields | OLD).keys():
+            raise TypeError(f"shard() has no argument {name}=: {(fields | OLD)[name]}.")
+        return function(*args, **options)
+
+    return call
+
+
+@_refuse_old
 def shard(
     model: nn.Module,
     optimizer: Optimizers = None,
@@ -72,17 +90,10 @@ def shard(
     residency: Residency | None = None,
     precision: str | Precision = "fp32",
     units: Sequence[object] | None = None,
-    cut: str = "element",
-    reduction: Literal["mean", "sum"] = "mean",
-    elementwise: bool | None = None,
-    forward_methods: Sequence[str] = (),
-    replicas: int = 1,
-    mesh: DeviceMesh | None = None,
-    init_fn: InitFn | None = None,
-    weights: str | Path | None = None,
-    shared_memory: bool = True,
-    watchdog_s: float = 600.0,
-    heartbeat_s: float = 30.0,
+    mesh: DeviceMesh | int | None = None,
+    reduction: Literal["mean", "sum"] | float = "mean",
+    weights: str | Path | InitFn | None = None,
+    settings: Settings = Settings(),  # noqa: B008 (frozen)
 ) -> "Zero":
     """Shard a model and its optimizers in place over all ranks; the training loop stays as it is.
 
@@ -98,24 +109,18 @@ def shard(
         precision: "fp32" (all as it is), "bf16", "fp16" (with a dynamic loss scale), or a `Precision`.
         units: what is gathered and reduced together: modules, classes or class names; by default blocks are found in
             lists, sequences and dictionaries of modules, also nested, and small ones joined.
-        cut: where a boundary between ranks may fall: "element", "row" (first dimension) or "tensor".
-        reduction: "mean" over ranks, as data parallelism does, or "sum", for losses weighted by tokens.
-        elementwise: True vouches for an optimizer that is not known; None tries it.
-        forward_methods: methods of the model, besides `forward`, that compute with its parameters.
-        replicas: copies of the sharded state, each over world_size / replicas neighbouring ranks: less memory is saved,
-            and most messages stay among neighbours (one host, say).
-        mesh: axes of all ranks by name, in place of `replicas`: "replicate", "shard" (over which state is sharded) and
-            "tensor", over which `parallelize_module(model, mesh["tensor"], plan)` has split parameters. Ranks along
-            "tensor" train on the same data, ranks along the others on data of their own.
-        init_fn: initializes the tensors of one module of a model on the meta device; by default Transformers'
-            `_init_weights` does for its models, and each module's `reset_parameters` for others.
-        weights: a directory of safetensors with the values of a model on the meta device, under its own names; every
-            rank must see it, and rank 0 reads it, slice by slice.
-        shared_memory: False has ranks send messages even where a copy of the state lies on one host, with gloo on the
-            CPU: there they read each other's memory by default, which is faster and gives the same bits.
-        watchdog_s: seconds after which a wait for another rank is an error that names what every rank does.
-        heartbeat_s: seconds after which a rank without a sign of life, stopped or out of reach, is named as the cause,
-            and the others end.
+        mesh: a number of copies of the sharded state, each over world_size / mesh neighbouring ranks: less memory is
+            saved, and most messages stay among neighbours (one host, say). Or a DeviceMesh of all ranks with axes
+            called "replicate", "shard" (over which state is sharded) and "tensor", over which
+            `parallelize_module(model, mesh["tensor"], plan)` has split parameters. Ranks along "tensor" train on the
+            same data, ranks along the others on data of their own.
+        reduction: "mean" over ranks, as data parallelism does, "sum", for losses weighted by tokens, or a number that
+            the sum is divided by.
+        weights: where the values of a model on the meta device come from: a function that initializes the tensors of
+            one module, or a directory of safetensors under the model's own names, which every rank must see, and rank 0
+            reads, slice by slice. By default Transformers' `_init_weights` initializes its models, and each module's
+            `reset_parameters` others.
+        settings: limits of waits, transports, and what the caller vouches for.
 
     Returns: the handle.
 
@@ -143,60 +148,27 @@ def shard(
     assert loss.item() < before
     ```
     """
-    joined, ledger = current_mesh(), Ledger()
-    pool = Pool(ledger)
-    with everybody_at("zs.shard()", joined, watchdog_s, heartbeat_s):
+    asked = Request(model, optimizer, stage, residency, precision, units, mesh, reduction, weights, settings)
+    return shard_over(asked, current_mesh(), make_comm)
+
+
+def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
+    """Do what `shard()` does, over collectives that the caller makes: describe, check, build, wire.
+
+    Collective: as `shard()`.
+    """
+    settings, ledger = asked.settings if isinstance(asked.settings, Settings) else Settings(), Ledger()
+    with everybody_at("zs.shard()", joined, settings.watchdog_s, settings.heartbeat_s):
         with accepted_by_all(joined, "zs.shard()"):
-            row = _row(stage, residency)
-            if reduction not in ("mean", "sum"):
-                raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}.")
-            check_seconds(watchdog_s=watchdog_s, heartbeat_s=heartbeat_s)
-            optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else _as_list(optimizer)
-            chosen, ranks = precision_of(precision), lay_out(joined, replicas, mesh)
-            check_model(model, forward_methods, cut, ranks)
-            forms = _forms_of(model, ranks)
-            check_optimizers(model, optimizers, row, elementwise, is_final=optimizer is not None)
-            plans = plan_units(model, units)
-            source = check_source(model, init_fn, weights)
-            scale = 1.0 / len(ranks.data_ranks) if reduction == "mean" else 1.0
-            common = Options(row, chosen, cut, scale, kept_parameters(model, chosen), forms)
-            check_bucket_count(plans, common)
-        comm = make_comm(ranks, watchdog_s, heartbeat_s, pool, shares_host=shared_memory)
-    options = (
-        f"{name_of_row(row)}, cut={cut}, reduction={reduction}, {chosen}, axes={ranks.axes}, "
-        f"elementwise={elementwise}, shared_memory={shared_memory}, forward_methods={list(forward_methods)}"
-    )
-    check_equal(ranks, comm, describe(model, optimizers, plans, options, VERSION))
-    register_foreach_types()
-    made: dict[int, Unit] = {}
-    for number in materialize(model, plans, ranks, init_fn, source):
-        first_bucket = sum(len(unit.buckets) for unit in made.values())
-        made[number] = make_unit(number, plans[number], common, ranks, pool, ledger, first_bucket)
-        # Taken over and released before the next is made: never more than one unit is there twice.
-        take_over(made[number], plans[number], forms, comm)
-    for name, tensor in model.named_buffers():
-        comm.broadcast(tensor.data, f"buffer '{name}'", "start")
-    engine = Engine(ranks, comm, [made[number] for number in range(len(plans))], ledger)
-    engine.take_slots(slot_of(parameter) for parameter in model.parameters())
-    if chosen.loss_scale is not None:
-        engine.use_loss_scale(LossScale(chosen.loss_scale))
-    zero = Zero(engine, model, row, cut, elementwise)
-    for one in optimizers:
-        zero._take(one)
-    wire(engine, model, plans, forward_methods, chosen)
-    warn_if_whole(ranks, engine.units, plans)
+            described = describe(asked, joined, _forms_of)
+        comm = make_comm(described.mesh, settings, ledger)
+    check_equal(described.mesh, comm, facts_of(described, VERSION))
+    check_torch()
+    engine = build(described, comm, ledger)
+    zero = Zero(engine, described)
+    wire(engine, described.model, described.plans, settings.forward_methods, described.precision)
+    warn_if_whole(described.mesh, engine.units, described.plans)
     return zero
-
-
-def _row(stage: int | None, residency: Residency | None) -> Residency:
-    """Return the row of the residency table that the two arguments ask for."""
-    if residency is None:
-        return row_of_stage(DEFAULT_STAGE if stage is None else stage)
-    if stage is not None:
-        raise ValueError(f"Give stage= or residency=, not both; got stage={stage} and {residency}.")
-    if not isinstance(residency, Residency):
-        raise TypeError(f"residency must be a zs.Residency; got {residency!r}. stage= takes a number.")
-    return residency
 
 
 def _forms_of(model: nn.Module, mesh: Mesh) -> Mapping[int, Form]:
@@ -207,14 +179,6 @@ def _forms_of(model: nn.Module, mesh: Mesh) -> Mapping[int, Form]:
     from zeroshard.parallel.tensor import forms_of
 
     return forms_of(model, mesh)
-
-
-def _as_list(optimizers: object) -> list[torch.optim.Optimizer]:
-    if optimizers is None:
-        return []
-    if isinstance(optimizers, Sequence):
-        return list(optimizers)
-    raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them; got {type(optimizers).__name__}.")
 
 
 @final
@@ -232,16 +196,18 @@ class Zero:
     ```
     """
 
-    def __init__(self, engine: Engine, model: nn.Module, row: Residency, cut: str, elementwise: bool | None) -> None:
-        self._engine, self._model, self._cut, self._elementwise = engine, model, cut, elementwise
+    def __init__(self, engine: Engine, described: Described) -> None:
+        self._engine, self._model, self._elementwise = engine, described.model, described.settings.elementwise
         self._sharded: list[ShardedOptimizer] = []
-        self._saver = Saver(engine, model, self._sharded)
+        self._saver = Saver(engine, described.model, self._sharded)
         self._averages: weakref.WeakSet[Average] = weakref.WeakSet()
-        self.residency = row
+        self.residency = described.row
         """The row of the residency table."""
         if engine.comm.watchdog is not None:
             # The watchdog's threads must not keep the model alive.
             engine.comm.watchdog.tell_with_errors(functools.partial(_describe, weakref.ref(self)))
+        for one in described.optimizers:
+            self._take(one)
 
     def __str__(self) -> str:
         return self.summary()
@@ -305,7 +271,7 @@ class Zero:
         except (TypeError, ValueError) as error:
             tell_refusal(engine.mesh, engine.comm, error)
             raise
-        check_equal(engine.mesh, engine.comm, describe_optimizer(self._model, optimizer, number))
+        check_equal(engine.mesh, engine.comm, facts_of_optimizer(self._model, optimizer, number))
         self._take(optimizer)
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
@@ -338,7 +304,7 @@ class Zero:
 
         Args:
             axis: "all" keeps them on this rank; where gradients are sharded, whole unreduced ones are kept meanwhile,
-                and `memory()` shows them as transient. "replicate" reduces them within each of the `replicas=` copies
+                and `memory()` shows them as transient. "replicate" reduces them within each copy of the state (`mesh=`)
                 and leaves the sum over copies to the end: no more memory, and fewer messages between copies.
 
         Raises:
@@ -561,7 +527,7 @@ class Zero:
         assert "(root)" in zero.summary()
         ```
         """
-        return summarize(self._engine, self._sharded, name_of_row(self.residency), self._cut)
+        return summarize(self._engine, self._sharded, name_of_row(self.residency))
 
     def memory(self) -> Memory:
         """Return the bytes that this rank holds, held at most, and is predicted to hold."""

@@ -11,7 +11,7 @@ from benchmarks import gpu, run
 from benchmarks.launch import launch
 from benchmarks.measure import Job
 from benchmarks.report import BEGIN, END, ratio_of_medians, write_tables
-from zeroshard.host.board import is_supported
+from zeroshard.wire.board import is_supported
 
 
 def test_a_run_compares_contestants_and_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.values import bytes_of
 from zeroshard.checkpoint.verify import verify
-from zeroshard.core.layout import plan_layout
+from zeroshard.table.layout import plan_layout
 
 SHAPE = (5, 8)
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 import zeroshard as zs
 from tests.engine.oracle import randint, randn, seed
+from tools.settled import settled
 
 TIMEOUT_S = 40.0
 WATCHDOG_S = 8.0
@@ -77,7 +78,7 @@ class Trainer:
     @classmethod
     def make(cls, stage: int, key: int = 0, **options: Any) -> "Trainer":
         model, optimizers = build(key)
-        zero = zs.shard(model, optimizers, stage=stage, watchdog_s=WATCHDOG_S, **options)
+        zero = zs.shard(model, optimizers, stage=stage, **settled({"watchdog_s": WATCHDOG_S, **options}))
         rank = dist.get_rank() if dist.is_initialized() else 0
         seed(99, rank)
         random.seed(rank)

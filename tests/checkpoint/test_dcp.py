@@ -54,7 +54,7 @@ def write(folder: str) -> dict[str, Any]:
     seed(3)
     model = Net(torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    zero = zs.shard(model, optimizer, stage=3, watchdog_s=8)
+    zero = zs.shard(model, optimizer, stage=3, settings=zs.Settings(watchdog_s=8))
     for number in range(2):
         step(model, optimizer, number)
     zero.save(f"{folder}/step-2")

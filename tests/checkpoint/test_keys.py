@@ -48,7 +48,7 @@ def round_trip(folder: str, keys: list[Any], shared: bool = True) -> None:
         torch.manual_seed(key)
         model = nn.Linear(3, 5)
         optimizer = Keyed(model.parameters(), keys)
-        zero = zs.shard(model, optimizer, stage=2, shared_memory=shared, elementwise=True)
+        zero = zs.shard(model, optimizer, stage=2, settings=zs.Settings(shared_memory=shared, elementwise=True))
         made.append((model, optimizer, zero))
         model(torch.ones(2, 3) * (key + 1)).sum().backward()
         optimizer.step()

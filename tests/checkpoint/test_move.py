@@ -82,10 +82,10 @@ def test_stages_write_the_same_checkpoint(written: Any) -> None:
 
 def write_replicas(folder: str, stage: int) -> dict[str, Any]:
     """Save from two replicas, and load that on two replicas of another stage."""
-    trainer = Trainer.make(stage, replicas=2)
+    trainer = Trainer.make(stage, mesh=2)
     trainer.train(0, 2)
     trainer.zero.save(f"{folder}/replicas-{stage}")
-    other = Trainer.make(3 - stage, key=1, replicas=2)
+    other = Trainer.make(3 - stage, key=1, mesh=2)
     other.zero.load(f"{folder}/replicas-{stage}")
     return {"before": trainer.state(), "after": other.state()}
 
@@ -113,7 +113,7 @@ def move_between_orders(folder: str, stage: int) -> list[tuple[dict[str, Any], d
             seed(8, key, len(states))
             model = nn.Sequential(nn.Conv2d(3, 5, 2), nn.Conv2d(5, 2, 3)).to(memory_format=order)
             optimizer = torch.optim.AdamW(model.parameters())
-            zero = zs.shard(model, optimizer, stage=stage, watchdog_s=WATCHDOG_S)
+            zero = zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=WATCHDOG_S))
             if states:
                 zero.load(f"{folder}/{key}")
             else:
@@ -165,7 +165,7 @@ def losses_of(
 def go_on(folder: str, stage: int, first: int) -> list[float]:
     """Load what was saved after `first` steps, if any were made, train on, and save."""
     model, optimizer = make_plain()
-    zero = zs.shard(model, optimizer, stage=stage, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     if first:
         assert zero.load(f"{folder}/step-{first}").step == first
     losses = losses_of(model, optimizer, first, zero.mesh.rank, zero.mesh.world_size)
@@ -189,7 +189,6 @@ def test_a_run_moves_along_the_curve_of_plain_torch(tmp_path: Path) -> None:
 
 MOVES = 200
 PRECISIONS = ["fp32", "bf16", "fp16"]
-CUTS = ["element", "row", "tensor"]
 REPLICAS = {1: [1], 2: [1], 3: [1], 4: [1, 2]}
 
 
@@ -199,8 +198,7 @@ def draw_options(draw: random.Random, world: int) -> dict[str, Any]:
     return {
         "stage": draw.choice(STAGES),
         "precision": draw.choice(PRECISIONS),
-        "cut": draw.choice(CUTS),
-        **({"replicas": replicas} if replicas > 1 else {}),
+        **({"mesh": replicas} if replicas > 1 else {}),
     }
 
 

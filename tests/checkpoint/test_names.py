@@ -11,7 +11,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.checkpoint.exchange import import_folder
 from zeroshard.cli import main
-from zeroshard.core.errors import printable
+from zeroshard.table.errors import printable
 
 from . import small
 

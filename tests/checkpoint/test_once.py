@@ -21,7 +21,7 @@ def save_what_changes(folder: str) -> None:
     for stage in range(4):
         for shared in (True, False):
             model = nn.Linear(64, 64)
-            zero = zs.shard(model, stage=stage, shared_memory=shared)
+            zero = zs.shard(model, stage=stage, settings=zs.Settings(shared_memory=shared))
             slots = list(zero._engine.slots.values())
             write = files.write
 

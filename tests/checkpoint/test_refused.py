@@ -56,7 +56,7 @@ def save_different_copies(folder: str) -> str:
 
 def save_different_replicas(folder: str) -> str:
     """Ranks 1 and 3 keep the same shards, and rank 3 has lost something of its."""
-    trainer = Trainer.make(3, replicas=2)
+    trainer = Trainer.make(3, mesh=2)
     trainer.train(0, 1)
     for state in trainer.optimizers[0].state.values():
         state["exp_avg"].add_(dist.get_rank() // 3)

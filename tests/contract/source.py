@@ -18,7 +18,7 @@ class Module:
     """One module of the package, or a text that stands for one.
 
     Args:
-        name: dotted name, as in `zeroshard.core.comm`.
+        name: dotted name, as in `zeroshard.wire.comm`.
         text: its source.
         is_package: whether it is an `__init__.py`.
     """

@@ -86,7 +86,8 @@ def documented() -> dict[str, Any]:
         loaded = load(module)
         for name in listed_names(module) or [] if loaded else []:
             obj = getattr(loaded, name, None)
-            if inspect.isclass(obj) or inspect.isroutine(obj):
+            is_ours = str(getattr(obj, "__module__", None)).startswith("zeroshard")  # torch_private has torch's own
+            if is_ours and (inspect.isclass(obj) or inspect.isroutine(obj)):
                 found[f"{obj.__module__}.{obj.__qualname__}"] = obj
                 found.update(members(obj) if inspect.isclass(obj) else {})
     return {name: obj for name, obj in found.items() if has_example(obj)}

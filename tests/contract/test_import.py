@@ -45,6 +45,7 @@ watched = {{"socket.connect", "socket.bind", "socket.getaddrinfo", "socket.getho
 before, modules = state(), set(sys.modules)
 sys.addaudithook(audit)
 import zeroshard
+from zeroshard import *  # names are imported when they are first used
 {planted}
 watched.clear()
 after = state()
@@ -129,6 +130,14 @@ def test_all_but_the_command_line_imports_without_extras() -> None:
     names = [m.name for m in package_modules() if not m.name.startswith(NEED_EXTRAS)]
     assert "zeroshard.core.engine" in names
     assert run(BLOCKED.format(blocked=HEAVY, names=names)) == [f"IMPORTED {name}" for name in names]
+
+
+def test_the_table_imports_without_torch() -> None:
+    names = [m.name for m in package_modules() if m.name.startswith("zeroshard.table")]
+    assert "zeroshard.table.schedule" in names
+    assert run(BLOCKED.format(blocked=("torch", "numpy", "safetensors"), names=names)) == [
+        f"IMPORTED {name}" for name in names
+    ]
 
 
 def test_a_blocked_extra_is_found() -> None:

@@ -1,6 +1,7 @@
 """Imports point downwards only: the layers of docs/design.md."""
 
 import ast
+import sys
 
 import pytest
 
@@ -9,8 +10,9 @@ from .source import Module, package_modules, plant
 # Bottom to top: a layer may import itself and what stands before it. "zeroshard" is the package's own `__init__`.
 LAYERS = (
     "testing",
-    "faults",
-    "host",
+    "table",
+    "torch_private",
+    "wire",
     "core",
     "state",
     "activations",
@@ -25,19 +27,12 @@ LAYERS = (
     "train",
     "cli",
 )
-# The planner runs without an engine, and predicts from the same table, layout and schedule that the engine runs on.
-PLAN_READS_OF_CORE = frozenset(
-    f"zeroshard.core.{name}" for name in ("errors", "layout", "residency", "schedule", "stages")
-)
+# The planner runs without an engine: it reads the table that the engine runs on.
+PLAN_READS = ("table", "plan")
 # The product does not use its test helper.
 TEST_ONLY = "testing"
-# What the planner shares with the engine stays integers, so that it never needs a device.
-WITHOUT_TORCH = (
-    "zeroshard.core.layout",
-    "zeroshard.core.schedule",
-    "zeroshard.core.stages",
-    "zeroshard.core.residency",
-)
+# What the planner shares with the engine is names and integers, so that it needs no device.
+WITHOUT_TORCH = "table"
 
 
 def layer_of(name: str) -> str:
@@ -72,8 +67,8 @@ def violations(modules: tuple[Module, ...]) -> list[str]:
         for line, target in imports(module, known):
             if target.partition(".")[0] == "zeroshard":
                 found += [module.at(line, why) for why in reasons_against(layer, target)]
-            elif module.name in WITHOUT_TORCH and target.partition(".")[0] == "torch":
-                found.append(module.at(line, "imports torch, but it is integers only"))
+            elif layer == WITHOUT_TORCH and target.partition(".")[0] not in sys.stdlib_module_names:
+                found.append(module.at(line, f"imports {target}, but it is names and integers only"))
     return found
 
 
@@ -86,8 +81,8 @@ def reasons_against(layer: str, target: str) -> list[str]:
         return [f"{layer} imports {target}, which is above it"]
     if below == TEST_ONLY and layer != TEST_ONLY:
         return [f"{layer} imports {target}, which is for tests"]
-    if layer == "plan" and below == "core" and target not in PLAN_READS_OF_CORE:
-        return [f"plan imports {target}: of core it may read {', '.join(sorted(PLAN_READS_OF_CORE))}"]
+    if layer == "plan" and below not in PLAN_READS:
+        return [f"plan imports {target}: it reads the table alone"]
     return []
 
 
@@ -103,14 +98,23 @@ def test_imports_point_downwards() -> None:
         ("zeroshard.core.unit", "from ..plan.memory import predict", "core imports zeroshard.plan.memory, which is"),
         ("zeroshard.core.unit", "def f():\n    from .. import cli", "core imports zeroshard.cli, which is above"),
         ("zeroshard.state.full", "import zeroshard.checkpoint.save", "state imports zeroshard.checkpoint.save"),
-        ("zeroshard.plan.memory", "from zeroshard.core import engine", "plan imports zeroshard.core.engine: of core"),
-        ("zeroshard.plan.memory", "from zeroshard.core import Zero", "plan imports zeroshard.core: of core it may"),
+        (
+            "zeroshard.plan.memory",
+            "from zeroshard.core import engine",
+            "plan imports zeroshard.core.engine: it reads the table",
+        ),
+        ("zeroshard.plan.memory", "from zeroshard.core import Zero", "plan imports zeroshard.core: it reads the table"),
         ("zeroshard.report.page", "from zeroshard.train import loop", "report imports zeroshard.train, which is above"),
         ("zeroshard.train.loop", "from zeroshard.cli import main", "train imports zeroshard.cli, which is above"),
         ("zeroshard.train.loop", "from zeroshard.testing import run_ranks", "zeroshard.testing, which is for tests"),
         ("zeroshard.train.loop", "import zeroshard.extras", "imports zeroshard.extras, which is in no known layer"),
         ("zeroshard.extras.page", "", "unknown layer 'extras'"),
-        ("zeroshard.core.layout", "import torch.distributed", "imports torch, but it is integers only"),
+        (
+            "zeroshard.table.layout",
+            "import torch.distributed",
+            "imports torch.distributed, but it is names and integers",
+        ),
+        ("zeroshard.table.layout", "import numpy as np", "imports numpy, but it is names and integers only"),
     ],
 )
 def test_a_planted_import_is_found(name: str, text: str, message: str) -> None:
@@ -122,11 +126,75 @@ def test_a_planted_import_is_found(name: str, text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("zeroshard.plan.memory", "from zeroshard.core import layout\nfrom zeroshard.core.stages import STAGES"),
-        ("zeroshard.train.loop", "import zeroshard as zs\nfrom zeroshard.core.stages import STAGES\nimport torch"),
+        ("zeroshard.plan.memory", "from zeroshard.table import layout\nfrom zeroshard.table.stages import STAGES"),
+        ("zeroshard.train.loop", "import zeroshard as zs\nfrom zeroshard.table.stages import STAGES\nimport torch"),
         ("zeroshard.cli", "from zeroshard.train.loop import train"),
-        ("zeroshard.core.unit", "from . import layout\nfrom .buffer import Bucket"),
+        ("zeroshard.core.unit", "from . import engine\nfrom .buffer import Bucket"),
     ],
 )
 def test_an_import_downwards_passes(name: str, text: str) -> None:
-    assert violations((plant("zeroshard.core.layout", ""), plant(name, text))) == []
+    assert violations((plant("zeroshard.table.layout", ""), plant(name, text))) == []
+
+
+# -- order within core ------------------------------------------------------------------------------------------------
+
+# Each may import itself and what stands before it, for types only included.
+CORE = (
+    "version",
+    "tree",
+    "precision",
+    "changes",
+    "buffer",
+    "slot",
+    "gradient",
+    "parameter",
+    "saved",
+    "unit",
+    "order",
+    "engine",
+    "hooks",
+    "optimizer",
+)
+
+
+def out_of_order(modules: tuple[Module, ...]) -> list[str]:
+    """List every import within core that points upwards."""
+    known, found = frozenset(module.name for module in modules), []
+    for module in modules:
+        if module.name.startswith("zeroshard.core."):
+            own = module.name.split(".")[2]
+            names = [(line, name) for line, name in imports(module, known) if name.startswith("zeroshard.core.")]
+            found += [
+                module.at(line, f"{own} imports {name}, which comes after it")
+                for line, name in names
+                if CORE.index(name.split(".")[2]) > CORE.index(own)
+            ]
+    return found
+
+
+def circles(modules: tuple[Module, ...]) -> list[str]:
+    """Name the modules that import themselves, directly or through others, for types only included."""
+    known = frozenset(module.name for module in modules)
+    reached = {module.name: {name for _, name in imports(module, known)} & known for module in modules}
+    for through in known:
+        for names in reached.values():
+            if through in names:
+                names |= reached[through]
+    return sorted(name for name, names in reached.items() if name in names)
+
+
+def test_imports_within_core_have_an_order() -> None:
+    assert out_of_order(package_modules()) == []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert circles(package_modules()) == []
+
+
+def test_a_planted_circle_is_found() -> None:
+    one = plant("zeroshard.core.slot", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import engine")
+    two = plant("zeroshard.core.engine", "from zeroshard.core.unit import Unit")
+    three = plant("zeroshard.core.unit", "from zeroshard.core.slot import Slot")
+    (found,) = out_of_order((one, two, three))
+    assert "slot imports zeroshard.core.engine, which comes after it" in found
+    assert circles((one, two, three)) == ["zeroshard.core.engine", "zeroshard.core.slot", "zeroshard.core.unit"]

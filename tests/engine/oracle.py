@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zeroshard as zs
+from tools.settled import settled
 from zeroshard.testing import run_ranks
 
 STAGES: Final = (0, 1, 2, 3)
@@ -218,7 +219,7 @@ class Sharded(Run):
     def shard(self, model: nn.Module, *optimizers: Optimizer, **options: Any) -> None:
         which = optimizers[0] if len(optimizers) == 1 else list(optimizers) or None
         options = {"watchdog_s": WATCHDOG_S, **self._options, **options}
-        self.zeros.append(zs.shard(model, which, stage=self.stage, **options))
+        self.zeros.append(zs.shard(model, which, stage=self.stage, **settled(options)))
         self.models.append(model)
         self.optimizers.extend(optimizers)
 
@@ -299,7 +300,7 @@ def engine_run(case: Case, stage: int, **options: Any) -> dict[str, Any]:
     """Train this rank through the engine."""
     model = case.build()
     optimizer = case.optimizer(model)
-    zero = zs.shard(model, optimizer, stage=stage, watchdog_s=WATCHDOG_S, **options)
+    zero = zs.shard(model, optimizer, stage=stage, **settled({"watchdog_s": WATCHDOG_S, **options}))
     losses = _loop(case, model, optimizer)
     with zero.gathered(states=True):
         return {"losses": losses, "parameters": _parameters(model), "states": _copied(optimizer.state_dict())}

@@ -180,7 +180,11 @@ def refused_by_rank(shared_memory: bool) -> list[tuple[str, str, list[float]]]:
             model.blocks[1].places.requires_grad_(False)
             optimizer = models.sgd(model)
             zero = zs.shard(
-                model, optimizer, stage=stage, shared_memory=shared_memory, watchdog_s=WATCHDOG_S, units=[models.Block]
+                model,
+                optimizer,
+                stage=stage,
+                units=[models.Block],
+                settings=zs.Settings(shared_memory=shared_memory, watchdog_s=WATCHDOG_S),
             )
             model.blocks[1].how = how
             text = "nothing was raised"
@@ -222,7 +226,7 @@ def between_steps(precision: str) -> list[tuple[str, bool]]:
         model = models.build(models.Stack)
         model.stem.bias.requires_grad_(False)
         optimizer = models.sgd(model, lr=0.0)
-        zero = zs.shard(model, optimizer, stage=stage, precision=precision, watchdog_s=WATCHDOG_S)
+        zero = zs.shard(model, optimizer, stage=stage, precision=precision, settings=zs.Settings(watchdog_s=WATCHDOG_S))
         models.stack_loss(model, 0, dist.get_rank()).backward()
         with zero.gathered(states=True):
             before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -54,7 +54,7 @@ def train(stage: int, what: str, when: str) -> tuple[list[float], list[int]]:
 
     if when == "before":
         compile_targets()
-    zs.shard(model, optimizer, stage=stage, watchdog_s=20)
+    zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=20))
     if when == "after":
         compile_targets()
     losses, graphs = [], []

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.core.gradient import LogicalGradient
-from zeroshard.core.parameter import slot_of
+from zeroshard.core.slot import slot_of
 from zeroshard.testing import run_ranks
 
 from . import interface, models
@@ -64,7 +64,9 @@ class Attack:
         self.plain = {name: g.clone() for name, g in gradients(plain, dtype).items()}
         self.model = models.build(Shapes).to(dtype)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.zero = zs.shard(self.model, optimizer, stage=stage, shared_memory=shared_memory, watchdog_s=WATCHDOG_S)
+        self.zero = zs.shard(
+            self.model, optimizer, stage=stage, settings=zs.Settings(shared_memory=shared_memory, watchdog_s=WATCHDOG_S)
+        )
         gradients(self.model, dtype)
         self.parameters = dict(self.model.named_parameters())
         assert isinstance(self.parameters["matrix"].grad, LogicalGradient)

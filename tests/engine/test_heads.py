@@ -67,7 +67,11 @@ def train(kind: Callable[[], nn.Module], stage: int | None) -> tuple[list[str], 
     model = models.build(kind)
     optimizer = models.adamw(model)
     units = [model.table, model.mid]
-    zero = None if stage is None else zs.shard(model, optimizer, stage=stage, units=units, watchdog_s=WATCHDOG_S)
+    zero = (
+        None
+        if stage is None
+        else zs.shard(model, optimizer, stage=stage, units=units, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+    )
     names = []
     for step in range(2):
         x = torch.arange(8) + 8 * step
@@ -98,7 +102,7 @@ def test_the_gradients_are_added_in_place(stage: int, kind: Callable[[], nn.Modu
 
 def test_higher_derivatives_keep_their_graph() -> None:
     model = models.build(TwoModules)
-    zs.shard(model, stage=0, watchdog_s=WATCHDOG_S)
+    zs.shard(model, stage=0, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     x = torch.arange(8)
     (first,) = torch.autograd.grad(loss_of(model(x), x), [model.table.weight], create_graph=True)
     plain = models.build(TwoModules)

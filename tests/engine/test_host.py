@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.host.board import is_supported
+from tools.settled import settled
 from zeroshard.testing import run_ranks
+from zeroshard.wire.board import is_supported
 
 from . import models
 from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S, assert_same
@@ -25,7 +26,7 @@ def train(stage: int, options: dict[str, Any]) -> dict[str, Any]:
     """Train a few steps of two micro-batches with clipping; return all that came of it, and what torch sent."""
     model = models.build(models.GPT)
     optimizer = models.adamw(model)
-    zero = zs.shard(model, optimizer, stage=stage, watchdog_s=WATCHDOG_S, **options)
+    zero = zs.shard(model, optimizer, stage=stage, **settled({"watchdog_s": WATCHDOG_S, **options}))
     sent, isend = 0, dist.isend
 
     def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -63,13 +64,13 @@ def train_both_ways(options: dict[str, Any]) -> list[tuple[dict[str, Any], dict[
     return [
         (train(stage, {"shared_memory": True, **options}), train(stage, {"shared_memory": False, **options}))
         for stage in STAGES
-        if stage or "replicas" not in options
+        if stage or "mesh" not in options
     ]
 
 
 @pytest.mark.parametrize(
     ("world", "options"),
-    [(2, {}), (3, {}), (4, {"replicas": 2}), (2, {"precision": "bf16"}), (3, {"precision": "fp16"})],
+    [(2, {}), (3, {}), (4, {"mesh": 2}), (2, {"precision": "bf16"}), (3, {"precision": "fp16"})],
 )
 def test_shared_memory_and_messages_give_the_same_bits(world: int, options: dict[str, Any]) -> None:
     for runs in run_ranks(train_both_ways, world, options, timeout_s=TIMEOUT_S):
@@ -103,7 +104,7 @@ def most_mapped() -> tuple[int, int]:
     """Return the most shared memory that is mapped in at any hook, and between steps."""
     model = Wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zs.shard(model, optimizer, stage=3, watchdog_s=WATCHDOG_S)
+    zs.shard(model, optimizer, stage=3, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     before, most = shared_bytes(), 0
 
     def look(*args: Any) -> None:
@@ -144,7 +145,7 @@ def mapped_behind_the_head() -> tuple[int, int]:
     """Return the most shared memory that is mapped in between steps, and when the backward comes to the first block."""
     model = Headed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zs.shard(model, optimizer, stage=3, watchdog_s=WATCHDOG_S)
+    zs.shard(model, optimizer, stage=3, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     between, behind = 0, 0
 
     def look(*args: Any) -> None:
@@ -170,7 +171,7 @@ def change_everywhere() -> tuple[Tensor, Tensor]:
     """Change parameters in place in a forward and under gathered(); return what is left of it."""
     model = Wide()
     nn.init.ones_(model.blocks[3].weight)
-    zero = zs.shard(model, stage=3, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, stage=3, settings=zs.Settings(watchdog_s=WATCHDOG_S))
 
     def double(module: nn.Module, *args: Any) -> None:
         with torch.no_grad():
@@ -210,7 +211,9 @@ def look_up(stage: int, options: dict[str, Any], user: int | None) -> dict[str, 
     """Train with a table that only rank `user` uses in some steps; return the parameters."""
     model = models.build(Table)
     optimizer = models.adamw(model)
-    zero = zs.shard(model, optimizer, stage=stage, units=[model.table, model.out], watchdog_s=WATCHDOG_S, **options)
+    zero = zs.shard(
+        model, optimizer, stage=stage, units=[model.table, model.out], **settled({"watchdog_s": WATCHDOG_S, **options})
+    )
     for step in range(3):
         x = torch.full((8, WIDTH), 0.1 * (step + dist.get_rank()))
         is_first = step % 2 == 0
@@ -248,7 +251,7 @@ def keep_upstream(stage: int) -> tuple[Tensor, Tensor]:
     """Return the gradient that backward was given, before and after two micro-batches."""
     model = Flat()
     optimizer = models.adamw(model)
-    zero = zs.shard(model, optimizer, stage=stage, units=[model], watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, optimizer, stage=stage, units=[model], settings=zs.Settings(watchdog_s=WATCHDOG_S))
     given = torch.ones(64 * 64)
     before = given.clone()
     with zero.no_sync():

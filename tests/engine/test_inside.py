@@ -70,7 +70,9 @@ def train(stage: int, shared_memory: bool, disturb: str | None) -> tuple[list[An
     """Train, trying all calls in hooks of the third step; return losses, norms and states, and what was refused."""
     model = models.build(models.Stack)
     optimizer = models.adamw(model)
-    zero = zs.shard(model, optimizer, stage=stage, shared_memory=shared_memory, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(
+        model, optimizer, stage=stage, settings=zs.Settings(shared_memory=shared_memory, watchdog_s=WATCHDOG_S)
+    )
     texts: dict[str, list[str]] = {name: [] for name in CALLS}
     is_trying = False
 
@@ -135,7 +137,9 @@ def step_in_a_hook(stage: int, shared_memory: bool) -> tuple[str, bool, float]:
     """Let a step in a hook end the backward; return the error, whether values are as before, and the loss after it."""
     model = models.build(models.Stack)
     optimizer = models.sgd(model)
-    zero = zs.shard(model, optimizer, stage=stage, shared_memory=shared_memory, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(
+        model, optimizer, stage=stage, settings=zs.Settings(shared_memory=shared_memory, watchdog_s=WATCHDOG_S)
+    )
     hook = model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     with zero.gathered():
         before = [p.detach().clone() for p in model.parameters()]
@@ -166,7 +170,7 @@ def test_training_goes_on_after_a_refused_step(stage: int) -> None:
 def loss_of_plain_training() -> float:
     model = models.build(models.Stack)
     optimizer = models.sgd(model)
-    zs.shard(model, optimizer, stage=0, watchdog_s=WATCHDOG_S)
+    zs.shard(model, optimizer, stage=0, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     for step in range(2):
         loss = models.stack_loss(model, step, dist.get_rank())
         loss.backward()
@@ -186,7 +190,9 @@ def change_on_one_rank(stage: int, shared_memory: bool) -> list[str]:
     """Change values on rank 1 alone, without writeback; then train, to see that ranks are still together."""
     model = models.build(models.Stack)
     optimizer = models.adamw(model)
-    zero = zs.shard(model, optimizer, stage=stage, shared_memory=shared_memory, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(
+        model, optimizer, stage=stage, settings=zs.Settings(shared_memory=shared_memory, watchdog_s=WATCHDOG_S)
+    )
     models.stack_loss(model, 0, dist.get_rank()).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -224,7 +230,7 @@ def attach_half() -> tuple[str, str]:
     """Attach an optimizer of which one parameter is taken; then one of the rest, and a group of them."""
     model = models.build(models.Stack)
     first, rest = list(model.head.parameters()), [p for n, p in model.named_parameters() if "head" not in n]
-    zero = zs.shard(model, stage=2, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, stage=2, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     zero.attach(torch.optim.SGD(first, lr=0.1))
     texts = tried_value(lambda: zero.attach(torch.optim.SGD([*rest, first[0]], lr=0.1)))
     optimizer = torch.optim.SGD(rest[:2], lr=0.1)
@@ -251,7 +257,7 @@ def test_a_refused_attachment_leaves_nothing_behind() -> None:
 
 def skips_the_context() -> None:
     model = models.build(models.Stack)
-    zero = zs.shard(model, models.adamw(model), stage=1, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, models.adamw(model), stage=1, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     with zero.gathered(), torch.no_grad():
         model.head.bias.add_(1.0)
 

@@ -1,5 +1,6 @@
 """Counters beyond the limits of what carries them: a run across a limit has the bits of one that starts at zero."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard.core.comm import BUCKETS, PASSES, tag_of
 from zeroshard.core.precision import LossScale
-from zeroshard.host.board import ABOUT, ABOUT_BITS, TURNS, WORDS
-from zeroshard.state.takeover import Options, check_bucket_count
+from zeroshard.state.request import Described, check_bucket_count
 from zeroshard.state.units import UnitPlan
 from zeroshard.testing import run_ranks
+from zeroshard.wire.board import ABOUT, ABOUT_BITS, TURNS, WORDS
+from zeroshard.wire.comm import BUCKETS, PASSES, tag_of
 
 from . import models
 from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S
@@ -34,8 +35,7 @@ def train(stage: int, shared_memory: bool, start: dict[str, int]) -> Observed:
         optimizer,
         stage=stage,
         precision=zs.Precision(param=torch.bfloat16, master=torch.bfloat16, rounding="stochastic"),
-        shared_memory=shared_memory,
-        watchdog_s=WATCHDOG_S,
+        settings=zs.Settings(shared_memory=shared_memory, watchdog_s=WATCHDOG_S),
     )
     average = zero.ema(0.9)
     zero._engine.order._count = start["passes"]
@@ -98,10 +98,12 @@ def test_tags_fit_into_what_carries_them(number: int) -> None:
 def test_more_buckets_than_tags_can_tell_apart_are_refused() -> None:
     model = models.build(models.Stack)
     plan = UnitPlan("", model, [("weight", model.head.weight), ("bias", model.head.bias.requires_grad_(False))])
-    options = Options(zs.Residency(), zs.Precision(), "element", 1.0, frozenset(), {})
-    check_bucket_count([plan] * (BUCKETS // 2), options)
+    mesh = zs.Mesh(0, 1, 0, torch.device("cpu"))
+    plans, kept, settings = [plan] * (BUCKETS // 2), frozenset[int](), zs.Settings()
+    described = Described(model, [], zs.Residency(), zs.Precision(), mesh, "sum", plans, kept, {}, None, settings)
+    check_bucket_count(described)
     with pytest.raises(ValueError, match=r"32,770 buckets.*32,768.*units=.*16,385"):
-        check_bucket_count([plan] * (BUCKETS // 2 + 1), options)
+        check_bucket_count(replace(described, plans=[*plans, plan]))
 
 
 def test_a_loss_scale_stays_finite() -> None:

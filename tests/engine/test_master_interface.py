@@ -25,7 +25,13 @@ def slices(stage: int, shared_memory: bool, precision: zs.Precision | str) -> No
     gradients(plain, torch.float32)
     model = models.build(Shapes)
     mine = torch.optim.SGD(model.parameters(), lr=0.1)
-    zs.shard(model, mine, stage=stage, shared_memory=shared_memory, precision=precision, watchdog_s=WATCHDOG_S)
+    zs.shard(
+        model,
+        mine,
+        stage=stage,
+        precision=precision,
+        settings=zs.Settings(shared_memory=shared_memory, watchdog_s=WATCHDOG_S),
+    )
     gradients(model, torch.float32)
     for order in (2.0, 1.0, 0.5, 0.0, -1.0, math.inf, -math.inf):
         expected = nn.utils.get_total_norm([p.grad for p in of(optimizer) if p.grad is not None and p.numel()], order)

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeroshard.core.layout import choose_buffer, plan_layout
+from zeroshard.table.layout import plan_layout
+from zeroshard.table.pool import choose_buffer
 from zeroshard.testing import run_ranks
 
 from . import models

@@ -16,7 +16,7 @@ def looked_at(stage: int, shares: bool, looks: bool) -> tuple[list[np.ndarray], 
     """Train, with or without a look at the parameters through numpy; return them at the end, and what was warned of."""
     model = models.build(models.Stack)
     optimizer = models.adamw(model)
-    zero = zs.shard(model, optimizer, stage=stage, shared_memory=shares, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, optimizer, stage=stage, settings=zs.Settings(shared_memory=shares, watchdog_s=WATCHDOG_S))
     seen = []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -52,9 +52,8 @@ def build(stage: int, shares: bool, seed: int, replicas: int = 1) -> tuple[nn.Mo
         optimizer,
         stage=stage,
         units=list(model.blocks),
-        shared_memory=shares,
-        replicas=replicas,
-        watchdog_s=WATCHDOG_S,
+        mesh=replicas,
+        settings=zs.Settings(shared_memory=shares, watchdog_s=WATCHDOG_S),
     )
     return model, optimizer, zero
 

@@ -56,7 +56,7 @@ def sharded(stage: int, precision: str | zs.Precision) -> tuple[list[float], dic
     rank, _ = world()
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    zero = zs.shard(model, optimizer, stage=stage, precision=precision, watchdog_s=5)
+    zero = zs.shard(model, optimizer, stage=stage, precision=precision, settings=zs.Settings(watchdog_s=5))
     losses = []
     for step in range(STEPS):
         loss = model(features(step, rank)).square().mean()
@@ -137,7 +137,7 @@ SIDE = 96  # 96 * 96 elements are whole cache lines for 1 to 4 ranks alike
 def held_bytes(stage: int, choice: str | zs.Precision) -> tuple[dict[str, int], dict[str, int]]:
     model = nn.Linear(SIDE, SIDE, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
-    zero = zs.shard(model, optimizer, stage=stage, precision=choice, watchdog_s=5)
+    zero = zs.shard(model, optimizer, stage=stage, precision=choice, settings=zs.Settings(watchdog_s=5))
     model(torch.ones(1, SIDE)).sum().backward()
     optimizer.step()
     memory = zero.memory()
@@ -170,7 +170,7 @@ def crafted_sum(stage: int) -> float:
     """Send 256, 1 and -256 through a bf16 parameter's gradient as three micro-batches."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    zero = zs.shard(model, optimizer, stage=stage, precision="bf16", watchdog_s=5)
+    zero = zs.shard(model, optimizer, stage=stage, precision="bf16", settings=zs.Settings(watchdog_s=5))
     for value in (256.0, 1.0, -256.0):
         model(torch.tensor([[value]])).sum().backward()
     return float(zero.grad_norm())
@@ -221,7 +221,7 @@ def overflow_in(phase: str, stage: int) -> list[tuple[bool, bool, float]]:
             layer.register_forward_hook(lambda module, inputs, output, name=name: spoil(name, output))
         else:
             parameter.register_hook(lambda grad, name=name: spoil(name, grad))
-    zero = zs.shard(model, optimizer, stage=stage, precision="fp16", watchdog_s=5)
+    zero = zs.shard(model, optimizer, stage=stage, precision="fp16", settings=zs.Settings(watchdog_s=5))
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
 
     def step(bad: str) -> list[torch.Tensor]:
@@ -281,7 +281,13 @@ def at_the_floor() -> None:
     rank, _ = world()
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zs.shard(model, optimizer, stage=3, precision=zs.Precision(param=torch.float16, loss_scale=1.0), watchdog_s=5)
+    zs.shard(
+        model,
+        optimizer,
+        stage=3,
+        precision=zs.Precision(param=torch.float16, loss_scale=1.0),
+        settings=zs.Settings(watchdog_s=5),
+    )
     loss = model(torch.ones(1, 2)).sum() * (float("inf") if rank == 1 else 1.0)
     loss.backward()
     optimizer.step()
@@ -299,7 +305,7 @@ def with_grad_scaler(stage: int) -> tuple[list[float], list[float]]:
     rank, _ = world()
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    zs.shard(model, optimizer, stage=stage, watchdog_s=5)
+    zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=5))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     losses, scales = [], []
     for step in range(STEPS):
@@ -327,7 +333,7 @@ def test_the_users_grad_scaler_agrees_across_ranks() -> None:
 def both_scales() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zs.shard(model, optimizer, stage=3, precision="fp16", watchdog_s=5)
+    zs.shard(model, optimizer, stage=3, precision="fp16", settings=zs.Settings(watchdog_s=5))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
     scaler.step(optimizer)
@@ -341,7 +347,7 @@ def test_two_loss_scales_at_once_are_refused() -> None:
 def batch_norm_kept() -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zs.shard(model, optimizer, stage=3, precision="bf16", watchdog_s=5)
+    zs.shard(model, optimizer, stage=3, precision="bf16", settings=zs.Settings(watchdog_s=5))
     out = model(torch.randn(3, 4))
     out.sum().backward()
     optimizer.step()
@@ -355,7 +361,7 @@ def test_batch_norm_stays_in_fp32_and_outputs_are_fp32() -> None:
 def writeback_keeps_masters() -> bool:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    zero = zs.shard(model, optimizer, stage=3, precision="bf16", watchdog_s=5)
+    zero = zs.shard(model, optimizer, stage=3, precision="bf16", settings=zs.Settings(watchdog_s=5))
     before = [m.detach().clone() for g in optimizer.param_groups for m in g["params"]]
     with zero.gathered(writeback=True), torch.no_grad():
         model.head.bias.fill_(2.0)

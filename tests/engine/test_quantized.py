@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroshard as zs
+from tools.settled import settled
 from zeroshard.testing import run_ranks
 
 from . import models
@@ -97,7 +98,7 @@ def train(
         model = Model()
     optimizer = models.adamw(model)
     options: dict[str, Any] = {"stage": stage, "shared_memory": shared_memory, "watchdog_s": WATCHDOG_S}
-    zero = zs.shard(model, optimizer, **options)
+    zero = zs.shard(model, optimizer, **settled(options))
     seen = []
     for step in range(2):
         loss_of(model, step, dist.get_rank()).backward()
@@ -119,7 +120,7 @@ def train(
     with torch.no_grad():
         for p in other.parameters():
             p.zero_()
-    loaded = zs.shard(other, models.adamw(other), **options)
+    loaded = zs.shard(other, models.adamw(other), **settled(options))
     loaded.load(path)
     with zero.gathered(writeback=True), torch.no_grad():
         model.blocks[0].int8.add_(1)
@@ -165,7 +166,9 @@ def test_quantized_frozen_weights_beside_trainable_ones(stage: int) -> None:
 def half(stage: int) -> dict[str, str]:
     """Return the dtypes of a model in bfloat16: what is quantized stays as it is."""
     model = Model()
-    zero = zs.shard(model, models.adamw(model), stage=stage, precision="bf16", watchdog_s=WATCHDOG_S)
+    zero = zs.shard(
+        model, models.adamw(model), stage=stage, precision="bf16", settings=zs.Settings(watchdog_s=WATCHDOG_S)
+    )
     loss_of(model, 0, dist.get_rank()).backward()
     zero.optimizers[0].step()
     with zero.gathered():

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
+from tools.settled import settled
 from zeroshard.testing import run_ranks
 
 from . import models
@@ -26,7 +27,7 @@ from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 def shard(model: nn.Module, *optimizers: Optimizer, **options: Any) -> zs.Zero:
     """Shard with the watchdog's limit of the tests."""
     which = optimizers[0] if len(optimizers) == 1 else list(optimizers) or None
-    return zs.shard(model, which, watchdog_s=WATCHDOG_S, **options)
+    return zs.shard(model, which, **settled({"watchdog_s": WATCHDOG_S, **options}))
 
 
 def sharded(stage: int = 3) -> tuple[nn.Module, Optimizer, zs.Zero]:
@@ -140,7 +141,7 @@ def stage_and_residency() -> None:
     shard(model, models.adamw(model), stage=2, residency=zs.Residency())
 
 
-def unknown_cut() -> None:
+def old_cut() -> None:
     model = models.build(models.Stack)
     shard(model, models.adamw(model), cut="column")
 
@@ -198,7 +199,7 @@ AT_SHARD: dict[str, tuple[Callable[[], None], tuple[type[Exception], ...], list[
     "part sharded": (part_of_a_sharded_model, (ValueError, RuntimeError), ["already", "0"]),
     "stage": (unknown_stage, (ValueError,), ["stage", "0.*1.*2.*3", "4"]),
     "stage and residency": (stage_and_residency, (ValueError, TypeError), ["stage", "residency"]),
-    "cut": (unknown_cut, (ValueError,), ["cut", "element.*row.*tensor", "column"]),
+    "cut": (old_cut, (TypeError,), [r"shard\(\) has no argument cut=", "cut anywhere"]),
     "reduction": (unknown_reduction, (ValueError,), ["reduction", "mean", "sum", "median"]),
     "unit name": (unknown_unit_name, (ValueError,), ["units", "Blok", "Block"]),
     "unit elsewhere": (unit_of_another_model, (ValueError,), ["units", "Block"]),
@@ -586,11 +587,6 @@ def other_reduction() -> None:
     shard(model, models.adamw(model), reduction=["mean", "sum"][dist.get_rank()])
 
 
-def other_cut() -> None:
-    model = models.build(models.Stack)
-    shard(model, models.adamw(model), cut=["element", "tensor"][dist.get_rank()])
-
-
 def other_torch() -> None:
     if dist.get_rank() == 1:
         torch.__version__ = "2.99.0"  # type: ignore[assignment]
@@ -641,7 +637,6 @@ MISMATCHES: dict[str, tuple[Callable[[], None], list[str]]] = {
     "stage": (other_stage, ["stage", "2", "3"]),
     "units": (other_units, ["unit"]),
     "reduction": (other_reduction, ["reduction", "mean", "sum"]),
-    "cut": (other_cut, ["cut", "element", "tensor"]),
     "torch": (other_torch, ["torch", r"2\.99\.0", re.escape(torch.__version__.split("+")[0])]),
     "optimizer": (other_optimizer, ["AdamW", "SGD"]),
     "learning rate": (other_learning_rate, ["lr|learning"]),

@@ -39,13 +39,13 @@ class Net(nn.Module):
 
 
 def train(
-    stage: int, replicas: int = 1, mesh: DeviceMesh | None = None
+    stage: int, mesh: DeviceMesh | int = 1
 ) -> tuple[list[float], dict[str, torch.Tensor], dict[str, int], dict[str, int], float]:
     rank = dist.get_rank()
     torch.manual_seed(rank)  # rank 0's values must win
     model = Net().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    zero = zs.shard(model, optimizer, stage=stage, replicas=replicas, mesh=mesh, watchdog_s=5)
+    zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, settings=zs.Settings(watchdog_s=5))
     losses = []
     for step in range(STEPS):
         x = torch.randn(3, 32, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
@@ -105,7 +105,7 @@ def test_replicas_are_an_axis_of_a_mesh() -> None:
 
 def uneven() -> None:
     model = Net()
-    zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), replicas=2, watchdog_s=5)
+    zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=2, settings=zs.Settings(watchdog_s=5))
 
 
 @pytest.mark.parametrize(("world_size", "words"), [(3, "must divide the 3 rank"), (2, "Use stage=0")])
@@ -119,7 +119,7 @@ def accumulate(stage: int, is_deferred: bool) -> tuple[dict[str, torch.Tensor], 
     torch.manual_seed(0)
     model = Net().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    zero = zs.shard(model, optimizer, stage=stage, replicas=2, watchdog_s=5)
+    zero = zs.shard(model, optimizer, stage=stage, mesh=2, settings=zs.Settings(watchdog_s=5))
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(2):
         for micro_batch in range(3):
@@ -155,7 +155,7 @@ def test_sums_over_copies_can_wait_for_the_last_micro_batch(stage: int) -> None:
 
 def defer_too_late() -> None:
     model = Net()
-    zero = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), replicas=2, watchdog_s=5)
+    zero = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=2, settings=zs.Settings(watchdog_s=5))
     with pytest.raises(ValueError, match="'all' or 'replicate'; got 'shard'"), zero.no_sync("shard"):
         pass
     model(torch.ones(1, 32)).sum().backward()

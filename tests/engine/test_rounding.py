@@ -43,7 +43,9 @@ def train(precision: zs.Precision, stage: int) -> tuple[dict[str, torch.Tensor],
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
-    zero = zs.shard(model, optimizer, stage=stage, precision=precision, units=[nn.Linear], watchdog_s=5)
+    zero = zs.shard(
+        model, optimizer, stage=stage, precision=precision, units=[nn.Linear], settings=zs.Settings(watchdog_s=5)
+    )
     x = torch.randn(8, 16)
     for _ in range(20):
         model(x).square().mean().backward()
@@ -83,7 +85,7 @@ def test_small_updates_are_not_lost() -> None:
 def after_a_failed_step() -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    zero = zs.shard(model, optimizer, precision=STOCHASTIC, watchdog_s=5)
+    zero = zs.shard(model, optimizer, precision=STOCHASTIC, settings=zs.Settings(watchdog_s=5))
     model(torch.full((1, 8), torch.nan)).sum().backward()
     with pytest.raises(RuntimeError, match="not finite; nothing was changed"):
         optimizer.step()
@@ -106,7 +108,7 @@ def resumed(path: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
         torch.manual_seed(0)
         model = nn.Linear(16, 16)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        zero = zs.shard(model, optimizer, precision=STOCHASTIC, watchdog_s=5)
+        zero = zs.shard(model, optimizer, precision=STOCHASTIC, settings=zs.Settings(watchdog_s=5))
         x = torch.randn(4, 16)
         for step in range(6):
             if has_stopped and step == 3:

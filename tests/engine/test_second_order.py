@@ -11,6 +11,7 @@ from torch.autograd import forward_ad, functional
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
+from tools.settled import settled
 from zeroshard.testing import run_ranks
 
 from . import models
@@ -213,7 +214,7 @@ def test_right(script: Callable[[Run], None], shared_memory: bool) -> None:
 def sharded(stage: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, zs.Zero]:
     model = models.build(Smooth)
     optimizer = models.sgd(model)
-    return model, optimizer, zs.shard(model, optimizer, stage=stage, watchdog_s=WATCHDOG_S, **options)
+    return model, optimizer, zs.shard(model, optimizer, stage=stage, **settled({"watchdog_s": WATCHDOG_S, **options}))
 
 
 def checkpointed(model: nn.Module) -> None:

@@ -118,7 +118,9 @@ def train(name: str, stage: int, axes: tuple[str, ...] = AXES) -> Trained:
     model, mesh = parallel(axes, case.dtype)
     before = dict(model.named_parameters())
     optimizer = case.optimizer(list(model.parameters()))
-    zero = zs.shard(model, optimizer, stage=stage, precision=case.precision, mesh=mesh, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(
+        model, optimizer, stage=stage, precision=case.precision, mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S)
+    )
     losses, norms = [], []
     for step in range(STEPS):
         loss = loss_of(model, step, mesh.get_local_rank("shard"), case.dtype)
@@ -245,7 +247,13 @@ def pending_sums(stage: int) -> dict[str, Tensor]:
     parallelize_module(model, mesh["tensor"], plan)
     arrived = []
     model.norm.weight.register_hook(lambda grad: arrived.append(grad.placements))
-    zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, mesh=mesh, watchdog_s=WATCHDOG_S)
+    zs.shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        stage=stage,
+        mesh=mesh,
+        settings=zs.Settings(watchdog_s=WATCHDOG_S),
+    )
     x = randn(2, 6, WIDTH, key=(mesh.get_local_rank("shard"),))
     model(x.chunk(2, dim=1)[mesh.get_local_rank("tensor")]).square().mean().backward()
     assert arrived == [(Partial(),)]
@@ -273,7 +281,7 @@ def norms() -> list[list[float]]:
     for stage in STAGES:
         model, mesh = parallel()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, watchdog_s=WATCHDOG_S)
+        zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S))
         loss_of(model, 0, mesh.get_local_rank("shard")).backward()
         found = [float(zero.grad_norm(p)) for p in ORDERS]
         found += [float(torch.stack([q.grad.norm(p) for q in model.parameters()]).norm(p)) for p in ORDERS]
@@ -320,7 +328,9 @@ def overflow(stage: int) -> list[tuple[bool, bool, float]]:
 
     for name in SPOILED:
         model.get_parameter(name).register_hook(spoil(name))
-    zero = zs.shard(model, optimizer, stage=stage, precision="fp16", mesh=mesh, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(
+        model, optimizer, stage=stage, precision="fp16", mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S)
+    )
 
     def step() -> list[Tensor]:
         (1e-2 * loss_of(model, 0, mesh.get_local_rank("shard"))).backward()  # far from overflow at the first scale
@@ -352,7 +362,7 @@ def with_grad_scaler() -> list[list[tuple[float, bool]]]:
     for stage in (0, 3):
         model, mesh = parallel()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, watchdog_s=WATCHDOG_S)
+        zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S))
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         seen = []
         for step in range(3):
@@ -382,7 +392,7 @@ def not_a_number(stage: int, bad_rank: int) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     is_bad = dist.get_rank() == bad_rank
     model.blocks[1].up.weight.register_hook(lambda grad: grad * float("nan") if is_bad else None)
-    zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     before = state_of(model, optimizer, zero)
     loss_of(model, 0, mesh.get_local_rank("shard")).backward()
     with pytest.raises(RuntimeError, match="is not finite; nothing was changed on any rank") as error:
@@ -405,7 +415,7 @@ def apart(fault: str) -> None:
     if fault == "model" and is_odd:
         model.head.weight.requires_grad_(False)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    zero = zs.shard(model, optimizer, mesh=mesh, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, optimizer, mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     if fault == "pass" and is_odd:
         zero.grad_norm()
     loss_of(model, 0, mesh.get_local_rank("shard"))
@@ -448,7 +458,7 @@ def count_bytes() -> list[tuple[dict[str, int], dict[str, int], dict[str, int], 
         for block in model.blocks:
             parallelize_module(block, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         optimizer = torch.optim.AdamW(model.parameters())
-        zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, watchdog_s=WATCHDOG_S)
+        zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S))
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.ones(1, 32)).sum().backward()
@@ -494,7 +504,13 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 def read_released() -> dict[str, str]:
     model, mesh = parallel()
-    zero = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, mesh=mesh, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        stage=3,
+        mesh=mesh,
+        settings=zs.Settings(watchdog_s=WATCHDOG_S),
+    )
     parameter = model.blocks[1].up.weight
     texts = {}
     for name, read in READS.items():
@@ -520,7 +536,13 @@ def test_reading_a_released_parameter_raises_and_names_it() -> None:
 
 def convert(stage: int) -> None:
     model, mesh = parallel()
-    zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, mesh=mesh, watchdog_s=WATCHDOG_S)
+    zs.shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        stage=stage,
+        mesh=mesh,
+        settings=zs.Settings(watchdog_s=WATCHDOG_S),
+    )
     with pytest.raises(RuntimeError, match="released here" if stage == 3 else "Couldn't swap Linear.weight"):
         model.blocks[0].up.half()
     loss_of(model, 0, 0).backward()  # nothing was changed
@@ -535,7 +557,13 @@ def compiled(when: str) -> None:
     model, mesh = parallel()
     if when == "before":
         model.blocks[0].compile(backend="eager")
-    zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, mesh=mesh, watchdog_s=WATCHDOG_S)
+    zs.shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        stage=2,
+        mesh=mesh,
+        settings=zs.Settings(watchdog_s=WATCHDOG_S),
+    )
     if when == "after":
         model.blocks[0].compile(backend="eager")
     with pytest.raises(Exception, match=r"'blocks.0.\S+' is a sharded DTensor, which torch.compile cannot trace"):
@@ -557,7 +585,7 @@ def state_round(stage: int) -> None:
     optimizer.zero_grad()
     expected = {name: whole(optimizer.state[p]["exp_avg"]) for name, p in model.named_parameters()}
     start = {name: whole(p) for name, p in model.named_parameters()}
-    zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     average = zero.ema(0.5)
 
     with zero.gathered(states=True):
@@ -616,7 +644,7 @@ def start_apart(stage: int) -> tuple[dict[str, Tensor], Tensor]:
     model.register_buffer("shift", torch.randn(3))
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], PLAN)
-    zero = zs.shard(model, stage=stage, mesh=mesh, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, stage=stage, mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     with zero.gathered():
         return {name: whole(p) for name, p in model.named_parameters()}, model.shift.clone()
 
@@ -634,7 +662,7 @@ def plain_values(stage: int) -> None:
     """Give plain tensors of the whole shape where torch would want DTensors."""
     model, mesh = parallel()
     optimizer = torch.optim.AdamW(model.parameters())
-    zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     weight = model.blocks[0].up.weight
     loss_of(model, 0, 0).backward()
     with pytest.raises(ValueError, match=r"shape \(64, 16\) stands where a DTensor of placements .* belongs"):
@@ -653,7 +681,9 @@ def test_plain_values_for_a_split_parameter_are_refused() -> None:
 
 def checkpoint(folder: str) -> None:
     model, mesh = parallel()
-    zero = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S)
+    )
     for call in (zero.save, zero.load):
         with pytest.raises(RuntimeError, match=r"axis 'tensor'.*model.state_dict\(\)"):
             call(f"{folder}/step-1")
@@ -673,7 +703,6 @@ def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...] | None) -> Any:
 
 def refuse(case: str) -> str:
     """Return the error of one thing that does not fit; the model must be as it was."""
-    options: dict[str, Any] = {}
     mesh = mesh_of((2, 2), AXES)
     model = build()
     given: Any = mesh
@@ -687,8 +716,6 @@ def refuse(case: str) -> str:
         given = mesh_of((2, 2), ("shard", "pipe"))
     elif case == "no shards":
         given = mesh_of((4,), ("tensor",))
-    elif case == "replicas":
-        options["replicas"] = 2
     elif case == "uneven":
         model.head = nn.Linear(WIDTH, 3)
     elif case == "meta":
@@ -701,7 +728,7 @@ def refuse(case: str) -> str:
         parallelize_module(model, mesh["shard" if case == "other mesh" else "tensor"], {"head": ColwiseParallel()})
     kept = {name: type(p) for name, p in model.named_parameters()}
     with pytest.raises((ValueError, TypeError)) as error:
-        zs.shard(model, mesh=given, watchdog_s=WATCHDOG_S, **options)
+        zs.shard(model, mesh=given, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     assert {name: type(p) for name, p in model.named_parameters()} == kept
     return str(error.value)
 
@@ -712,7 +739,6 @@ REFUSALS = {
     "part": r"all 4 ranks.*sizes \(2,\) with ranks \[0, 2\]",
     "pipe": "'pipe' has 2 ranks",
     "no shards": r"axes \(tensor 4\) of 4 ranks leave one rank a copy",
-    "replicas": "not both; got replicas=2",
     "uneven": r"'head.weight' \(3, 16\) does not fall into 2 equal parts along dimension 0",
     "other mesh": r"'head.weight' is a DTensor over ranks \(0, 2\), and the axis 'tensor' of mesh= has \(0, 1\)",
     "meta": "'head.weight' is a DTensor on the meta device",

@@ -1,4 +1,4 @@
-"""From the second step on, the engine issues what `core/schedule.py` said it would, event by event, on every rank."""
+"""From the second step on, the engine issues what `table/schedule.py` said it would, event by event, on every rank."""
 
 import functools
 from collections.abc import Callable

@@ -294,7 +294,7 @@ def forgets(stage: int) -> tuple[str, dict[str, bool]]:
     """Get a gradient that is no number, forget it, and go on without its block: which parameters changed, by name."""
     model = models.build(Routed)
     optimizer = models.adamw(model)
-    zero = zs.shard(model, optimizer, stage=stage, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     x = models.features(0, zero.mesh.rank)
     handle = model.blocks[1].up.weight.register_hook(lambda grad: grad * torch.nan)
     model(x, [0, 1]).square().mean().backward()

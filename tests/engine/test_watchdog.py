@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zeroshard as zs
-from zeroshard.faults.watchdog import PATIENCE_S
 from zeroshard.testing import RankFailure, run_ranks
+from zeroshard.wire.watchdog import PATIENCE_S
 
 from . import models
 from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Sharded

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from tests.engine.oracle import randn, seed
+from tools.settled import settled
 from zeroshard.checkpoint import files
 from zeroshard.state import start
 
@@ -119,7 +120,7 @@ def make(stage: int, **options: Any) -> tuple[Net, torch.optim.Optimizer, zs.Zer
     seed(3)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    zero = zs.shard(model, optimizer, stage=stage, **{"watchdog_s": WATCHDOG_S} | options)
+    zero = zs.shard(model, optimizer, stage=stage, **settled({"watchdog_s": WATCHDOG_S} | options))
     seed(4, zero.mesh.rank)
     return model, optimizer, zero
 
@@ -148,7 +149,7 @@ def train(
     places.enter("shard")
     model, optimizer, zero = make(stage)
     if zero.mesh.world_size > 1:
-        places.watch(zero._engine.comm, "_wait", "wait")
+        places.watch(zero._engine.comm.links, "wait", "wait")
     places.enter("load")
     newest = zs.latest(root / "checkpoints")
     losses: list[float] = [] if newest is None else zero.load(newest).extra["losses"]

@@ -64,12 +64,12 @@ def start(what: str) -> dict[str, Tensor]:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     try:
         if what == "attached":
-            zero = zs.shard(model, stage=stage, watchdog_s=10.0)
+            zero = zs.shard(model, stage=stage, settings=zs.Settings(watchdog_s=10.0))
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 + 0.01 * (rank == 1))
             zero.attach(optimizer)
         else:
             optimizer = torch.optim.AdamW(parameters, **settings)
-            zero = zs.shard(model, optimizer, stage=stage, watchdog_s=10.0)
+            zero = zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=10.0))
     except zs.RankMismatchError:
         if what != "attached":
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -200,7 +200,7 @@ def with_experts(stage: int, choices: list[list[int]]) -> dict[str, Tensor]:
     seed(3)
     model = Experts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    zero = zs.shard(model, optimizer, stage=stage, units=[nn.Linear], watchdog_s=10.0)
+    zero = zs.shard(model, optimizer, stage=stage, units=[nn.Linear], settings=zs.Settings(watchdog_s=10.0))
     train_experts(model, optimizer, choices, zero.mesh.rank)
     return whole(model, zero)
 

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from zeroshard.faults import watchdog
 from zeroshard.testing import run_ranks
+from zeroshard.wire import watchdog
 
 from .job import loss_of, make
 

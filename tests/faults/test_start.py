@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import zeroshard as zs
+from tools.settled import settled
 from zeroshard.testing import RankFailure, run_ranks
 
 END_S = 2.0
@@ -114,7 +115,7 @@ def name_the_late(port: int, late: int, place: str, comes: bool) -> tuple[list[s
         if not comes:
             return [], ""
     try:
-        zs.init(**options) if place == "init" else zs.shard(torch.nn.Linear(4, 4), **options)
+        zs.init(**options) if place == "init" else zs.shard(torch.nn.Linear(4, 4), **settled(options))
     except RuntimeError as error:
         return heard.texts, str(error)
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

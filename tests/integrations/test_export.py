@@ -36,7 +36,7 @@ def train_adapter(folder: str) -> torch.Tensor:
     kind = tiny.kinds()["llama"]
     model = adapted(modules_to_save=["lm_head"])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    zero = zs.shard(model, optimizer, stage=3, watchdog_s=TIMEOUT_S)
+    zero = zs.shard(model, optimizer, stage=3, settings=zs.Settings(watchdog_s=TIMEOUT_S))
     for step in range(3):
         model(**kind.batch(step, zero.mesh.rank)).loss.backward()
         optimizer.step()

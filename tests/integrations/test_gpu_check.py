@@ -10,8 +10,8 @@ from torch import Tensor
 
 from benchmarks import gpu_check
 from benchmarks.gpu_check import Job
-from zeroshard.core.comm import Pending
 from zeroshard.testing import run_ranks
+from zeroshard.wire.comm import Pending
 
 
 def test_it_starts_and_writes_its_file(tmp_path: Path) -> None:

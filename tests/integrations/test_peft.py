@@ -67,7 +67,7 @@ def count() -> list[tuple[dict[str, int], dict[str, int], int]]:
     for stage in STAGES:
         model = with_adapters()
         optimizer = torch.optim.AdamW(trained(model))
-        zero = zs.shard(model, optimizer, stage=stage, watchdog_s=WATCHDOG_S)
+        zero = zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=WATCHDOG_S))
         model(**kind.batch(0, zero.mesh.rank)).loss.backward()
         optimizer.step()
         memory = zero.memory()

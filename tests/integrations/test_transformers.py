@@ -74,7 +74,7 @@ def half_by_stage(name: str) -> list[tuple[list[Tensor], dict[str, Tensor], Tens
         model = kind.build()
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        zero = zs.shard(model, optimizer, stage=stage, precision="bf16", watchdog_s=WATCHDOG_S)
+        zero = zs.shard(model, optimizer, stage=stage, precision="bf16", settings=zs.Settings(watchdog_s=WATCHDOG_S))
         losses = []
         for step in range(STEPS):
             seed(step, zero.mesh.rank)
@@ -183,7 +183,7 @@ def loaded_from(folder: str) -> Tensor:
     kind = tiny.kinds()["llama"]
     with torch.device("meta"):
         model = kind.build()
-    zero = zs.shard(model, stage=3, weights=folder, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, stage=3, weights=folder, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     with zero.gathered():
         return tiny.logits(model, kind)
 
@@ -204,7 +204,7 @@ def generate() -> list[list[list[int]]]:
         seed(99)
         model = kind.build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        zero = zs.shard(model, optimizer, stage=stage, watchdog_s=WATCHDOG_S)
+        zero = zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=WATCHDOG_S))
         texts = []
         for step in range(2):
             model(**kind.batch(step, 0)).loss.backward()
@@ -232,7 +232,9 @@ def resize() -> list[tuple[str, bool]]:
     for stage in STAGES:
         seed(99)
         model = kind.build()
-        zero = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=stage, watchdog_s=WATCHDOG_S)
+        zero = zs.shard(
+            model, torch.optim.AdamW(model.parameters()), stage=stage, settings=zs.Settings(watchdog_s=WATCHDOG_S)
+        )
         for context in (contextlib.nullcontext(), zero.gathered(writeback=True)):
             error = ""
             try:

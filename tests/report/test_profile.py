@@ -23,7 +23,7 @@ KINDS = ("gather", "release", "reduce")
 def make(stage: int, kind: Any = models.Stack) -> tuple[zs.Zero, nn.Module, torch.optim.Optimizer]:
     model = models.build(kind)
     optimizer = models.adamw(model, fused=True)
-    return zs.shard(model, optimizer, stage=stage, watchdog_s=WATCHDOG_S), model, optimizer
+    return zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=WATCHDOG_S)), model, optimizer
 
 
 def step(zero: zs.Zero, model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> torch.Tensor:

@@ -59,7 +59,7 @@ def cycle(stage: int, precision: str) -> list[dict[str, Tensor]]:
     """Return the parameters before, inside and after a swap, and after one that an exception ended."""
     model = models.build(models.Stack)
     optimizer = models.adamw(model)
-    zero = zs.shard(model, optimizer, stage=stage, precision=precision, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, optimizer, stage=stage, precision=precision, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     rank = zero.mesh.rank
     average = zero.ema(0.5)
     seen = []
@@ -95,7 +95,7 @@ def without_swaps(stage: int, precision: str) -> list[dict[str, Tensor]]:
     """Return the parameters after two and after three steps."""
     model = models.build(models.Stack)
     optimizer = models.adamw(model)
-    zero = zs.shard(model, optimizer, stage=stage, precision=precision, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, optimizer, stage=stage, precision=precision, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     seen = []
     for number in range(3):
         models.stack_loss(model, number, zero.mesh.rank).backward()
@@ -151,7 +151,7 @@ def test_the_average_is_counted_and_sharded_like_states() -> None:
 def change_inside() -> None:
     model = models.build(models.Stack)
     optimizer = models.adamw(model)
-    zero = zs.shard(model, optimizer, stage=2, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, optimizer, stage=2, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     with zero.ema(DECAY).swapped():
         models.stack_loss(model, 0, 0).backward()
         optimizer.step()
@@ -185,7 +185,7 @@ def average_apart() -> list[str]:
     texts = []
     for decays, updates in (((0.9, 0.99), (0, 0)), ((0.9, 0.9), (1, 2))):
         model = models.build(models.Stack)
-        zero = zs.shard(model, models.adamw(model), stage=2, watchdog_s=WATCHDOG_S)
+        zero = zs.shard(model, models.adamw(model), stage=2, settings=zs.Settings(watchdog_s=WATCHDOG_S))
         with pytest.raises(zs.RankMismatchError) as caught:
             average = zero.ema(decays[zero.mesh.rank])
             for _ in range(updates[zero.mesh.rank]):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import zeroshard as zs
 from tests.faults.job import loss_of, make
-from zeroshard.core.parameter import slot_of
+from zeroshard.core.slot import slot_of
 from zeroshard.state.copies import _sum_bits
 from zeroshard.testing import RankFailure, run_ranks
 
@@ -52,9 +52,9 @@ def check(stage: int, where: str, options: dict[str, Any]) -> int:
         (2, "parameter", {"precision": "bf16"}, "parameter 'blocks.1.0.weight'"),
         (0, "state", {}, "exp_avg of '"),
         (0, "master", {"precision": "bf16"}, "the master values of '"),
-        (3, "shard", {"replicas": 2, "precision": "bf16"}, "the shard of blocks.1"),
-        (3, "state", {"replicas": 2}, "exp_avg of '"),
-        (1, "state", {"replicas": 2, "precision": "bf16"}, "exp_avg of '"),
+        (3, "shard", {"mesh": 2, "precision": "bf16"}, "the shard of blocks.1"),
+        (3, "state", {"mesh": 2}, "exp_avg of '"),
+        (1, "state", {"mesh": 2, "precision": "bf16"}, "exp_avg of '"),
     ],
 )
 def test_one_bit_on_one_rank_is_found(stage: int, where: str, options: dict[str, Any], text: str) -> None:
@@ -70,7 +70,7 @@ def test_one_bit_on_one_rank_is_found(stage: int, where: str, options: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("stage", "options", "sends"), [(0, {}, True), (2, {}, True), (3, {}, False), (3, {"replicas": 2}, True)]
+    ("stage", "options", "sends"), [(0, {}, True), (2, {}, True), (3, {}, False), (3, {"mesh": 2}, True)]
 )
 def test_equal_copies_pass_and_where_there_are_none_nothing_is_sent(
     stage: int, options: dict[str, Any], sends: bool

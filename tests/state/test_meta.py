@@ -169,7 +169,7 @@ def test_values_are_those_of_one_process(
     kind: type[nn.Module], init_fn: Callable[[nn.Module], None] | None, world: int
 ) -> None:
     expected = one_process(kind, init_fn or reset)
-    options = {"init_fn": init_fn}
+    options = {"weights": init_fn}
     by_rank = run_ranks(at_all_stages, world, kind, options, timeout_s=TIMEOUT_S, process_group=world > 1)
     for rank, found in enumerate(by_rank):
         for stage, actual in zip(STAGES, found, strict=True):
@@ -231,9 +231,9 @@ def most_alive(stage: int) -> tuple[int, int, int]:
         peak = max(peak, tensor_bytes())
 
     model = on_meta(Wide)
-    zero = zs.shard(model, stage=stage, init_fn=look, shared_memory=False)
+    zero = zs.shard(model, stage=stage, weights=look, settings=zs.Settings(shared_memory=False))
     shards = sum(bucket.shard.nbytes for unit in zero.units for bucket in unit.buckets)
-    return peak, shards, max(unit.full_bytes for unit in zero.units)
+    return peak, shards, max(unit.spec.full_bytes for unit in zero.units)
 
 
 def tensor_bytes() -> int:
@@ -318,7 +318,7 @@ def refuse(kind: Callable[[], nn.Module], init_fn: Any) -> list[tuple[str, str, 
     found = []
     for stage in STAGES:
         try:
-            zs.shard(on_meta(kind), stage=stage, init_fn=init_fn, watchdog_s=WATCHDOG_S)
+            zs.shard(on_meta(kind), stage=stage, weights=init_fn, settings=zs.Settings(watchdog_s=WATCHDOG_S))
         except Exception as error:
             found.append((type(error).__name__, str(error), "".join(getattr(error, "__notes__", []))))
     return found
@@ -327,8 +327,8 @@ def refuse(kind: Callable[[], nn.Module], init_fn: Any) -> list[tuple[str, str, 
 @pytest.mark.parametrize(
     ("kind", "init_fn", "error", "words"),
     [
-        (Odd, None, "ValueError", ["'scale'", "Odd", "init_fn=", "weights="]),
-        (Odd, nothing, "ValueError", ["'scale' of the model (Odd), (2,)", "init_fn did not write"]),
+        (Odd, None, "ValueError", ["'scale'", "Odd", "weights=function", "weights=directory"]),
+        (Odd, nothing, "ValueError", ["'scale' of the model (Odd), (2,)", "weights= did not write"]),
         (Odd, replace, "ValueError", ["'inner' (Linear)", "replaced the parameter 'weight'", "in place"]),
         (models.Stack, half, "ValueError", ["'bias' of 'stem' (Linear), (12,)"]),
         (models.Stack, late, "RuntimeError", ["blocks.0.up.weight", "while the model (Stack) was initialized"]),
@@ -383,7 +383,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_a_model_with_values_takes_no_source() -> None:
     with pytest.raises(ValueError, match="this one has values"):
-        zs.shard(models.Stack(), init_fn=reset)
+        zs.shard(models.Stack(), weights=reset)
 
 
 def test_a_part_on_the_meta_device_leaves_the_rest_alone() -> None:

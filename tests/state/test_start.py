@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
+from tools.settled import settled
 from zeroshard.testing import run_ranks
 
 TIMEOUT_S = 30.0
@@ -82,6 +82,10 @@ def at_init(**options: Any) -> None:
 
 
 def at_shard(**options: Any) -> None:
+    zs.shard(*plain(), **settled(options))
+
+
+def at_shard_as_is(**options: Any) -> None:
     zs.shard(*plain(), **options)
 
 
@@ -114,10 +118,6 @@ def with_a_class_of_its_own() -> None:
     zs.shard(model, torch.optim.SGD([model.weight], lr=0.1))
 
 
-def with_replicas_and_mesh() -> None:
-    zs.shard(*plain(), replicas=2, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
-
-
 def a_cell_by_name() -> None:
     zs.shard(*plain(), residency=zs.Residency(states="sharded"))  # type: ignore[arg-type]
 
@@ -137,16 +137,21 @@ REFUSED: dict[str, tuple[Callable[..., None], dict[str, Any], str]] = {
     "precision as a dtype": (at_shard, {"precision": torch.bfloat16}, r"ValueError: precision .*got torch.bfloat16"),
     "precision as a list": (at_shard, {"precision": ["bf16"]}, r"ValueError: precision .*got \['bf16'\]"),
     "reduction": (at_shard, {"reduction": "max"}, r"ValueError: reduction .*got 'max'"),
-    "cut": (at_shard, {"cut": "column"}, r"ValueError: cut .*got 'column'"),
+    "divisor": (at_shard, {"reduction": 0}, r"ValueError: reduction .*got 0"),
+    "divisor without end": (at_shard, {"reduction": float("inf")}, r"ValueError: reduction .*got inf"),
+    "divisor as a truth": (at_shard, {"reduction": True}, r"ValueError: reduction .*got True"),
     "units as text": (at_shard, {"units": "Linear"}, r"TypeError: units= .*'Linear'"),
     "units as a class": (at_shard, {"units": nn.Linear}, r"TypeError: units= .*Linear"),
-    "forward methods as text": (at_shard, {"forward_methods": "generate"}, r"TypeError: forward_methods .*'generate'"),
-    "replicas": (at_shard, {"replicas": 3}, r"ValueError: replicas .*got 3"),
-    "replicas as text": (at_shard, {"replicas": "2"}, r"TypeError: replicas .*'2'"),
-    "replicas of parts": (at_shard, {"replicas": 1.0}, r"TypeError: replicas .*1\.0"),
-    "mesh": (at_shard, {"mesh": 2}, r"TypeError: .*mesh a DeviceMesh.* 2"),
-    "replicas and mesh": (with_replicas_and_mesh, {}, r"ValueError: Give replicas= or mesh="),
-    "init_fn": (at_shard, {"init_fn": 3}, r"TypeError: init_fn .*got 3"),
+    "forward methods as text": (
+        at_shard,
+        {"forward_methods": "generate"},
+        r"TypeError: .*forward_methods.*'generate'",
+    ),
+    "replicas": (at_shard, {"mesh": 3}, r"ValueError: mesh=3 replicas must divide the 2"),
+    "replicas as text": (at_shard, {"mesh": "2"}, r"TypeError: mesh .*'2'"),
+    "replicas of parts": (at_shard, {"mesh": 1.0}, r"TypeError: mesh .*1\.0"),
+    "settings": (at_shard_as_is, {"settings": {"watchdog_s": 5}}, r"TypeError: settings must be a zs.Settings.*5"),
+    "weights": (at_shard, {"weights": 3}, r"TypeError: weights .*got 3"),
     "watchdog of nothing": (at_shard, {"watchdog_s": 0}, r"ValueError: watchdog_s .*got 0"),
     "watchdog without end": (at_shard, {"watchdog_s": float("inf")}, r"ValueError: watchdog_s .*got inf"),
     "heartbeat as text": (at_shard, {"heartbeat_s": "30"}, r"ValueError: heartbeat_s .*got '30'"),
@@ -157,7 +162,7 @@ REFUSED: dict[str, tuple[Callable[..., None], dict[str, Any], str]] = {
     "limit": (at_init, {"watchdog_s": -3}, r"ValueError: watchdog_s .*got -3"),
 }
 
-EVERYWHERE = (at_init, a_cell_by_name, with_replicas_and_mesh)
+EVERYWHERE = (at_init, a_cell_by_name)
 """What cannot be told to other ranks: they are not there yet, or it ends before zs.shard() begins."""
 
 

@@ -100,7 +100,7 @@ def train(kind: type[nn.Module], stage: int, joins: bool) -> tuple[list[float], 
     model = models.build(kind)
     optimizer = models.adamw(model)
     units = None if joins else [models.Block]
-    zero = zs.shard(model, optimizer, stage=stage, units=units, watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, optimizer, stage=stage, units=units, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     losses = []
     for step in range(3):
         loss = models.stack_loss(model, step, zero.mesh.rank)

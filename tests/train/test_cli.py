@@ -73,13 +73,13 @@ def test_dry_run_prints_the_resolved_configuration(monkeypatch, capsys, tmp_path
     options = ["--config", str(path), "--depth", "3", "--ranks", "4", "--stage", "2", "--data", "/x", "--name", "n"]
     status, out, _ = _main(
         monkeypatch, capsys, "train", *options, "--steps", "9", "--seed", "5", "--model", "hf:m", "--precision", "bf16",
-        "--dry-run", "--profile", "zero.cut=row",
+        "--dry-run", "--profile", "zero.no_sync=true",
     )  # fmt: skip
     assert status == 0
     path.write_text(out, "utf-8")
     config = load_config(path)
     assert (config.model.depth, config.run.ranks, config.zero.stage, config.data.path) == (3, 4, 2, "/x")
-    assert (config.run.name, config.train.steps, config.run.seed, config.zero.cut) == ("n", 9, 5, "row")
+    assert (config.run.name, config.train.steps, config.run.seed, config.zero.no_sync) == ("n", 9, 5, True)
     assert config.run.profile_steps == 3
     assert (config.train.clip, config.train.precision, config.model.source) == (0.5, "bf16", "hf:m")
 

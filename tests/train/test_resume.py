@@ -215,7 +215,7 @@ def test_other_settings_are_refused_and_named(tmp_path, override, text):
 
 def test_what_does_not_change_the_training_may_change(tmp_path):
     free = [
-        "zero.stage=1", "zero.cut=row", "train.accumulation=2", "zero.no_sync=true", "run.ranks=2", "train.steps=9",
+        "zero.stage=1", "train.accumulation=2", "zero.no_sync=true", "run.ranks=2", "train.steps=9",
         "checkpoint.every_s=5", "train.eval_every=0", "run.prompt=x", "data.cache=/x", "run.name=n",
         "zero.watchdog_s=9",
     ]  # fmt: skip

@@ -69,6 +69,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shrink", action=argparse.BooleanOptionalAction, default=True, help="shrink what failed")
     parser.add_argument("--shown", type=int, default=SHOWN, help="how many failures to shrink and print")
     parser.add_argument("--output", type=Path, help="a file for the counts, as JSON")
+    parser.add_argument("--digests", type=Path, help="a file for a line a program: seed, verdict, CRC-32 of its bits")
     return parser.parse_args(arguments)
 
 
@@ -84,11 +85,12 @@ class _Told:
         self.bad: list[tuple[int, Verdict]] = []
         self._refused: Counter[str] = Counter()
         self._refused_seeds: dict[str, list[int]] = {}
-        self._worst = 0.0
+        self._worst, self._digests = 0.0, dict[int, str]()
 
     def __call__(self, seed: int, verdict: Verdict) -> None:
         with self._lock:
             self.kinds[verdict.kind] += 1
+            self._digests[seed] = f"{seed} {verdict.kind} {verdict.digest:08x}\n"
             if verdict.kind in BAD:
                 self.bad.append((seed, verdict))
                 print(f"seed {seed}: {verdict.kind} {_first_line(verdict)}", file=sys.stderr, flush=True)
@@ -110,6 +112,8 @@ class _Told:
         """Print and write what came of the run."""
         self.bad.sort(key=lambda one: one[0])
         print(self._line())
+        if self._given.digests is not None:
+            self._given.digests.write_text("".join(text for _, text in sorted(self._digests.items())))
         for reason, count in self._refused.most_common():
             print(f"  refused {count:6}  {reason}  (seed {self._refused_seeds[reason][0]})")
         self._write()

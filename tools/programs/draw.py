@@ -108,11 +108,11 @@ def _draw_options(r: random.Random, spec: Spec) -> None:
         options["precision"] = "bf16"
         spec["dtype"] = "float32"
     if r.random() < 0.25:
-        options["cut"] = r.choice(["row", "tensor"])
+        options["reduction"] = r.choice([3.0, 1.5])
     if r.random() < 0.15:
         options["reduction"] = "sum"
     if spec["processes"] == 4 and r.random() < 0.4:
-        options["replicas"] = 2
+        options["mesh"] = 2
     if r.random() < 0.6:
         parts = list(_parts(spec))
         chosen = parts[1:-1] if r.random() < 0.5 else r.sample(parts, r.randint(1, len(parts)))
@@ -251,7 +251,7 @@ class _Habits:
             is_last = micro == micros - 1
             sync = "yes"
             if not is_last and r.random() < 0.7:
-                sync = "replicate" if self.spec["options"].get("replicas") and r.random() < 0.5 else "no"
+                sync = "replicate" if self.spec["options"].get("mesh") and r.random() < 0.5 else "no"
             ops.append(self.train(sync))
             if r.random() < 0.12:
                 ops.append(self.look())

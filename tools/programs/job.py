@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zeroshard as zs
+from tools.settled import settled
 
 from .blocks import IDS
 from .write import compiled, path_of
@@ -125,6 +126,17 @@ class Job(ABC):
         return {"notes": self.notes, "parameters": parameters, "states": states}
 
 
+def _share(options: Mapping[str, Any], ranks: int) -> float:
+    """Return what the sum of the losses of so many ranks is multiplied by."""
+    reduction = options.get("reduction", "mean")
+    return {"mean": 1.0 / ranks, "sum": 1.0}[reduction] if isinstance(reduction, str) else 1.0 / reduction
+
+
+def _rank_weight(options: Mapping[str, Any], world: int, processes: int) -> float:
+    """Return what a process multiplies its losses by, where there are fewer of them than the program has ranks."""
+    return processes / world if options.get("reduction", "mean") == "mean" else 1.0
+
+
 class Oracle(Job):
     """One process, plain torch, fp64."""
 
@@ -133,7 +145,7 @@ class Oracle(Job):
     def __init__(self, key: int, world: int, options: Mapping[str, Any]) -> None:
         super().__init__(key, world, options)
         self.ranks = range(world)
-        self.weight = 1.0 / world if options.get("reduction", "mean") == "mean" else 1.0
+        self.weight = _share(options, world)
 
     def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
         self.model, self.optimizers = build()
@@ -176,8 +188,7 @@ class RoundedOracle(Oracle):
     def __init__(self, key: int, world: int, options: Mapping[str, Any], processes: int, nudge: int = 0) -> None:
         super().__init__(key, world, options)
         self._nudges = torch.Generator().manual_seed(nudge) if nudge else None
-        is_mean = options.get("reduction", "mean") == "mean"
-        self.weight, self._scale = (processes / world, 1.0 / processes) if is_mean else (1.0, 1.0)
+        self.weight, self._scale = _rank_weight(options, world, processes), _share(options, processes)
         self._twins: list[tuple[nn.Parameter, nn.Parameter]] = []
 
     def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
@@ -259,7 +270,7 @@ class Sharded(Job):
         processes = dist.get_world_size() if dist.is_initialized() else 1
         # Where there are fewer processes than the program has ranks, each runs several ranks' parts in turn.
         self.ranks = range(rank, world, processes)
-        self.weight = processes / world if options.get("reduction", "mean") == "mean" else 1.0
+        self.weight = _rank_weight(options, world, processes)
 
     def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
         self.model, self.optimizers = build()
@@ -267,7 +278,7 @@ class Sharded(Job):
         options = dict(self.options)
         if (chosen := options.get("units")) is not None:
             options["units"] = [self.model.get_submodule(name) for name in chosen]
-        self._zero = zs.shard(self.model, self.optimizers, watchdog_s=WATCHDOG_S, **options)
+        self._zero = zs.shard(self.model, self.optimizers, **settled({"watchdog_s": WATCHDOG_S, **options}))
         return self.model, self.optimizers
 
     def resume(self, build: Build, **options: Any) -> tuple[nn.Module, list[Optimizer]]:

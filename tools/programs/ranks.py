@@ -21,8 +21,9 @@ import resource
 import sys
 import tempfile
 import traceback
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -66,11 +67,13 @@ class Verdict:
             rounding, which plain torch in fp32 carries as far), or one of `BAD`.
         text: the reason, or the first difference.
         error: the greatest difference from the oracle, as a share of the tolerance.
+        digest: of all that the ranks computed, or of why it was refused, for a comparison with another checkout.
     """
 
     kind: str
     text: str = ""
     error: float = 0.0
+    digest: int = 0
 
 
 # ---- on the ranks
@@ -93,7 +96,8 @@ def work(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
             faulthandler.cancel_dump_traceback_later()
             if any(texts):
                 if rank == 0:
-                    _write(verdicts, number, _verdict_of_errors(texts))
+                    reasons = sorted(map(reason_of, texts))
+                    _write(verdicts, number, replace(_verdict_of_errors(texts), digest=_digest(reasons)))
                 if len(set(map(reason_of, texts))) > 1:
                     _judge(waiting, verdicts)
                     return
@@ -161,12 +165,27 @@ def _judge(waiting: Sequence[tuple[int, Task, list[Any]]], verdicts: TextIO) -> 
     dist.all_gather_object(found, [results for _, _, results in waiting])
     for place, (number, task, _) in enumerate(waiting):
         if place % dist.get_world_size() == dist.get_rank():
-            _write(verdicts, number, judge(task, [by_rank[place] for by_rank in found]))
+            results = [by_rank[place] for by_rank in found]
+            _write(verdicts, number, replace(judge(task, results), digest=_digest(results)))
 
 
 def _write(verdicts: TextIO, number: int, verdict: Verdict) -> None:
     verdicts.write(json.dumps({"number": number, **asdict(verdict)}) + "\n")
     verdicts.flush()
+
+
+def _digest(value: Any, crc: int = 0) -> int:
+    """Return the CRC-32 of all bits in a value."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().contiguous().flatten()
+        return zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), zlib.crc32(f"{flat.dtype}".encode(), crc))
+    if isinstance(value, Mapping):
+        value = [part for item in sorted(value.items(), key=lambda item: str(item[0])) for part in item]
+    if isinstance(value, list | tuple):
+        for item in value:
+            crc = _digest(item, crc)
+        return crc
+    return zlib.crc32(repr(value).encode(), crc)
 
 
 # ---- judging

@@ -81,7 +81,7 @@ def _smaller(spec: Spec) -> Iterator[Spec]:
         if spec[name] != value:
             yield spec | {name: value}
     options = spec["options"]
-    for name in ("units", "precision", "cut", "reduction", "replicas"):
+    for name in ("units", "precision", "reduction", "mesh"):
         if name in options:
             yield spec | {"options": {key: value for key, value in options.items() if key != name}}
     for unit in options.get("units") or []:

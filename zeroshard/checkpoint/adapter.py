@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any, Final
 
 from zeroshard.checkpoint.ranges import Spec
-from zeroshard.core.errors import CheckpointError
+from zeroshard.table.errors import CheckpointError
 
 __all__ = ["adapter_names", "is_adapted"]
 

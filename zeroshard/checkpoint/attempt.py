@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zeroshard.checkpoint import files
-from zeroshard.core.errors import CheckpointError
+from zeroshard.table.errors import CheckpointError
 
 __all__ = ["begin", "commit", "new_attempt", "new_folder", "temporary_folder"]
 

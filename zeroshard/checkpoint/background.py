@@ -31,8 +31,8 @@ from zeroshard.checkpoint.reader import read_text
 from zeroshard.checkpoint.together import describe
 from zeroshard.checkpoint.values import bytes_of
 from zeroshard.checkpoint.writer import write_file
-from zeroshard.core.errors import CheckpointError
-from zeroshard.core.mesh import Mesh
+from zeroshard.table.errors import CheckpointError
+from zeroshard.wire.mesh import Mesh
 
 __all__ = ["BackgroundSave", "Snapshot", "Status"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 from zeroshard.checkpoint.diff import diff
 from zeroshard.checkpoint.exchange import export, import_folder
 from zeroshard.checkpoint.verify import list_checkpoints, verify
-from zeroshard.core.errors import CheckpointError, printable
+from zeroshard.table.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
     import typer

@@ -33,8 +33,8 @@ from zeroshard.checkpoint.manifest import (
 from zeroshard.checkpoint.ranges import make_header
 from zeroshard.checkpoint.reader import read_manifest
 from zeroshard.checkpoint.writer import FileWriter, write_file
-from zeroshard.core.errors import CheckpointError
 from zeroshard.core.version import VERSION
+from zeroshard.table.errors import CheckpointError
 
 __all__ = ["check_limits", "make_folder", "publish", "remove_older", "write_manifest", "write_tensors"]
 

@@ -24,8 +24,8 @@ from zeroshard.checkpoint.ranges import Chunks, Spec, arrange
 from zeroshard.checkpoint.together import agree_equal
 from zeroshard.checkpoint.values import encode
 from zeroshard.core.engine import Engine
-from zeroshard.core.errors import CheckpointError
 from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.table.errors import CheckpointError
 
 __all__ = ["ADVICE", "COMMITTED", "LOOK", "Plan", "agree_on", "make_plan"]
 
@@ -152,8 +152,8 @@ def _agree_on_copies(engine: Engine, items: Sequence[Item], what: str) -> None:
     if engine.mesh.world_size == 1:
         return
     slots = [(item, item.slot) for item in items if item.slot is not None]
-    everywhere = [item.part(*item.held) for item, slot in slots if slot.bucket.states_are_whole]
-    of_replicas = [item.part(*item.held) for item, slot in slots if not slot.bucket.states_are_whole]
+    everywhere = [item.part(*item.held) for item, slot in slots if slot.bucket.spec.updates_all]
+    of_replicas = [item.part(*item.held) for item, slot in slots if not slot.bucket.spec.updates_all]
     digests = [_digest(everywhere), _digest(of_replicas) if engine.mesh.replicas > 1 else 0]
     rows = engine.comm.collect(torch.tensor(digests, device=engine.mesh.device), what).tolist()
     differ = [r for r, row in enumerate(rows) if row != [rows[0][0], rows[r % engine.mesh.shard_size][1]]]

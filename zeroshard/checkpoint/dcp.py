@@ -26,7 +26,7 @@ from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.values import bytes_of, dtype_name, dtype_of, tensor_of
-from zeroshard.core.errors import CheckpointError
+from zeroshard.table.errors import CheckpointError
 
 __all__ = ["DcpReader"]
 

@@ -17,7 +17,7 @@ import torch
 
 from zeroshard.checkpoint.fields import Value
 from zeroshard.checkpoint.values import MAX_TENSOR_BYTES, check_key, decode, encode
-from zeroshard.core.errors import CheckpointError
+from zeroshard.table.errors import CheckpointError
 
 __all__ = ["pack", "unpack"]
 

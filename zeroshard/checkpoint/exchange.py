@@ -29,8 +29,8 @@ from zeroshard.checkpoint.ranges import ITEM_BYTES, Spec, arrange, make_header
 from zeroshard.checkpoint.reader import CheckpointReader, Source, opened, read_exactly, read_text
 from zeroshard.checkpoint.verify import verify
 from zeroshard.checkpoint.writer import FileWriter, write_file
-from zeroshard.core.errors import CheckpointError
 from zeroshard.core.version import VERSION
+from zeroshard.table.errors import CheckpointError
 
 __all__ = ["FolderReader", "export", "import_folder", "is_tensor_folder"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
-from zeroshard.core.errors import CheckpointError
+from zeroshard.table.errors import CheckpointError
 
 __all__ = ["MAX_INTEGER", "Value", "quoted", "shown"]
 

@@ -10,7 +10,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from zeroshard.core.errors import CheckpointError
+from zeroshard.table.errors import CheckpointError
 
 __all__ = [
     "bytes_in",

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zeroshard.core.errors import CheckpointError
+from zeroshard.table.errors import CheckpointError
 
 __all__ = ["check_fit"]
 

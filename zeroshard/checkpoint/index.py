@@ -32,7 +32,7 @@ from zeroshard.checkpoint.manifest import (
     tensor_files,
 )
 from zeroshard.checkpoint.ranges import Chunks, Spec, Type, arrange, parse_type
-from zeroshard.core.errors import CheckpointError
+from zeroshard.table.errors import CheckpointError
 
 __all__ = ["parse", "serialize"]
 

@@ -21,7 +21,7 @@ from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.values import check_key, dtype_name
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
-from zeroshard.core.parameter import Slot, slot_of
+from zeroshard.core.slot import Slot, slot_of
 
 __all__ = [
     "Item",

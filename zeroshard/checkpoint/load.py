@@ -36,10 +36,10 @@ from zeroshard.checkpoint.reader import CheckpointReader, Source
 from zeroshard.checkpoint.together import agree_equal, begin, together
 from zeroshard.checkpoint.values import bytes_of, decode, dtype_of, tensor_of
 from zeroshard.core.engine import Engine
-from zeroshard.core.errors import CheckpointError
 from zeroshard.core.optimizer import ShardedOptimizer
-from zeroshard.core.parameter import Slot, slot_of
+from zeroshard.core.slot import Slot, slot_of
 from zeroshard.state.masters import follow_masters
+from zeroshard.table.errors import CheckpointError
 
 __all__ = ["Content", "Loaded", "load", "read_content", "to_rows"]
 

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from zeroshard.checkpoint.fields import quoted
 from zeroshard.checkpoint.ranges import ENTRY_BYTES, Chunk, Chunks, Spec
-from zeroshard.core.errors import CheckpointError
+from zeroshard.table.errors import CheckpointError
 
 __all__ = [
     "BLOCK_BYTES",

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroshard.checkpoint.fields import MAX_INTEGER, Value, quoted
-from zeroshard.core.errors import CheckpointError
+from zeroshard.table.errors import CheckpointError
 
 __all__ = [
     "Chunk",

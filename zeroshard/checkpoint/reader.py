@@ -28,7 +28,7 @@ from zeroshard.checkpoint.manifest import (
     tensor_files,
 )
 from zeroshard.checkpoint.ranges import Spec, make_header
-from zeroshard.core.errors import CheckpointError
+from zeroshard.table.errors import CheckpointError
 
 __all__ = ["CheckpointReader", "Source", "opened", "read_exactly", "read_manifest", "read_text"]
 

@@ -37,8 +37,8 @@ from zeroshard.checkpoint.manifest import FileEntry
 from zeroshard.checkpoint.together import begin, together
 from zeroshard.checkpoint.values import bytes_of
 from zeroshard.core.engine import Engine
-from zeroshard.core.errors import CheckpointError
 from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.table.errors import CheckpointError
 
 __all__ = ["Saver"]
 

@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from typing import Any, Final, NoReturn
 
-from zeroshard.core.errors import CheckpointError
+from zeroshard.table.errors import CheckpointError
 
 __all__ = ["MAX_BYTES", "MAX_PARSED_BYTES", "cost_of", "dumps", "loads", "seal", "unseal"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.core.errors import CheckpointError
+from zeroshard.table.errors import CheckpointError
 
 __all__ = ["bytes_of", "check_key", "decode", "dtype_name", "dtype_of", "encode", "tensor_of"]
 

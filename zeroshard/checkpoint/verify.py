@@ -11,7 +11,7 @@ from pathlib import Path
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest
 from zeroshard.checkpoint.reader import CheckpointReader, read_manifest
-from zeroshard.core.errors import CheckpointError, printable
+from zeroshard.table.errors import CheckpointError, printable
 
 __all__ = ["Listed", "latest", "list_checkpoints", "verify"]
 

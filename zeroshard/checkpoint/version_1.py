@@ -15,7 +15,7 @@ from zeroshard.checkpoint.manifest import (
     tensor_files,
 )
 from zeroshard.checkpoint.ranges import Spec, arrange, parse_type
-from zeroshard.core.errors import CheckpointError
+from zeroshard.table.errors import CheckpointError
 
 __all__ = ["parse"]
 

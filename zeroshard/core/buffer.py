@@ -1,14 +1,14 @@
-"""Flat tensors: the pool of constant buffers, and the bucket whose views are the parameters.
+"""Flat tensors: the bucket whose views are the parameters, and its gradients.
 
 Owns the storage of parameters and of gradients on their way, and the flags that say which gradients are there. It must
-not know passes or hooks. Read `core/layout.py` (where elements lie) and `core/residency.py` (what is kept) first.
+not know passes or hooks. Read `table/layout.py` (where elements lie) and `table/cells.py` (what is kept) first.
 
 Note: the life of a parameter's bytes
     `Bucket.full` holds the whole bucket; the model's parameters are views of it for good. Where parameters are kept
     whole, `shard` is a view of `full`, and nothing ever moves. Where they are sharded, `shard` is a tensor of its own
     and `full` has no memory between uses: `open()` gives it memory with the own shard in it, a gather fills the rest,
     `close()` takes the memory back. The views stay valid throughout, also those that autograd saved. Whether memory is
-    this process's alone or shared on the host is for `host/memory.py`.
+    this process's alone or shared on the host is for `wire/memory.py`.
 
 Note: the life of a gradient
     Autograd accumulates into its own slot; a hook moves the tensor into `GradientBuffer.stage` (whole bucket) and
@@ -20,65 +20,21 @@ Note: the life of a gradient
 """
 
 import warnings
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from zeroshard.core.changes import Changes
-from zeroshard.core.layout import Layout, choose_buffer
 from zeroshard.core.precision import Dtypes
-from zeroshard.core.residency import Residency
-from zeroshard.core.trace import Ledger
-from zeroshard.host.memory import Memory, OwnMemory
+from zeroshard.table.spec import BucketSpec
+from zeroshard.table.trace import Ledger
+from zeroshard.torch_private import users_of_storage
+from zeroshard.wire.pool import Pool
 
-__all__ = ["Bucket", "GradientBuffer", "Pool", "Staged", "flatten"]
+__all__ = ["Bucket", "GradientBuffer", "Staged", "flatten"]
 
 Tensor = torch.Tensor
-
-
-class Pool:
-    """Flat buffers that are used again and again, so that a step touches no fresh pages (C_B in the paper).
-
-    Units of about one size share buffers of the largest. Only for tensors that autograd never saves: a saved tensor
-    would see its buffer's next content.
-    """
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.memory: Memory = OwnMemory()
-        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-        self._whole: dict[int, Tensor | None] = {}
-        """The buffers in use, by the address of the part that was taken; None for what was adopted."""
-        self._ledger = ledger
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return (numel,) with any content."""
-        free = self._free[dtype, device]
-        place, replaced = choose_buffer([buffer.numel() for buffer in free], numel)
-        if place is not None:
-            buffer = free.pop(place)
-        else:
-            if replaced is not None:
-                self._ledger.add("transient", -free[replaced].nbytes)
-                self.memory.give_back(free.pop(replaced))
-            buffer = self.memory.zeros(numel, dtype, device)
-            self._ledger.add("transient", buffer.nbytes)
-        part = buffer[:numel]
-        self._whole[part.data_ptr()] = buffer
-        return part
-
-    def adopt(self, tensor: Tensor) -> None:
-        """Count a tensor as a buffer in use; once given, it is gone."""
-        self._whole[tensor.data_ptr()] = None
-        self._ledger.add("transient", tensor.nbytes)
-
-    def give(self, part: Tensor) -> None:
-        """Take a buffer back; the caller must not use it any more."""
-        if (buffer := self._whole.pop(part.data_ptr())) is not None:
-            self._free[buffer.dtype, buffer.device].append(buffer)
-        else:
-            self._ledger.add("transient", -part.nbytes)
 
 
 @dataclass(frozen=True)
@@ -102,21 +58,13 @@ class GradientBuffer:
     `filled` (what is held of it is a sum, possibly of nothing; else it is left over from before `zero_grad`).
     """
 
-    def __init__(self, bucket: "Bucket", row: Residency, pool: Pool, rank: int, ledger: Ledger) -> None:
-        self._layout, self._pool, self._ledger = bucket.layout, pool, ledger
+    def __init__(self, bucket: "Bucket", pool: Pool, ledger: Ledger) -> None:
+        self.spec, self._layout, self._pool, self._ledger = bucket.spec, bucket.layout, pool, ledger
         self.dtype, self._device = bucket.dtypes.grad, bucket.device
         self._shapes, self._strides = bucket.shapes, bucket.strides
-        self.range = row.gradients.kept_range(self._layout, rank)
-        self.shard_range = self._layout.shard_range(rank)
-        self.is_whole = row.gradients.is_whole(self._layout, rank)
-        self.sums_are_whole = row.states.is_whole(self._layout, rank)
-        self._read_range = (0, self._layout.full_numel) if self.sums_are_whole else self.shard_range
-        self._is_kept = self.is_whole and pool.memory.is_shared
+        self._is_kept = self.spec.holds_whole_gradients and pool.memory.is_shared
         """Whether other ranks read what is held where it lies; such memory cannot come and go."""
         count = len(self._shapes)
-        fills = count == 1 and self._layout.numel == self._layout.full_numel
-        self.adopts = fills and not self.is_whole and bucket.dtype == self.dtype
-        """Whether a gradient can be the stage itself: that of a bucket's one parameter, where nothing is padded."""
         self.staged, self.landed, self.used, self.filled = ([False] * count for _ in range(4))
         self.held: Tensor | None = None
         self.stage: Tensor | None = None
@@ -136,7 +84,7 @@ class GradientBuffer:
     def hold(self) -> Tensor:
         """Return the buffer that gradients are held in, made at its first use, with any content."""
         if self.held is None:
-            numel = self.range[1] - self.range[0]
+            numel = self.spec.gradients[1] - self.spec.gradients[0]
             if self._is_kept:
                 self.held = self._pool.memory.zeros(numel, self.dtype, self._device)
             else:
@@ -157,7 +105,7 @@ class GradientBuffer:
             scale: what the gradient is multiplied by, in the dtype of what is held.
         """
         if self.stage is None:
-            if self.adopts and scale == 1.0 and _is_alone(grad, self._strides[index]):
+            if self.spec.adopts and scale == 1.0 and _is_alone(grad, self._strides[index]):
                 # Autograd gave it up, and nothing else shares its memory.
                 self.stage, self._views, self._base = grad.as_strided((grad.numel(),), (1,)), [grad], [False]
                 self._pool.adopt(self.stage)
@@ -176,9 +124,9 @@ class GradientBuffer:
     def _begin_stage(self) -> None:
         # Whole gradients are staged in place as long as nothing reduced lies there; those of a single rank always.
         self._base = [False] * len(self.staged)
-        if self.shard_range == (0, self._layout.full_numel):
+        if self.spec.shard == self.spec.full:
             stage, self._base = self.hold(), list(self.filled)
-        elif self.is_whole and True not in self.filled:
+        elif self.spec.holds_whole_gradients and True not in self.filled:
             stage = self.hold()
         else:
             stage = self._pool.take(self._layout.full_numel, self.dtype, self._device)
@@ -223,20 +171,20 @@ class GradientBuffer:
 
     def is_finite(self, own: Tensor) -> bool:
         """Tell whether this rank's shard of the sums holds finite numbers only; padding may hold anything."""
-        parts = (self._layout.overlap(index, *self.shard_range) for index in range(len(self.staged)))
-        first = self.shard_range[0]
+        parts = (self._layout.overlap(index, *self.spec.shard) for index in range(len(self.staged)))
+        first = self.spec.shard[0]
         return all(bool(own[start - first : stop - first].isfinite().all()) for start, stop in parts)
 
     def own_shard(self) -> Tensor:
         """Return this rank's shard of what is held."""
-        start, stop = self.shard_range
-        return self.hold()[start - self.range[0] : stop - self.range[0]]
+        start, stop = self.spec.shard
+        return self.hold()[start - self.spec.gradients[0] : stop - self.spec.gradients[0]]
 
     def place_of_sum(self, staged: "Staged") -> Tensor:
         """Return where this rank's shard of the sum goes: straight to what is held where no sum lies there yet."""
         if staged.apart is not None:
             return staged.apart
-        return staged.full[slice(*self.shard_range)] if True in staged.filled else self.own_shard()
+        return staged.full[slice(*self.spec.shard)] if True in staged.filled else self.own_shard()
 
     def add_reduced(self, staged: "Staged", own: Tensor) -> Tensor:
         """Add this rank's shard of the sum to what is held, where it does not lie there already; return `held`.
@@ -261,13 +209,13 @@ class GradientBuffer:
 
     def slice(self, index: int, held: Tensor) -> Tensor:
         """Return what the optimizer reads of parameter `index` from `held`: (numel of it that this rank updates,)."""
-        start, stop = self._layout.overlap(index, *self._read_range)
-        return held[start - self.range[0] : stop - self.range[0]]
+        start, stop = self._layout.overlap(index, *self.spec.states)
+        return held[start - self.spec.gradients[0] : stop - self.spec.gradients[0]]
 
     def own_part(self, index: int) -> Tensor:
         """Return what the optimizer reads of parameter `index` from `held`: the elements that this rank updates."""
-        start, stop = self._layout.overlap(index, *self.shard_range)
-        return self.hold()[start - self.range[0] : stop - self.range[0]]
+        start, stop = self._layout.overlap(index, *self.spec.shard)
+        return self.hold()[start - self.spec.gradients[0] : stop - self.spec.gradients[0]]
 
     def staged_view(self, index: int) -> Tensor:
         """Return the unreduced gradient of parameter `index`, which must be staged."""
@@ -277,7 +225,7 @@ class GradientBuffer:
         """Make `value`, equal on all ranks, the reduced gradient of parameter `index`."""
         flat = flatten(value.to(self.dtype), self._shapes[index], self._strides[index])
         part = self.slice(index, self.hold())
-        start, stop = self._layout.overlap(index, *self._read_range)
+        start, stop = self._layout.overlap(index, *self.spec.states)
         offset = self._layout.offsets[index]
         part.copy_(flat[start - offset : stop - offset] if stop > start else flat[:0])
         self.used[index] = self.filled[index] = True
@@ -300,70 +248,53 @@ class GradientBuffer:
         """Bytes held as (of parameters, padding)."""
         if self.held is None:
             return 0, 0
-        owned = self._layout.owned_numel(*self.range) * self.held.itemsize
-        return owned, self.held.nbytes - owned
+        return self.spec.bytes_of(self.spec.gradients, self.spec.formats.grad)
 
 
 class Bucket:
     """One flat tensor of a unit, of one dtype and trainability; the unit's parameters are views of it.
 
     Args:
-        name: for messages: the unit's name, with the dtype where a unit has several buckets.
-        number: this bucket's number in the model; part of every message's tag.
-        names, parameters: the parameters in registration order.
+        spec: what it holds, and where each column of it lives.
+        parameters: as they are in the model, in registration order.
     """
 
     def __init__(
-        self,
-        name: str,
-        number: int,
-        names: Sequence[str],
-        parameters: Sequence[Tensor],
-        layout: Layout,
-        row: Residency,
-        rank: int,
-        pool: Pool,
-        ledger: Ledger,
-        dtypes: Dtypes,
+        self, spec: BucketSpec, parameters: Sequence[Tensor], dtypes: Dtypes, pool: Pool, ledger: Ledger
     ) -> None:
-        self.name, self.number, self.names, self.layout = name, number, tuple(names), layout
+        self.spec, self.layout, self.number = spec, spec.layout, spec.number
         self.dtypes, self.dtype, self.device = dtypes, dtypes.param, parameters[0].device
         self.shapes = [tuple(p.shape) for p in parameters]
         self.strides = [_dense_strides(p) for p in parameters]
-        self.is_whole = row.parameters.is_whole(layout, rank)
-        self.states_are_whole = row.states.is_whole(layout, rank)
-        self._rank, self._ledger = rank, ledger
-        self._memory, (start, stop) = pool.memory, layout.shard_range(rank)
-        if self.is_whole:
-            self.full = self._memory.zeros(layout.full_numel, self.dtype, self.device)
+        self._ledger, self._memory, (start, stop) = ledger, pool.memory, spec.shard
+        if spec.is_whole:
+            self.full = self._memory.zeros(spec.layout.full_numel, self.dtype, self.device)
             self.shard = self.full[start:stop]
         else:
-            self.full, self.shard = self._memory.home(layout.full_numel, (start, stop), self.dtype, self.device)
+            self.full, self.shard = self._memory.home(spec.layout.full_numel, spec.shard, self.dtype, self.device)
         self.own = self.full[start:stop]
-        self.grads = GradientBuffer(self, row, pool, rank, ledger)
+        self.grads = GradientBuffer(self, pool, ledger)
         self.views = self.grads.views_of(self.full)
-        self._master_start = 0 if self.states_are_whole else start
-        rounded = self.full if self.states_are_whole else self.shard
-        self.has_masters = dtypes.master != dtypes.param
-        self.masters = torch.zeros_like(rounded, dtype=dtypes.master) if self.has_masters else rounded
+        self._rounded = self.full if spec.updates_all else self.shard
+        is_apart = spec.formats.has_masters
+        self.masters = torch.zeros_like(self._rounded, dtype=dtypes.master) if is_apart else self._rounded
         """What the optimizer updates; the parameters themselves unless these are rounded from it."""
-        self._rounded = rounded
         self.parameters: list[torch.nn.Parameter] = []
         """The model's parameters that are views of it, in order."""
-        self.changes = Changes(self.names, self.parameters, self.full, is_whole=self.is_whole)
+        self.changes = Changes(spec.names, self.parameters, self.full, is_whole=spec.is_whole)
         self.has_states = False
         """Whether an optimizer updates it."""
         self._is_left = False
         """Whether the memory of `full` could not be taken back."""
         self.updates = 0
         """How often the parameters changed; a tensor that autograd saved before a change must not be used after it."""
-        if not self.is_whole:
+        if not self.spec.is_whole:
             ledger.add("transient", self.full.nbytes)
 
     def open(self) -> None:
         """Give `full` its memory and put the own shard in its place."""
         with torch.no_grad():
-            self._memory.open(self.full, self.layout.shard_range(self._rank)[0], self.shard)
+            self._memory.open(self.full, self.spec.shard[0], self.shard)
         self._ledger.add("transient", self.full.nbytes)
 
     def close(self) -> None:
@@ -371,8 +302,8 @@ class Bucket:
         if not self._memory.close(self.full) and not self._is_left:
             self._is_left = True
             warnings.warn(
-                f"numpy shares the memory of the parameters of unit '{self.name}', so {self.full.nbytes:,} bytes stay "
-                "on this rank from now on, also while they are released. Give numpy parameter.detach().clone().",
+                f"numpy shares the memory of the parameters of unit '{self.spec.name}', so {self.full.nbytes:,} bytes "
+                "stay on this rank from now on, also while they are released. Give numpy parameter.detach().clone().",
                 stacklevel=2,
             )
         self._ledger.add("transient", -self.full.nbytes)
@@ -385,53 +316,43 @@ class Bucket:
         """Follow a change to the whole parameters: in the shard, and in the masters that do not round to it."""
         values = self.full if self.changes.values is None else self.changes.values
         with torch.no_grad():
-            if not self.is_whole:
-                self.shard.copy_(values[slice(*self.layout.shard_range(self._rank))])
-            if self.has_masters:
+            if not self.spec.is_whole:
+                self.shard.copy_(values[slice(*self.spec.shard)])
+            if self.spec.formats.has_masters:
                 is_changed = self.masters.to(self.dtype) != self._rounded
                 self.masters.copy_(torch.where(is_changed, self._rounded.to(self.masters.dtype), self.masters))
 
     def start_values(self) -> Tensor:
         """Return (full_numel,) to write the first values to, in the masters' dtype; then call `set_start`."""
-        return torch.zeros_like(self.full, dtype=self.dtypes.master) if self.has_masters else self.full
+        return torch.zeros_like(self.full, dtype=self.dtypes.master) if self.spec.formats.has_masters else self.full
 
     def set_start(self, values: Tensor) -> None:
         """Take the first values over."""
-        if self.has_masters:
+        if self.spec.formats.has_masters:
             self.full.copy_(values)
-            self.masters.copy_(values[self._master_start :][: self.masters.numel()])
-        if not self.is_whole:
+            self.masters.copy_(values[slice(*self.spec.states)])
+        if not self.spec.is_whole:
             self.shard.copy_(self.own)
 
     def follow_masters(self) -> None:
         """Round the masters into the parameters that this rank keeps."""
-        if self.has_masters:
+        if self.spec.formats.has_masters:
             with torch.no_grad():
                 self._rounded.copy_(self.masters)
 
     def master_range(self, index: int) -> tuple[int, int]:
         """Return the elements of parameter `index` that this rank updates, as (start, stop) in the bucket."""
-        return self.layout.overlap(index, *self.masters_range)
+        return self.layout.overlap(index, *self.spec.states)
 
     def master(self, index: int) -> Tensor:
         """Return what the optimizer updates of parameter `index`: a flat view, possibly of 0 elements."""
         start, stop = self.master_range(index)
-        return self.masters[start - self._master_start : stop - self._master_start]
-
-    @property
-    def masters_range(self) -> tuple[int, int]:
-        """Elements of the bucket that this rank updates, as (start, stop)."""
-        return self._master_start, self._master_start + self.masters.numel()
+        return self.masters[start - self.spec.states[0] : stop - self.spec.states[0]]
 
     @property
     def is_published(self) -> bool:
-        """Whether updated parameters must be gathered after a step: kept whole, but updated in parts."""
-        return self.is_whole and self.has_states and not self.states_are_whole and self.layout.full_numel > 0
-
-    @property
-    def resident_range(self) -> tuple[int, int]:
-        """Elements of the bucket that this rank keeps between passes, as (start, stop)."""
-        return (0, self.layout.full_numel) if self.is_whole else self.layout.shard_range(self._rank)
+        """Whether updated parameters must be gathered after a step."""
+        return self.has_states and self.spec.is_published
 
 
 def flatten(value: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
@@ -445,8 +366,7 @@ def _is_alone(grad: Tensor, strides: tuple[int, ...]) -> bool:
     """Tell whether `grad` is a plain tensor of these strides whose memory no other tensor shares."""
     if type(grad) is not Tensor or grad.stride() != strides or grad.untyped_storage().nbytes() != grad.nbytes:
         return False
-    # One use is the tensor's, and one that of the storage object here; torch has no public count.
-    return bool(torch._C._storage_Use_Count(grad.untyped_storage()._cdata) == 2)
+    return users_of_storage(grad) == 1
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ from typing import final
 
 import torch
 
+from zeroshard.torch_private import version_of
+
 __all__ = ["Changes", "checksum_of", "describe"]
 
 Tensor = torch.Tensor
@@ -46,9 +48,9 @@ class Changes:
         return self._aliases.setdefault(index, data).detach()
 
     def _versions(self) -> list[int]:
-        versions = [p._version for p in self._parameters]
+        versions = list(map(version_of, self._parameters))
         for index, alias in self._aliases.items():
-            versions[index] += alias._version
+            versions[index] += version_of(alias)
         return versions
 
     def has_any(self) -> bool:

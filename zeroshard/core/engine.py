@@ -19,17 +19,26 @@ from typing import Any, final
 import torch
 
 from zeroshard.core import gradient
-from zeroshard.core.comm import Comm, tag_of
-from zeroshard.core.mesh import Mesh
 from zeroshard.core.order import Order, Pass
-from zeroshard.core.parameter import Slot, slot_of
 from zeroshard.core.precision import LossScale
 from zeroshard.core.saved import SavedTensors
-from zeroshard.core.schedule import ROOT
-from zeroshard.core.trace import Ledger
+from zeroshard.core.slot import Slot, slot_of
+from zeroshard.core.tree import find
 from zeroshard.core.unit import Unit
+from zeroshard.table.schedule import ROOT
+from zeroshard.table.trace import Ledger
+from zeroshard.torch_private import (
+    call_after_backward,
+    graph_task,
+    is_inside_reentrant_checkpoint,
+    set_slot,
+    slot_grad,
+    version_of,
+)
+from zeroshard.wire.comm import Comm, tag_of
+from zeroshard.wire.mesh import Mesh
 
-__all__ = ["Engine", "Frame", "Gathered", "tensors_in"]
+__all__ = ["Engine", "Frame", "Gathered"]
 
 Tensor = torch.Tensor
 
@@ -71,7 +80,7 @@ class Engine:
         self.mesh, self.comm, self.units, self.ledger = mesh, comm, units, ledger
         self.slots: dict[str, Slot] = {}
         self.order = Order(units, comm)
-        self.is_sharded = any(not unit.is_whole for unit in units)
+        self.is_sharded = any(not unit.spec.is_whole for unit in units)
         self.gathered: Gathered | None = None
         self.syncs, self.defers = True, False
         self.loss_scale: LossScale | None = None
@@ -83,13 +92,13 @@ class Engine:
         self._task = -1
         self._norms: dict[tuple[float, torch.dtype | None], dict[str, Tensor]] = {}
         self._norms_version = 0
-        buckets = [(unit.number, b) for unit in units for b in unit.buckets if not b.is_whole]
+        buckets = [(unit.number, b) for unit in units for b in unit.buckets if not b.spec.is_whole]
         self._saved = SavedTensors(buckets, self._need_in_backward)
 
     def take_slots(self, slots: Iterable[Slot]) -> None:
         """Know the parameters, in registration order, and let them know this engine."""
         for slot in slots:
-            slot.engine = weakref.ref(self)
+            slot.owner = weakref.ref(self)
             self.slots[slot.name] = slot
 
     def use_loss_scale(self, loss_scale: LossScale) -> None:
@@ -104,7 +113,7 @@ class Engine:
         """Begin a module's forward: make its units whole, and in the outermost one begin a pass."""
         if self.gathered is not None:
             return
-        is_recompute = _graph_task() != -1
+        is_recompute = graph_task() != -1
         if not is_recompute and not self._frames:
             self._complete()
         if not self.is_sharded:
@@ -193,7 +202,7 @@ class Engine:
 
     def check_outside_backward(self, what: str) -> None:
         """Raise in a hook that runs inside a backward, whose gradients are on their way."""
-        if _graph_task() != -1:
+        if graph_task() != -1:
             raise RuntimeError(
                 f"{self.mesh} {what} inside a backward (in a hook on a gradient or a tensor): gradients are still "
                 "landing and being reduced. Wait until backward() has returned."
@@ -223,7 +232,7 @@ class Engine:
 
     def demand(self, number: int) -> bool:
         """Make a unit whole for code outside its modules, to the end of the pass; False where no pass is open."""
-        if _graph_task() != -1 and self.is_sharded:
+        if graph_task() != -1 and self.is_sharded:
             self._need_in_backward(number)
             return True
         if self.order.current is None or not self._frames:
@@ -243,9 +252,9 @@ class Engine:
 
     def _enter_backward(self) -> None:
         """Open a backward pass at the first event in it."""
-        if (self._task == (task := _graph_task()) and self.order.current is not None) or self._is_in_forward:
+        if (self._task == (task := graph_task()) and self.order.current is not None) or self._is_in_forward:
             return
-        if _is_inside_reentrant_checkpoint():
+        if is_inside_reentrant_checkpoint():
             raise RuntimeError(
                 "Reentrant checkpointing runs a backward pass inside another, so gradients would be reduced several "
                 "times. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for Transformers models: "
@@ -255,7 +264,7 @@ class Engine:
         self._task = task
         key = ("backward", tuple(self._forwards), self.syncs)
         pass_ = self.order.open("backward", key, reduces=self.syncs, defers=self.defers, expected=set(self._used))
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(pass_))
+        call_after_backward(lambda: self._end_backward(pass_))
         if ROOT in self._used:
             self.order.need(ROOT)
 
@@ -264,7 +273,7 @@ class Engine:
             self._close(pass_)
 
     def _need_in_backward(self, number: int) -> None:
-        if self.gathered is not None or _graph_task() == -1:
+        if self.gathered is not None or graph_task() == -1:
             if not self.units[number].is_open:
                 raise RuntimeError(
                     f"{self.mesh} A tensor saved from {self.units[number]} was read outside a backward pass while the "
@@ -277,8 +286,8 @@ class Engine:
     def landed(self, parameter: Tensor) -> None:
         """Take a gradient out of autograd's slot. Called by the parameter's hook, once in each backward."""
         slot = slot_of(parameter)
-        grad: Tensor | None = torch.Tensor.grad.__get__(parameter)  # type: ignore[union-attr]
-        torch.Tensor.grad.__set__(parameter, None)  # type: ignore[union-attr]
+        grad: Tensor | None = slot_grad(parameter)
+        set_slot(parameter, None)
         if grad is None:
             return
         if self.gathered is not None:
@@ -318,13 +327,13 @@ class Engine:
             for number in targets:
                 self._need_in_backward(number)
 
-        for tensor in tensors_in(outputs):
+        for tensor in find(outputs, Tensor):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(begin)
 
     def _hint_end(self, units: tuple[int, ...], inputs: Any) -> None:
         targets = tuple(number for number in units if number != ROOT)
-        tensors = [t for t in tensors_in(inputs) if t.requires_grad and t.grad_fn is not None] if targets else []
+        tensors = [t for t in find(inputs, Tensor) if t.requires_grad and t.grad_fn is not None] if targets else []
         if not tensors:
             return
         has_fired = False
@@ -370,7 +379,7 @@ class Engine:
         self.leave_passes("A norm of gradients")
         held = [b.grads.held for unit in self.units for b in unit.buckets if b.grads.held is not None]
         # Whole gradients are plain tensors that clipping changes without a word; torch counts the changes.
-        version = sum(tensor._version for tensor in held)
+        version = sum(map(version_of, held))
         if version != self._norms_version:
             self._norms, self._norms_version = {}, version
         if (known := self._norms.get((p, dtype))) is not None:
@@ -402,36 +411,8 @@ class Engine:
         self.order.barrier(f"the whole gradient of '{slot.name}'")
         bucket = slot.bucket
         full = torch.zeros(bucket.layout.full_numel, dtype=bucket.dtypes.grad, device=bucket.device)
-        full[slice(*bucket.grads.shard_range)] = bucket.grads.own_shard()
+        full[slice(*bucket.spec.shard)] = bucket.grads.own_shard()
         if full.numel():
             tag = tag_of(self.order.next_number(), bucket.number)
             self.comm.gather(full, tag, f"the gradient of '{slot.name}'", kind="state").wait()
         return slot.form.whole(bucket.grads.views_of(full)[slot.index].clone())
-
-
-def _graph_task() -> int:
-    """Return the number of the backward pass that this thread is in, -1 outside."""
-    return torch._C._current_graph_task_id()
-
-
-def _is_inside_reentrant_checkpoint() -> bool:
-    """Tell whether a reentrant checkpoint is recomputing: its backward function is then on this thread's stack."""
-    frame = sys._getframe()
-    while (caller := frame.f_back) is not None:
-        frame = caller
-        if frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith("checkpoint.py"):
-            return frame.f_code.co_filename.replace("\\", "/").endswith("torch/utils/checkpoint.py")
-    return False
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [t for item in value for t in tensors_in(item)]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in tensors_in(item)]
-    if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        return [t for name in value.__dataclass_fields__ for t in tensors_in(getattr(value, name, None))]
-    return []

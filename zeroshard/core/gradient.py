@@ -15,13 +15,13 @@ Note: two views of one gradient
 import weakref
 from collections.abc import Callable, Iterable
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
-if TYPE_CHECKING:
-    from zeroshard.core.engine import Engine
-    from zeroshard.core.parameter import Slot
+from zeroshard.core.slot import Slot, slot_of
+from zeroshard.core.tree import find
+from zeroshard.torch_private import SCALER_CHECK, DisabledFunction, NoSubclasses, foreach_norm, without_storage
 
 __all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "name_of", "read"]
 
@@ -57,8 +57,6 @@ ELEMENTWISE = frozenset(
 SELF = frozenset("detach detach_ data requires_grad_ float double half bfloat16 to cpu cuda".split())
 """What returns the tensor itself, or an alias, where there is nothing to convert."""
 
-SCALER_CHECK = "_amp_foreach_non_finite_check_and_unscale_"
-
 
 @final
 class LogicalGradient(torch.Tensor):
@@ -69,19 +67,17 @@ class LogicalGradient(torch.Tensor):
     call it.
     """
 
-    _slot: "Slot"
+    _slot: Slot
     _guard: "weakref.ref[LogicalGradient]"
 
     @staticmethod
-    def __new__(cls, slot: "Slot") -> "LogicalGradient":
+    def __new__(cls, slot: Slot) -> "LogicalGradient":
         """Make the gradient of a slot's parameter."""
         bucket, parameter = slot.bucket, slot.parameter
-        made: LogicalGradient = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, strides=parameter.stride(), dtype=bucket.dtypes.grad, device=bucket.device
+        made: LogicalGradient = without_storage(  # type: ignore[assignment]
+            cls, parameter.shape, parameter.stride(), bucket.dtypes.grad, bucket.device
         )
         made._slot = slot
-        # Some of torch's C functions know no subclasses (DLPack); without a storage they would hand out address 0.
-        torch._C._set_throw_on_mutable_data_ptr(made)
         # torch.utils.swap_tensors would put other innards into it; torch refuses where there is a weak reference.
         made._guard = weakref.ref(made)
         return made
@@ -94,7 +90,7 @@ class LogicalGradient(torch.Tensor):
         # A setter has the name of its property, and a function may have been given the gradient beside other tensors.
         if args and func.__name__ not in ("__set__", "__delete__"):
             if name in METADATA or (name == "__format__" and not args[1]):
-                with torch._C.DisableTorchFunctionSubclass():
+                with NoSubclasses():
                     return func(*args, **kwargs)
             if name in NORMS:
                 return _norms(name, args, kwargs)
@@ -112,7 +108,7 @@ class LogicalGradient(torch.Tensor):
 
     def full_tensor(self) -> Tensor:
         """Return the whole gradient as a plain tensor. Collective: all-gather of its bucket; every rank must call."""
-        return _engine_of(_slot_of(self)).full_gradient(self._slot)
+        return _slot_of(self).living_owner().full_gradient(self._slot)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LogicalGradient('{self._slot.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -122,7 +118,7 @@ class LogicalGradient(torch.Tensor):
 class MasterGradient(torch.Tensor):
     """This rank's elements of a gradient, flat; norms of it are norms of the whole gradient."""
 
-    _slot: "Slot"
+    _slot: Slot
 
     @classmethod
     def __torch_function__(
@@ -140,7 +136,7 @@ class MasterGradient(torch.Tensor):
         is_ours = isinstance(first, MasterGradient)
         if is_ours and name[-1] == "_" != name[0] and first.dtype != first._slot.bucket.dtypes.grad:
             raise _refusal(f"{name} on a copy in {first.dtype}", first)
-        with torch._C.DisableTorchFunctionSubclass():
+        with NoSubclasses():
             result = func(*args, **kwargs)
         if is_ours and type(result) is Tensor and not result.ndim and name[:4] != "new_":
             raise _refusal(name, first)
@@ -151,19 +147,19 @@ class MasterGradient(torch.Tensor):
 class MasterSlice(torch.nn.Parameter):
     """What an optimizer holds in place of a parameter: this rank's part of its master values, flat, possibly empty."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = DisabledFunction  # type: ignore[assignment]
 
     @property
     def grad(self) -> Tensor | None:
         """This rank's elements of the reduced gradient; None where no rank used the parameter."""
-        slot: Slot = self.__dict__["_zeroshard"]
+        slot = slot_of(self)
         grads = slot.bucket.grads
-        engine = slot.engine()
-        if not slot.has_grad or (engine is not None and engine.is_skipping):
+        owner = slot.owner()
+        if not slot.has_grad or (owner is not None and owner.is_skipping):
             return None
         if slot.master_grad is None:
             part = grads.slice(slot.index, grads.hold())
-            if not grads.sums_are_whole or slot.form.has_axis:
+            if not slot.bucket.spec.updates_all or slot.form.has_axis:
                 part = part.as_subclass(MasterGradient)
                 part._slot = slot
             slot.master_grad = part
@@ -176,7 +172,7 @@ class MasterSlice(torch.nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        slot: Slot = self.__dict__["_zeroshard"]
+        slot = slot_of(self)
         if value is not None and value is not slot.master_grad:
             raise RuntimeError(
                 f"The gradient of the optimizer's slice of '{slot.name}' cannot be replaced; assign a tensor of the "
@@ -186,25 +182,26 @@ class MasterSlice(torch.nn.Parameter):
             assign(slot, None)
 
 
-def read(slot: "Slot") -> Tensor | None:
+def read(slot: Slot) -> Tensor | None:
     """Return what `parameter.grad` is: None, a view of what is held where that is all of it, or a logical gradient."""
     if not slot.has_grad:
         return None
-    grads, engine = slot.bucket.grads, slot.engine()
+    grads, owner = slot.bucket.grads, slot.owner()
     # What `no_sync` left to a later reduction may lie apart, and its norm is of one rank: a view would hide both.
-    waits = (grads.staged[slot.index] or grads.is_of_one_copy) and engine and len(engine.mesh.data_ranks) > 1
-    is_plain = grads.is_whole and grads.sums_are_whole and not slot.form.has_axis and not waits
+    waits = (grads.staged[slot.index] or grads.is_of_one_copy) and owner and len(owner.mesh.data_ranks) > 1
+    spec = slot.bucket.spec
+    is_plain = spec.holds_whole_gradients and spec.updates_all and not slot.form.has_axis and not waits
     if slot.grad_view is None or is_plain == isinstance(slot.grad_view, LogicalGradient):
         slot.grad_view = grads.views_of(grads.hold())[slot.index] if is_plain else LogicalGradient(slot)
     return slot.grad_view
 
 
-def assign(slot: "Slot", value: Tensor | None) -> None:
+def assign(slot: Slot, value: Tensor | None) -> None:
     """Set `parameter.grad`: None forgets it; a tensor of the parameter's shape, equal on all ranks, replaces it."""
-    engine = slot.engine()
-    if engine is not None:
-        engine.check_outside_backward("zero_grad() or an assignment to .grad")
-        engine.gradients_changed()
+    owner = slot.owner()
+    if owner is not None:
+        owner.check_outside_backward("zero_grad() or an assignment to .grad")
+        owner.gradients_changed()
     grads = slot.bucket.grads
     if value is None:
         _clear(slot)
@@ -222,7 +219,7 @@ def assign(slot: "Slot", value: Tensor | None) -> None:
             grads.set_reduced(slot.index, part)
 
 
-def _clear(slot: "Slot") -> None:
+def _clear(slot: Slot) -> None:
     """Forget a gradient, and the views of it, whose memory may be gone."""
     slot.bucket.grads.clear(slot.index)
     slot.grad_view = slot.master_grad = None
@@ -263,17 +260,18 @@ def _norms(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     empty = [g for g in _gradients_in(grads) if not g._slot.parameter.numel()]
     if empty and (p < 0 or p == float("inf")):
         raise _refusal(f"{name} of order {p:g}, which has no value for 0 elements,", empty[0])
-    norms, by_engine = [], {}
+    norms: list[Tensor] = []
+    by_owner: dict[int, dict[str, Tensor]] = {}
     for grad in grads:
         if not isinstance(grad, (LogicalGradient, MasterGradient)):
             norms.append(torch.linalg.vector_norm(grad, p, dtype=dtype))
             continue
         slot = _slot_of(grad)
-        engine = _engine_of(slot)
-        if engine not in by_engine:
-            by_engine[engine] = engine.norms(float(p), dtype)
-        # A copy: the engine answers the next request with the same number.
-        norms.append(by_engine[engine][slot.name].clone())
+        owner = slot.living_owner()
+        if id(owner) not in by_owner:
+            by_owner[id(owner)] = owner.norms(float(p), dtype)
+        # A copy: the owner answers the next request with the same number.
+        norms.append(by_owner[id(owner)][slot.name].clone())
     return norms if several else norms[0].reshape((1,) * first.ndim if given.get("keepdim") else ())
 
 
@@ -283,14 +281,14 @@ def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _are_numbers(args, kwargs) or (name in LINEAR and kwargs):
         raise _refusal(f"{name} with anything but one number", _gradients_in((args, kwargs))[0])
     parts: list[Tensor] = []
-    _engine_of(_gradients_in(targets)[0]._slot).check_outside_backward("A change of gradients in place")
+    _gradients_in(targets)[0]._slot.living_owner().check_outside_backward("A change of gradients in place")
     for target in targets:
         is_ours = isinstance(target, (LogicalGradient, MasterGradient))
         if is_ours:
             parts += _local_parts(_slot_of(target), name)
         if not is_ours or (isinstance(target, MasterGradient) and target.dtype != target._slot.bucket.dtypes.grad):
             parts.append(target)
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.no_grad(), NoSubclasses():
         if name.startswith("_foreach_"):
             getattr(torch, name)(parts, *args[1:], **kwargs)
         else:
@@ -312,9 +310,9 @@ def _are_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _refusal(what: str, gradient: "LogicalGradient | MasterGradient") -> RuntimeError:
     """Return the error for a function that cannot be answered from this rank's elements."""
     slot = gradient._slot
-    engine = slot.engine()
+    owner = slot.owner()
     return RuntimeError(
-        f"{engine.mesh if engine else ''} The gradient of '{slot.name}' {tuple(slot.parameter.shape)} is spread over "
+        f"{owner.mesh if owner else ''} The gradient of '{slot.name}' {tuple(slot.parameter.shape)} is spread over "
         f"ranks, so `{what}` cannot run on it here. Norms of all elements, clip_grad_norm_, clip_grad_value_, scaling "
         "by a number and zeroing work as they are; `p.grad.full_tensor()` gathers the values (every rank must call "
         "it), and assigning a tensor to `p.grad` replaces them. An optimizer that meets this gradient was built from "
@@ -322,7 +320,7 @@ def _refusal(what: str, gradient: "LogicalGradient | MasterGradient") -> Runtime
     )
 
 
-def _slot_of(gradient: "LogicalGradient | MasterGradient") -> "Slot":
+def _slot_of(gradient: "LogicalGradient | MasterGradient") -> Slot:
     """Return the slot of a gradient that is still the parameter's."""
     slot = gradient._slot
     if isinstance(gradient, LogicalGradient) and slot.grad_view is not gradient:
@@ -336,29 +334,23 @@ def _slot_of(gradient: "LogicalGradient | MasterGradient") -> "Slot":
 def _check_scaled(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Run torch.amp.GradScaler's check on this rank's elements, and let all ranks see the same overflow."""
     grads, found_inf, inverse_scale = args
-    engine = _engine_of(_gradients_in(grads)[0]._slot)
-    if engine.loss_scale is not None:
+    owner = _gradients_in(grads)[0]._slot.living_owner()
+    if owner.loss_scale is not None:
         raise RuntimeError(
             "torch.amp.GradScaler and the engine's own loss scale would both divide the gradients. Use precision with "
             "loss_scale=None for GradScaler, or leave the scaler out."
         )
-    with torch._C.DisableTorchFunctionSubclass():
+    with NoSubclasses():
         func(grads, found_inf, inverse_scale)
-    found_inf.fill_(float(-engine.comm.agree([-int(found_inf.item() > 0)], "the overflow check of GradScaler")[0]))
+    found_inf.fill_(float(-owner.comm.agree([-int(found_inf.item() > 0)], "the overflow check of GradScaler")[0]))
 
 
-def _engine_of(slot: "Slot") -> "Engine":
-    engine = slot.engine()
-    if engine is None:
-        raise RuntimeError(f"The model of '{slot.name}' was deleted; its gradients are gone.")
-    return engine
-
-
-def _local_parts(slot: "Slot", name: str) -> list[Tensor]:
+def _local_parts(slot: Slot, name: str) -> list[Tensor]:
     """Return this rank's tensors behind a gradient: reduced elements, and what is staged apart and not reduced yet."""
     if name in ELEMENTWISE:
-        _engine_of(slot).leave_passes(f"{name} of a gradient")
-        _engine_of(slot).check_reduced(f"{name} of a gradient")
+        owner = slot.living_owner()
+        owner.leave_passes(f"{name} of a gradient")
+        owner.check_reduced(f"{name} of a gradient")
     grads, is_staged = slot.bucket.grads, slot.bucket.grads.staged[slot.index]
     is_apart = grads.stage is not grads.held
     parts = [grads.slice(slot.index, grads.hold())] if grads.used[slot.index] and (is_apart or not is_staged) else []
@@ -369,7 +361,7 @@ def _local_parts(slot: "Slot", name: str) -> list[Tensor]:
     return [(p.reshape(()) if is_number and p.numel() else p).as_subclass(torch.Tensor) for p in parts]
 
 
-def local_norms(slots: Iterable["Slot"], p: float, dtype: torch.dtype | None) -> Tensor:
+def local_norms(slots: Iterable[Slot], p: float, dtype: torch.dtype | None) -> Tensor:
     """Return (number of slots,) fp64: each gradient's sum of |x|^p over this rank's elements; for orders without a sum
     the largest or smallest |x|, or how many are not 0.
 
@@ -387,7 +379,7 @@ def local_norms(slots: Iterable["Slot"], p: float, dtype: torch.dtype | None) ->
     for held, parts in found.items():
         # Rounded to two bytes on each rank the norm of the whole would be off by more than its own rounding.
         wide = torch.promote_types(held, dtype or torch.float32)
-        norms = torch.stack([n.double() for n in torch._foreach_norm([part for _, part in parts], p, dtype=wide)])
+        norms = torch.stack([n.double() for n in foreach_norm([part for _, part in parts], p, dtype=wide)])
         out[[place for place, _ in parts]] = norms if p == 0 or abs(p) == float("inf") else norms**p
     return out
 
@@ -401,7 +393,4 @@ def total_norms(rows: Tensor, p: float) -> Tensor:
 
 
 def _gradients_in(value: Any) -> list["LogicalGradient | MasterGradient"]:
-    if isinstance(value, (LogicalGradient, MasterGradient)):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [gradient for item in items for gradient in _gradients_in(item)]
+    return find(value, LogicalGradient, MasterGradient)

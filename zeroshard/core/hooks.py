@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from zeroshard.core.engine import Engine
-from zeroshard.core.precision import LossScale, map_floating
+from zeroshard.core.precision import LossScale
+from zeroshard.core.tree import map_floating
 
 __all__ = ["CastIn", "CastOut", "Eager", "Enter", "Exit", "Inert", "Landed", "RefuseLoad", "RefuseSave", "Registered"]
 

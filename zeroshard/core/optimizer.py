@@ -16,12 +16,12 @@ from typing import Any, final
 import torch
 
 from zeroshard.core.buffer import flatten
-from zeroshard.core.comm import Pending, tag_of
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import MasterSlice
-from zeroshard.core.parameter import Slot, slot_of
 from zeroshard.core.precision import LossScale, round_at_random
+from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.unit import Unit
+from zeroshard.wire.comm import Pending, tag_of
 
 __all__ = ["ShardedOptimizer", "cut_state", "is_cut"]
 
@@ -97,7 +97,8 @@ class ShardedOptimizer:
             raise RuntimeError(f"{self._engine.mesh} optimizer.step() under gathered(): leave the context first.")
         self._engine.leave_passes("optimizer.step()")
         self._engine.check_reduced("optimizer.step()")
-        assert not any(unit.is_open and not unit.is_whole for unit in self._engine.units), "a unit was left gathered"
+        is_left = any(unit.is_open and not unit.spec.is_whole for unit in self._engine.units)
+        assert not is_left, "a unit was left gathered"
         scale = self._engine.loss_scale
         if scale is not None:
             is_finite = not scale.has_overflowed
@@ -157,7 +158,7 @@ class ShardedOptimizer:
         engine.order.publish(numbers, start)
         # Saved tensors of parameters that stay whole are checked by autograd itself.
         for bucket in buckets.values():
-            if bucket.is_whole:
+            if bucket.spec.is_whole:
                 bucket.changes.count_update()
 
     def _raise_not_finite(self, scale: LossScale | None) -> None:
@@ -209,8 +210,9 @@ def _is_finite(masters: Sequence[Tensor]) -> bool:
 
     It may overflow, and padding may hold anything: where it is not finite, the slices decide.
     """
-    buckets = {id(bucket): bucket.grads for bucket in (slot_of(master).bucket for master in masters)}
-    held = [g.held if g.sums_are_whole else g.own_shard() for g in buckets.values() if g.held is not None]
+    buckets = {id(bucket): bucket for bucket in (slot_of(master).bucket for master in masters)}
+    grads = [(b.grads, b.spec.updates_all) for b in buckets.values()]
+    held = [g.held if updates_all else g.own_shard() for g, updates_all in grads if g.held is not None]
     if not held or torch.stack([part.sum() for part in held]).sum().isfinite():
         return True
     return all(bool(grad.isfinite().all()) for master in masters if (grad := master.grad) is not None)

@@ -2,7 +2,7 @@
 
 Owns the pass under way, the records of past ones and the rounds in which ranks agree. It turns the schedule's actions
 into calls on units and events in the trace. It must not know hooks, parameters or the optimizer. Read
-`core/schedule.py` first.
+`table/schedule.py` first.
 
 Note: rounds
     In a round every rank states what it wants next as one number, and learns the smallest. Numbers of gathers lie below
@@ -29,11 +29,12 @@ from typing import Literal
 import torch
 
 from zeroshard.core.changes import checksum_of, describe
-from zeroshard.core.comm import Comm, Pending
-from zeroshard.core.errors import RankMismatchError
-from zeroshard.core.schedule import ROOT, WINDOW, Action, Mark, Record, Request, Schedule, hoist, replay
-from zeroshard.core.trace import Event, Trace
 from zeroshard.core.unit import Reduction, Unit
+from zeroshard.table.errors import RankMismatchError
+from zeroshard.table.schedule import ROOT, WINDOW, Action, Mark, Record, Request, Schedule, hoist, replay
+from zeroshard.table.trace import Event, Trace
+from zeroshard.torch_private import NoFunctionTransforms
+from zeroshard.wire.comm import Comm, Pending
 
 __all__ = ["Order", "Pass"]
 
@@ -195,7 +196,7 @@ class Order:
         """
         checksum = checksum_of(self._changes)
         if not pass_.reduces:
-            is_sharded = any(not unit.is_whole for unit in self._units)
+            is_sharded = any(not unit.spec.is_whole for unit in self._units)
             return self.barrier(f"the end of {pass_}", checksum) if is_sharded else (0, 0)
         grads = [bucket.grads for unit in self._units for bucket in unit.buckets]
         mine = [flag for g in grads for flag in g.landed]
@@ -223,7 +224,7 @@ class Order:
         Collective: all-reduce of 32 bytes; every rank must call.
         """
         for unit in self._units:
-            for bucket in unit.buckets if unit.is_whole else ():
+            for bucket in unit.buckets if unit.spec.is_whole else ():
                 bucket.changes.note()
         least, greatest = self.barrier(place, checksum_of(self._changes) if is_fine else -1)
         if least >= 0:
@@ -241,7 +242,7 @@ class Order:
             if not comm.agree([int(len(set(rows[list(comm.mesh.data_ranks), 0].tolist())) == 1)], what)[0]:
                 names = comm.texts(", ".join(name for b in buckets for name in b.changes.names), what)
                 for bucket in buckets:
-                    if not bucket.is_whole:
+                    if not bucket.spec.is_whole:
                         bucket.changes.clear()
                 raise RankMismatchError(f"{comm.mesh} {describe(names)}")
         for bucket in buckets:
@@ -350,7 +351,7 @@ class Order:
             self.trace.add(self._event(pass_.phase, pass_.key, kind, number))
             if kind == "gather":
                 # A transform of torch.func that is under way would refuse to write where it did not begin.
-                with torch._C._DisableFuncTorch():
+                with NoFunctionTransforms():
                     unit.start_gather(self._comm, pass_.number, str(pass_))
             elif kind == "release":
                 unit.release()
@@ -363,7 +364,7 @@ class Order:
                 self._in_flight.append(
                     Reduction(unit, self._comm, pass_.number, str(pass_), defers=pass_.defers, is_ready=is_ready)
                 )
-                if self._comm.is_in_place:
+                if self._comm.wire.is_in_place:
                     # Nothing travels meanwhile, and the next unit's gradients can have the stage.
                     self._finish_all()
 

@@ -1,8 +1,8 @@
 """The parameter objects of a sharded model: the user's own, of a class that never lets a wrong value be read.
 
 Owns the two classes a sharded parameter changes between and what each answers. It must not know passes: it asks its
-`Slot`'s engine for the unit. Read `core/buffer.py` (where the bytes are) and `core/gradient.py` (what `.grad` is)
-first.
+slot's owner for the unit. Read `core/slot.py`, `core/buffer.py` (where the bytes are) and `core/gradient.py` (what
+`.grad` is) first.
 
 Note: two classes
     While its values are there a parameter is a `ShardedParameter`: `__torch_function__` is disabled, so operations run
@@ -12,19 +12,17 @@ Note: two classes
     Reading a tensor without storage crashes the process on CPU, so nothing may reach it in that state.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
 from zeroshard.core import gradient
+from zeroshard.core.slot import Form, slot_of
+from zeroshard.core.tree import find
+from zeroshard.torch_private import DisabledFunction, NoSubclasses, raw_data
 
-if TYPE_CHECKING:
-    from zeroshard.core.buffer import Bucket
-    from zeroshard.core.engine import Engine
-
-__all__ = ["Form", "PlainForm", "ReleasedParameter", "ShardedParameter", "Slot", "demand", "slot_of"]
+__all__ = ["PlainForm", "ReleasedParameter", "ShardedParameter", "demand"]
 
 Tensor = torch.Tensor
 
@@ -37,41 +35,6 @@ METADATA = gradient.METADATA | {
     "requires_grad_",
 }
 """Tensor attributes and methods that read no values, so that a released parameter answers them."""
-
-
-class Form(ABC):
-    """What kind of tensor a parameter is to the model; its bucket holds plain ones.
-
-    Args:
-        has_axis: whether the mesh has another axis over which tensors of the model are split, so that no rank knows
-            whole gradients.
-        is_alike: whether the ranks along that axis have this one alike; norms count it on the first of them.
-        is_first: whether this rank is that.
-    """
-
-    def __init__(self, *, has_axis: bool = False, is_alike: bool = False, is_first: bool = True) -> None:
-        self.has_axis, self.is_alike, self.is_counted = has_axis, is_alike, is_first or not is_alike
-
-    @property
-    @abstractmethod
-    def classes(self) -> tuple[type["ShardedParameter"], type["ShardedParameter"]]:
-        """Of the parameter while its values are there, and while they are released."""
-
-    @abstractmethod
-    def part(self, tensor: Tensor) -> Tensor:
-        """Return, plain, what this rank's bucket holds of a tensor of this form; of a plain one all."""
-
-    @abstractmethod
-    def join(self, part: Tensor) -> Tensor:
-        """Return the tensor of this form of which the bucket holds `part`."""
-
-    @abstractmethod
-    def whole(self, part: Tensor) -> Tensor:
-        """Return the whole of it, plain. Collective: all-gather over the other axis, if there is one."""
-
-    @abstractmethod
-    def point(self, parameter: Tensor, part: Tensor) -> None:
-        """Have the parameter's values be `part` from now on, and be of its dtype."""
 
 
 @final
@@ -100,46 +63,10 @@ class PlainForm(Form):
         parameter.data = part
 
 
-@final
-class Slot:
-    """Where one parameter lives: its bucket and its place there. Held by the parameter object itself."""
-
-    __slots__ = ("bucket", "engine", "form", "grad_view", "has_master", "index", "master_grad", "name", "unit")
-
-    def __init__(self, name: str, unit: int, bucket: "Bucket", index: int, form: Form) -> None:
-        self.name, self.unit, self.bucket, self.index, self.form = name, unit, bucket, index, form
-        self.engine: Callable[[], Engine | None] = _no_engine
-        """A weak reference: parameters must not keep alive what holds them."""
-        self.has_master = False
-        self.grad_view: Tensor | None = None
-        self.master_grad: Tensor | None = None
-
-    @property
-    def parameter(self) -> Tensor:
-        """The parameter itself."""
-        return self.bucket.parameters[self.index]
-
-    @property
-    def has_grad(self) -> bool:
-        """Whether there is a gradient: some rank used the parameter, or this one did and ranks have not agreed yet."""
-        grads = self.bucket.grads
-        return grads.used[self.index] or grads.staged[self.index] or grads.landed[self.index]
-
-
-def _no_engine() -> None:
-    return None
-
-
-def slot_of(parameter: Tensor) -> Slot:
-    """Return the slot of a sharded parameter or of its master slice."""
-    slot: Slot = parameter.__dict__["_zeroshard"]
-    return slot
-
-
 class ShardedParameter(torch.nn.Parameter):
     """A parameter whose values are in its unit's bucket right now."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = DisabledFunction  # type: ignore[assignment]
 
     @property
     def grad(self) -> Tensor | None:
@@ -158,7 +85,7 @@ class ShardedParameter(torch.nn.Parameter):
     def data(self) -> Tensor:
         """The values, without autograd."""
         slot = slot_of(self)
-        return slot.bucket.changes.data_of(slot.index, _raw_data(self))
+        return slot.bucket.changes.data_of(slot.index, raw_data(self))
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -193,9 +120,9 @@ class ReleasedParameter(ShardedParameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if gradient.name_of(func) not in METADATA:
-            for parameter in _released_in((args, kwargs)):
+            for parameter in find((args, kwargs), ReleasedParameter):
                 demand(parameter, gradient.name_of(func))
-        with torch._C.DisableTorchFunctionSubclass():
+        with NoSubclasses():
             return func(*args, **(kwargs or {}))
 
     @property
@@ -220,9 +147,9 @@ class ReleasedParameter(ShardedParameter):
 def demand(parameter: Tensor, what: str) -> None:
     """Have the parameter's unit gathered for an open pass, or raise."""
     slot = slot_of(parameter)
-    engine = slot.engine()
-    if engine is None or not engine.demand(slot.unit):
-        where = engine.mesh if engine is not None else "[its engine is gone]"
+    owner = slot.owner()
+    if owner is None or not owner.demand(slot.unit):
+        where = owner.mesh if owner is not None else "[its engine is gone]"
         raise RuntimeError(
             f"{where} Parameter '{slot.name}' {tuple(parameter.shape)} is sharded and its values are released here, so "
             f"`{what}` cannot read them. Use `with zero.gathered():` around the code that reads parameters "
@@ -231,21 +158,6 @@ def demand(parameter: Tensor, what: str) -> None:
         )
 
 
-def _released_in(value: Any) -> list[Tensor]:
-    if isinstance(value, ReleasedParameter):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [p for item in value for p in _released_in(item)]
-    if isinstance(value, dict):
-        return [p for item in value.values() for p in _released_in(item)]
-    return []
-
-
-def _raw_data(parameter: Tensor) -> Tensor:
-    data: Tensor = torch.Tensor.data.__get__(parameter)  # type: ignore[attr-defined]
-    return data
-
-
 def _plain_copy(parameter: Tensor) -> Tensor:
     with torch.no_grad():
-        return _raw_data(parameter).clone()
+        return raw_data(parameter).clone()

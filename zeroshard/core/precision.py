@@ -10,16 +10,16 @@ Note: where a value is rounded
     to `param` and its outputs to fp32, where losses belong. Buffers are never cast.
 """
 
-import copy
-import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
-__all__ = ["LossScale", "Precision", "map_floating", "precision_of", "round_at_random"]
+from zeroshard.table.spec import Formats
+from zeroshard.torch_private import BatchNorm
+
+__all__ = ["LossScale", "Precision", "precision_of", "round_at_random"]
 
 Tensor = torch.Tensor
 
@@ -54,7 +54,7 @@ class Precision:
     reduce: torch.dtype | None = None
     grad: torch.dtype | None = None
     master: torch.dtype | None = None
-    keep: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
+    keep: tuple[type[nn.Module], ...] = (BatchNorm,)
     loss_scale: Literal["dynamic"] | float | None = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
@@ -94,6 +94,12 @@ class Dtypes:
     is_stochastic: bool = False
     """Whether masters are updated in fp32 and rounded at random."""
 
+    @property
+    def formats(self) -> Formats:
+        """The same by name."""
+        kinds = (self.param, self.reduce, self.grad, self.master, torch.float32 if self.is_stochastic else self.master)
+        return Formats(*(str(kind).removeprefix("torch.") for kind in kinds))
+
 
 def round_at_random(wide: Tensor, first: int, seed: int) -> Tensor:
     """Return fp32 numbers rounded to bfloat16, up with the chance that is their distance from the lower neighbour.
@@ -129,25 +135,6 @@ def precision_of(choice: str | Precision) -> Precision:
     if not isinstance(choice, str) or choice not in named:
         raise ValueError(f"precision must be one of {', '.join(named)} or a zs.Precision; got {choice!r}.")
     return named[choice]
-
-
-def map_floating(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with `change` applied to each floating-point tensor in tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        return change(value) if value.is_floating_point() else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_floating(item, change) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_floating(item, change) for item in value)
-    if isinstance(value, dict):
-        changed = copy.copy(value)
-        for key, item in value.items():
-            changed[key] = map_floating(item, change)
-        return changed
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: map_floating(getattr(value, f.name), change) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **fields)
-    return value
 
 
 class LossScale:

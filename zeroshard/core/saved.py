@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from zeroshard.core.buffer import Bucket
+from zeroshard.torch_private import graph_task, local_of, storage_of, version_of
 
 __all__ = ["SavedTensors"]
 
@@ -47,7 +48,7 @@ class SavedTensors:
     """
 
     def __init__(self, buckets: list[tuple[int, Bucket]], need: Callable[[int], None]) -> None:
-        self._by_storage = {bucket.full.untyped_storage()._cdata: (unit, bucket) for unit, bucket in buckets}
+        self._by_storage = {storage_of(bucket.full): (unit, bucket) for unit, bucket in buckets}
         self._need = need
 
     def context(self) -> Any:
@@ -56,31 +57,31 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> _Saved:
         # Autograd saves a DTensor as it is; the bytes are those of its local tensor.
-        inner = getattr(tensor, "_local_tensor", tensor)
-        found = self._by_storage.get(inner.untyped_storage()._cdata) if inner.layout is torch.strided else None
+        inner = local_of(tensor)
+        found = self._by_storage.get(storage_of(inner)) if inner.layout is torch.strided else None
         if found is None:
-            return _Saved(tensor.detach(), tensor._version)
+            return _Saved(tensor.detach(), version_of(tensor))
         unit, bucket = found
-        return _FromBucket(tensor.detach(), tensor._version, unit, bucket, bucket.updates)
+        return _FromBucket(tensor.detach(), version_of(tensor), unit, bucket, bucket.updates)
 
     def _unpack(self, packed: _Saved) -> Tensor:
         if isinstance(packed, _FromBucket) and packed.bucket.updates != packed.updates:
             raise RuntimeError(
-                f"The parameters of '{packed.bucket.name}' changed {packed.bucket.updates - packed.updates} time(s) "
-                "between this forward pass and its backward (an optimizer step or gathered(writeback=True)), so its "
-                "gradients would be wrong. Call backward() before the step, or run the forward pass again."
+                f"The parameters of '{packed.bucket.spec.name}' changed {packed.bucket.updates - packed.updates} "
+                "time(s) between this forward pass and its backward (an optimizer step or gathered(writeback=True)), "
+                "so its gradients would be wrong. Call backward() before the step, or run the forward pass again."
             )
-        if packed.tensor._version != packed.version:
-            where = f" of '{packed.bucket.name}'" if isinstance(packed, _FromBucket) else ""
+        if version_of(packed.tensor) != packed.version:
+            where = f" of '{packed.bucket.spec.name}'" if isinstance(packed, _FromBucket) else ""
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"a {packed.tensor.dtype} tensor{where} of shape {tuple(packed.tensor.shape)} is at version "
-                f"{packed.tensor._version}; the forward pass saved version {packed.version}. Clone it before "
+                f"{version_of(packed.tensor)}; the forward pass saved version {packed.version}. Clone it before "
                 "changing it."
             )
         if isinstance(packed, _FromBucket):
             self._need(packed.unit)
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        if torch.is_grad_enabled() and graph_task() != -1:
             if sys._getframe(1).f_code.co_filename.replace("\\", "/").endswith("torch/utils/checkpoint.py"):
                 # What it recomputes is handed to nodes past these hooks, and they would save it past them.
                 raise RuntimeError(

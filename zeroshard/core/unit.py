@@ -1,6 +1,6 @@
 """One unit: the parameters that are gathered and reduced together, and what happens to them in order of events.
 
-Owns the unit's buckets and the state of its gather. It decides nothing: `core/order.py` says when, `core/comm.py` how.
+Owns the unit's buckets and the state of its gather. It decides nothing: `core/order.py` says when, `wire/comm.py` how.
 
 Note: the life of a unit at stage 3
     1. released: its storage is empty, its parameters are of the raising class.
@@ -17,15 +17,17 @@ Note: one sum a pass
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
 
 from zeroshard.core.buffer import Bucket, Staged
-from zeroshard.core.comm import Comm, Pending, tag_of
-from zeroshard.core.mesh import Mesh
-from zeroshard.core.parameter import Slot, slot_of
 from zeroshard.core.precision import LossScale
+from zeroshard.core.slot import Slot, slot_of
+from zeroshard.table.spec import UnitSpec
+from zeroshard.torch_private import accumulator_of, will_run
+from zeroshard.wire.comm import Comm, Pending, tag_of
 
 __all__ = ["Reduction", "Unit"]
 
@@ -83,21 +85,18 @@ class Unit:
     """Parameters that travel together.
 
     Args:
-        number: place among the model's units; 0 is the root.
-        name: the module's name, "" for the root.
         scale: what sums of gradients are multiplied by.
         blocks: where it is of several modules, these: it is left when a module of another unit begins.
     """
 
-    def __init__(
-        self, number: int, name: str, buckets: Sequence[Bucket], mesh: Mesh, scale: float, blocks: tuple[Any, ...]
-    ) -> None:
-        self.number, self.name, self.buckets, self.scale, self.blocks = number, name, list(buckets), scale, blocks
+    def __init__(self, spec: UnitSpec, buckets: Sequence[Bucket], scale: float, blocks: tuple[Any, ...]) -> None:
+        self.spec, self.number, self.name = spec, spec.number, spec.name
+        self.buckets, self.scale, self.blocks = list(buckets), scale, blocks
         self.parameters: list[torch.nn.Parameter] = []
-        self.is_whole = all(bucket.is_whole for bucket in buckets)
-        self._gathered = [bucket for bucket in buckets if not bucket.is_whole and bucket.layout.full_numel]
-        self._mesh = mesh
-        self.is_open = self.is_whole
+        self._classes: list[tuple[type[torch.nn.Parameter], type[torch.nn.Parameter]]] = []
+        """Of each parameter: its class while its values are there, and while they are released."""
+        self._gathered = [bucket for bucket in buckets if bucket.spec.is_gathered]
+        self.is_open = self.spec.is_whole
         """Whether its parameters have memory; the values may still be on their way."""
         self._pending: list[Pending] = []
         self.calls = 0
@@ -120,12 +119,7 @@ class Unit:
     @property
     def numel(self) -> int:
         """Elements of all its parameters."""
-        return sum(bucket.layout.numel for bucket in self.buckets)
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the buckets that are gathered, padding included."""
-        return sum(b.layout.full_numel * b.dtype.itemsize for b in self._gathered)
+        return self.spec.numel
 
     @property
     def has_stage(self) -> bool:
@@ -137,30 +131,27 @@ class Unit:
         """The slots of its parameters, in registration order."""
         return [slot_of(p) for p in self.parameters]
 
+    def described(self) -> UnitSpec:
+        """Return what the unit is now, for predictions: which buckets are trained and updated may change."""
+        trained = self.reducible()
+        return replace(
+            self.spec,
+            buckets=tuple(replace(b.spec, is_trained=b in trained, is_updated=b.has_states) for b in self.buckets),
+        )
+
     def reducible(self) -> list[Bucket]:
         """Return the buckets that hold elements and a parameter that wants gradients now; the same on every rank."""
         return [b for b in self.buckets if b.layout.full_numel and any(p.requires_grad for p in b.parameters)]
 
     def sent_bytes(self, kind: str) -> int:
         """Return the bytes that this rank sends for one event of `kind`."""
-        peers = self._mesh.shard_size - 1
-        if kind == "gather":
-            return sum(b.layout.shard_numel * b.dtype.itemsize * peers for b in self._gathered)
-        if kind == "reduce":
-            # Where every rank needs the whole sums, these are gathered, too.
-            sizes = [
-                (b, b.dtypes.reduce.itemsize + b.grads.sums_are_whole * b.dtypes.grad.itemsize)
-                for b in self.reducible()
-            ]
-            return sum(b.layout.shard_numel * peers * size for b, size in sizes)
-        if kind == "publish":
-            return sum(b.layout.shard_numel * b.dtype.itemsize * peers for b in self.buckets if b.is_published)
-        return 0
+        buckets = self.reducible() if kind == "reduce" else self.buckets
+        return sum(b.spec.sent_bytes(kind) for b in buckets if kind != "publish" or b.has_states)
 
     def wire_dtypes(self, kind: str) -> str:
         """Return the dtypes that an event of `kind` has on the wire, as "bfloat16" or "bfloat16+float32"."""
-        dtypes = [b.dtypes.reduce for b in self.reducible()] if kind == "reduce" else [b.dtype for b in self.buckets]
-        return "+".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
+        reduced = [bucket.spec.formats.reduce for bucket in self.reducible()]
+        return "+".join(sorted(set(reduced if kind == "reduce" else [b.spec.formats.param for b in self.buckets])))
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -189,8 +180,8 @@ class Unit:
         for bucket in self._gathered:
             bucket.changes.note()
             bucket.close()
-        self.is_open = self.is_whole
-        if not self.is_whole:
+        self.is_open = self.spec.is_whole
+        if not self.spec.is_whole:
             self.let_read(is_there=False)
 
     def rest(self) -> None:
@@ -201,8 +192,10 @@ class Unit:
 
     def let_read(self, *, is_there: bool) -> None:
         """Change what the parameters answer to a read: their values, or an error."""
-        for parameter in self.parameters:
-            parameter.__class__ = slot_of(parameter).form.classes[not is_there]
+        if len(self._classes) != len(self.parameters):
+            self._classes = [slot.form.classes for slot in self.slots]
+        for parameter, classes in zip(self.parameters, self._classes, strict=True):
+            parameter.__class__ = classes[not is_there]
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -250,7 +243,7 @@ class Unit:
 
     def gather_sums(self, bucket: Bucket, held: Tensor, comm: Comm, number: int, what: str) -> list[Pending]:
         """Begin to gather sums where every rank needs them whole."""
-        if not bucket.grads.sums_are_whole or comm.mesh.shard_size == 1:
+        if not bucket.spec.updates_all or comm.mesh.shard_size == 1:
             return []
         return [comm.gather(held, tag_of(number, bucket.number), what, kind="reduce")]
 
@@ -262,7 +255,4 @@ class Unit:
 
 def will_get_gradient(parameter: Tensor) -> bool:
     """Tell whether the backward pass that this thread is in reaches `parameter`; a pass is required."""
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        # A view's node leads to the node that accumulates, which torch makes anew where no graph holds it.
-        node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    return torch._C._will_engine_execute_node(node)
+    return will_run(accumulator_of(parameter))

@@ -18,8 +18,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from zeroshard.core.mesh import Mesh
-from zeroshard.core.parameter import Form, PlainForm, ReleasedParameter, ShardedParameter, demand, slot_of
+from zeroshard.core.parameter import PlainForm, ReleasedParameter, ShardedParameter, demand
+from zeroshard.core.slot import Form, slot_of
+from zeroshard.torch_private import check_dtensor, raw_local, set_local
+from zeroshard.wire.mesh import Mesh
 
 __all__ = ["forms_of"]
 
@@ -45,8 +47,7 @@ class ReleasedDTensor(ReleasedParameter, ShardedDTensor):
     def _local_tensor(self) -> Tensor:  # type: ignore[override]
         # Operations are met by `__torch_function__`; this is what DTensor's own methods read.
         demand(self, "to_local")
-        local: Tensor = DTensor._local_tensor.__get__(self)  # type: ignore[attr-defined]
-        return local
+        return raw_local(self)
 
 
 @final
@@ -96,7 +97,7 @@ class DTensorForm(Form):
         assert isinstance(parameter, DTensor)
         joined = self.join(part.detach())
         parameter.data = joined  # which gives it the dtype, and no more
-        parameter._local_tensor, parameter._spec = part, joined._spec
+        set_local(parameter, part, joined)
 
 
 def forms_of(model: nn.Module, mesh: Mesh) -> dict[int, Form]:
@@ -115,6 +116,7 @@ def forms_of(model: nn.Module, mesh: Mesh) -> dict[int, Form]:
         forms[id(parameter)] = plain
         if isinstance(parameter, DTensor):
             _check(name, parameter, mesh)
+            check_dtensor(parameter)
             forms[id(parameter)] = DTensorForm(parameter, is_first=is_first)
     return forms
 

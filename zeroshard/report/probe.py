@@ -17,11 +17,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from zeroshard.core.engine import Engine, tensors_in
+from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer
-from zeroshard.core.parameter import slot_of
-from zeroshard.core.schedule import ROOT
-from zeroshard.core.trace import Event
+from zeroshard.core.slot import slot_of
+from zeroshard.core.tree import find
 from zeroshard.core.unit import Reduction
 from zeroshard.report.timeline import (
     BACKWARD,
@@ -35,6 +34,9 @@ from zeroshard.report.timeline import (
     WAITING,
     Timeline,
 )
+from zeroshard.table.schedule import ROOT
+from zeroshard.table.trace import Event
+from zeroshard.torch_private import call_after_backward, graph_task
 
 __all__ = ["Probe"]
 
@@ -122,7 +124,7 @@ class Probe:
     def _watch_modules(self) -> None:
         """See units that stay whole begin and end: the engine has no hooks on these."""
         for unit in self._engine.units:
-            if unit.is_whole and unit.number != ROOT:
+            if unit.spec.is_whole and unit.number != ROOT:
                 for module in unit.blocks or (self._model.get_submodule(unit.name),):
                     self._watch(module, unit.name)
 
@@ -136,7 +138,7 @@ class Probe:
 
     def _begin_forward(self, module: nn.Module, name: str, units: tuple[int, ...], inputs: Any) -> None:
         if not self._entered:
-            self._is_in_backward = self._is_in_backward and torch._C._current_graph_task_id() != -1
+            self._is_in_backward = self._is_in_backward and graph_task() != -1
         self._enter(module, self._unit_entered(module, name, units, inputs))
 
     def _enter(self, module: nn.Module, unit: str) -> None:
@@ -152,7 +154,7 @@ class Probe:
             return
         unit = self._timeline.resting[1]
         self._timeline.rest(*self._entered.pop()[1])
-        for tensor in tensors_in(outputs):
+        for tensor in find(outputs, torch.Tensor):
             if tensor.requires_grad and not self._is_in_backward:
                 tensor.register_hook(lambda grad: self._backward_of(unit))
 
@@ -163,10 +165,10 @@ class Probe:
 
     def _begin_backward(self, unit: str) -> None:
         """Know that a backward pass is under way, up to autograd's own callback."""
-        if not self._is_in_backward and torch._C._current_graph_task_id() != -1:
+        if not self._is_in_backward and graph_task() != -1:
             self._is_in_backward = True
             self._timeline.rest(BACKWARD, unit)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            call_after_backward(self._end_backward)
 
     def _need(self, number: int) -> None:
         self._begin_backward(self._name(number))

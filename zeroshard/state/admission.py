@@ -33,12 +33,13 @@ def admit(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
     remedy = (
         "Use one of "
         + ", ".join(sorted(ELEMENTWISE))
-        + ", keep it with stage=0, or pass elementwise=True if its update of an "
+        + ", keep it with stage=0, or pass settings=zs.Settings(elementwise=True) if its update of an "
         "element depends on that element alone."
     )
     if elementwise is False:
         raise ValueError(
-            f"{cls.__name__} was declared not element-wise (elementwise=False), so it cannot be sharded. {remedy}"
+            f"{cls.__name__} was declared not element-wise (Settings(elementwise=False)), so it cannot be sharded. "
+            f"{remedy}"
         )
     try:
         whole, parts = _probe(optimizer, (6, 4), [24]), _probe(optimizer, None, [7, 0, 12, 5])

@@ -12,8 +12,9 @@ import torch
 
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
-from zeroshard.core.trace import Memory
 from zeroshard.state.masters import follow_masters
+from zeroshard.table.trace import Memory
+from zeroshard.torch_private import foreach_lerp_
 
 __all__ = ["Average", "count_averages"]
 
@@ -53,7 +54,7 @@ class Average:
             raise ValueError(f"decay must be in [0, 1), such as 0.999; got {decay!r}.")
         self._engine, self.decay = engine, decay
         self._buckets: list[Bucket] = [bucket for unit in engine.units for bucket in unit.reducible()]
-        self._masters = [m for b in self._buckets for m in map(b.master, range(len(b.names))) if m.numel()]
+        self._masters = [m for b in self._buckets for m in map(b.master, range(len(b.parameters))) if m.numel()]
         self._averages = [master.detach().clone() for master in self._masters]
         self._is_swapped, self._updates = False, 0
 
@@ -74,7 +75,7 @@ class Average:
         if self._is_swapped:
             raise RuntimeError(f"{self._engine.mesh} update() inside swapped(): leave the context first.")
         if self._masters:
-            torch._foreach_lerp_(self._averages, self._masters, 1.0 - self.decay)
+            foreach_lerp_(self._averages, self._masters, 1.0 - self.decay)
         self._updates += 1
 
     @contextmanager

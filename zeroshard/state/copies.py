@@ -12,9 +12,9 @@ from typing import Final
 import torch
 
 from zeroshard.core.engine import Engine
-from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
-from zeroshard.core.parameter import slot_of
+from zeroshard.core.slot import slot_of
+from zeroshard.table.errors import RankMismatchError
 
 __all__ = ["check_copies"]
 
@@ -64,16 +64,17 @@ def _copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Iterator[
     has_replicas = engine.mesh.replicas > 1
     for unit in engine.units:
         for bucket in unit.buckets:
-            if bucket.is_whole:
-                yield from (Copy(f"parameter '{n}'", v, True) for n, v in zip(bucket.names, bucket.views, strict=True))
+            if bucket.spec.is_whole:
+                views = zip(bucket.spec.names, bucket.views, strict=True)
+                yield from (Copy(f"parameter '{name}'", view, True) for name, view in views)
             elif has_replicas:
-                yield Copy(f"the shard of {bucket.name}", bucket.shard, False)
+                yield Copy(f"the shard of {bucket.spec.name}", bucket.shard, False)
     for one in optimizers:
         for master in one.masters:
             slot = slot_of(master)
-            is_everywhere = slot.bucket.states_are_whole
+            is_everywhere = slot.bucket.spec.updates_all
             if is_everywhere or has_replicas:
-                if slot.bucket.has_masters:
+                if slot.bucket.spec.formats.has_masters:
                     yield Copy(f"the master values of '{slot.name}'", master, is_everywhere)
                 for key, value in sorted(one.optimizer.state.get(master, {}).items()):
                     if is_cut(key, value, master):

@@ -1,12 +1,12 @@
 """What is said when memory runs out: how much of it this library holds, by column.
 
-Owns which errors mean that, and the words. Must not know who is told: `faults/watchdog.py` tells the other ranks.
+Owns which errors mean that, and the words. Must not know who is told: `wire/watchdog.py` tells the other ranks.
 """
 
 import torch
 
-from zeroshard.core.mesh import Mesh
-from zeroshard.core.trace import Memory
+from zeroshard.table.trace import Memory
+from zeroshard.wire.mesh import Mesh
 
 __all__ = ["describe_exhaustion", "is_exhaustion"]
 

@@ -12,12 +12,13 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from zeroshard.core.comm import tag_of
 from zeroshard.core.engine import Engine, Gathered
-from zeroshard.core.errors import RankMismatchError
 from zeroshard.core.optimizer import ShardedOptimizer, cut_state, is_cut
-from zeroshard.core.parameter import Slot, slot_of
+from zeroshard.core.slot import Slot, slot_of
 from zeroshard.state.takeover import spread
+from zeroshard.table.errors import RankMismatchError
+from zeroshard.torch_private import version_of
+from zeroshard.wire.comm import tag_of
 
 __all__ = ["gathered"]
 
@@ -41,7 +42,7 @@ def gathered(
     number = engine.order.next_number()
     parameters = {slot.name: p for unit in engine.units for slot, p in zip(unit.slots, unit.parameters, strict=True)}
     for unit in engine.units:
-        if not unit.is_whole:
+        if not unit.spec.is_whole:
             unit.start_gather(engine.comm, number, "gathered()", kind="state")
             unit.wait()
     expanded = [WholeStates(engine, optimizer, parameters) for optimizer in optimizers if states]
@@ -66,9 +67,9 @@ def gathered(
                 one.contract(writeback=keeps)
             for unit in engine.units:
                 for bucket in unit.buckets:
-                    if keeps or not bucket.is_whole:
+                    if keeps or not bucket.spec.is_whole:
                         bucket.changes.accept()
-                if not unit.is_whole:
+                if not unit.spec.is_whole:
                     unit.release()
         if told:
             raise RuntimeError(
@@ -81,7 +82,7 @@ def gathered(
 def _versions(parameters: Mapping[str, nn.Parameter], expanded: Sequence["WholeStates"]) -> dict[str, tuple[int, int]]:
     """Return which tensor each name stands for, and how often that was changed."""
     named = [*parameters.items(), *(held for one in expanded for held in one.held())]
-    return {name: (id(tensor), tensor._version) for name, tensor in named}
+    return {name: (id(tensor), version_of(tensor)) for name, tensor in named}
 
 
 def _changes(engine: Engine, changed: Sequence[str]) -> str:
@@ -190,8 +191,8 @@ class WholeStates:
         for master in masters:
             start, stop = bucket.master_range(slot_of(master).index)
             full[start:stop] = self._optimizer.state[master][key]
-        if not bucket.states_are_whole and full.numel():
-            what = f"the state '{key}' of {bucket.name}"
+        if not bucket.spec.updates_all and full.numel():
+            what = f"the state '{key}' of {bucket.spec.name}"
             tag = tag_of(self._engine.order.next_number(), bucket.number)
             self._engine.comm.gather(full, tag, what, kind="state").wait()
         views = bucket.grads.views_of(full)

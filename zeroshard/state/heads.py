@@ -15,8 +15,9 @@ from typing import Any, Final, final
 
 import torch
 
-from zeroshard.core.engine import tensors_in
 from zeroshard.core.hooks import Eager
+from zeroshard.core.tree import find
+from zeroshard.torch_private import nodes_before
 
 __all__ = ["AddInPlace"]
 
@@ -35,13 +36,13 @@ class AddInPlace(Eager):
         self._ids = {id(parameter) for parameter in parameters}
 
     def _run(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        nodes = deque(tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None)
+        nodes = deque(tensor.grad_fn for tensor in find(output, torch.Tensor) if tensor.grad_fn is not None)
         seen = set(nodes)
         for _ in range(NEAR):
             if not nodes:
                 return
             node = nodes.popleft()
-            following = dict.fromkeys(one for one, _ in node.next_functions if one is not None)
+            following = dict.fromkeys(nodes_before(node))
             if any(id(getattr(one, "variable", None)) in self._ids for one in following):
                 node.register_hook(_as_plain)
             nodes.extend(one for one in following if one not in seen)

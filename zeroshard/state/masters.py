@@ -3,8 +3,8 @@
 Owns that exchange. It must not know who changed the masters. Read `core/buffer.py` (`Bucket.follow_masters`) first.
 """
 
-from zeroshard.core.comm import tag_of
 from zeroshard.core.engine import Engine
+from zeroshard.wire.comm import tag_of
 
 __all__ = ["follow_masters"]
 
@@ -21,7 +21,7 @@ def follow_masters(engine: Engine) -> None:
         for bucket in unit.buckets:
             bucket.follow_masters()
             bucket.updates += 1
-            if bucket.is_whole and not bucket.states_are_whole and bucket.layout.full_numel:
+            if bucket.spec.is_published:
                 engine.comm.gather(bucket.full, tag_of(number, bucket.number), f"new values of {unit}", "state").wait()
-            if bucket.is_whole:
+            if bucket.spec.is_whole:
                 bucket.changes.count_update()

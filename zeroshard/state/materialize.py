@@ -28,9 +28,11 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zeroshard.core.mesh import Mesh
 from zeroshard.core.parameter import METADATA, ReleasedParameter, ShardedParameter
+from zeroshard.core.tree import find
 from zeroshard.state.units import UnitPlan
+from zeroshard.torch_private import version_of
+from zeroshard.wire.mesh import Mesh
 
 __all__ = ["InitFn", "Weights", "check_source", "is_on_meta", "materialize"]
 
@@ -91,27 +93,29 @@ class Weights:
                 target[first : first + rows].copy_(source[first : first + rows])
 
 
-def check_source(model: nn.Module, init_fn: InitFn | None, weights: str | Path | None) -> Weights | None:
-    """Raise, before anything is changed, where a model's first values cannot be had; return the opened directory.
+def check_source(model: nn.Module, weights: str | Path | InitFn | None) -> Weights | InitFn | None:
+    """Raise, before anything is changed, where a model's first values cannot be had; return where they come from.
 
     Raises:
+        TypeError: `weights` is neither a directory nor a function.
         ValueError: a module of its own parameters or buffers that nothing initializes; names or shapes that differ
             between the model and the files; a source for a model that has values.
     """
-    if init_fn is not None and not callable(init_fn):
-        raise TypeError(f"init_fn must be a function of a module; got {init_fn!r}.")
+    if not (weights is None or isinstance(weights, str | Path) or callable(weights)):
+        raise TypeError(f"weights must be a directory or a function of a module; got {weights!r}.")
     if not is_on_meta(model):
-        if init_fn is not None or weights is not None:
+        if weights is not None:
             raise ValueError(
-                "init_fn= and weights= are for a model on the meta device; this one has values. Initialize or load it "
-                "before zs.shard(), or build it under `with torch.device('meta'):`."
+                "weights= is for a model on the meta device; this one has values. Initialize or load it before "
+                "zs.shard(), or build it under `with torch.device('meta'):`."
             )
         return None
+    if callable(weights):
+        return weights
     opened = None if weights is None else Weights(weights)
     if opened is not None:
         _check_names(model, opened)
-    if init_fn is None:
-        _check_initializers(model, opened)
+    _check_initializers(model, opened)
     return opened
 
 
@@ -123,7 +127,7 @@ def _check_initializers(model: nn.Module, weights: Weights | None) -> None:
             if tensor.is_meta and not is_loaded and initializers[module] is None:
                 raise ValueError(
                     f"Nothing initializes '{key}' of {_where(name, module)}, which is on the meta device: "
-                    "the class has no reset_parameters(). Give it one, or pass zs.shard(..., init_fn=function of a "
+                    "the class has no reset_parameters(). Give it one, or pass zs.shard(..., weights=function of a "
                     "module), or, for parameters and persistent buffers, weights=directory."
                 )
 
@@ -159,18 +163,16 @@ def materialize(
     model: nn.Module,
     plans: Sequence[UnitPlan],
     mesh: Mesh,
-    init_fn: InitFn | None = None,
-    weights: Weights | None = None,
+    source: Weights | InitFn | None = None,
 ) -> Iterator[int]:
     """Give a model's tensors values, and yield the number of each unit once it can be taken over.
 
     The caller takes the unit over before it asks for the next one. A model that has values yields its units in order.
 
     Args:
-        init_fn: initializes the tensors of one module; else Transformers' `_init_weights` for its models, and each
-            module's `reset_parameters` for the others.
-        weights: where values come from instead; an initializer is then asked for what is not there, which can be
-            non-persistent buffers only.
+        source: what initializes the tensors of one module, or where values are read from. Without the first,
+            Transformers' `_init_weights` does for its models, and each module's `reset_parameters` for the others;
+            of what is read they are asked for what is not there, which can be non-persistent buffers only.
 
     Raises:
         ValueError: something is left unwritten, or an initializer replaced a parameter. The model is then half made and
@@ -180,7 +182,7 @@ def materialize(
     if not is_on_meta(model):
         yield from range(len(plans))
         return
-    work = _Work(model, plans, mesh, init_fn, weights)
+    work = _Work(model, plans, mesh, source)
     try:
         for name, module in work.order:
             work.visit(name, module)
@@ -202,8 +204,7 @@ class _Work:
     model: nn.Module
     plans: Sequence[UnitPlan]
     mesh: Mesh
-    init_fn: InitFn | None
-    weights: Weights | None
+    source: Weights | InitFn | None
     order: list[tuple[str, nn.Module]] = field(default_factory=list)
     _waits: list[set[int]] = field(default_factory=list)
     """For each unit the modules to visit, by identity, before it can be handed over."""
@@ -216,7 +217,9 @@ class _Work:
         names = {module: name for name, module in self.model.named_modules()}
         self.order = [(names[module], module) for module in _children_first(self.model, set())]
         self._names = {identity: known for identity, (_, known) in _by_identity(self.model).items()}
-        self._initializers = _initializers(self.model)
+        self.weights = self.source if isinstance(self.source, Weights) else None
+        modules, chosen = self.model.modules(), self.source
+        self._initializers = dict.fromkeys(modules, chosen) if callable(chosen) else _initializers(self.model)
         self._meta = {id(m) for m in self.model.modules() if is_on_meta(m)}
         touches = self._foresee()
         for plan in self.plans:
@@ -266,7 +269,7 @@ class _Work:
             if tensor.is_meta:
                 _make_real(tensor, self.mesh.device, is_blank=found is None)
                 if found is None:
-                    self._unwritten[id(tensor)] = (tensor, tensor._version)
+                    self._unwritten[id(tensor)] = (tensor, version_of(tensor))
             if found is not None:
                 to_load.append((found, tensor))
         if is_left:
@@ -278,7 +281,7 @@ class _Work:
                 self.weights.read(found, tensor)
 
     def _initialize(self, name: str, module: nn.Module) -> None:
-        initializer = self.init_fn or self._initializers[module]
+        initializer = self._initializers[module]
         if initializer is None:
             return
         try:
@@ -328,11 +331,11 @@ class _Work:
             for key, tensor in _named(module):
                 known = self._unwritten.get(id(tensor))
                 if tensor.is_meta or (known is not None and not _is_written(*known)):
-                    source = "init_fn" if self.init_fn is not None else "its initializer"
+                    source = "weights=" if callable(self.source) else "its initializer"
                     raise ValueError(
                         f"{self.mesh} '{key}' of {_where(name, module)}, {tuple(tensor.shape)}, was on the "
                         f"meta device, and {source} did not write all of it. Every parameter and buffer needs values: "
-                        "extend init_fn= (module.reset_parameters() is torch's own for most modules), or give "
+                        "extend the function (module.reset_parameters() is torch's own for most modules), or give "
                         "weights= a directory."
                     )
 
@@ -369,15 +372,8 @@ class _Touches(TorchFunctionMode):
             # A property's getter and setter: `data`, `shape` and their like.
             name = func.__self__.__name__  # type: ignore[attr-defined]
         if name not in METADATA:
-            self.seen |= {id(parameter) for parameter in _parameters_in((args, kwargs))}
+            self.seen |= {id(parameter) for parameter in find((args, kwargs), nn.Parameter)}
         return func(*args, **(kwargs or {}))
-
-
-def _parameters_in(value: Any) -> list[nn.Parameter]:
-    if isinstance(value, nn.Parameter):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [parameter for item in items for parameter in _parameters_in(item)]
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
@@ -468,4 +464,4 @@ def _is_written(tensor: Tensor, version: int) -> bool:
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return not bool(tensor.detach().isnan().any())
     # Writes through `.data` leave the version alone.
-    return not tensor.numel() or tensor._version != version or bool((tensor != _blank(tensor.dtype)).any())
+    return not tensor.numel() or version_of(tensor) != version or bool((tensor != _blank(tensor.dtype)).any())

@@ -1,10 +1,12 @@
 """The first call of a program: it joins the ranks, and seeds the generators.
 
 Owns the seeds, and how ranks compare texts, and refuse together, before there is a model. Must not read the
-environment; `core/mesh.py` does.
+environment; `wire/mesh.py` does.
 """
 
+import os
 import random
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,10 +16,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zeroshard.core.comm import gather_across_ranks
-from zeroshard.core.errors import RankMismatchError
-from zeroshard.core.mesh import Launched, Mesh, current_mesh, find_launch
 from zeroshard.state.arrival import Wait, await_ranks, ends_by_signal, open_store
+from zeroshard.table.errors import RankMismatchError
+from zeroshard.torch_private import default_store
+from zeroshard.wire.comm import gather_across_ranks
+from zeroshard.wire.mesh import Launched, Mesh, current_mesh, find_launch
+from zeroshard.wire.process import is_child_of
 
 __all__ = ["accepted_by_all", "check_seconds", "everybody_at", "init", "texts_across_ranks"]
 
@@ -96,7 +100,7 @@ def everybody_at(place: str, mesh: Mesh, watchdog_s: float, heartbeat_s: float) 
     """
     with ends_by_signal():
         if mesh.world_size > 1:
-            store = dist.distributed_c10d._get_default_store()
+            store = default_store()
             # A limit that is no number of seconds is refused on all ranks, once they are here.
             limits = [limit_s if _is_limit(limit_s) else MOST_SECONDS for limit_s in (watchdog_s, heartbeat_s)]
             await_ranks(store, Wait(mesh.rank, mesh.world_size, place, *limits))
@@ -123,6 +127,15 @@ def _join(launched: Launched, watchdog_s: float, heartbeat_s: float, backend: st
         store = open_store(wait, launched.address, launched.port, watchdog_s)
     await_ranks(store, wait)
     dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world_size)
+    group = dist.group.WORLD
+    assert group is not None  # just made
+    weakref.finalize(group, _leave, weakref.ref(group), os.getpid())
+
+
+def _leave(group: "weakref.ref[dist.ProcessGroup]", process: int) -> None:
+    """End, with the interpreter, the process group that `init` made, if there is no other: see `wire/links.py`."""
+    if not is_child_of(process) and dist.is_initialized() and dist.group.WORLD is group():
+        dist.destroy_process_group()
 
 
 @contextmanager

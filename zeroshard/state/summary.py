@@ -11,14 +11,14 @@ import torch
 
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
-from zeroshard.core.mesh import Mesh
 from zeroshard.core.optimizer import ShardedOptimizer
-from zeroshard.core.parameter import slot_of
-from zeroshard.core.schedule import ROOT
+from zeroshard.core.slot import slot_of
 from zeroshard.core.unit import Unit
 from zeroshard.state.accounting import predict_step_bytes
 from zeroshard.state.blocks import LARGE_PART
 from zeroshard.state.units import UnitPlan
+from zeroshard.table.schedule import ROOT
+from zeroshard.wire.mesh import Mesh
 
 __all__ = ["summarize", "warn_if_whole"]
 
@@ -28,7 +28,7 @@ WARNED_BYTES = 256 << 20
 HEADS = ("unit", "parameters", "elements", "dtype", "kept", "shard", "padding", "resident bytes", "sent bytes")
 
 
-def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str, cut: str) -> str:
+def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str) -> str:
     """Return the table, as lines of text with aligned columns.
 
     Columns: parameters and elements of the unit; its dtypes; whether this rank keeps its parameters whole or its shard
@@ -38,12 +38,11 @@ def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str, 
 
     Args:
         row: the residency row in words.
-        cut: where rank boundaries may fall.
     """
     states = _states_by_unit(engine.units, optimizers)
     lines = [_line(unit, states[unit.number]) for unit in engine.units]
     total = _total(engine.units, sum(states))
-    return "\n".join([f"{engine.mesh} {row}, cut by {cut}", *_aligned([HEADS, *lines, total]), *_judge(engine.units)])
+    return "\n".join([f"{engine.mesh} {row}", *_aligned([HEADS, *lines, total]), *_judge(engine.units)])
 
 
 def warn_if_whole(mesh: Mesh, units: Sequence[Unit], plans: Sequence[UnitPlan]) -> None:
@@ -51,9 +50,9 @@ def warn_if_whole(mesh: Mesh, units: Sequence[Unit], plans: Sequence[UnitPlan]) 
     if mesh.rank or not _is_mostly_whole(units):
         return
     largest = _whole_at_once(units)
-    sizes = ", ".join(f"{unit.name or 'the root'} {unit.full_bytes / 1e6:,.0f} MB" for unit in largest)
+    sizes = ", ".join(f"{unit.name or 'the root'} {unit.spec.full_bytes / 1e6:,.0f} MB" for unit in largest)
     total = _gathered_bytes(units)
-    heavy = [unit.number for unit in largest if unit.full_bytes > total / LARGE_PART]
+    heavy = [unit.number for unit in largest if unit.spec.full_bytes > total / LARGE_PART]
     opened = {number for number in heavy if [*plans[number].module.children()]}
     classes = {type(plan.module).__name__ for number, plan in enumerate(plans) if number and number not in opened}
     for number in opened:
@@ -64,7 +63,7 @@ def warn_if_whole(mesh: Mesh, units: Sequence[Unit], plans: Sequence[UnitPlan]) 
         if opened
         else "These are single layers, which units= cannot divide: split the layers, or expect less memory saved."
     )
-    whole = sum(unit.full_bytes for unit in largest)
+    whole = sum(unit.spec.full_bytes for unit in largest)
     warnings.warn(
         f"{mesh} {_share(units):.0%} of the parameters are whole at once while the model runs, {whole / 1e6:,.0f} of "
         f"{total / 1e6:,.0f} MB ({sizes}), so "
@@ -88,19 +87,19 @@ def _is_mostly_whole(units: Sequence[Unit]) -> bool:
 
 
 def _gathered_bytes(units: Sequence[Unit]) -> int:
-    return sum(unit.full_bytes for unit in units)
+    return sum(unit.spec.full_bytes for unit in units)
 
 
 def _share(units: Sequence[Unit]) -> float:
     """Return the part of the gathered bytes that is whole at once."""
-    return sum(unit.full_bytes for unit in _whole_at_once(units)) / _gathered_bytes(units)
+    return sum(unit.spec.full_bytes for unit in _whole_at_once(units)) / _gathered_bytes(units)
 
 
 def _whole_at_once(units: Sequence[Unit]) -> list[Unit]:
     """Return what is whole throughout a pass, and the two largest of the rest: one in use, one on its way."""
     kept = [unit for unit in units if unit.number == ROOT or unit.is_read_outside]
-    others = sorted((unit for unit in units if unit not in kept), key=lambda unit: -unit.full_bytes)
-    return [unit for unit in (*kept, *others[:2]) if unit.full_bytes]
+    others = sorted((unit for unit in units if unit not in kept), key=lambda unit: -unit.spec.full_bytes)
+    return [unit for unit in (*kept, *others[:2]) if unit.spec.full_bytes]
 
 
 def _line(unit: Unit, state_bytes: int) -> tuple[str, ...]:
@@ -110,7 +109,7 @@ def _line(unit: Unit, state_bytes: int) -> tuple[str, ...]:
         f"{len(unit.parameters):,}",
         f"{unit.numel:,}",
         "+".join(dtypes) or "-",
-        "-" if not unit.buckets else "whole" if unit.is_whole else "sharded",
+        "-" if not unit.buckets else "whole" if unit.spec.is_whole else "sharded",
         f"{sum(bucket.layout.shard_numel for bucket in unit.buckets):,}",
         _percent(unit.buckets),
         f"{_resident_bytes(unit) + state_bytes:,}",
@@ -144,9 +143,9 @@ def _resident_bytes(unit: Unit) -> int:
     """Return the bytes of parameters, masters and gradients that this rank keeps, padding included."""
     total = 0
     for bucket in unit.buckets:
-        start, stop = bucket.resident_range
+        start, stop = bucket.spec.parameters
         total += (stop - start) * bucket.dtype.itemsize + sum(bucket.grads.nbytes)
-        total += bucket.masters.nbytes if bucket.has_masters else 0
+        total += bucket.masters.nbytes if bucket.spec.formats.has_masters else 0
     return total
 
 

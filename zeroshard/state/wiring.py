@@ -16,8 +16,8 @@ from torch import nn
 
 from zeroshard.core.engine import Engine
 from zeroshard.core.hooks import CastIn, CastOut, Enter, Exit, Landed, RefuseLoad, RefuseSave, Registered
-from zeroshard.core.parameter import slot_of
 from zeroshard.core.precision import Precision
+from zeroshard.core.slot import slot_of
 from zeroshard.state.duplicate import copy_plain
 from zeroshard.state.heads import AddInPlace
 from zeroshard.state.units import UnitPlan, registered
@@ -32,7 +32,7 @@ def wire(
     entries: dict[nn.Module, tuple[str, tuple[int, ...]]] = {model: ("", ())}
     for unit, plan in zip(engine.units, plans, strict=True):
         # Units that stay whole need no event of their own modules; the model's own entry checks and completes passes.
-        for module, name in plan.entries.items() if not unit.is_whole else ():
+        for module, name in plan.entries.items() if not unit.spec.is_whole else ():
             known = entries.get(module, ("", ()))[1]
             entries[module] = (name, (*known, unit.number))
     own = registered(model)

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 import zeroshard as zs
-from zeroshard.core.stages import name_of_row
+from zeroshard.table.stages import name_of_row
 from zeroshard.train.config import Config
 from zeroshard.train.metrics import RankBytes, Start, Summary
 from zeroshard.train.run import Run

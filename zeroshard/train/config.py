@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, Self, final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from zeroshard.core.stages import row_of_stage
+from zeroshard.table.stages import row_of_stage
 from zeroshard.train.inputs import read_input
 from zeroshard.train.models.gpt import GPTConfig
 
@@ -110,7 +110,6 @@ class Zero(_Section):
     """What is handed to `zeroshard.shard`."""
 
     stage: Annotated[int, AfterValidator(_known_stage)] = Field(default=3, description="the row of the residency table")
-    cut: Literal["element", "row", "tensor"] = Field(default="element", description="where a rank boundary may fall")
     no_sync: bool = Field(default=False, description="reduce once a step, not at each micro-batch")
     check_every: int = Field(
         default=100, ge=0, description="steps between comparisons of what ranks hold copies of; 0 for none"
@@ -222,6 +221,8 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
     4
     """
     settings = {} if path is None else _read_toml(path)
+    if isinstance(zero := settings.get("zero"), dict):
+        zero.pop("cut", None)  # in files of earlier runs; it changed no result
     _check_names(settings)
     for override in overrides:
         _apply(settings, override)

@@ -24,7 +24,7 @@ import torch
 
 import zeroshard as zs
 from zeroshard.checkpoint.verify import list_checkpoints
-from zeroshard.core.errors import printable
+from zeroshard.table.errors import printable
 from zeroshard.train.account import describe_data
 from zeroshard.train.config import Config, differences, load_config
 from zeroshard.train.lease import Lease

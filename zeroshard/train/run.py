@@ -13,8 +13,8 @@ from typing import Final, final
 import torch
 
 import zeroshard as zs
-from zeroshard.core.errors import printable
 from zeroshard.state.start import texts_across_ranks
+from zeroshard.table.errors import printable
 from zeroshard.train.config import Config
 from zeroshard.train.corpus import Corpus, open_corpus, prepare_corpus
 from zeroshard.train.metrics import EvalRecord, RunFiles
@@ -94,8 +94,7 @@ class Run:
             self.optimizer,
             stage=config.zero.stage,
             precision=config.train.precision,
-            cut=config.zero.cut,
-            watchdog_s=config.zero.watchdog_s,
+            settings=zs.Settings(watchdog_s=config.zero.watchdog_s),
         )
         self.profile = self.zero.profile()
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._factor)

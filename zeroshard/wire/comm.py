@@ -1,32 +1,29 @@
-"""What every backend offers the engine: collectives that wait with a limit, and end in an error that names each rank.
+"""What every transport offers the engine: collectives on flat tensors, and the memory that they are quickest with.
 
-Owns the process groups, and the interface of which `core/backends.py` has an implementation for each backend. It must
-not know units, passes or parameters: callers hand it flat tensors and say in words what they are for.
+Owns the interface. It must not know units, passes or parameters: callers hand it flat tensors and say in words what
+they are for. Each transport is a module beside this one; `wire/transports.py` chooses.
 """
 
-import dataclasses
-import os
-import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import timedelta
-from typing import Any, NoReturn, final
+from collections.abc import Callable
+from typing import final
 
 import torch
 import torch.distributed as dist
 
-from zeroshard.core.errors import RankMismatchError
-from zeroshard.core.mesh import Mesh
-from zeroshard.faults.process import is_child_of, keep_for_good, tell_forks
-from zeroshard.faults.watchdog import Watchdog
-from zeroshard.host.board import Meeting
+from zeroshard.table.trace import Ledger
+from zeroshard.table.wires import Silence, Wire
+from zeroshard.wire.memory import Memory, OwnMemory
+from zeroshard.wire.mesh import Mesh
+from zeroshard.wire.pool import Pool
+from zeroshard.wire.watchdog import Watchdog
 
 __all__ = [
     "BUCKETS",
     "Comm",
     "Pending",
+    "SoloComm",
     "gather_across_ranks",
     "mean_across_ranks",
     "tag_of",
@@ -71,11 +68,11 @@ class Comm(ABC):
 
     watchdog: Watchdog | None = None
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, ledger: Ledger, wire: Wire, memory: Memory | None = None) -> None:
+        self.mesh, self.wire = mesh, wire
+        self.pool = Pool(memory or OwnMemory(), ledger)
+        """Buffers in the memory that this transport wants gradients and parameters in, too."""
         self.sent_bytes: Counter[str] = Counter()
-        self.is_in_place = False
-        """Whether ranks of one copy read each other's memory: nothing is received in buffers, nothing is on its way."""
         self.can_postpone = False
         """Whether a rank may take part in a reduction to say that it is not ready."""
 
@@ -108,7 +105,7 @@ class Comm(ABC):
     def reduce_copies(
         self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str, *, is_ready: bool = True
     ) -> Pending:
-        """Sum this rank's shard over the R copies and multiply by `scale`, in place.
+        """Sum this rank's shard over the R copies, two at least, and multiply by `scale`, in place.
 
         Args:
             own: (S,); S is a multiple of R.
@@ -149,6 +146,9 @@ class Comm(ABC):
 class SoloComm(Comm):
     """One process: every collective is the identity."""
 
+    def __init__(self, mesh: Mesh, ledger: Ledger) -> None:
+        super().__init__(mesh, ledger, Silence())
+
     def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
         return Pending(_nothing)
 
@@ -168,110 +168,6 @@ class SoloComm(Comm):
 
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
         return tensor[None]
-
-
-class GroupComm(Comm):
-    """What gloo and NCCL share: waits with a limit that end in an error naming every rank."""
-
-    watchdog: Watchdog
-    _data: dist.ProcessGroup
-    """The ranks that train the same tensors as this one."""
-
-    def __init__(self, mesh: Mesh, watchdog_s: float, heartbeat_s: float) -> None:
-        super().__init__(mesh)
-        self._limit, self._process = timedelta(seconds=watchdog_s), os.getpid()
-        self._groups: list[dist.ProcessGroup] = []
-        weakref.finalize(self, _leave, weakref.ref(self), self._groups, self._process)
-        tell_forks(self)
-        self._control = self._new_group("gloo")
-        name: str = self._control.group_name
-        # The store is the one thing that ranks share when the process group is stuck; torch has no public way to it.
-        store = dist.distributed_c10d.PrefixStore(f"zeroshard/{name}", dist.distributed_c10d._get_default_store())
-        self.watchdog = Watchdog(store, mesh.rank, mesh.world_size, watchdog_s, heartbeat_s)
-
-    def _new_group(self, backend: str, *axes: str) -> dist.ProcessGroup:
-        """Make the process group of all ranks, or those of the ranks along `axes`, on all ranks at the same time."""
-        group: dist.ProcessGroup
-        if axes:
-            meshes = [dataclasses.replace(self.mesh, rank=rank) for rank in range(self.mesh.world_size)]
-            ranks = [list(along) for along in sorted({mesh.along(*axes) for mesh in meshes})]
-            group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._limit, backend=backend)
-        else:
-            group = dist.new_group(backend=backend, timeout=self._limit)
-        self._groups.append(group)
-        return group
-
-    def after_fork(self) -> None:
-        """Refuse to communicate, and end no process group: the connections are the parent's, and so are the threads."""
-        keep_for_good(dist.group.WORLD, dist.distributed_c10d._get_default_store(), *self._groups)
-        for name in ("_start", "_wait"):
-            setattr(self, name, self._refuse)
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise RuntimeError(
-            f"{self.mesh} Process {os.getpid()} was forked from process {self._process} of this rank, so it cannot "
-            "communicate with other ranks: the connections are its parent's. It may read parameters that are not "
-            f"released; use the model, the optimizer and the handle in process {self._process} only."
-        )
-
-    def _wait(self, works: Sequence[dist.Work | Meeting], what: str) -> None:
-        self.watchdog.waits_for(what)
-        try:
-            for work in works:
-                work.wait(self._limit)
-        except RuntimeError as error:
-            raise self._explain(error, what) from error
-        self.watchdog.runs_after(what)
-
-    def _explain(self, error: RuntimeError, what: str) -> RankMismatchError:
-        self.watchdog.gives_up(what)
-        reason = str(error).splitlines()[0]
-        cause, report = self.watchdog.cause(is_closed="imed out" not in reason), self.watchdog.report()
-        first = (
-            f"A rank failed, and with it the run. {cause}\n{self.mesh} noticed it" if cause else f"{self.mesh} gave up"
-        )
-        return RankMismatchError(
-            f"{first} while it waited for {what}: {reason}\nWhat each rank does:\n{report}\n"
-            "Every rank must make the same passes, norms and steps. A rank whose process has ended closes its "
-            f"connections at once; any other has watchdog_s={self._limit.total_seconds():g} seconds."
-        )
-
-    def agree(self, values: list[int], what: str) -> list[int]:
-        tensor = torch.tensor(values, dtype=torch.int64)
-        self._run(lambda: dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._control, async_op=True), what)
-        self.sent_bytes["agree"] += tensor.nbytes
-        agreed: list[int] = tensor.tolist()
-        return agreed
-
-    def _start(self, start: Callable[[], Any], what: str) -> dist.Work:
-        """Start a collective, or a message of one. A dead peer may show already here."""
-        try:
-            work: dist.Work | None = start()
-        except RuntimeError as error:
-            raise self._explain(error, what) from error
-        assert work is not None  # None only for ranks outside the process group, and this one is inside
-        return work
-
-    def _run(self, start: Callable[[], Any], what: str) -> None:
-        """Start a collective and wait for it."""
-        self._wait([self._start(start, what)], what)
-
-
-def _leave(comm: "weakref.ref[GroupComm]", groups: list[dist.ProcessGroup], process: int) -> None:
-    """End the process groups of a model that is gone; when the interpreter ends, all.
-
-    A worker drops the last tensor that it sent a moment after the wait for it ends, and needs the interpreter for that;
-    in an interpreter that ends, it would abort the process. The last reference to a group waits for its workers.
-    """
-    if is_child_of(process):
-        return
-    if (alive := comm()) is not None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        alive.__dict__.clear()
-    while groups:
-        with suppress(AssertionError, ValueError):  # whoever destroyed the default one, destroyed all
-            dist.destroy_process_group(groups.pop())
 
 
 def gather_across_ranks(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from types import MappingProxyType
 
-from zeroshard.core.residency import Residency, Sharded
+from zeroshard.table.cells import Residency, Sharded
 
 __all__ = ["DEFAULT_STAGE", "STAGES", "name_of_row", "row_of_stage"]
 

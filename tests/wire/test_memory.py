@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.host.board import is_supported
-from zeroshard.host.memory import HostMemory, Memory, OwnMemory
 from zeroshard.testing import run_ranks
+from zeroshard.wire.board import is_supported
+from zeroshard.wire.memory import HostMemory, Memory, OwnMemory
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="shared memory needs Linux on x86-64")
 

@@ -1,7 +1,7 @@
 """Where flat tensors get their memory: of this process alone, or shared by the ranks of one host.
 
 Owns files without a name (memfd) and their mappings. It must not know what lies in them, nor when another rank may read
-it: `core/backends.py` orders that, and `core/buffer.py` says what is kept where.
+it: `wire/host.py` orders that, and `core/buffer.py` says what is kept where.
 
 Note: nothing to clean up
     The files are in memory and have no name; the kernel frees them with the last process that maps them, however it
@@ -32,8 +32,8 @@ from typing import Any, Final, final
 
 import torch
 
-from zeroshard.faults.process import tell_forks
-from zeroshard.host.board import BOARD_BYTES, Board, Meeting, is_supported
+from zeroshard.wire.board import BOARD_BYTES, Board, Meeting, is_supported
+from zeroshard.wire.process import tell_forks
 
 __all__ = ["HostMemory", "Memory", "OwnMemory"]
 

@@ -1,18 +1,15 @@
 """The cells of the residency table: where one column of the training state lives.
 
-A cell answers one question: which part of a bucket does a rank keep? Everything else follows from comparing the parts
-of
-two columns, so that no code needs to know a stage: parameters that are not kept whole are gathered before use and
-released after; states that cover less than the parameters mean that updated parameters are gathered after the step;
-states that cover the whole bucket mean that every rank needs the whole sum of the gradients. A new place to live is a
-new class here.
+A cell answers three questions: which part of a bucket does a rank keep, in which memory, and at which moment must it be
+on the device? Everything else follows from comparing the answers of two columns (`table/spec.py`), so that no code
+needs to know a stage or the class of a cell. A new place to live is a new class here.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import final
+from typing import Literal, final
 
-from zeroshard.core.layout import Layout
+from zeroshard.table.layout import Layout, plan_layout
 
 __all__ = ["Cell", "Kept", "Replicated", "Residency", "Sharded"]
 
@@ -21,14 +18,14 @@ class Cell(ABC):
     """One cell of the table."""
 
     word: str
+    memory: Literal["device", "host", "file"] = "device"
+    """Where what is kept lies between uses."""
+    moment: Literal["always", "used"] = "always"
+    """When what is kept must be on the device: all the time, or while it is used."""
 
     @abstractmethod
     def kept_range(self, layout: Layout, rank: int) -> tuple[int, int]:
         """Return the elements of a bucket that `rank` keeps between steps, as (start, stop)."""
-
-    def is_whole(self, layout: Layout, rank: int) -> bool:
-        """Tell whether `rank` keeps the whole bucket (always true of a single rank)."""
-        return self.kept_range(layout, rank) == (0, layout.full_numel)
 
     def __str__(self) -> str:
         return self.word
@@ -111,11 +108,16 @@ class Residency:
         for name, kind in (("states", Cell), ("gradients", Cell), ("parameters", Cell), ("activations", Kept)):
             if not isinstance(cell := getattr(self, name), kind):
                 raise TypeError(f"Residency({name}=...) takes a cell such as zs.Sharded(); got {cell!r}.")
-        sharded = [isinstance(cell, Sharded) for cell in (self.states, self.gradients, self.parameters)]
-        if sharded != sorted(sharded, reverse=True):
+        probe = plan_layout([2], 64, 2)
+        kept = [[c.kept_range(probe, rank) for c in (self.states, self.gradients, self.parameters)] for rank in (0, 1)]
+        if not all(_covers(b, a) and _covers(c, b) for a, b, c in kept):
             raise ValueError(
-                f"Residency(states={self.states}, gradients={self.gradients}, parameters={self.parameters}): a column "
-                "can be sharded only if the columns before it are (states, gradients, parameters), because the "
-                "optimizer reads whole gradients for whole states, and every gradient needs the parameter it belongs "
-                "to."
+                f"Residency(states={self.states}, gradients={self.gradients}, parameters={self.parameters}): a rank "
+                "must keep the gradient of each element whose state it keeps, and the parameter of each element whose "
+                "gradient it keeps, because the optimizer reads gradients for its states, and every gradient needs the "
+                "parameter it belongs to. So a column can be sharded only if the columns before it are."
             )
+
+
+def _covers(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]

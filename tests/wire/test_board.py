@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 
-from zeroshard.host.board import ABOUT_BITS, BOARD_BYTES, TURNS, WORDS, Board, is_supported
+from zeroshard.wire.board import ABOUT_BITS, BOARD_BYTES, TURNS, WORDS, Board, is_supported
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="boards need Linux on x86-64")
 

@@ -40,7 +40,7 @@ class Event:
 
 
 class Trace:
-    """Events of the last steps on this rank, and what `core/schedule.py` says the next step will issue.
+    """Events of the last steps on this rank, and what `table/schedule.py` says the next step will issue.
 
     ```python
     import torch, zeroshard as zs

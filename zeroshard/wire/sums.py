@@ -1,7 +1,7 @@
 """Sums of what several ranks have, in the order of ranks, straight from their memory where it can be read.
 
 Owns the order of additions and their precision, on which it depends that all stages have the same bits. It must not
-know when another rank's memory may be read: `core/backends.py` does.
+know when another rank's memory may be read: `wire/host.py` does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from zeroshard.host.memory import HostMemory
+from zeroshard.wire.memory import HostMemory
 
 __all__ = ["add_up", "sum_in_rank_order"]
 

@@ -31,7 +31,7 @@ from typing import Final
 
 from torch.distributed import Store
 
-from zeroshard.faults.process import is_child_of
+from zeroshard.wire.process import is_child_of
 
 __all__ = ["Watchdog"]
 

@@ -1,0 +1,261 @@
+"""What every transport must do: one process, messages, memory of the host, NCCL's code, emulated ranks."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zeroshard as zs
+from benchmarks.gpu import Nobody, fake_ranks
+from zeroshard.table.trace import Ledger
+from zeroshard.testing import run_ranks
+from zeroshard.wire.comm import Comm, SoloComm, tag_of
+from zeroshard.wire.links import Links
+from zeroshard.wire.mesh import Mesh, current_mesh
+from zeroshard.wire.nccl import NcclComm
+from zeroshard.wire.transports import make_comm
+
+TIMEOUT_S = 120.0
+SIZES = (1, 7, 64, (1 << 20) + 3)
+"""Elements of a shard; the last is a few more than are shown at once in memory of the host."""
+FEW = 1 << 10
+"""Shards of more elements are tried in fp32 alone."""
+KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+DTYPES = ((torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.float64, torch.float64))
+"""Of what is held, and of the wire."""
+
+
+KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+
+
+class GlooLinks(Links):  # type: ignore[misc]
+    """Process groups of gloo for whoever asks for NCCL's: the same calls, on the CPU."""
+
+    def new_group(self, name: str, backend: str, *axes: str) -> None:
+        """Make the group with gloo."""
+        super().new_group(name, "gloo", *axes)
+
+
+def messages(mesh: Mesh, ledger: Ledger) -> Comm:
+    return make_comm(mesh, zs.Settings(watchdog_s=20.0, shared_memory=False), ledger)
+
+
+def host(mesh: Mesh, ledger: Ledger) -> Comm:
+    comm = make_comm(mesh, zs.Settings(watchdog_s=20.0), ledger)
+    assert comm.wire.is_in_place
+    return comm
+
+
+def native(mesh: Mesh, ledger: Ledger) -> Comm:
+    return NcclComm(GlooLinks(mesh, 20.0, 20.0), ledger)
+
+
+MAKERS: dict[str, Callable[[Mesh, Ledger], Comm]] = {"messages": messages, "host": host, "native": native}
+IN_RANK_ORDER = ("messages", "host")
+"""Whose sums have an order that is known."""
+
+
+def values(rank: int, numel: int, dtype: torch.dtype = torch.float32, key: int = 0) -> Tensor:
+    """Return what a rank has, which all know."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * key + rank)).to(dtype)
+
+
+def fold(parts: list[Tensor], wire: torch.dtype, scale: float) -> Tensor:
+    """Return the sum in rank order of what each rank has, rounded to a wire's dtype, in fp32 or better."""
+    total, *others = (part.to(wire).to(torch.promote_types(part.dtype, torch.float32)) for part in parts)
+    for other in others:
+        total = total + other
+    return total * scale
+
+
+class Asked:
+    """One transport on one rank; what it did wrong is in `wrong`."""
+
+    def __init__(self, name: str, replicas: int) -> None:
+        joined = current_mesh()
+        axes = (("replicate", replicas), ("shard", joined.world_size // replicas))
+        self.name, self.ledger, self.mesh = name, Ledger(), replace(joined, axes=axes)
+        self.comm, self.wrong = MAKERS[name](self.mesh, self.ledger), list[str]()
+
+    def expect(self, found: Any, expected: Any, what: str) -> None:
+        is_same = torch.equal(found, expected) if isinstance(found, Tensor) else found == expected
+        if not is_same:
+            self.wrong.append(f"{what}: {str(found)[:200]}, not {str(expected)[:200]}")
+
+    def memory(self, numel: int, dtype: torch.dtype, *, shared: bool) -> Tensor:
+        """Return (numel,) where gradients are, in the transport's own memory, or in this process's alone."""
+        return (
+            self.comm.pool.memory.zeros(numel, dtype, self.mesh.device) if shared else torch.zeros(numel, dtype=dtype)
+        )
+
+    def gathers(self) -> None:
+        ranks, place = self.mesh.shard_ranks, self.mesh.shard_rank
+        for number, size in enumerate(SIZES):
+            for dtype in KINDS if size < FEW else KINDS[:1]:
+                for shared in (True, False):
+                    full = self.memory(len(ranks) * size, dtype, shared=shared)
+                    full.view(len(ranks), -1)[place] = values(self.mesh.rank, size, key=number).to(dtype)
+                    before = self.comm.sent_bytes["state"]
+                    pending = self.comm.gather(full, tag_of(number, number), "a gather", "state")
+                    self.expect(pending.wait() and pending.wait(), True, "a gather, waited for twice")
+                    expected = torch.cat([values(rank, size, key=number).to(dtype) for rank in ranks])
+                    self.expect(full, expected, f"gather of {size} {dtype}, shared {shared}")
+                    sent = self.comm.sent_bytes["state"] - before
+                    self.expect(sent, size * dtype.itemsize * (len(ranks) - 1), f"bytes of a gather of {size} {dtype}")
+
+    def reductions(self) -> None:
+        ranks, place = self.mesh.shard_ranks, self.mesh.shard_rank
+        for number, size in enumerate(SIZES):
+            for held, wire in DTYPES if size < FEW else DTYPES[:1]:
+                for shared, apart in ((True, True), (True, False), (False, True)):
+                    full = self.memory(len(ranks) * size, held, shared=shared)
+                    full.copy_(values(self.mesh.rank, full.numel(), held, number))
+                    own = torch.full((size,), 9.0, dtype=held) if apart else full.view(len(ranks), -1)[place]
+                    before = self.comm.sent_bytes["reduce"]
+                    pending = self.comm.reduce(full, own, wire, 0.5, tag_of(number, number), "a reduction")
+                    what = f"reduction of {size} {held} as {wire}, shared {shared}, apart {apart}"
+                    self.expect(pending.wait(), True, f"{what}: all were ready")
+                    theirs = [values(rank, full.numel(), held, number).view(len(ranks), -1) for rank in ranks]
+                    expected = fold([rows[place] for rows in theirs], wire, 0.5).to(held)
+                    if self.name in IN_RANK_ORDER:
+                        self.expect(own, expected, what)
+                    else:
+                        step = torch.finfo(wire).eps * sum(rows[place].abs().max() for rows in theirs)
+                        self.expect(bool(((own - expected).abs() <= 2 * step).all()), True, what)
+                    others = [row for row in range(len(ranks)) if row != place]
+                    self.expect(full.view(len(ranks), -1)[others], theirs[place][others], f"{what}: the others' shards")
+                    sent = self.comm.sent_bytes["reduce"] - before
+                    self.expect(sent, size * wire.itemsize * (len(ranks) - 1), f"{what}: bytes")
+
+    def not_ready(self) -> None:
+        if not self.comm.can_postpone:
+            return
+        ranks, place = self.mesh.shard_ranks, self.mesh.shard_rank
+        for late in range(len(ranks)):
+            full = self.memory(len(ranks) * 64, torch.float32, shared=True)
+            full.copy_(values(self.mesh.rank, full.numel()))
+            own, kept = torch.zeros(64), full.clone()
+            given = None if place == late else full
+            found = self.comm.reduce(given, own, torch.float32, 1.0, tag_of(late, 0), "a late reduction").wait()
+            self.expect(found, False, f"place {late} was not ready")
+            self.expect(full, kept, f"what waits for place {late}")
+
+    def several_at_once(self) -> None:
+        ranks, place = self.mesh.shard_ranks, self.mesh.shard_rank
+        fulls = [self.memory(len(ranks) * size, torch.float32, shared=True) for size in (64, 7, 64)]
+        pending = []
+        for number, full in enumerate(fulls):
+            full.view(len(ranks), -1)[place] = values(self.mesh.rank, full.numel() // len(ranks), key=number)
+            pending.append(self.comm.gather(full, tag_of(5, number), f"gather {number}"))
+        for one in reversed(pending):
+            one.wait()
+        for number, full in enumerate(fulls):
+            expected = torch.cat([values(rank, full.numel() // len(ranks), key=number) for rank in ranks])
+            self.expect(full, expected, f"gather {number} of three at once")
+
+    def copies(self) -> None:
+        ranks = self.mesh.replica_ranks
+        if len(ranks) == 1:
+            return
+        own = values(self.mesh.rank, 64 * len(ranks))
+        before = self.comm.sent_bytes["replicate"]
+        done = self.comm.reduce_copies(own, torch.float32, 0.25, tag_of(6, 0), "a sum over copies").wait()
+        self.expect(done, True, "a sum over copies")
+        expected = fold([values(rank, own.numel()) for rank in ranks], torch.float32, 0.25)
+        self.expect(bool(torch.allclose(own, expected, rtol=1e-6, atol=1e-6)), True, "the sum over copies")
+        sent = self.comm.sent_bytes["replicate"] - before
+        self.expect(sent, 2 * 64 * 4 * (len(ranks) - 1), "bytes of a sum over copies")
+
+    def small_things(self) -> None:
+        rank, world = self.mesh.rank, self.mesh.world_size
+        given = {
+            "a matrix": torch.arange(6.0).view(2, 3) + rank,
+            "not contiguous": (torch.arange(6.0).view(2, 3) + rank).t(),
+            "integers": torch.tensor([rank, 2**62]),
+            "truths": torch.tensor([rank == 0, True]),
+            "a number": torch.tensor(float(rank)),
+            "nothing": torch.zeros(0),
+            "bfloat16": torch.full((3,), float(rank), dtype=torch.bfloat16),
+        }
+        for what, tensor in given.items():
+            expected = tensor - rank if what in ("a matrix", "not contiguous") else tensor.clone()
+            if what in ("integers", "truths", "a number", "bfloat16"):
+                expected = {"integers": torch.tensor([0, 2**62]), "truths": torch.tensor([True, True])}.get(
+                    what, torch.zeros_like(tensor)
+                )
+            self.comm.broadcast(tensor, what, "start")
+            self.expect(tensor, expected, f"broadcast of {what}")
+        self.expect(self.comm.agree([rank, -rank, 2**62, 5], "a minimum"), [0, 1 - world, 2**62, 5], "agree")
+        self.expect(self.comm.agree([rank] * 40, "many"), [0] * 40, "agree on many")
+        rows = self.comm.collect(torch.tensor([[rank, 7]]), "rows")
+        self.expect(rows, torch.tensor([[[each, 7]] for each in range(world)]), "collect")
+        texts = self.comm.texts("é" * 3000 if rank == world - 1 else f"rank {rank}", "texts")
+        self.expect(texts[:-1], [f"rank {each}" for each in range(world - 1)], "texts")
+        self.expect(texts[-1].rstrip("\ufffd"), "é" * 2048, "a long text")
+
+
+def ask(name: str, replicas: int = 1) -> list[str]:
+    """Ask a transport everything, twice; return what was wrong."""
+    asked, held = Asked(name, replicas), []
+    for _ in range(2):
+        for question in (
+            asked.gathers, asked.reductions, asked.not_ready, asked.several_at_once, asked.copies, asked.small_things
+        ):  # fmt: skip
+            question()
+        held.append(asked.ledger.now["transient"])
+    asked.expect(held[1], held[0], "buffers of the second round beside the first")
+    return asked.wrong
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2)])
+def test_a_transport_does_what_the_engine_asks_for(name: str, world: int, replicas: int) -> None:
+    assert run_ranks(ask, world, name, replicas, timeout_s=TIMEOUT_S) == [[]] * world
+
+
+def wrong_sum(name: str) -> list[str]:
+    """Ask a transport whose owner forgets the last rank's part."""
+    asked = Asked(name, 1)
+    reduce = asked.comm.reduce
+
+    def forgetful(full: Tensor | None, own: Tensor, *rest: Any) -> Any:
+        if full is not None and asked.mesh.rank == asked.mesh.world_size - 1:
+            full = torch.zeros_like(full)
+        return reduce(full, own, *rest)
+
+    asked.comm.reduce = forgetful  # type: ignore[method-assign]
+    asked.reductions()
+    return asked.wrong
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_transport_that_loses_a_part_is_found(name: str) -> None:
+    assert all(run_ranks(wrong_sum, 2, name, timeout_s=TIMEOUT_S))
+
+
+def test_one_process_changes_nothing() -> None:
+    comm = SoloComm(Mesh(0, 1, 0, torch.device("cpu")), Ledger())
+    full = values(0, 64)
+    assert comm.gather(full, 0, "").wait() and comm.reduce(full, full, torch.bfloat16, 1.0, 0, "").wait()
+    assert comm.reduce_copies(full, torch.float32, 1.0, 0, "").wait()
+    comm.broadcast(full, "", "start")
+    assert torch.equal(full, values(0, 64))
+    assert (comm.agree([3, -4], ""), comm.collect(full, "").shape, comm.texts("x", "")) == ([3, -4], (1, 64), ["x"])
+    assert not comm.sent_bytes
+
+
+def test_emulated_ranks_count_and_shape_as_real_ones() -> None:
+    mesh = Mesh(0, 4, 0, torch.device("cpu"), (("shard", 4),))
+    with fake_ranks(4):
+        comm = NcclComm(Nobody(mesh), Ledger())  # type: ignore[arg-type]
+        full, own = values(0, 256), torch.zeros(64)
+        assert comm.gather(full, 0, "").wait()
+        assert comm.reduce(full, own, torch.bfloat16, 1.0, 0, "").wait()
+        assert comm.agree([1, 2], "") == [1, 2]
+        assert comm.collect(own, "").shape == (4, 64)
+        assert comm.sent_bytes == {"gather": 3 * 256, "reduce": 3 * 128, "agree": 16 + 3 * 256}
+    assert not dist.is_initialized()

@@ -1,0 +1,132 @@
+"""Where one parameter lives, and what it needs of the engine that moves it.
+
+Owns the slot that each sharded parameter and each slice of an optimizer holds. It must not know engines: what they
+answer to parameters and gradients is the protocol `Owner`. Read `core/buffer.py` first.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol, final
+
+import torch
+
+from zeroshard.core.buffer import Bucket
+from zeroshard.core.precision import LossScale
+from zeroshard.wire.comm import Comm
+from zeroshard.wire.mesh import Mesh
+
+__all__ = ["Form", "Owner", "Slot", "slot_of"]
+
+Tensor = torch.Tensor
+
+
+class Owner(Protocol):
+    """What parameters and gradients ask of their model's engine."""
+
+    mesh: Mesh
+    comm: Comm
+    loss_scale: LossScale | None
+    is_skipping: bool
+
+    def demand(self, number: int) -> bool:
+        """Make a unit whole for code outside its modules; False where no pass is open."""
+
+    def leave_passes(self, what: str) -> None:
+        """Raise inside a pass; complete one that an exception left open."""
+
+    def check_outside_backward(self, what: str) -> None:
+        """Raise inside a backward."""
+
+    def check_reduced(self, what: str) -> None:
+        """Raise if gradients wait for a reduction."""
+
+    def gradients_changed(self) -> None:
+        """Forget norms."""
+
+    def norms(self, p: float, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return the p-norm of every parameter's whole gradient, 0-d, by name. Collective."""
+
+    def full_gradient(self, slot: "Slot") -> Tensor:
+        """Return a parameter's whole gradient. Collective."""
+
+
+class Form(ABC):
+    """What kind of tensor a parameter is to the model; its bucket holds plain ones.
+
+    Args:
+        has_axis: whether the mesh has another axis over which tensors of the model are split, so that no rank knows
+            whole gradients.
+        is_alike: whether the ranks along that axis have this one alike; norms count it on the first of them.
+        is_first: whether this rank is that.
+    """
+
+    def __init__(self, *, has_axis: bool = False, is_alike: bool = False, is_first: bool = True) -> None:
+        self.has_axis, self.is_alike, self.is_counted = has_axis, is_alike, is_first or not is_alike
+
+    @property
+    @abstractmethod
+    def classes(self) -> tuple[type[torch.nn.Parameter], type[torch.nn.Parameter]]:
+        """Of the parameter while its values are there, and while they are released."""
+
+    @abstractmethod
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return, plain, what this rank's bucket holds of a tensor of this form; of a plain one all."""
+
+    @abstractmethod
+    def join(self, part: Tensor) -> Tensor:
+        """Return the tensor of this form of which the bucket holds `part`."""
+
+    @abstractmethod
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the whole of it, plain. Collective: all-gather over the other axis, if there is one."""
+
+    @abstractmethod
+    def point(self, parameter: Tensor, part: Tensor) -> None:
+        """Have the parameter's values be `part` from now on, and be of its dtype."""
+
+
+@final
+class Slot:
+    """Where one parameter lives: its bucket and its place there. Held by the parameter object itself."""
+
+    __slots__ = ("bucket", "form", "grad_view", "has_master", "index", "master_grad", "name", "owner", "unit")
+
+    def __init__(self, name: str, unit: int, bucket: Bucket, index: int, form: Form) -> None:
+        self.name, self.unit, self.bucket, self.index, self.form = name, unit, bucket, index, form
+        self.owner: Callable[[], Owner | None] = _no_owner
+        """A weak reference: parameters must not keep alive what holds them."""
+        self.has_master = False
+        self.grad_view: Tensor | None = None
+        self.master_grad: Tensor | None = None
+
+    def living_owner(self) -> "Owner":
+        """Return the owner.
+
+        Raises:
+            RuntimeError: the model is gone.
+        """
+        owner = self.owner()
+        if owner is None:
+            raise RuntimeError(f"The model of '{self.name}' was deleted; its gradients are gone.")
+        return owner
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter itself."""
+        return self.bucket.parameters[self.index]
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether there is a gradient: some rank used the parameter, or this one did and ranks have not agreed yet."""
+        grads = self.bucket.grads
+        return grads.used[self.index] or grads.staged[self.index] or grads.landed[self.index]
+
+
+def _no_owner() -> None:
+    return None
+
+
+def slot_of(parameter: Tensor) -> Slot:
+    """Return the slot of a sharded parameter or of its master slice."""
+    slot: Slot = parameter.__dict__["_zeroshard"]
+    return slot

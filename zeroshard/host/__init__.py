@@ -1,3 +1,0 @@
-"""What the ranks of one host share."""
-
-__all__: list[str] = []

@@ -1,0 +1,303 @@
+"""What the caller of `shard()` asks for, and what a rank knows of it once it was checked.
+
+Owns the arguments, their checks and what follows from them, before any tensor is touched and any rank is asked. It must
+not know engines. Read `Request` first, then `describe`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroshard.core.parameter import ShardedParameter
+from zeroshard.core.precision import Dtypes, Precision, precision_of
+from zeroshard.core.slot import Form
+from zeroshard.state.admission import admit
+from zeroshard.state.materialize import InitFn, Weights, check_source
+from zeroshard.state.start import check_seconds
+from zeroshard.state.units import UnitPlan, plan_units
+from zeroshard.table.cells import Replicated, Residency
+from zeroshard.table.settings import Settings
+from zeroshard.table.stages import DEFAULT_STAGE, name_of_row, row_of_stage
+from zeroshard.wire.comm import BUCKETS
+from zeroshard.wire.mesh import Mesh
+
+__all__ = ["Described", "Optimizers", "Request", "check_bucket_count", "check_optimizers", "describe"]
+
+FormsOf = Callable[[nn.Module, Mesh], Mapping[int, Form]]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+AXES = ("replicate", "shard", "tensor", "pipe")
+"""What an axis of a mesh may be called."""
+
+
+@final
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `shard()`, which documents them."""
+
+    model: nn.Module
+    optimizer: Optimizers = None
+    stage: int | None = None
+    residency: Residency | None = None
+    precision: str | Precision = "fp32"
+    units: Sequence[object] | None = None
+    mesh: DeviceMesh | int | None = None
+    reduction: Literal["mean", "sum"] | float = "mean"
+    weights: str | Path | InitFn | None = None
+    settings: Settings = field(default_factory=Settings)
+
+
+@final
+@dataclass(frozen=True)
+class Described:
+    """What a rank is to do, checked: the model's units, and how each of their tensors is kept and moved.
+
+    Args:
+        reduction: "mean", "sum", or what sums of gradients over ranks are divided by.
+        kept: the parameters that precision leaves as they are, by identity.
+        forms: what kind of tensor each parameter is, by identity.
+        source: where the values of a model on the meta device come from.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    row: Residency
+    precision: Precision
+    mesh: Mesh
+    reduction: str | float
+    plans: Sequence[UnitPlan]
+    kept: frozenset[int]
+    forms: Mapping[int, Form]
+    source: Weights | InitFn | None
+    settings: Settings
+
+    @property
+    def scale(self) -> float:
+        """What sums of gradients over ranks are multiplied by."""
+        if isinstance(self.reduction, str):
+            return 1.0 / len(self.mesh.data_ranks) if self.reduction == "mean" else 1.0
+        return 1.0 / self.reduction
+
+    def options(self) -> str:
+        """Return, in words, what all ranks must have in common beside the model and its optimizers."""
+        row = name_of_row(self.row)
+        return f"{row}, reduction={self.reduction}, {self.precision}, axes={self.mesh.axes}, {self.settings}"
+
+    def buckets_of(self, plan: UnitPlan) -> list[tuple[Dtypes, list[tuple[str, nn.Parameter]]]]:
+        """Return the parameters of a unit by what makes a bucket: dtypes and trainability, in order of first ones."""
+        sets: dict[tuple[Dtypes, bool], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in plan.parameters:
+            dtypes = self.precision.dtypes_of(parameter.dtype, is_kept=id(parameter) in self.kept)
+            sets.setdefault((dtypes, parameter.requires_grad), []).append((name, parameter))
+        return [(dtypes, named) for (dtypes, _), named in sets.items()]
+
+
+def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
+    """Check what can be refused, and return what is to be done. Nothing is changed, and no rank is asked.
+
+    Args:
+        forms_of: tells what kind of tensor each parameter is, by identity.
+
+    Raises:
+        ValueError, TypeError: an argument, a parameter or an optimizer that cannot be sharded; the text says which.
+    """
+    model, settings = request.model, request.settings
+    if not isinstance(settings, Settings):
+        raise TypeError(f"settings must be a zs.Settings; got {settings!r}.")
+    check_seconds(watchdog_s=settings.watchdog_s, heartbeat_s=settings.heartbeat_s)
+    row, precision, mesh = _row(request), precision_of(request.precision), _lay_out(joined, request.mesh)
+    _check_reduction(request.reduction)
+    optimizers = _as_list(request.optimizer)
+    _check_model(model, settings.forward_methods, mesh)
+    check_optimizers(model, optimizers, row, settings.elementwise, is_final=request.optimizer is not None)
+    plans, source = plan_units(model, request.units), check_source(model, request.weights)
+    kept = frozenset(id(p) for m in model.modules() if isinstance(m, precision.keep) for p in m.parameters())
+    described = Described(
+        model, optimizers, row, precision, mesh, request.reduction, plans, kept, forms_of(model, mesh), source, settings
+    )
+    check_bucket_count(described)
+    return described
+
+
+def _row(request: Request) -> Residency:
+    """Return the row of the residency table that two of the arguments ask for."""
+    stage, residency = request.stage, request.residency
+    if residency is None:
+        return row_of_stage(DEFAULT_STAGE if stage is None else stage)
+    if stage is not None:
+        raise ValueError(f"Give stage= or residency=, not both; got stage={stage} and {residency}.")
+    if not isinstance(residency, Residency):
+        raise TypeError(f"residency must be a zs.Residency; got {residency!r}. stage= takes a number.")
+    return residency
+
+
+def _check_reduction(reduction: object) -> None:
+    is_number = isinstance(reduction, int | float) and not isinstance(reduction, bool)
+    if reduction not in ("mean", "sum") and not (is_number and 0 < reduction < math.inf):  # type: ignore[operator]
+        raise ValueError(f"reduction must be 'mean', 'sum' or a divisor above 0; got {reduction!r}.")
+
+
+def _as_list(optimizers: object) -> list[torch.optim.Optimizer]:
+    if optimizers is None or isinstance(optimizers, torch.optim.Optimizer):
+        return [] if optimizers is None else [optimizers]
+    if isinstance(optimizers, Sequence):
+        return list(optimizers)
+    raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them; got {type(optimizers).__name__}.")
+
+
+def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh) -> None:
+    """Raise where a model cannot be sharded."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+    if isinstance(forward_methods, str):
+        raise TypeError(f"Settings(forward_methods=) takes a list of names; got the text {forward_methods!r}.")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"Module '{name}' ({type(module).__name__}) is TorchScript, whose code reads parameters where no hook "
+                "can gather them. Shard the plain module; torch.compile works on it."
+            )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            "The model is wrapped in DistributedDataParallel, which zs.shard() replaces. Shard model.module."
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, ShardedParameter):
+            raise ValueError(f"Parameter '{name}' is sharded already; zs.shard() takes a model once.")
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"Parameter '{name}' is uninitialized (a lazy module). Run one forward pass before zs.shard()."
+            )
+        if type(parameter).__name__ == "DTensor" and len(mesh.tensor_ranks) == 1:
+            raise TypeError(
+                f"Parameter '{name}' is a DTensor, and the ranks have no axis 'tensor'. Pass zs.shard(mesh=...) the "
+                "mesh whose mesh['tensor'] parallelize_module() was given; use the plain model instead of "
+                "fully_shard()."
+            )
+        if type(parameter) is not nn.Parameter and type(parameter).__name__ != "DTensor":
+            raise TypeError(
+                f"Parameter '{name}' is a {type(parameter).__module__}.{type(parameter).__qualname__}; what that class "
+                "does would be lost with zs.shard(). Hold plain torch.nn.Parameters (quantized weights as integers "
+                "that do not require gradients, beside their scales)."
+            )
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.itemsize == 1:
+            raise ValueError(
+                f"Parameter '{name}' is trainable and of {parameter.dtype}, in which no optimizer computes. Freeze it "
+                "with requires_grad_(False), or hold it in bfloat16 or wider."
+            )
+        if parameter.layout is not torch.strided:
+            raise ValueError(f"Parameter '{name}' has layout {parameter.layout}; only dense parameters can be sharded.")
+    if held := [name for name, p in model.named_parameters() if p.grad is not None]:
+        raise ValueError(
+            f"{len(held)} parameter(s) hold a gradient from before zs.shard(), '{held[0]}' first. It is this rank's "
+            "own, and would be lost. Use it (optimizer.step()) or clear it (model.zero_grad()) before zs.shard()."
+        )
+    for method in forward_methods:
+        if not callable(getattr(model, method, None)):
+            raise ValueError(f"forward_methods names '{method}', which {type(model).__name__} does not have.")
+
+
+def _lay_out(mesh: Mesh, wanted: DeviceMesh | int | None) -> Mesh:
+    """Return the ranks with their axes.
+
+    Raises:
+        ValueError: the axes do not fit the ranks, or leave nothing to shard over.
+    """
+    if isinstance(wanted, DeviceMesh):
+        axes = _axes_of(wanted, mesh.world_size)
+    elif wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int)):
+        raise TypeError(f"mesh must be a DeviceMesh or a number of replicas; got {wanted!r}.")
+    else:
+        replicas = 1 if wanted is None else wanted
+        if replicas < 1 or mesh.world_size % replicas:
+            raise ValueError(f"mesh={replicas} replicas must divide the {mesh.world_size} rank(s).")
+        axes = (("replicate", replicas), ("shard", mesh.world_size // replicas))
+    laid = dataclasses.replace(mesh, axes=axes)
+    if mesh.world_size > 1 and laid.shard_size == 1:
+        sizes = ", ".join(f"{name} {size}" for name, size in axes)
+        raise ValueError(
+            f"The axes ({sizes}) of {mesh.world_size} ranks leave one rank a copy, so nothing would be sharded. Use "
+            "stage=0 for plain data parallelism, and an axis 'shard' of two or more ranks beside others."
+        )
+    return laid
+
+
+def _axes_of(device_mesh: DeviceMesh, world_size: int) -> tuple[tuple[str, int], ...]:
+    names, sizes = device_mesh.mesh_dim_names or (), tuple(device_mesh.mesh.shape)
+    if not names or not set(names) <= set(AXES):
+        raise ValueError(
+            f"mesh= takes axes called {', '.join(AXES)}; got {names or 'no names'}. Make it with "
+            "init_device_mesh(device, sizes, mesh_dim_names=('shard', 'tensor'))."
+        )
+    if (ranks := device_mesh.mesh.flatten().tolist()) != list(range(world_size)):
+        raise ValueError(
+            f"mesh= must hold all {world_size} ranks of the run in order; got axes {names} of sizes {sizes} with ranks "
+            f"{ranks}. Pass what init_device_mesh() returned, not a part of it."
+        )
+    axes = tuple(zip(names, sizes, strict=True))
+    if dict(axes).get("pipe", 1) > 1:
+        raise ValueError(
+            f"The axis 'pipe' has {dict(axes)['pipe']} ranks, and stages of a pipeline cannot be sharded yet. Use the "
+            "axes replicate, shard and tensor."
+        )
+    return axes
+
+
+def check_optimizers(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    row: Residency,
+    elementwise: bool | None,
+    *,
+    is_final: bool,
+) -> None:
+    """Raise where optimizers and model do not belong together, or where an update cannot be cut.
+
+    Args:
+        is_final: False while an optimizer may still come (`zero.attach`), so that none is missed yet.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    taken: dict[int, str] = {}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them; got {kind}.")
+        if not isinstance(row.states, Replicated):
+            admit(optimizer, elementwise)
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) not in names:
+                    raise ValueError(
+                        f"Parameter {place} of group {number} of {kind}, shape {tuple(parameter.shape)}, is not in the "
+                        "model. Build the optimizer from model.parameters(), after all changes to the model."
+                    )
+                if id(parameter) in taken:
+                    raise ValueError(
+                        f"Parameter '{names[id(parameter)]}' is in {taken[id(parameter)]} and in {kind}; one must "
+                        "update it."
+                    )
+                taken[id(parameter)] = kind
+    if is_final:
+        missed = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in taken]
+        if missed:
+            raise ValueError(
+                f"{len(missed)} trainable parameter(s) are in no optimizer, '{missed[0]}' first: gradients would be "
+                "reduced for nothing. Add them to a group, or freeze them with requires_grad_(False)."
+            )
+
+
+def check_bucket_count(described: Described) -> None:
+    """Raise where a model has more buckets than messages can tell apart."""
+    count = sum(len(described.buckets_of(plan)) for plan in described.plans)
+    if count > BUCKETS:
+        raise ValueError(
+            f"The model has {count:,} buckets (a unit has one for each dtype and trainability), and messages tell "
+            f"{BUCKETS:,} apart. Name larger units with units=: there are {len(described.plans):,} now."
+        )

@@ -1,0 +1,38 @@
+"""What is set beside what is sharded and how: waits, transports, what the caller vouches for.
+
+Owns `Settings`, a field for each option of `shard()` that is not an argument of its own. It must not know what they do.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+__all__ = ["Settings"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Options of `zs.shard(settings=)`, the same on every rank.
+
+    Args:
+        watchdog_s: seconds after which a wait for another rank is an error that names what every rank does.
+        heartbeat_s: seconds after which a rank without a sign of life, stopped or out of reach, is named as the cause,
+            and the others end.
+        shared_memory: False has ranks send messages even where a copy of the state lies on one host, with gloo on the
+            CPU: there they read each other's memory by default, which is faster and gives the same bits.
+        elementwise: True vouches for optimizers that are not known to update each element by itself; None tries them.
+        forward_methods: methods of the model, besides `forward`, that compute with its parameters.
+
+    ```python
+    import torch, zeroshard as zs
+
+    model = torch.nn.Linear(4, 2)
+    zs.shard(model, settings=zs.Settings(watchdog_s=60.0))
+    ```
+    """
+
+    watchdog_s: float = 600.0
+    heartbeat_s: float = 30.0
+    shared_memory: bool = True
+    elementwise: bool | None = None
+    forward_methods: tuple[str, ...] = ()

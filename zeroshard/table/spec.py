@@ -1,0 +1,196 @@
+"""A model as data, as one rank sees it: units, their buckets, and all that follows from where each column lives.
+
+Owns every consequence of the residency table. It knows names and integers alone, so the engine, which builds its
+buckets from these records, and the planner, which builds nothing, read the same answers. Read `table/cells.py` and
+`table/layout.py` first.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+from zeroshard.table.cells import Residency
+from zeroshard.table.layout import Layout
+
+__all__ = ["BucketSpec", "Formats", "Range", "UnitSpec", "itemsize"]
+
+Range = tuple[int, int]
+"""Elements of a bucket, as (start, stop)."""
+
+
+@final
+@dataclass(frozen=True)
+class Formats:
+    """What a number is, by torch's names of dtypes.
+
+    Args:
+        param: what modules compute with.
+        reduce: a gradient on the wire.
+        grad: a gradient that is held.
+        master: what the optimizer updates, between steps.
+        state: an optimizer's state, and a master while it is updated.
+    """
+
+    param: str
+    reduce: str
+    grad: str
+    master: str
+    state: str
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether masters are kept beside the parameters, which are rounded from them."""
+        return self.master != self.param
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of an element of a dtype."""
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1
+
+
+@final
+@dataclass(frozen=True)
+class BucketSpec:
+    """One flat tensor of a unit: parameters that share dtypes and trainability.
+
+    Args:
+        name: for messages: the unit's name.
+        number: of the bucket in the model; a part of every message's tag.
+        names: of the parameters, in registration order.
+        rank: this rank's place among those that the bucket is sharded over.
+        replicas: copies of the sharded state.
+        is_trained: whether a parameter of it wants gradients.
+        is_updated: whether an optimizer updates it.
+    """
+
+    name: str
+    number: int
+    names: tuple[str, ...]
+    layout: Layout
+    formats: Formats
+    row: Residency
+    rank: int
+    replicas: int
+    is_trained: bool = True
+    is_updated: bool = True
+
+    @cached_property
+    def full(self) -> Range:
+        """The whole bucket."""
+        return 0, self.layout.full_numel
+
+    @cached_property
+    def shard(self) -> Range:
+        """What this rank owns: its part of what is sharded, and of every sum."""
+        return self.layout.shard_range(self.rank)
+
+    @cached_property
+    def parameters(self) -> Range:
+        """The parameters that this rank keeps between passes."""
+        return self.row.parameters.kept_range(self.layout, self.rank)
+
+    @cached_property
+    def gradients(self) -> Range:
+        """The gradients that this rank holds between a reduction and `zero_grad`."""
+        return self.row.gradients.kept_range(self.layout, self.rank)
+
+    @cached_property
+    def states(self) -> Range:
+        """The elements that this rank updates."""
+        return self.row.states.kept_range(self.layout, self.rank)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether parameters stay whole, so that nothing is gathered for use."""
+        return self.parameters == self.full
+
+    @cached_property
+    def holds_whole_gradients(self) -> bool:
+        """Whether what is held has room for the whole bucket."""
+        return self.gradients == self.full
+
+    @cached_property
+    def updates_all(self) -> bool:
+        """Whether this rank updates every element, and so needs whole sums of gradients."""
+        return self.states == self.full
+
+    @cached_property
+    def is_gathered(self) -> bool:
+        """Whether parameters are gathered before use and released after."""
+        return not self.is_whole and self.layout.full_numel > 0
+
+    @cached_property
+    def is_published(self) -> bool:
+        """Whether updated parameters are gathered after a step: kept whole, but updated in parts."""
+        return self.is_updated and self.is_whole and not self.updates_all and self.layout.full_numel > 0
+
+    @cached_property
+    def fills(self) -> bool:
+        """Whether one parameter is the whole bucket, without padding."""
+        return len(self.names) == 1 and self.layout.numel == self.layout.full_numel
+
+    @cached_property
+    def adopts(self) -> bool:
+        """Whether autograd's gradient itself can be what is reduced: nothing is padded, nothing converted."""
+        return self.fills and not self.holds_whole_gradients and self.formats.param == self.formats.grad
+
+    def part(self, index: int, held: Range) -> Range:
+        """Return which elements of parameter `index` lie in a range of the bucket, as places in the bucket."""
+        return self.layout.overlap(index, *held)
+
+    def bytes_of(self, held: Range, dtype: str) -> tuple[int, int]:
+        """Return the bytes of a range of the bucket as (of parameters, padding)."""
+        owned = self.layout.owned_numel(*held)
+        return owned * itemsize(dtype), (held[1] - held[0] - owned) * itemsize(dtype)
+
+    def sent_bytes(self, kind: str) -> int:
+        """Return what this rank sends for one event: "gather", "reduce" or "publish"."""
+        element_bytes = 0
+        if (kind == "gather" and self.is_gathered) or (kind == "publish" and self.is_published):
+            element_bytes = itemsize(self.formats.param)
+        elif kind == "reduce":
+            # Where every rank updates all, the sums are gathered, too.
+            element_bytes = itemsize(self.formats.reduce) + self.updates_all * itemsize(self.formats.grad)
+        return self.layout.shard_numel * (self.layout.world_size - 1) * element_bytes
+
+
+@final
+@dataclass(frozen=True)
+class UnitSpec:
+    """Parameters that are gathered and reduced together.
+
+    Args:
+        number: place among the model's units; 0 is the root.
+        name: the module's name, "" for the root.
+    """
+
+    number: int
+    name: str
+    buckets: tuple[BucketSpec, ...]
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether nothing of it is gathered for use."""
+        return all(bucket.is_whole for bucket in self.buckets)
+
+    @cached_property
+    def full_bytes(self) -> int:
+        """Bytes of what is gathered, padding included."""
+        return sum(b.layout.full_numel * itemsize(b.formats.param) for b in self.buckets if b.is_gathered)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(bucket.layout.numel for bucket in self.buckets)
+
+    @property
+    def reduced(self) -> Sequence[BucketSpec]:
+        """The buckets whose gradients are reduced."""
+        return [bucket for bucket in self.buckets if bucket.is_trained and bucket.layout.full_numel]
+
+    def sent_bytes(self, kind: str) -> int:
+        """Return what this rank sends for one event of `kind`."""
+        return sum(bucket.sent_bytes(kind) for bucket in (self.reduced if kind == "reduce" else self.buckets))

@@ -1,0 +1,56 @@
+"""What transports over process groups have in common: small things between all ranks.
+
+Owns agreements, broadcasts and all-gathers of what is not a shard. It must not know units, passes or parameters. Read
+`wire/comm.py` and `wire/links.py` first.
+"""
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.table.trace import Ledger
+from zeroshard.table.wires import Wire
+from zeroshard.wire.comm import Comm
+from zeroshard.wire.links import PART, Links
+from zeroshard.wire.memory import Memory
+
+__all__ = ["LinkedComm"]
+
+Tensor = torch.Tensor
+
+
+class LinkedComm(Comm):
+    """What transports over process groups have in common: small things between all ranks.
+
+    Args:
+        group: the name of `group`.
+    """
+
+    def __init__(self, links: Links, ledger: Ledger, group: str, wire: Wire, memory: Memory | None = None) -> None:
+        super().__init__(links.mesh, ledger, wire, memory)
+        self.links, self.watchdog, self._name = links, links.watchdog, group
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of all ranks for what is not a small number."""
+        return self.links.groups[self._name]
+
+    def agree(self, values: list[int], what: str) -> list[int]:
+        self.sent_bytes["agree"] += 8 * len(values)
+        return self.links.least(values, what)
+
+    def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
+        # gloo refuses tensors that are not contiguous, and some dtypes: bytes are always right.
+        data = tensor.contiguous()
+        raw = data.view(-1).view(torch.uint8) if data.numel() else data.new_zeros(1, dtype=torch.uint8)
+        is_part &= PART in self.links.groups  # else all ranks have the same parts
+        first, group = (self.mesh.data_ranks[0], self.links.groups[PART]) if is_part else (0, self.group)
+        self.links.run(lambda: dist.broadcast(raw, first, group=group, async_op=True), what)
+        if data.data_ptr() != tensor.data_ptr():
+            tensor.copy_(data)
+        self.sent_bytes[kind] += raw.nbytes if self.mesh.rank == first else 0
+
+    def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
+        rows = [torch.empty_like(tensor) for _ in range(self.mesh.world_size)]
+        self.links.run(lambda: dist.all_gather(rows, tensor.contiguous(), group=self.group, async_op=True), what)
+        self.sent_bytes[kind] += tensor.nbytes * (self.mesh.world_size - 1)
+        return torch.stack(rows)

@@ -1,0 +1,87 @@
+"""NCCL's own collectives for shards, gloo for the small numbers that the host reads.
+
+Owns the bytes on the wire. It must not know units, passes or parameters. Read `wire/comm.py` first.
+
+Note: NCCL
+    Its own in-place collectives, asynchronous; reductions have their own communicator, since two collectives on one
+    communicator serialize. Waiting orders the current stream after the collective, so buffers need no stream of their
+    own. NCCL chooses the order of its sums.
+"""
+
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.table.trace import Ledger
+from zeroshard.table.wires import Native
+from zeroshard.wire.comm import Pending
+from zeroshard.wire.linked import LinkedComm
+from zeroshard.wire.links import Links
+
+__all__ = ["NcclComm"]
+
+Tensor = torch.Tensor
+ALL, GATHERS, REDUCES, COPIES = "all", "gathers", "reductions", "copies"
+"""The process groups."""
+
+
+@final
+class NcclComm(LinkedComm):
+    """NCCL's own collectives for shards, gloo for the small numbers that the host reads. See "Note: NCCL"."""
+
+    def __init__(self, links: Links, ledger: Ledger) -> None:
+        links.new_group(ALL, "nccl")
+        super().__init__(links, ledger, ALL, Native())
+        for name, axis in ((GATHERS, "shard"), (REDUCES, "shard"), (COPIES, "replicate")):
+            links.new_group(name, "nccl", axis)
+        # torch 2.13 renamed both and warns at the old names; 2.11 has only those.
+        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
+        own = full.view(self.mesh.shard_size, -1)[self.mesh.shard_rank]
+        work = self._all_gather(full, own, group=self.links.groups[GATHERS], async_op=True)
+        self.sent_bytes[kind] += own.nbytes * (self.mesh.shard_size - 1)
+        return Pending(lambda: self.links.wait([work], what))
+
+    def reduce(self, full: Tensor | None, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+        assert full is not None, "NCCL sums what it is given"
+        sent = self._converted(full, wire)
+        part = sent.view(self.mesh.shard_size, -1)[self.mesh.shard_rank]
+        work = self._reduce_scatter(part, sent, op=dist.ReduceOp.SUM, group=self.links.groups[REDUCES], async_op=True)
+        self.sent_bytes["reduce"] += part.nbytes * (self.mesh.shard_size - 1)
+
+        def finish() -> None:
+            self.links.wait([work], what)
+            own.copy_(part)
+            own.mul_(scale)
+            self._give(sent, full)
+
+        return Pending(finish)
+
+    def reduce_copies(
+        self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str, *, is_ready: bool = True
+    ) -> Pending:
+        sent = self._converted(own, wire)
+        work = dist.all_reduce(sent, group=self.links.groups[COPIES], async_op=True)
+        self.sent_bytes["replicate"] += 2 * sent.nbytes * (self.mesh.replicas - 1) // self.mesh.replicas
+
+        def finish() -> None:
+            self.links.wait([work], what)
+            own.copy_(sent)
+            own.mul_(scale)
+            self._give(sent, own)
+
+        return Pending(finish)
+
+    def _converted(self, values: Tensor, wire: torch.dtype) -> Tensor:
+        """Return values in the wire's dtype, in a pooled buffer; themselves where they have it."""
+        if values.dtype == wire:
+            return values
+        return self.pool.take(values.numel(), wire, values.device).copy_(values)
+
+    def _give(self, sent: Tensor, values: Tensor) -> None:
+        if sent is not values:
+            # Whoever takes it next writes to it on the stream that has waited for the collective.
+            self.pool.give(sent)

@@ -1,0 +1,45 @@
+"""Which transport the ranks of a mesh get. The only place that knows them all.
+
+Owns the choice. Read `wire/comm.py` first.
+"""
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.table.settings import Settings
+from zeroshard.table.trace import Ledger
+from zeroshard.wire.comm import Comm, SoloComm
+from zeroshard.wire.gloo import GlooComm
+from zeroshard.wire.host import HostComm
+from zeroshard.wire.links import PART, Links
+from zeroshard.wire.memory import HostMemory
+from zeroshard.wire.mesh import Mesh
+from zeroshard.wire.nccl import NcclComm
+
+__all__ = ["make_comm"]
+
+
+def make_comm(mesh: Mesh, settings: Settings, ledger: Ledger) -> Comm:
+    """Return the collectives for the mesh's backend. Collective: makes process groups; every rank must call."""
+    if mesh.world_size == 1:
+        return SoloComm(mesh, ledger)
+    backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
+    links = Links(mesh, settings.watchdog_s, settings.heartbeat_s)
+    if len(mesh.tensor_ranks) > 1:
+        links.new_group(PART, backend, "replicate", "shard")
+    if backend == "nccl":
+        return NcclComm(links, ledger)
+    messages = GlooComm(links, ledger)
+    memory = _share_host(messages, settings.shared_memory) if mesh.device.type == "cpu" else None
+    if memory is None:
+        return messages
+    comm = HostComm(links, ledger, memory)
+    comm.sent_bytes.update(messages.sent_bytes)
+    return comm
+
+
+def _share_host(comm: Comm, is_wanted: bool) -> HostMemory | None:
+    """Return memory that the ranks of each copy share; None unless each copy is on one host, and all want it."""
+    memory, what = HostMemory(comm.mesh.shard_rank), "the comparison of hosts"
+    cards = comm.collect(torch.tensor(memory.card), what)[list(comm.mesh.shard_ranks)].tolist()
+    return memory if comm.agree([int(is_wanted and memory.join(cards))], what)[0] else None
