@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from tools.published import MISSING, REAL, TINY, Tiny
+from zeroshard.core.tree import find
 from zeroshard.state.units import UnitPlan, plan_units
 from zeroshard.testing import run_ranks
 
@@ -114,16 +115,9 @@ def equal_blocks(model: nn.Module) -> set[nn.Module]:
 
 def loss_of(outputs: Any) -> Tensor:
     """Return a loss that depends on every floating-point tensor of a model's outputs."""
-    return torch.stack([tensor.float().square().mean() for tensor in tensors_in(outputs)]).sum()
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors that a loss can be taken of."""
-    if isinstance(value, Tensor):
-        return [value] if value.requires_grad else []
-    if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
+    return torch.stack(
+        [tensor.float().square().mean() for tensor in find(outputs, Tensor) if tensor.requires_grad]
+    ).sum()
 
 
 def train(name: str, is_sharded: bool, shared_memory: bool = True) -> list[float]:

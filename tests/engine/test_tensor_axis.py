@@ -235,6 +235,11 @@ def build_sequenced() -> Sequenced:
     return Sequenced()
 
 
+def shard_by_sgd(model: nn.Module, mesh: Any, stage: int) -> zs.Zero:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return zs.shard(model, optimizer, stage=stage, mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+
+
 def pending_sums(stage: int) -> dict[str, Tensor]:
     """Return whole gradients, of a norm whose gradient torch leaves as a pending sum among them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)
@@ -247,13 +252,7 @@ def pending_sums(stage: int) -> dict[str, Tensor]:
     parallelize_module(model, mesh["tensor"], plan)
     arrived = []
     model.norm.weight.register_hook(lambda grad: arrived.append(grad.placements))
-    zs.shard(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        stage=stage,
-        mesh=mesh,
-        settings=zs.Settings(watchdog_s=WATCHDOG_S),
-    )
+    shard_by_sgd(model, mesh, stage)
     x = randn(2, 6, WIDTH, key=(mesh.get_local_rank("shard"),))
     model(x.chunk(2, dim=1)[mesh.get_local_rank("tensor")]).square().mean().backward()
     assert arrived == [(Partial(),)]
@@ -536,13 +535,7 @@ def test_reading_a_released_parameter_raises_and_names_it() -> None:
 
 def convert(stage: int) -> None:
     model, mesh = parallel()
-    zs.shard(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        stage=stage,
-        mesh=mesh,
-        settings=zs.Settings(watchdog_s=WATCHDOG_S),
-    )
+    shard_by_sgd(model, mesh, stage)
     with pytest.raises(RuntimeError, match="released here" if stage == 3 else "Couldn't swap Linear.weight"):
         model.blocks[0].up.half()
     loss_of(model, 0, 0).backward()  # nothing was changed

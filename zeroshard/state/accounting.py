@@ -12,7 +12,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.slot import slot_of
 from zeroshard.core.unit import Unit
-from zeroshard.table.bytes import Updates, owned_bytes, predict, step_bytes
+from zeroshard.table.bytes import Updates, kept_bytes, predict, step_bytes
 from zeroshard.table.trace import Memory
 
 __all__ = ["measure", "predict_step_bytes"]
@@ -21,16 +21,14 @@ __all__ = ["measure", "predict_step_bytes"]
 def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
     """Return the bytes held now, held at most, and predicted, by column."""
     buckets = [bucket for unit in engine.units for bucket in unit.buckets]
-    specs = [bucket.spec for bucket in buckets]
-    parameters, padding = owned_bytes((b, b.parameters, b.formats.param) for b in specs)
-    held_masters, spare = owned_bytes((b, b.states, b.formats.master) for b in specs if b.formats.has_masters)
+    parameters, masters, padding = kept_bytes([bucket.spec for bucket in buckets])
     gradients, more = (sum(column) for column in zip((0, 0), *(b.grads.nbytes for b in buckets), strict=True))
     states, counters = _count_states(optimizers)
     now = {
         "parameters": parameters,
         "gradients": gradients,
-        "states": states + held_masters,
-        "padding": padding + spare + more + counters,
+        "states": states + masters,
+        "padding": padding + more + counters,
         "transient": engine.ledger.now["transient"],
     }
     for column, nbytes in now.items():

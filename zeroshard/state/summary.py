@@ -17,6 +17,7 @@ from zeroshard.core.unit import Unit
 from zeroshard.state.accounting import predict_step_bytes
 from zeroshard.state.blocks import LARGE_PART
 from zeroshard.state.units import UnitPlan
+from zeroshard.table.bytes import kept_bytes
 from zeroshard.table.schedule import ROOT
 from zeroshard.wire.mesh import Mesh
 
@@ -141,12 +142,8 @@ def _percent(buckets: Sequence[Bucket]) -> str:
 
 def _resident_bytes(unit: Unit) -> int:
     """Return the bytes of parameters, masters and gradients that this rank keeps, padding included."""
-    total = 0
-    for bucket in unit.buckets:
-        start, stop = bucket.spec.parameters
-        total += (stop - start) * bucket.dtype.itemsize + sum(bucket.grads.nbytes)
-        total += bucket.masters.nbytes if bucket.spec.formats.has_masters else 0
-    return total
+    gradients = sum(sum(bucket.grads.nbytes) for bucket in unit.buckets)
+    return sum(kept_bytes(unit.spec.buckets)) + gradients
 
 
 def _states_by_unit(units: Sequence[Unit], optimizers: Sequence[ShardedOptimizer]) -> list[int]:

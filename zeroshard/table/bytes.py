@@ -15,7 +15,7 @@ from zeroshard.table.pool import Buffer, Buffers
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.wires import Wire
 
-__all__ = ["Updates", "owned_bytes", "predict", "step_bytes"]
+__all__ = ["Updates", "kept_bytes", "predict", "step_bytes"]
 
 
 @final
@@ -41,13 +41,20 @@ class Updates:
         """
         total = 0
         for bucket, index in self.parameters:
-            start, stop = bucket.part(index, bucket.states)
+            start, stop = bucket.layout.overlap(index, *bucket.states)
             is_wide = bucket.formats.state != bucket.formats.master
             total += (stop - start) * itemsize(bucket.formats.state) * (is_wide or not only_wide)
         return total
 
 
-def owned_bytes(parts: Iterable[tuple[BucketSpec, tuple[int, int], str]]) -> tuple[int, int]:
+def kept_bytes(buckets: Sequence[BucketSpec]) -> tuple[int, int, int]:
+    """Return the bytes that stay between steps: (parameters, masters that are kept beside them, padding of both)."""
+    parameters, padding = _owned_bytes((b, b.parameters, b.formats.param) for b in buckets)
+    masters, spare = _owned_bytes((b, b.states, b.formats.master) for b in buckets if b.formats.has_masters)
+    return parameters, masters, padding + spare
+
+
+def _owned_bytes(parts: Iterable[tuple[BucketSpec, tuple[int, int], str]]) -> tuple[int, int]:
     """Return the bytes of ranges of buckets, held in some dtype, as (of parameters, padding)."""
     owned = padding = 0
     for bucket, held, dtype in parts:
@@ -60,9 +67,8 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
     """Return the bytes that a rank holds in training, by column; for "transient" the most at once."""
     buckets = [bucket for unit in units for bucket in unit.buckets]
     reduced = {bucket.number for unit in units for bucket in unit.reduced}
-    parameters, padding = owned_bytes((b, b.parameters, b.formats.param) for b in buckets)
-    masters, spare = owned_bytes((b, b.states, b.formats.master) for b in buckets if b.formats.has_masters)
-    gradients, more = owned_bytes((b, b.gradients, b.formats.grad) for b in buckets if b.number in reduced)
+    parameters, masters, padding = kept_bytes(buckets)
+    gradients, more = _owned_bytes((b, b.gradients, b.formats.grad) for b in buckets if b.number in reduced)
     states = counters = wide_bytes = 0
     for one in updates:
         wide_bytes = max(wide_bytes, one.numel_bytes(only_wide=True))
@@ -73,7 +79,7 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
         "parameters": parameters,
         "gradients": gradients,
         "states": states + masters,
-        "padding": padding + spare + more + counters,
+        "padding": padding + more + counters,
         "transient": _transient_bytes(units, wire, wide_bytes),
     }
 

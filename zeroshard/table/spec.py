@@ -137,10 +137,6 @@ class BucketSpec:
         """Whether autograd's gradient itself can be what is reduced: nothing is padded, nothing converted."""
         return self.fills and not self.holds_whole_gradients and self.formats.param == self.formats.grad
 
-    def part(self, index: int, held: Range) -> Range:
-        """Return which elements of parameter `index` lie in a range of the bucket, as places in the bucket."""
-        return self.layout.overlap(index, *held)
-
     def bytes_of(self, held: Range, dtype: str) -> tuple[int, int]:
         """Return the bytes of a range of the bucket as (of parameters, padding)."""
         owned = self.layout.owned_numel(*held)

@@ -51,14 +51,7 @@ class NcclComm(LinkedComm):
         part = sent.view(self.mesh.shard_size, -1)[self.mesh.shard_rank]
         work = self._reduce_scatter(part, sent, op=dist.ReduceOp.SUM, group=self.links.groups[REDUCES], async_op=True)
         self.sent_bytes["reduce"] += part.nbytes * (self.mesh.shard_size - 1)
-
-        def finish() -> None:
-            self.links.wait([work], what)
-            own.copy_(part)
-            own.mul_(scale)
-            self._give(sent, full)
-
-        return Pending(finish)
+        return self._scaled(work, full, sent, part, own, scale, what)
 
     def reduce_copies(
         self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str, *, is_ready: bool = True
@@ -66,14 +59,7 @@ class NcclComm(LinkedComm):
         sent = self._converted(own, wire)
         work = dist.all_reduce(sent, group=self.links.groups[COPIES], async_op=True)
         self.sent_bytes["replicate"] += 2 * sent.nbytes * (self.mesh.replicas - 1) // self.mesh.replicas
-
-        def finish() -> None:
-            self.links.wait([work], what)
-            own.copy_(sent)
-            own.mul_(scale)
-            self._give(sent, own)
-
-        return Pending(finish)
+        return self._scaled(work, own, sent, sent, own, scale, what)
 
     def _converted(self, values: Tensor, wire: torch.dtype) -> Tensor:
         """Return values in the wire's dtype, in a pooled buffer; themselves where they have it."""
@@ -81,7 +67,17 @@ class NcclComm(LinkedComm):
             return values
         return self.pool.take(values.numel(), wire, values.device).copy_(values)
 
-    def _give(self, sent: Tensor, values: Tensor) -> None:
-        if sent is not values:
-            # Whoever takes it next writes to it on the stream that has waited for the collective.
-            self.pool.give(sent)
+    def _scaled(
+        self, work: dist.Work, values: Tensor, sent: Tensor, part: Tensor, own: Tensor, scale: float, what: str
+    ) -> Pending:
+        """Return what waits for a sum of `values`, and leaves the scaled `part` of what was `sent` in `own`."""
+
+        def finish() -> None:
+            self.links.wait([work], what)
+            own.copy_(part)
+            own.mul_(scale)
+            if sent is not values:
+                # Whoever takes it next writes to it on the stream that has waited for the collective.
+                self.pool.give(sent)
+
+        return Pending(finish)
