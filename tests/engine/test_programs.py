@@ -13,7 +13,7 @@ from tools.programs.draw import draw, draw_pair
 from tools.programs.job import run_oracle, run_plain
 from tools.programs.ranks import BAD, Task, examine, judge, work
 from tools.programs.write import script_of
-from zeroshard.core.buffer import GradientBuffer, Staged
+from zeroshard.core.buffer import GradientBuffer, Local
 from zeroshard.core.unit import Unit
 
 PROGRAMS, PAIRS = 170, 30
@@ -87,10 +87,10 @@ def lose_later_sums(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
     """Keep the first sum of a step's gradients, and lose those of later backwards."""
     add_reduced: Any = GradientBuffer.add_reduced
 
-    def add_once(self: GradientBuffer, staged: Staged, own: Tensor) -> Tensor:
-        if True not in staged.filled:
-            return add_reduced(self, staged, own)
-        return add_reduced(self, dataclasses.replace(staged, filled=[False] * len(staged.filled)), own)
+    def add_once(self: GradientBuffer, local: Local, own: Tensor) -> Tensor:
+        if True not in local.filled:
+            return add_reduced(self, local, own)
+        return add_reduced(self, dataclasses.replace(local, filled=[False] * len(local.filled)), own)
 
     GradientBuffer.add_reduced = add_once  # type: ignore[method-assign]
     work(tasks, folder)
@@ -101,27 +101,27 @@ def lose_late_gradients(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
     Unit.has_all_landed = lambda self: self.landed == 1  # type: ignore[method-assign]
     Unit.is_complete = lambda self: True  # type: ignore[method-assign]
     # What lands later is never reduced, and forgotten at the end of the pass.
-    take_stage: Any = GradientBuffer.take_stage
+    take_local: Any = GradientBuffer.take_local
 
-    def take_once(self: GradientBuffer, copies: int = 1) -> Staged:
-        staged = take_stage(self, copies)
+    def take_once(self: GradientBuffer, copies: int = 1) -> Local:
+        local = take_local(self, copies)
         self.land = lambda *_, **__: None  # type: ignore[method-assign]
-        return staged
+        return local
 
-    GradientBuffer.take_stage = take_once  # type: ignore[method-assign]
+    GradientBuffer.take_local = take_once  # type: ignore[method-assign]
     work(tasks, folder)
 
 
 def mark_fresh_memory(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
     """Have gradients land in memory whose bits are all set, which is what a rank that is not ready sends."""
-    begin: Any = GradientBuffer._begin_stage
+    begin: Any = GradientBuffer._begin_local
 
     def begin_marked(self: GradientBuffer) -> None:
         begin(self)
-        if self.stage is not None and True not in self._base:
-            self.stage.view(torch.uint8).fill_(255)
+        if self.local is not None and True not in self._base:
+            self.local.view(torch.uint8).fill_(255)
 
-    GradientBuffer._begin_stage = begin_marked  # type: ignore[method-assign]
+    GradientBuffer._begin_local = begin_marked  # type: ignore[method-assign]
     work(tasks, folder)
 
 

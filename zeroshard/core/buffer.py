@@ -11,10 +11,10 @@ Note: the life of a parameter's bytes
     this process's alone or shared on the host is for `wire/memory.py`.
 
 Note: the life of a gradient
-    Autograd accumulates into its own slot; a hook moves the tensor into `GradientBuffer.stage` (whole bucket) and
-    empties the slot; one that fills the bucket, as an embedding's, becomes the stage itself. A reduction turns the
-    stage into this rank's shard of the sum, which is added to `held`. Where whole gradients are kept, the stage is
-    `held` itself until something reduced lies there, so nothing is copied. Under `no_sync` the stage simply stays, and
+    Autograd accumulates into its own slot; a hook moves the tensor into `GradientBuffer.local` (whole bucket) and
+    empties the slot; one that fills the bucket, as an embedding's, becomes `local` itself. A reduction turns `local`
+    into this rank's shard of the sum, which is added to `held`. Where whole gradients are kept, `local` is `held`
+    itself until something reduced lies there, so nothing is copied. Under `no_sync` `local` simply stays, and
     the next backward adds to it. With the last gradient that `zero_grad` forgets, the memory of `held` goes back to
     torch's allocator, for the activations of the next forward.
 """
@@ -32,20 +32,20 @@ from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import users_of_storage
 from zeroshard.wire.pool import Pool
 
-__all__ = ["Bucket", "GradientBuffer", "Staged", "flatten"]
+__all__ = ["Bucket", "GradientBuffer", "Local", "flatten"]
 
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Staged:
-    """A stage handed over for reduction, with the flags that the buffer had then."""
+class Local:
+    """A rank's own gradients handed over for a reduction, with the flags that the buffer had then."""
 
     full: Tensor
     apart: Tensor | None
-    """Where this rank's shard of the sum goes, if neither the stage nor what is held may be written yet."""
+    """Where this rank's shard of the sum goes, if neither `full` nor what is held may be written yet."""
     views: list[Tensor]
-    staged: list[bool]
+    is_local: list[bool]
     base: list[bool]
     filled: list[bool]
 
@@ -53,7 +53,7 @@ class Staged:
 class GradientBuffer:
     """The gradients of one bucket, from autograd's slots to what the optimizer reads.
 
-    Flags are by parameter of the bucket: `staged` (the stage holds a gradient of this rank that was not reduced yet),
+    Flags are by parameter of the bucket: `is_local` (`local` holds a gradient of this rank that was not reduced yet),
     `landed` (a gradient came since ranks last agreed on who used what), `used` (some rank used it since `zero_grad`),
     `filled` (what is held of it is a sum, possibly of nothing; else it is left over from before `zero_grad`).
     """
@@ -65,21 +65,21 @@ class GradientBuffer:
         self._is_kept = self.spec.holds_whole_gradients and pool.memory.is_shared
         """Whether other ranks read what is held where it lies; such memory cannot come and go."""
         count = len(self._shapes)
-        self.staged, self.landed, self.used, self.filled = ([False] * count for _ in range(4))
+        self.is_local, self.landed, self.used, self.filled = ([False] * count for _ in range(4))
         self.held: Tensor | None = None
-        self.stage: Tensor | None = None
+        self.local: Tensor | None = None
         self._views: list[Tensor] = []
         self._under_way = 0
         """Reductions whose sum is not there yet."""
         self._base = [False] * count
-        """Whether the stage holds a sum already, to which this rank's gradient is added."""
+        """Whether `local` holds a sum already, to which this rank's gradient is added."""
         self.is_of_one_copy = False
         """Whether what is held was summed within this rank's copy of the state only."""
 
     @property
-    def has_stage(self) -> bool:
+    def has_local(self) -> bool:
         """Whether this rank holds gradients that were not reduced yet."""
-        return True in self.staged
+        return True in self.is_local
 
     def hold(self) -> Tensor:
         """Return the buffer that gradients are held in, made at its first use, with any content."""
@@ -94,84 +94,84 @@ class GradientBuffer:
 
     def _let_go(self) -> None:
         """Give the memory of what is held back; it is needed again when gradients are, and activations are gone."""
-        if self.held is not None and not self._is_kept and self.stage is not self.held and not self._under_way:
+        if self.held is not None and not self._is_kept and self.local is not self.held and not self._under_way:
             self._ledger.add("gradients", -self.nbytes[0])
             self.held, self._views = None, []
 
     def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
-        """Move one gradient of this rank, of any strides, into the stage; add it to what lies there unreduced.
+        """Move one gradient of this rank, of any strides, into `local`; add it to what lies there unreduced.
 
         Args:
             scale: what the gradient is multiplied by, in the dtype of what is held.
         """
-        if self.stage is None:
+        if self.local is None:
             if self.spec.adopts and scale == 1.0 and _is_alone(grad, self._strides[index]):
                 # Autograd gave it up, and nothing else shares its memory.
-                self.stage, self._views, self._base = grad.as_strided((grad.numel(),), (1,)), [grad], [False]
-                self._pool.adopt(self.stage)
-                self.staged[index] = self.landed[index] = True
+                self.local, self._views, self._base = grad.as_strided((grad.numel(),), (1,)), [grad], [False]
+                self._pool.adopt(self.local)
+                self.is_local[index] = self.landed[index] = True
                 return
-            self._begin_stage()
+            self._begin_local()
         view = self._views[index]
-        if self.staged[index] or self._base[index]:
+        if self.is_local[index] or self._base[index]:
             view.add_(grad if scale == 1.0 else grad.to(self.dtype), alpha=scale)
         else:
             view.copy_(grad)
             if scale != 1.0:
                 view.mul_(scale)
-        self.staged[index] = self.landed[index] = True
+        self.is_local[index] = self.landed[index] = True
 
-    def _begin_stage(self) -> None:
-        # Whole gradients are staged in place as long as nothing reduced lies there; those of a single rank always.
-        self._base = [False] * len(self.staged)
+    def _begin_local(self) -> None:
+        # Whole gradients land in place as long as nothing reduced lies there; those of a single rank always.
+        self._base = [False] * len(self.is_local)
         if self.spec.shard == self.spec.full:
-            stage, self._base = self.hold(), list(self.filled)
+            local, self._base = self.hold(), list(self.filled)
         elif self.spec.holds_whole_gradients and True not in self.filled:
-            stage = self.hold()
+            local = self.hold()
         else:
-            stage = self._pool.take(self._layout.full_numel, self.dtype, self._device)
-        self.stage, self._views = stage, self.views_of(stage)
+            local = self._pool.take(self._layout.full_numel, self.dtype, self._device)
+        self.local, self._views = local, self.views_of(local)
 
     def views_of(self, full: Tensor) -> list[Tensor]:
         """Return the parameters' views of a whole-bucket tensor, with the parameters' shapes and strides."""
         layout = zip(self._shapes, self._strides, self._layout.offsets, strict=True)
         return [full.as_strided(shape, stride, offset) for shape, stride, offset in layout]
 
-    def take_stage(self, copies: int = 1) -> "Staged":
-        """Hand over the stage for a reduction, complete: zeros where this rank has no gradient.
+    def take_local(self, copies: int = 1) -> "Local":
+        """Hand over this rank's gradients for a reduction, complete: zeros where this rank has no gradient.
 
-        What lands from now on is staged anew, so that a late gradient never touches a message under way.
+        What lands from now on lands anew, so that a late gradient never touches a message under way.
 
         Args:
             copies: of the state; one of several may not be ready when this one has its sum.
         """
-        if self.stage is None:
-            self._begin_stage()
-        assert self.stage is not None
-        for index, (is_staged, has_base) in enumerate(zip(self.staged, self._base, strict=True)):
-            if not is_staged and not has_base:
+        if self.local is None:
+            self._begin_local()
+        assert self.local is not None
+        for index, (is_local, has_base) in enumerate(zip(self.is_local, self._base, strict=True)):
+            if not is_local and not has_base:
                 self._views[index].zero_()
         apart = None
-        if copies > 1 and (True in self.filled or self.stage is self.held):
+        if copies > 1 and (True in self.filled or self.local is self.held):
             apart = self._pool.take(self._layout.shard_numel, self.dtype, self._device)
-        staged = Staged(self.stage, apart, self._views, self.staged, self._base, self.filled)
-        self.stage = None
+        local = Local(self.local, apart, self._views, self.is_local, self._base, self.filled)
+        self.local = None
         self._under_way += 1
-        self.staged, self.filled = [False] * len(self.staged), [True] * len(self.filled)
-        return staged
+        self.is_local, self.filled = [False] * len(self.is_local), [True] * len(self.filled)
+        return local
 
-    def take_back(self, staged: "Staged") -> None:
-        """Take back a stage that was not reduced, because another rank was not ready; nothing landed meanwhile."""
-        assert self.stage is None, "a gradient landed in a unit that was complete"
+    def take_back(self, local: "Local") -> None:
+        """Take back what was not reduced, because another rank was not ready; nothing landed meanwhile."""
+        assert self.local is None, "a gradient landed in a unit that was complete"
         self._under_way -= 1
-        self.stage, self._views, self.staged = staged.full, staged.views, staged.staged
-        self._base, self.filled = staged.base, staged.filled
-        if staged.apart is not None:
-            self._pool.give(staged.apart)
+        self.local, self._views, self.is_local = local.full, local.views, local.is_local
+        self._base, self.filled = local.base, local.filled
+        if local.apart is not None:
+            self._pool.give(local.apart)
 
     def is_finite(self, own: Tensor) -> bool:
         """Tell whether this rank's shard of the sums holds finite numbers only; padding may hold anything."""
-        parts = (self._layout.overlap(index, *self.spec.shard) for index in range(len(self.staged)))
+        parts = (self._layout.overlap(index, *self.spec.shard) for index in range(len(self.is_local)))
         first = self.spec.shard[0]
         return all(bool(own[start - first : stop - first].isfinite().all()) for start, stop in parts)
 
@@ -180,31 +180,31 @@ class GradientBuffer:
         start, stop = self.spec.shard
         return self.hold()[start - self.spec.gradients[0] : stop - self.spec.gradients[0]]
 
-    def place_of_sum(self, staged: "Staged") -> Tensor:
+    def place_of_sum(self, local: "Local") -> Tensor:
         """Return where this rank's shard of the sum goes: straight to what is held where no sum lies there yet."""
-        if staged.apart is not None:
-            return staged.apart
-        return staged.full[slice(*self.spec.shard)] if True in staged.filled else self.own_shard()
+        if local.apart is not None:
+            return local.apart
+        return local.full[slice(*self.spec.shard)] if True in local.filled else self.own_shard()
 
-    def add_reduced(self, staged: "Staged", own: Tensor) -> Tensor:
+    def add_reduced(self, local: "Local", own: Tensor) -> Tensor:
         """Add this rank's shard of the sum to what is held, where it does not lie there already; return `held`.
 
         Invariant: what is left over from before `zero_grad` is overwritten, not added to.
         """
         held = self.hold()
         self._under_way -= 1
-        is_in_place = staged.full.data_ptr() == held.data_ptr()
-        if True in staged.filled and not is_in_place:
-            for index, is_filled in enumerate(staged.filled):
+        is_in_place = local.full.data_ptr() == held.data_ptr()
+        if True in local.filled and not is_in_place:
+            for index, is_filled in enumerate(local.filled):
                 if not is_filled:
                     self.slice(index, held).zero_()
             self.own_shard().add_(own)
-        elif staged.apart is not None:
+        elif local.apart is not None:
             self.own_shard().copy_(own)
         if not is_in_place:
-            self._pool.give(staged.full)
-        if staged.apart is not None:
-            self._pool.give(staged.apart)
+            self._pool.give(local.full)
+        if local.apart is not None:
+            self._pool.give(local.apart)
         return held
 
     def slice(self, index: int, held: Tensor) -> Tensor:
@@ -217,8 +217,8 @@ class GradientBuffer:
         start, stop = self._layout.overlap(index, *self.spec.shard)
         return self.hold()[start - self.spec.gradients[0] : stop - self.spec.gradients[0]]
 
-    def staged_view(self, index: int) -> Tensor:
-        """Return the unreduced gradient of parameter `index`, which must be staged."""
+    def local_view(self, index: int) -> Tensor:
+        """Return the unreduced gradient of parameter `index`, which must be local."""
         return self._views[index]
 
     def set_reduced(self, index: int, value: Tensor) -> None:
@@ -233,12 +233,12 @@ class GradientBuffer:
     def clear(self, index: int) -> None:
         """Forget the gradient of one parameter, reduced or not."""
         self.used[index] = self.landed[index] = self.filled[index] = False
-        if self.staged[index]:
-            self.staged[index] = False
-            if True not in self.staged and self.stage is not None:
-                if self.stage is not self.held:
-                    self._pool.give(self.stage)
-                self.stage = None
+        if self.is_local[index]:
+            self.is_local[index] = False
+            if True not in self.is_local and self.local is not None:
+                if self.local is not self.held:
+                    self._pool.give(self.local)
+                self.local = None
         if True not in self.used:
             self.filled, self.is_of_one_copy = [False] * len(self.filled), False
             self._let_go()

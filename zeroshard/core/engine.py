@@ -396,7 +396,7 @@ class Engine:
 
     def check_reduced(self, what: str) -> None:
         """Raise if gradients of `no_sync` passes wait for a reduction."""
-        waiting = [u for u in self.units if u.has_stage or any(b.grads.is_of_one_copy for b in u.buckets)]
+        waiting = [u for u in self.units if u.has_local or any(b.grads.is_of_one_copy for b in u.buckets)]
         if waiting:
             raise RuntimeError(
                 f"{self.mesh} {what} needs reduced gradients, but the last backward ran under no_sync(), and those of "

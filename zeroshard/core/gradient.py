@@ -188,7 +188,7 @@ def read(slot: Slot) -> Tensor | None:
         return None
     grads, owner = slot.bucket.grads, slot.owner()
     # What `no_sync` left to a later reduction may lie apart, and its norm is of one rank: a view would hide both.
-    waits = (grads.staged[slot.index] or grads.is_of_one_copy) and owner and len(owner.mesh.data_ranks) > 1
+    waits = (grads.is_local[slot.index] or grads.is_of_one_copy) and owner and len(owner.mesh.data_ranks) > 1
     spec = slot.bucket.spec
     is_plain = spec.holds_whole_gradients and spec.updates_all and not slot.form.has_axis and not waits
     if slot.grad_view is None or is_plain == isinstance(slot.grad_view, LogicalGradient):
@@ -346,16 +346,16 @@ def _check_scaled(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _local_parts(slot: Slot, name: str) -> list[Tensor]:
-    """Return this rank's tensors behind a gradient: reduced elements, and what is staged apart and not reduced yet."""
+    """Return this rank's tensors behind a gradient: reduced elements, and what lies apart and is not reduced yet."""
     if name in ELEMENTWISE:
         owner = slot.living_owner()
         owner.leave_passes(f"{name} of a gradient")
         owner.check_reduced(f"{name} of a gradient")
-    grads, is_staged = slot.bucket.grads, slot.bucket.grads.staged[slot.index]
-    is_apart = grads.stage is not grads.held
-    parts = [grads.slice(slot.index, grads.hold())] if grads.used[slot.index] and (is_apart or not is_staged) else []
-    if is_staged:
-        parts.append(grads.staged_view(slot.index))
+    grads, is_local = slot.bucket.grads, slot.bucket.grads.is_local[slot.index]
+    is_apart = grads.local is not grads.held
+    parts = [grads.slice(slot.index, grads.hold())] if grads.used[slot.index] and (is_apart or not is_local) else []
+    if is_local:
+        parts.append(grads.local_view(slot.index))
     # A gradient of one number without dimensions promotes dtypes as such.
     is_number = not slot.parameter.ndim
     return [(p.reshape(()) if is_number and p.numel() else p).as_subclass(torch.Tensor) for p in parts]

@@ -152,7 +152,7 @@ class Order:
             return
         pass_.marks.append(("land", unit))
         if pass_.asks:
-            if self._units[unit].has_stage:
+            if self._units[unit].has_local:
                 self._ask("reduce", unit, False)
         else:
             self._do(pass_.schedule.land(unit))
@@ -172,7 +172,7 @@ class Order:
         if pass_.reduces:
             # The same order on all ranks in which backward passes meet units: last first.
             for unit in reversed(range(len(self._units))):
-                if self._units[unit].has_stage:
+                if self._units[unit].has_local:
                     self._ask("reduce", unit, False)
         change = self._agree_on_use(pass_)
         if pass_.reduces and not pass_.defers:
@@ -365,7 +365,7 @@ class Order:
                     Reduction(unit, self._comm, pass_.number, str(pass_), defers=pass_.defers, is_ready=is_ready)
                 )
                 if self._comm.wire.is_in_place:
-                    # Nothing travels meanwhile, and the next unit's gradients can have the stage.
+                    # Nothing travels meanwhile, and the next unit's gradients can have the buffer.
                     self._finish_all()
 
     def _finish_all(self) -> None:

@@ -7,7 +7,7 @@ Note: the life of a unit at stage 3
     2. `start_gather`: memory, the own shard, receives from the other ranks.
     3. `wait`: the values are there; the parameters change to the quiet class. Modules compute.
     4. `release`: the memory goes, the raising class comes back.
-    5. In backward the same again, while gradients land in the stage of each bucket.
+    5. In backward the same again, while gradients land in each bucket, local to this rank.
     6. `Reduction`, and with the next unit's reduction or at the end of the pass (at once, where ranks read each
        other's memory), `Reduction.finish`: this rank's shard of the sum is added to what is held.
 Note: one sum a pass
@@ -22,7 +22,7 @@ from typing import Any, final
 
 import torch
 
-from zeroshard.core.buffer import Bucket, Staged
+from zeroshard.core.buffer import Bucket, Local
 from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.table.spec import UnitSpec
@@ -45,36 +45,36 @@ class Reduction:
     def __init__(self, unit: "Unit", comm: Comm, number: int, where: str, *, defers: bool, is_ready: bool) -> None:
         self.unit, self._comm, self._number, self._defers = unit, comm, number, defers
         self._what = f"the reduction of {unit} in {where}"
-        self._pending: list[tuple[Bucket, Staged | None, Tensor, Pending]] = []
+        self._pending: list[tuple[Bucket, Local | None, Tensor, Pending]] = []
         for bucket in unit.reducible():
-            staged = bucket.grads.take_stage(comm.mesh.replicas) if is_ready else None
+            local = bucket.grads.take_local(comm.mesh.replicas) if is_ready else None
             scale = unit.scale if comm.mesh.replicas == 1 else 1.0
-            own = bucket.grads.place_of_sum(staged) if staged else bucket.grads.own_shard()
-            full, tag = staged.full if staged else None, tag_of(number, bucket.number)
+            own = bucket.grads.place_of_sum(local) if local else bucket.grads.own_shard()
+            full, tag = local.full if local else None, tag_of(number, bucket.number)
             self._pending.append(
-                (bucket, staged, own, comm.reduce(full, own, bucket.dtypes.reduce, scale, tag, self._what))
+                (bucket, local, own, comm.reduce(full, own, bucket.dtypes.reduce, scale, tag, self._what))
             )
 
     def finish(self) -> list[Pending] | None:
         """Add the sums to what is held, and return what gathers them where every rank needs them whole.
 
-        None: a rank was not ready, and what was staged is so again.
+        None: a rank was not ready, and what was handed over is local again.
         """
         tails: list[Pending] | None = []
-        for bucket, staged, own, pending in self._pending:
+        for bucket, local, own, pending in self._pending:
             is_ready, grads = pending.wait(), bucket.grads
             is_of_one_copy = grads.is_of_one_copy or self._defers
             if not is_of_one_copy:
                 unit = self.unit
                 is_ready = unit.reduce_copies(bucket, own, self._comm, self._number, self._what, is_ready=is_ready)
-            if staged is None or tails is None or not is_ready:
+            if local is None or tails is None or not is_ready:
                 tails = None
-                if staged is not None:
-                    grads.take_back(staged)
+                if local is not None:
+                    grads.take_back(local)
                 continue
             grads.is_of_one_copy = is_of_one_copy
             self.unit.check_finite(bucket, own)
-            held = grads.add_reduced(staged, own)
+            held = grads.add_reduced(local, own)
             if not is_of_one_copy:
                 tails += self.unit.gather_sums(bucket, held, self._comm, self._number, self._what)
         return tails
@@ -122,9 +122,9 @@ class Unit:
         return self.spec.numel
 
     @property
-    def has_stage(self) -> bool:
+    def has_local(self) -> bool:
         """Whether this rank has gradients of the unit that were not reduced yet."""
-        return any(bucket.grads.has_stage for bucket in self.reducible())
+        return any(bucket.grads.has_local for bucket in self.reducible())
 
     @property
     def slots(self) -> list[Slot]:
