@@ -119,7 +119,7 @@ class Slot:
     def has_grad(self) -> bool:
         """Whether there is a gradient: some rank used the parameter, or this one did and ranks have not agreed yet."""
         grads = self.bucket.grads
-        return grads.used[self.index] or grads.staged[self.index] or grads.landed[self.index]
+        return grads.used[self.index] or grads.is_local[self.index] or grads.landed[self.index]
 
 
 def _no_owner() -> None:
