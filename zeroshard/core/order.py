@@ -146,7 +146,7 @@ class Order:
         self._do(pass_.schedule.leave(unit))
 
     def land(self, unit: int) -> None:
-        """Note that all gradients of `unit` that this rank will have have landed."""
+        """Note that all gradients of `unit` that this rank will have are there."""
         pass_ = self._open_pass()
         if not pass_.reduces:
             return
