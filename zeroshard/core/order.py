@@ -80,7 +80,7 @@ class Order:
 
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
         self._units, self._comm = units, comm
-        self._changes = [bucket.changes for unit in units for bucket in unit.buckets]
+        self._changes = [change for unit in units for change in unit.changes]
         self.current: Pass | None = None
         self.steps = 0
         self.has_stepped = False
@@ -198,8 +198,7 @@ class Order:
         if not pass_.reduces:
             is_sharded = any(not unit.spec.is_whole for unit in self._units)
             return self.barrier(f"the end of {pass_}", checksum) if is_sharded else (0, 0)
-        grads = [bucket.grads for unit in self._units for bucket in unit.buckets]
-        mine = [flag for g in grads for flag in g.landed]
+        mine = [flag for unit in self._units for flag in unit.has_landed()]
         least, greatest = self.barrier(f"the end of {pass_}", zlib.crc32(bytes(mine), checksum))
         if least == greatest:
             agreed, least, greatest = mine, checksum, checksum
@@ -209,9 +208,8 @@ class Order:
             *unused, least, greatest = self._comm.agree(told, "the used parameters")
             agreed, greatest = [not flag for flag in unused], -greatest
         flags = iter(agreed)
-        for g in grads:
-            g.used = [next(flags) or was for was in g.used]
-            g.landed = [False] * len(g.landed)
+        for unit in self._units:
+            unit.take_used(flags)
         return least, greatest
 
     def settle(self, place: str, *, is_fine: bool = True) -> bool:
@@ -224,8 +222,7 @@ class Order:
         Collective: all-reduce of 32 bytes; every rank must call.
         """
         for unit in self._units:
-            for bucket in unit.buckets if unit.spec.is_whole else ():
-                bucket.changes.note()
+            unit.note_changes()
         least, greatest = self.barrier(place, checksum_of(self._changes) if is_fine else -1)
         if least >= 0:
             self._keep_changes(least, greatest, place)
@@ -236,18 +233,15 @@ class Order:
         if not greatest:
             return
         what, comm = f"the parameters that were changed in place before {place}", self._comm
-        buckets = [b for unit in self._units for b in unit.buckets if b.changes.values is not None]
         if least != greatest:
             rows = comm.collect(torch.tensor([checksum_of(self._changes)], device=comm.mesh.device), what)
             if not comm.agree([int(len(set(rows[list(comm.mesh.data_ranks), 0].tolist())) == 1)], what)[0]:
-                names = comm.texts(", ".join(name for b in buckets for name in b.changes.names), what)
-                for bucket in buckets:
-                    if not bucket.spec.is_whole:
-                        bucket.changes.clear()
+                names = comm.texts(", ".join(name for change in self._changes for name in change.names), what)
+                for unit in self._units:
+                    unit.drop_changes()
                 raise RankMismatchError(f"{comm.mesh} {describe(names)}")
-        for bucket in buckets:
-            bucket.keep()
-            bucket.changes.clear()
+        for unit in self._units:
+            unit.keep_changes()
         # Others may read the shards in place from now on.
         self.barrier(what)
 
@@ -362,7 +356,9 @@ class Order:
                 self._finish_all()
                 is_ready = pass_.is_closing or not self._comm.can_postpone or unit.is_complete()
                 self._in_flight.append(
-                    Reduction(unit, self._comm, pass_.number, str(pass_), defers=pass_.defers, is_ready=is_ready)
+                    unit.start_reduction(
+                        self._comm, pass_.number, str(pass_), defers=pass_.defers, is_ready=is_ready
+                    )
                 )
                 if self._comm.wire.is_in_place:
                     # Nothing travels meanwhile, and the next unit's gradients can have the buffer.
@@ -387,11 +383,7 @@ class Order:
         self.trace.add(self._event(pass_.phase, pass_.key, "postpone", unit.number))
         if self._comm.mesh.rank == 0 and len(pass_.postponed) > WINDOW and not self._has_warned:
             self._has_warned = True
-            nbytes = sum(
-                b.layout.full_numel * b.dtypes.grad.itemsize
-                for n in pass_.postponed
-                for b in self._units[n].reducible()
-            )
+            nbytes = sum(self._units[number].local_bytes for number in pass_.postponed)
             logging.getLogger(__name__).warning(
                 "%s %s keeps the gradients of %d units (%.1f MB) until other ranks have theirs: ranks use units in "
                 "different orders, and each sum is made once. If memory is short, use units in one order on all ranks.",

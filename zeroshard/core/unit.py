@@ -16,13 +16,14 @@ Note: one sum a pass
     not ready; then every rank keeps its gradients, and the unit is reduced when the pass closes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, final
 
 import torch
 
 from zeroshard.core.buffer import Bucket, Local
+from zeroshard.core.changes import Changes
 from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.table.spec import UnitSpec
@@ -153,6 +154,31 @@ class Unit:
         reduced = [bucket.spec.formats.reduce for bucket in self.reducible()]
         return "+".join(sorted(set(reduced if kind == "reduce" else [b.spec.formats.param for b in self.buckets])))
 
+    # -- changes in place -----------------------------------------------------------------------------------------
+
+    @property
+    def changes(self) -> list[Changes]:
+        """What user code changed in each bucket."""
+        return [bucket.changes for bucket in self.buckets]
+
+    def note_changes(self) -> None:
+        """Note what was changed since the last time, where values are always there."""
+        for bucket in self.buckets if self.spec.is_whole else ():
+            bucket.changes.note()
+
+    def keep_changes(self) -> None:
+        """Follow the changes that ranks agreed on."""
+        for bucket in self.buckets:
+            if bucket.changes.values is not None:
+                bucket.keep()
+                bucket.changes.clear()
+
+    def drop_changes(self) -> None:
+        """Forget the changes that ranks did not agree on; a parameter that stays whole has its new value already."""
+        for bucket in self.buckets:
+            if not bucket.spec.is_whole:
+                bucket.changes.clear()
+
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def start_gather(self, comm: Comm, number: int, where: str, kind: str = "gather") -> None:
@@ -198,6 +224,26 @@ class Unit:
             parameter.__class__ = classes[not is_there]
 
     # -- gradients --------------------------------------------------------------------------------------------------
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of its gradients before they are reduced."""
+        return sum(b.layout.full_numel * b.dtypes.grad.itemsize for b in self.reducible())
+
+    def start_reduction(self, comm: Comm, number: int, where: str, *, defers: bool, is_ready: bool) -> Reduction:
+        """Begin to sum its gradients over ranks."""
+        return Reduction(self, comm, number, where, defers=defers, is_ready=is_ready)
+
+    def has_landed(self) -> list[bool]:
+        """Tell of each parameter whether a gradient of it came since ranks last agreed on who used what."""
+        return [flag for bucket in self.buckets for flag in bucket.grads.landed]
+
+    def take_used(self, flags: Iterator[bool]) -> None:
+        """Take what ranks agreed on: the next flags tell of its parameters whether some rank used them."""
+        for bucket in self.buckets:
+            grads = bucket.grads
+            grads.used = [next(flags) or was for was in grads.used]
+            grads.landed = [False] * len(grads.landed)
 
     def count_landed(self, parameter: Tensor) -> None:
         """Note that a gradient landed."""

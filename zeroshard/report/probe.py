@@ -111,7 +111,7 @@ class Probe:
             for bucket in unit.buckets:
                 for name in ("open", "close", "follow_masters"):
                     self._time(bucket, name, COPIES, owner)
-                for name in ("land", "take_stage", "add_reduced"):
+                for name in ("land", "take_local", "add_reduced"):
                     self._time(bucket.grads, name, COPIES, owner)
         self._time(engine.order, "_finish", COPIES, _unit_of_reduction, label="reduce")
         for name in ("agree", "collect", "broadcast", "_wait"):
