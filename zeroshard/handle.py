@@ -26,6 +26,7 @@ from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.parameter import PlainForm
 from zeroshard.core.precision import Precision
 from zeroshard.core.slot import Form
+from zeroshard.core.states import Scope
 from zeroshard.core.unit import Unit
 from zeroshard.core.version import VERSION
 from zeroshard.report.profile import Profile
@@ -315,18 +316,18 @@ class Zero:
         engine = self._engine
         engine.leave_passes("no_sync()")
         grads = [bucket.grads for unit in engine.units for bucket in unit.buckets]
-        has_sums = any(True in g.used and not g.is_of_one_copy for g in grads)
+        has_sums = any(g.has_any and g.scope is Scope.ALL for g in grads)
         if axis == "replicate" and has_sums and self.mesh.replicas > 1:
             raise RuntimeError(
                 f"{self.mesh} no_sync('replicate') after a backward that summed over all copies. Enter it for all "
                 "micro-batches of a step but the last, or clear the gradients first."
             )
-        before = engine.syncs, engine.defers
-        engine.syncs, engine.defers = engine.syncs and axis == "replicate", engine.defers or axis == "replicate"
+        before = engine.scope
+        engine.scope = min(before, Scope.COPY if axis == "replicate" else Scope.RANK)
         try:
             yield
         finally:
-            engine.syncs, engine.defers = before
+            engine.scope = before
 
     def grad_norm(self, p: float = 2.0) -> torch.Tensor:
         """Return the p-norm of all gradients of the model, 0-d, equal on all ranks.

@@ -87,6 +87,10 @@ class Run(ABC):
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         """Leave the gradients unreduced."""
 
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Forget the gradient of one parameter."""
+        parameter.grad = None
+
     @abstractmethod
     def gathered(self, *, writeback: bool = False, states: bool = False) -> contextlib.AbstractContextManager[Any]:
         """Make everything whole."""
@@ -166,6 +170,10 @@ class Plain(Run):
     @contextlib.contextmanager
     def gathered(self, *, writeback: bool = False, states: bool = False) -> Iterator[None]:
         yield
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        super().forget(parameter)
+        (self._held or {}).pop(parameter, None)
 
     def grad_norm(self, p: float = 2.0) -> Tensor:
         grads = [q.grad for q in self.models[-1].parameters() if q.grad is not None]

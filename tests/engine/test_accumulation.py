@@ -133,6 +133,21 @@ def summed(run: Run) -> None:
         optimizer.zero_grad()
 
 
+def some_forgotten_while_others_wait(run: Run) -> None:
+    """Forget the sums of some parameters while gradients that are not reduced yet lie beside them."""
+    model, optimizer = start(run)
+    for step in range(2):
+        backward(run, model, step, 0)
+        with run.no_sync():
+            backward(run, model, step, 1)
+            for parameter in list(model.parameters())[::3]:
+                run.forget(parameter)
+            backward(run, model, step, 2)
+        backward(run, model, step, 3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 SCRIPTS = [
     each_backward_reduces,
     only_the_last_backward_reduces,
@@ -143,6 +158,7 @@ SCRIPTS = [
     never_zeroed,
     zeroed_before_backward,
     uneven_micro_batches_per_step,
+    some_forgotten_while_others_wait,
     summed,
 ]
 
@@ -271,6 +287,25 @@ def norm_of_what_waits(stage: int) -> str:
 def test_gradients_that_wait_for_their_reduction_have_no_norm(stage: int) -> None:
     for text in run_ranks(norm_of_what_waits, 2, stage, timeout_s=TIMEOUT_S):
         assert "A norm needs reduced gradients" in text
+
+
+def step_of_what_was_frozen(stage: int) -> str:
+    """Freeze a unit whose gradients are not reduced yet, and step; return the error."""
+    run = Sharded(stage)
+    model, optimizer = start(run)
+    with run.no_sync():
+        backward(run, model, 0)
+    model.get_submodule("blocks.1").requires_grad_(False)
+    backward(run, model, 1)
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_wait_are_not_used_because_their_parameters_were_frozen(stage: int) -> None:
+    for text in run_ranks(step_of_what_was_frozen, 2, stage, timeout_s=TIMEOUT_S):
+        assert "optimizer.step() needs reduced gradients" in text
 
 
 def grads_tell_the_truth(run: Run) -> None:

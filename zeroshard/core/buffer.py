@@ -20,13 +20,14 @@ Note: the life of a gradient
 """
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from zeroshard.core.changes import Changes
 from zeroshard.core.precision import Dtypes
+from zeroshard.core.states import Own, Scope, Sum
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import users_of_storage
@@ -39,24 +40,23 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Local:
-    """A rank's own gradients handed over for a reduction, with the flags that the buffer had then."""
+    """A rank's own gradients handed over for a reduction, with the states that they had then."""
 
     full: Tensor
     apart: Tensor | None
     """Where this rank's shard of the sum goes, if neither `full` nor what is held may be written yet."""
     views: list[Tensor]
-    is_local: list[bool]
-    base: list[bool]
-    filled: list[bool]
+    own: list[Own]
+    sums: list[Sum]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no sum lies in what is held."""
+        return all(one is Sum.STALE for one in self.sums)
 
 
 class GradientBuffer:
-    """The gradients of one bucket, from autograd's slots to what the optimizer reads.
-
-    Flags are by parameter of the bucket: `is_local` (`local` holds a gradient of this rank that was not reduced yet),
-    `landed` (a gradient came since ranks last agreed on who used what), `used` (some rank used it since `zero_grad`),
-    `filled` (what is held of it is a sum, possibly of nothing; else it is left over from before `zero_grad`).
-    """
+    """The gradients of one bucket, from autograd's slots to what the optimizer reads."""
 
     def __init__(self, bucket: "Bucket", pool: Pool, ledger: Ledger) -> None:
         self.spec, self._layout, self._pool, self._ledger = bucket.spec, bucket.layout, pool, ledger
@@ -65,21 +65,36 @@ class GradientBuffer:
         self._is_kept = self.spec.holds_whole_gradients and pool.memory.is_shared
         """Whether other ranks read what is held where it lies; such memory cannot come and go."""
         count = len(self._shapes)
-        self.is_local, self.landed, self.used, self.filled = ([False] * count for _ in range(4))
+        self.own, self.sums = [Own.NONE] * count, [Sum.STALE] * count
+        """Of each parameter: the state of this rank's gradient, and of what is held."""
+        self.scope = Scope.ALL
+        """Over which ranks what is held was summed: over all, or within this rank's copy of the state."""
         self.held: Tensor | None = None
         self.local: Tensor | None = None
         self._views: list[Tensor] = []
         self._under_way = 0
         """Reductions whose sum is not there yet."""
-        self._base = [False] * count
-        """Whether `local` holds a sum already, to which this rank's gradient is added."""
-        self.is_of_one_copy = False
-        """Whether what is held was summed within this rank's copy of the state only."""
 
     @property
     def has_local(self) -> bool:
         """Whether this rank holds gradients that were not reduced yet."""
-        return True in self.is_local
+        return Own.LOCAL in self.own
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a gradient is held that some rank used."""
+        return Sum.USED in self.sums
+
+    def has_grad(self, index: int) -> bool:
+        """Tell whether there is a gradient: some rank used the parameter, or this one did and ranks have yet to agree."""
+        return self.sums[index] is Sum.USED or self.own[index] is not Own.NONE
+
+    def take_used(self, flags: Iterator[bool]) -> None:
+        """Take what ranks agreed on: of each parameter the next flag says whether some rank had a gradient."""
+        for index, (own, one) in enumerate(zip(self.own, self.sums, strict=True)):
+            is_used = next(flags)
+            if own is not Own.LOCAL:  # else it was frozen before its sum was made
+                self.own[index], self.sums[index] = Own.NONE, Sum.USED if is_used else one
 
     def hold(self) -> Tensor:
         """Return the buffer that gradients are held in, made at its first use, with any content."""
@@ -107,30 +122,31 @@ class GradientBuffer:
         if self.local is None:
             if self.spec.adopts and scale == 1.0 and _is_alone(grad, self._strides[index]):
                 # Autograd gave it up, and nothing else shares its memory.
-                self.local, self._views, self._base = grad.as_strided((grad.numel(),), (1,)), [grad], [False]
+                self.local, self._views = grad.as_strided((grad.numel(),), (1,)), [grad]
                 self._pool.adopt(self.local)
-                self.is_local[index] = self.landed[index] = True
+                self.own[index] = Own.LOCAL
                 return
             self._begin_local()
         view = self._views[index]
-        if self.is_local[index] or self._base[index]:
+        if self.own[index] is Own.LOCAL or self._is_on_sum(index):
             view.add_(grad if scale == 1.0 else grad.to(self.dtype), alpha=scale)
         else:
             view.copy_(grad)
             if scale != 1.0:
                 view.mul_(scale)
-        self.is_local[index] = self.landed[index] = True
+        self.own[index] = Own.LOCAL
+
+    def _is_on_sum(self, index: int) -> bool:
+        """Tell whether what `local` has of a parameter is a sum, to which this rank's gradient is added."""
+        return self.spec.lands_on_sums and self.sums[index] is not Sum.STALE
 
     def _begin_local(self) -> None:
-        # Whole gradients land in place as long as nothing reduced lies there; those of a single rank always.
-        self._base = [False] * len(self.is_local)
-        if self.spec.shard == self.spec.full:
-            local, self._base = self.hold(), list(self.filled)
-        elif self.spec.holds_whole_gradients and True not in self.filled:
-            local = self.hold()
+        is_first = all(one is Sum.STALE for one in self.sums)
+        if self.spec.lands_on_sums or (self.spec.holds_whole_gradients and is_first):
+            self.local = self.hold()
         else:
-            local = self._pool.take(self._layout.full_numel, self.dtype, self._device)
-        self.local, self._views = local, self.views_of(local)
+            self.local = self._pool.take(self._layout.full_numel, self.dtype, self._device)
+        self._views = self.views_of(self.local)
 
     def views_of(self, full: Tensor) -> list[Tensor]:
         """Return the parameters' views of a whole-bucket tensor, with the parameters' shapes and strides."""
@@ -148,30 +164,29 @@ class GradientBuffer:
         if self.local is None:
             self._begin_local()
         assert self.local is not None
-        for index, (is_local, has_base) in enumerate(zip(self.is_local, self._base, strict=True)):
-            if not is_local and not has_base:
+        for index, own in enumerate(self.own):
+            if own is not Own.LOCAL and not self._is_on_sum(index):
                 self._views[index].zero_()
-        apart = None
-        if copies > 1 and (True in self.filled or self.local is self.held):
-            apart = self._pool.take(self._layout.shard_numel, self.dtype, self._device)
-        local = Local(self.local, apart, self._views, self.is_local, self._base, self.filled)
+        local = Local(self.local, None, self._views, self.own, self.sums)
+        if copies > 1 and (not local.is_first or self.local is self.held):
+            local = replace(local, apart=self._pool.take(self._layout.shard_numel, self.dtype, self._device))
         self.local = None
         self._under_way += 1
-        self.is_local, self.filled = [False] * len(self.is_local), [True] * len(self.filled)
+        self.own = [Own.SENT if own is Own.LOCAL else own for own in self.own]
+        self.sums = [Sum.UNUSED if one is Sum.STALE else one for one in self.sums]
         return local
 
     def take_back(self, local: "Local") -> None:
         """Take back what was not reduced, because another rank was not ready; nothing landed meanwhile."""
         assert self.local is None, "a gradient landed in a unit that was complete"
         self._under_way -= 1
-        self.local, self._views, self.is_local = local.full, local.views, local.is_local
-        self._base, self.filled = local.base, local.filled
+        self.local, self._views, self.own, self.sums = local.full, local.views, local.own, local.sums
         if local.apart is not None:
             self._pool.give(local.apart)
 
     def is_finite(self, own: Tensor) -> bool:
         """Tell whether this rank's shard of the sums holds finite numbers only; padding may hold anything."""
-        parts = (self._layout.overlap(index, *self.spec.shard) for index in range(len(self.is_local)))
+        parts = (self._layout.overlap(index, *self.spec.shard) for index in range(len(self.own)))
         first = self.spec.shard[0]
         return all(bool(own[start - first : stop - first].isfinite().all()) for start, stop in parts)
 
@@ -184,7 +199,7 @@ class GradientBuffer:
         """Return where this rank's shard of the sum goes: straight to what is held where no sum lies there yet."""
         if local.apart is not None:
             return local.apart
-        return local.full[slice(*self.spec.shard)] if True in local.filled else self.own_shard()
+        return self.own_shard() if local.is_first else local.full[slice(*self.spec.shard)]
 
     def add_reduced(self, local: "Local", own: Tensor) -> Tensor:
         """Add this rank's shard of the sum to what is held, where it does not lie there already; return `held`.
@@ -194,9 +209,9 @@ class GradientBuffer:
         held = self.hold()
         self._under_way -= 1
         is_in_place = local.full.data_ptr() == held.data_ptr()
-        if True in local.filled and not is_in_place:
-            for index, is_filled in enumerate(local.filled):
-                if not is_filled:
+        if not local.is_first and not is_in_place:
+            for index, one in enumerate(local.sums):
+                if one is Sum.STALE:
                     self.slice(index, held).zero_()
             self.own_shard().add_(own)
         elif local.apart is not None:
@@ -228,19 +243,17 @@ class GradientBuffer:
         start, stop = self._layout.overlap(index, *self.spec.states)
         offset = self._layout.offsets[index]
         part.copy_(flat[start - offset : stop - offset] if stop > start else flat[:0])
-        self.used[index] = self.filled[index] = True
+        self.sums[index] = Sum.USED
 
     def clear(self, index: int) -> None:
         """Forget the gradient of one parameter, reduced or not."""
-        self.used[index] = self.landed[index] = self.filled[index] = False
-        if self.is_local[index]:
-            self.is_local[index] = False
-            if True not in self.is_local and self.local is not None:
-                if self.local is not self.held:
-                    self._pool.give(self.local)
-                self.local = None
-        if True not in self.used:
-            self.filled, self.is_of_one_copy = [False] * len(self.filled), False
+        self.own[index], self.sums[index] = Own.NONE, Sum.STALE
+        if self.local is not None and not self.has_local:
+            if self.local is not self.held:
+                self._pool.give(self.local)
+            self.local = None
+        if not self.has_any:
+            self.sums, self.scope = [Sum.STALE] * len(self.sums), Scope.ALL
             self._let_go()
 
     @property

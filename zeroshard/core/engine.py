@@ -23,6 +23,7 @@ from zeroshard.core.order import Order, Pass
 from zeroshard.core.precision import LossScale
 from zeroshard.core.saved import SavedTensors
 from zeroshard.core.slot import Slot, slot_of
+from zeroshard.core.states import Presence, Scope
 from zeroshard.core.tree import find
 from zeroshard.core.unit import Unit
 from zeroshard.table.schedule import ROOT
@@ -82,7 +83,8 @@ class Engine:
         self.order = Order(units, comm)
         self.is_sharded = any(not unit.spec.is_whole for unit in units)
         self.gathered: Gathered | None = None
-        self.syncs, self.defers = True, False
+        self.scope = Scope.ALL
+        """Over which ranks the next backward sums gradients."""
         self.loss_scale: LossScale | None = None
         self.is_skipping = False
         """Whether the step under way is skipped because gradients overflowed: no slice has a gradient then."""
@@ -262,8 +264,8 @@ class Engine:
             )
         self._complete()
         self._task = task
-        key = ("backward", tuple(self._forwards), self.syncs)
-        pass_ = self.order.open("backward", key, reduces=self.syncs, defers=self.defers, expected=set(self._used))
+        key = ("backward", tuple(self._forwards), self.scope is not Scope.RANK)
+        pass_ = self.order.open("backward", key, scope=self.scope, expected=set(self._used))
         call_after_backward(lambda: self._end_backward(pass_))
         if ROOT in self._used:
             self.order.need(ROOT)
@@ -274,7 +276,7 @@ class Engine:
 
     def _need_in_backward(self, number: int) -> None:
         if self.gathered is not None or graph_task() == -1:
-            if not self.units[number].is_open:
+            if self.units[number].presence is Presence.RELEASED:
                 raise RuntimeError(
                     f"{self.mesh} A tensor saved from {self.units[number]} was read outside a backward pass while the "
                     "unit is released. Use `with zero.gathered():` around the code that reads it."
@@ -396,8 +398,7 @@ class Engine:
 
     def check_reduced(self, what: str) -> None:
         """Raise if gradients of `no_sync` passes wait for a reduction."""
-        waiting = [u for u in self.units if u.has_local or any(b.grads.is_of_one_copy for b in u.buckets)]
-        if waiting:
+        if waiting := [unit for unit in self.units if unit.waits]:
             raise RuntimeError(
                 f"{self.mesh} {what} needs reduced gradients, but the last backward ran under no_sync(), and those of "
                 f"{len(waiting)} unit(s), {waiting[0]} first, are not summed over all ranks. Run the last "

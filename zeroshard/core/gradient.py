@@ -20,6 +20,7 @@ from typing import Any, final
 import torch
 
 from zeroshard.core.slot import Slot, slot_of
+from zeroshard.core.states import Own, Scope, Sum
 from zeroshard.core.tree import find
 from zeroshard.torch_private import SCALER_CHECK, DisabledFunction, NoSubclasses, foreach_norm, without_storage
 
@@ -188,7 +189,8 @@ def read(slot: Slot) -> Tensor | None:
         return None
     grads, owner = slot.bucket.grads, slot.owner()
     # What `no_sync` left to a later reduction may lie apart, and its norm is of one rank: a view would hide both.
-    waits = (grads.is_local[slot.index] or grads.is_of_one_copy) and owner and len(owner.mesh.data_ranks) > 1
+    is_summed = grads.own[slot.index] is not Own.LOCAL and grads.scope is Scope.ALL
+    waits = not is_summed and owner and len(owner.mesh.data_ranks) > 1
     spec = slot.bucket.spec
     is_plain = spec.holds_whole_gradients and spec.updates_all and not slot.form.has_axis and not waits
     if slot.grad_view is None or is_plain == isinstance(slot.grad_view, LogicalGradient):
@@ -351,9 +353,10 @@ def _local_parts(slot: Slot, name: str) -> list[Tensor]:
         owner = slot.living_owner()
         owner.leave_passes(f"{name} of a gradient")
         owner.check_reduced(f"{name} of a gradient")
-    grads, is_local = slot.bucket.grads, slot.bucket.grads.is_local[slot.index]
+    grads = slot.bucket.grads
+    is_local, is_used = grads.own[slot.index] is Own.LOCAL, grads.sums[slot.index] is Sum.USED
     is_apart = grads.local is not grads.held
-    parts = [grads.slice(slot.index, grads.hold())] if grads.used[slot.index] and (is_apart or not is_local) else []
+    parts = [grads.slice(slot.index, grads.hold())] if is_used and (is_apart or not is_local) else []
     if is_local:
         parts.append(grads.local_view(slot.index))
     # A gradient of one number without dimensions promotes dtypes as such.
@@ -372,7 +375,8 @@ def local_norms(slots: Iterable[Slot], p: float, dtype: torch.dtype | None) -> T
     count, device = 0, None
     for place, slot in enumerate(slots):
         grads, count, device = slot.bucket.grads, place + 1, slot.bucket.device
-        part = grads.own_part(slot.index) if grads.used[slot.index] and slot.form.is_counted else None
+        is_used = grads.sums[slot.index] is Sum.USED
+        part = grads.own_part(slot.index) if is_used and slot.form.is_counted else None
         if part is not None and part.numel():
             found.setdefault(part.dtype, []).append((place, part))
     out = torch.full((count,), float("inf") if p == -float("inf") else 0.0, dtype=torch.float64, device=device)

@@ -20,6 +20,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import MasterSlice
 from zeroshard.core.precision import LossScale, round_at_random
 from zeroshard.core.slot import Slot, slot_of
+from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
 from zeroshard.wire.comm import Pending, tag_of
 
@@ -97,7 +98,9 @@ class ShardedOptimizer:
             raise RuntimeError(f"{self._engine.mesh} optimizer.step() under gathered(): leave the context first.")
         self._engine.leave_passes("optimizer.step()")
         self._engine.check_reduced("optimizer.step()")
-        is_left = any(unit.is_open and not unit.spec.is_whole for unit in self._engine.units)
+        is_left = any(
+            not unit.spec.is_whole and unit.presence is not Presence.RELEASED for unit in self._engine.units
+        )
         assert not is_left, "a unit was left gathered"
         scale = self._engine.loss_scale
         if scale is not None:

@@ -29,6 +29,7 @@ from typing import Literal
 import torch
 
 from zeroshard.core.changes import checksum_of, describe
+from zeroshard.core.states import Scope
 from zeroshard.core.unit import Reduction, Unit
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.schedule import ROOT, WINDOW, Action, Mark, Record, Request, Schedule, hoist, replay
@@ -51,9 +52,8 @@ class Pass:
     phase: Phase
     key: Hashable
     number: int
-    reduces: bool
-    defers: bool
-    """Whether sums over copies of the state are left to a later pass."""
+    scope: Scope
+    """Over which ranks gradients are summed."""
     schedule: Schedule
     is_first: bool
     asks: bool
@@ -102,8 +102,7 @@ class Order:
         phase: Phase,
         key: Hashable,
         *,
-        reduces: bool = False,
-        defers: bool = False,
+        scope: Scope = Scope.RANK,
         expected: set[int] | None = None,
     ) -> Pass:
         """Begin a pass; the one before must be closed."""
@@ -116,7 +115,7 @@ class Order:
             replace(followed, requests=()) if asks else followed, lambda unit: self._units[unit].is_complete()
         )
         self.current = Pass(
-            phase, key, self._count, reduces, defers, schedule, record is None, asks, expected=expected or set()
+            phase, key, self._count, scope, schedule, record is None, asks, expected=expected or set()
         )
         return self.current
 
@@ -148,7 +147,7 @@ class Order:
     def land(self, unit: int) -> None:
         """Note that all gradients of `unit` that this rank will have are there."""
         pass_ = self._open_pass()
-        if not pass_.reduces:
+        if pass_.scope is Scope.RANK:
             return
         pass_.marks.append(("land", unit))
         if pass_.asks:
@@ -169,13 +168,13 @@ class Order:
         pass_.expected.clear()
         self._do(pass_.schedule.close())
         self._finish_all()
-        if pass_.reduces:
+        if pass_.scope is not Scope.RANK:
             # The same order on all ranks in which backward passes meet units: last first.
             for unit in reversed(range(len(self._units))):
                 if self._units[unit].has_local:
                     self._ask("reduce", unit, False)
         change = self._agree_on_use(pass_)
-        if pass_.reduces and not pass_.defers:
+        if pass_.scope is Scope.ALL:
             for one in self._units:
                 self._tails += one.finish_deferred(self._comm, pass_.number, str(pass_))
         for tail in self._tails:
@@ -195,7 +194,7 @@ class Order:
         Returns: the least and the greatest checksum of what ranks changed in place.
         """
         checksum = checksum_of(self._changes)
-        if not pass_.reduces:
+        if pass_.scope is Scope.RANK:
             is_sharded = any(not unit.spec.is_whole for unit in self._units)
             return self.barrier(f"the end of {pass_}", checksum) if is_sharded else (0, 0)
         mine = [flag for unit in self._units for flag in unit.has_landed()]
@@ -356,9 +355,7 @@ class Order:
                 self._finish_all()
                 is_ready = pass_.is_closing or not self._comm.can_postpone or unit.is_complete()
                 self._in_flight.append(
-                    unit.start_reduction(
-                        self._comm, pass_.number, str(pass_), defers=pass_.defers, is_ready=is_ready
-                    )
+                    unit.start_reduction(self._comm, pass_.number, str(pass_), pass_.scope, is_ready=is_ready)
                 )
                 if self._comm.wire.is_in_place:
                     # Nothing travels meanwhile, and the next unit's gradients can have the buffer.

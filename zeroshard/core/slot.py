@@ -117,9 +117,8 @@ class Slot:
 
     @property
     def has_grad(self) -> bool:
-        """Whether there is a gradient: some rank used the parameter, or this one did and ranks have not agreed yet."""
-        grads = self.bucket.grads
-        return grads.used[self.index] or grads.is_local[self.index] or grads.landed[self.index]
+        """Whether there is a gradient: some rank used the parameter, or this one did and ranks have yet to agree."""
+        return self.bucket.grads.has_grad(self.index)
 
 
 def _no_owner() -> None:

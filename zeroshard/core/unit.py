@@ -26,6 +26,7 @@ from zeroshard.core.buffer import Bucket, Local
 from zeroshard.core.changes import Changes
 from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import Slot, slot_of
+from zeroshard.core.states import Own, Presence, Scope
 from zeroshard.table.spec import UnitSpec
 from zeroshard.torch_private import accumulator_of, will_run
 from zeroshard.wire.comm import Comm, Pending, tag_of
@@ -43,8 +44,8 @@ class Reduction:
         is_ready: whether this rank's gradients are all there.
     """
 
-    def __init__(self, unit: "Unit", comm: Comm, number: int, where: str, *, defers: bool, is_ready: bool) -> None:
-        self.unit, self._comm, self._number, self._defers = unit, comm, number, defers
+    def __init__(self, unit: "Unit", comm: Comm, number: int, where: str, scope: Scope, *, is_ready: bool) -> None:
+        self.unit, self._comm, self._number, self._scope = unit, comm, number, scope
         self._what = f"the reduction of {unit} in {where}"
         self._pending: list[tuple[Bucket, Local | None, Tensor, Pending]] = []
         for bucket in unit.reducible():
@@ -64,8 +65,9 @@ class Reduction:
         tails: list[Pending] | None = []
         for bucket, local, own, pending in self._pending:
             is_ready, grads = pending.wait(), bucket.grads
-            is_of_one_copy = grads.is_of_one_copy or self._defers
-            if not is_of_one_copy:
+            # What is held within this copy alone is added to there, and summed over copies as a whole.
+            scope = min(grads.scope, self._scope)
+            if scope is Scope.ALL:
                 unit = self.unit
                 is_ready = unit.reduce_copies(bucket, own, self._comm, self._number, self._what, is_ready=is_ready)
             if local is None or tails is None or not is_ready:
@@ -73,11 +75,9 @@ class Reduction:
                 if local is not None:
                     grads.take_back(local)
                 continue
-            grads.is_of_one_copy = is_of_one_copy
-            self.unit.check_finite(bucket, own)
-            held = grads.add_reduced(local, own)
-            if not is_of_one_copy:
-                tails += self.unit.gather_sums(bucket, held, self._comm, self._number, self._what)
+            grads.scope = scope
+            grads.add_reduced(local, own)
+            tails += self.unit.complete_sum(bucket, own, self._comm, self._number, self._what)
         return tails
 
 
@@ -97,8 +97,7 @@ class Unit:
         self._classes: list[tuple[type[torch.nn.Parameter], type[torch.nn.Parameter]]] = []
         """Of each parameter: its class while its values are there, and while they are released."""
         self._gathered = [bucket for bucket in buckets if bucket.spec.is_gathered]
-        self.is_open = self.spec.is_whole
-        """Whether its parameters have memory; the values may still be on their way."""
+        self.presence = Presence.WHOLE
         self._pending: list[Pending] = []
         self.calls = 0
         """Calls with gradients whose backward has not come to its end."""
@@ -126,6 +125,11 @@ class Unit:
     def has_local(self) -> bool:
         """Whether this rank has gradients of the unit that were not reduced yet."""
         return any(bucket.grads.has_local for bucket in self.reducible())
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of it wait for a sum over all ranks, those of parameters frozen since then included."""
+        return any(b.grads.has_local or b.grads.scope is Scope.COPY for b in self.buckets)
 
     @property
     def slots(self) -> list[Slot]:
@@ -184,21 +188,21 @@ class Unit:
     def start_gather(self, comm: Comm, number: int, where: str, kind: str = "gather") -> None:
         """Begin to make the unit whole; harmless where it is (another rank asked again)."""
         for bucket in self._gathered:
-            if not self.is_open:
+            if self.presence is Presence.RELEASED:
                 bucket.open()
             what = f"the gather of {self} in {where}"
             self._pending.append(comm.gather(bucket.full, tag_of(number, bucket.number), what, kind))
-        self.is_open = True
+        self.presence = Presence.COMING if self._pending else Presence.WHOLE
 
     def wait(self) -> None:
         """Return when the values are there."""
-        if self._pending:
+        if self.presence is Presence.COMING:
             pending, self._pending = self._pending, []
             for one in pending:
                 one.wait()
             for bucket in self._gathered:
                 bucket.changes.restore()
-            self.let_read(is_there=True)
+            self.let_read(Presence.WHOLE)
 
     def release(self) -> None:
         """Give the memory back; a gather under way is awaited first, since others still send."""
@@ -206,9 +210,8 @@ class Unit:
         for bucket in self._gathered:
             bucket.changes.note()
             bucket.close()
-        self.is_open = self.spec.is_whole
         if not self.spec.is_whole:
-            self.let_read(is_there=False)
+            self.let_read(Presence.RELEASED)
 
     def rest(self) -> None:
         """Have what is whole, but not in use right now, cost as little as its memory can do."""
@@ -216,12 +219,13 @@ class Unit:
             if not bucket.changes.has_any():
                 bucket.rest()
 
-    def let_read(self, *, is_there: bool) -> None:
+    def let_read(self, presence: Presence) -> None:
         """Change what the parameters answer to a read: their values, or an error."""
+        self.presence = presence
         if len(self._classes) != len(self.parameters):
             self._classes = [slot.form.classes for slot in self.slots]
         for parameter, classes in zip(self.parameters, self._classes, strict=True):
-            parameter.__class__ = classes[not is_there]
+            parameter.__class__ = classes[presence is Presence.RELEASED]
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -230,20 +234,18 @@ class Unit:
         """Bytes of its gradients before they are reduced."""
         return sum(b.layout.full_numel * b.dtypes.grad.itemsize for b in self.reducible())
 
-    def start_reduction(self, comm: Comm, number: int, where: str, *, defers: bool, is_ready: bool) -> Reduction:
+    def start_reduction(self, comm: Comm, number: int, where: str, scope: Scope, *, is_ready: bool) -> Reduction:
         """Begin to sum its gradients over ranks."""
-        return Reduction(self, comm, number, where, defers=defers, is_ready=is_ready)
+        return Reduction(self, comm, number, where, scope, is_ready=is_ready)
 
     def has_landed(self) -> list[bool]:
         """Tell of each parameter whether a gradient of it came since ranks last agreed on who used what."""
-        return [flag for bucket in self.buckets for flag in bucket.grads.landed]
+        return [own is not Own.NONE for bucket in self.buckets for own in bucket.grads.own]
 
     def take_used(self, flags: Iterator[bool]) -> None:
         """Take what ranks agreed on: the next flags tell of its parameters whether some rank used them."""
         for bucket in self.buckets:
-            grads = bucket.grads
-            grads.used = [next(flags) or was for was in grads.used]
-            grads.landed = [False] * len(grads.landed)
+            bucket.grads.take_used(flags)
 
     def count_landed(self, parameter: Tensor) -> None:
         """Note that a gradient landed."""
@@ -265,12 +267,11 @@ class Unit:
         """Sum over copies what earlier passes left to this one; return what gathers it, as `Reduction.finish` does."""
         tails, what = [], f"the deferred reduction of {self} in {where}"
         for bucket in self.buckets:
-            if bucket.grads.is_of_one_copy:
-                bucket.grads.is_of_one_copy = False
-                held, own = bucket.grads.hold(), bucket.grads.own_shard()
+            if bucket.grads.scope is Scope.COPY:
+                bucket.grads.scope = Scope.ALL
+                own = bucket.grads.own_shard()
                 self.reduce_copies(bucket, own, comm, number, what)
-                self.check_finite(bucket, own)
-                tails += self.gather_sums(bucket, held, comm, number, what)
+                tails += self.complete_sum(bucket, own, comm, number, what)
         return tails
 
     def reduce_copies(
@@ -282,16 +283,14 @@ class Unit:
         tag = tag_of(number, bucket.number)
         return comm.reduce_copies(own, bucket.dtypes.reduce, self.scale, tag, what, is_ready=is_ready).wait()
 
-    def check_finite(self, bucket: Bucket, own: Tensor) -> None:
-        """Note for the loss scale if sums are not finite."""
+    def complete_sum(self, bucket: Bucket, own: Tensor, comm: Comm, number: int, what: str) -> list[Pending]:
+        """Note for the loss scale if a sum is not finite; begin to gather it where every rank needs all of it."""
+        grads = bucket.grads
         if self.loss_scale is not None and not self.loss_scale.has_overflowed:
-            self.loss_scale.has_overflowed = not bucket.grads.is_finite(own)
-
-    def gather_sums(self, bucket: Bucket, held: Tensor, comm: Comm, number: int, what: str) -> list[Pending]:
-        """Begin to gather sums where every rank needs them whole."""
-        if not bucket.spec.updates_all or comm.mesh.shard_size == 1:
+            self.loss_scale.has_overflowed = not grads.is_finite(own)
+        if grads.scope is Scope.COPY or not bucket.spec.updates_all or comm.mesh.shard_size == 1:
             return []
-        return [comm.gather(held, tag_of(number, bucket.number), what, kind="reduce")]
+        return [comm.gather(grads.hold(), tag_of(number, bucket.number), what, kind="reduce")]
 
     def end_backward(self) -> None:
         """Forget what belonged to one backward pass."""

@@ -13,6 +13,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import LogicalGradient, MasterGradient, MasterSlice
 from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import Form, Slot, slot_of
+from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
 from zeroshard.state.materialize import materialize
 from zeroshard.state.request import Described
@@ -92,7 +93,7 @@ def _take_over(unit: Unit, plan: UnitPlan, forms: Mapping[int, Form], comm: Comm
         if not bucket.spec.is_whole and bucket.layout.full_numel:
             bucket.close()
     if not unit.spec.is_whole:
-        unit.let_read(is_there=False)
+        unit.let_read(Presence.RELEASED)
 
 
 def spread(bucket: Bucket, values: torch.Tensor, comm: Comm, what: str, kind: str) -> None:

@@ -118,6 +118,11 @@ class BucketSpec:
         return self.states == self.full
 
     @cached_property
+    def lands_on_sums(self) -> bool:
+        """Whether a gradient is added to what is held as it lands: this rank owns all, so that nothing is summed."""
+        return self.shard == self.full
+
+    @cached_property
     def is_gathered(self) -> bool:
         """Whether parameters are gathered before use and released after."""
         return not self.is_whole and self.layout.full_numel > 0
