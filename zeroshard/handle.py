@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroshard.activations import treatments_of
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
 from zeroshard.core.engine import Engine
@@ -162,10 +163,11 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     with everybody_at("zs.shard()", joined, settings.watchdog_s, settings.heartbeat_s):
         with accepted_by_all(joined, "zs.shard()"):
             described = describe(asked, joined, _forms_of)
+            treatments = treatments_of(described.row.activations)
         comm = make_comm(described.mesh, settings, ledger)
     check_equal(described.mesh, comm, facts_of(described, VERSION))
     check_torch()
-    engine = build(described, comm, ledger)
+    engine = build(described, comm, ledger, treatments)
     zero = Zero(engine, described)
     wire(engine, described.model, described.plans, settings.forward_methods, described.precision)
     warn_if_whole(described.mesh, engine.units, described.plans)

@@ -31,6 +31,7 @@ from zeroshard.core.states import Own, Scope, Sum
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import users_of_storage
+from zeroshard.wire.memory import MEMORIES
 from zeroshard.wire.pool import Pool
 
 __all__ = ["Bucket", "GradientBuffer", "Local", "flatten"]
@@ -86,7 +87,7 @@ class GradientBuffer:
         return Sum.USED in self.sums
 
     def has_grad(self, index: int) -> bool:
-        """Tell whether there is a gradient: some rank used the parameter, or this one did and ranks have yet to agree."""
+        """Tell whether there is a gradient: of some rank, or of this one while ranks have yet to agree."""
         return self.sums[index] is Sum.USED or self.own[index] is not Own.NONE
 
     def take_used(self, flags: Iterator[bool]) -> None:
@@ -289,9 +290,10 @@ class Bucket:
         self.grads = GradientBuffer(self, pool, ledger)
         self.views = self.grads.views_of(self.full)
         self._rounded = self.full if spec.updates_all else self.shard
-        is_apart = spec.formats.has_masters
-        self.masters = torch.zeros_like(self._rounded, dtype=dtypes.master) if is_apart else self._rounded
-        """What the optimizer updates; the parameters themselves unless these are rounded from it."""
+        self.masters = self._rounded
+        """What the optimizer updates; the parameters themselves unless these are copied from it."""
+        if spec.has_masters:
+            self.masters = MEMORIES[spec.row.states.memory]().zeros(self._rounded.numel(), dtypes.master, self.device)
         self.parameters: list[torch.nn.Parameter] = []
         """The model's parameters that are views of it, in order."""
         self.changes = Changes(spec.names, self.parameters, self.full, is_whole=spec.is_whole)
@@ -331,17 +333,17 @@ class Bucket:
         with torch.no_grad():
             if not self.spec.is_whole:
                 self.shard.copy_(values[slice(*self.spec.shard)])
-            if self.spec.formats.has_masters:
+            if self.spec.has_masters:
                 is_changed = self.masters.to(self.dtype) != self._rounded
                 self.masters.copy_(torch.where(is_changed, self._rounded.to(self.masters.dtype), self.masters))
 
     def start_values(self) -> Tensor:
         """Return (full_numel,) to write the first values to, in the masters' dtype; then call `set_start`."""
-        return torch.zeros_like(self.full, dtype=self.dtypes.master) if self.spec.formats.has_masters else self.full
+        return torch.zeros_like(self.full, dtype=self.dtypes.master) if self.spec.has_masters else self.full
 
     def set_start(self, values: Tensor) -> None:
         """Take the first values over."""
-        if self.spec.formats.has_masters:
+        if self.spec.has_masters:
             self.full.copy_(values)
             self.masters.copy_(values[slice(*self.spec.states)])
         if not self.spec.is_whole:
@@ -349,7 +351,7 @@ class Bucket:
 
     def follow_masters(self) -> None:
         """Round the masters into the parameters that this rank keeps."""
-        if self.spec.formats.has_masters:
+        if self.spec.has_masters:
             with torch.no_grad():
                 self._rounded.copy_(self.masters)
 

@@ -12,7 +12,7 @@ Note: hints
 
 import sys
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -21,7 +21,7 @@ import torch
 from zeroshard.core import gradient
 from zeroshard.core.order import Order, Pass
 from zeroshard.core.precision import LossScale
-from zeroshard.core.saved import SavedTensors
+from zeroshard.core.saved import SavedTensors, Treatment
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence, Scope
 from zeroshard.core.tree import find
@@ -74,14 +74,18 @@ class Engine:
     """The state of one sharded model.
 
     Args:
-        slots: all parameters by name, in registration order.
+        treatments: what is done with each tensor that autograd saves, in this order.
     """
 
-    def __init__(self, mesh: Mesh, comm: Comm, units: list[Unit], ledger: Ledger) -> None:
+    def __init__(
+        self, mesh: Mesh, comm: Comm, units: list[Unit], ledger: Ledger, treatments: Sequence[Treatment] = ()
+    ) -> None:
         self.mesh, self.comm, self.units, self.ledger = mesh, comm, units, ledger
         self.slots: dict[str, Slot] = {}
         self.order = Order(units, comm)
         self.is_sharded = any(not unit.spec.is_whole for unit in units)
+        self.has_frames = self.is_sharded or bool(treatments)
+        """Whether modules that hold units tell of their forwards: only then their hooks hang."""
         self.gathered: Gathered | None = None
         self.scope = Scope.ALL
         """Over which ranks the next backward sums gradients."""
@@ -94,8 +98,8 @@ class Engine:
         self._task = -1
         self._norms: dict[tuple[float, torch.dtype | None], dict[str, Tensor]] = {}
         self._norms_version = 0
-        buckets = [(unit.number, b) for unit in units for b in unit.buckets if not b.spec.is_whole]
-        self._saved = SavedTensors(buckets, self._need_in_backward)
+        buckets = [(unit.number, bucket) for unit in units for bucket in unit.buckets]
+        self._saved = SavedTensors(buckets, self._need_in_backward, treatments, self._unit_under_way)
 
     def take_slots(self, slots: Iterable[Slot]) -> None:
         """Know the parameters, in registration order, and let them know this engine."""
@@ -118,7 +122,7 @@ class Engine:
         is_recompute = graph_task() != -1
         if not is_recompute and not self._frames:
             self._complete()
-        if not self.is_sharded:
+        if not self.has_frames:
             return
         has_grad = torch.is_grad_enabled()
         frame = Frame(module, units, is_recompute, sys.exception(), has_grad)
@@ -171,9 +175,10 @@ class Engine:
     def _open_forward(self, frame: Frame, name: str) -> None:
         kind = "training" if frame.has_grad else "no-grad"
         place = f"the beginning of a {kind} forward of '{name}'" if name else f"the beginning of a {kind} forward"
-        self.order.barrier(place)
         key = ("forward", name, frame.has_grad)
-        if frame.has_grad:
+        if self.is_sharded:
+            self.order.barrier(place)
+        if self.is_sharded and frame.has_grad:
             # Forwards without a backward would make ever new keys; the last ones tell kinds apart well enough.
             self._forwards = [*self._forwards[1 - KEPT_FORWARDS :], key]
         # Also without gradients: code inside may enable them, as models of forces do.
@@ -186,6 +191,10 @@ class Engine:
                 "a backward. Use torch.autograd.grad, or enter `with zero.gathered():` around them, on every rank."
             ) from error
         self.order.open("forward", key)
+
+    def _unit_under_way(self) -> int:
+        """Return the unit whose module computes now."""
+        return next((frame.units[-1] for frame in reversed(self._frames) if frame.units), ROOT)
 
     def _note_use(self, units: tuple[int, ...]) -> None:
         for number in units:

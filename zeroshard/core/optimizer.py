@@ -98,9 +98,7 @@ class ShardedOptimizer:
             raise RuntimeError(f"{self._engine.mesh} optimizer.step() under gathered(): leave the context first.")
         self._engine.leave_passes("optimizer.step()")
         self._engine.check_reduced("optimizer.step()")
-        is_left = any(
-            not unit.spec.is_whole and unit.presence is not Presence.RELEASED for unit in self._engine.units
-        )
+        is_left = any(not unit.spec.is_whole and unit.presence is not Presence.RELEASED for unit in self._engine.units)
         assert not is_left, "a unit was left gathered"
         scale = self._engine.loss_scale
         if scale is not None:

@@ -81,6 +81,7 @@ class Order:
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
         self._units, self._comm = units, comm
         self._changes = [change for unit in units for change in unit.changes]
+        self._is_sharded = any(not unit.spec.is_whole for unit in units)
         self.current: Pass | None = None
         self.steps = 0
         self.has_stepped = False
@@ -107,21 +108,23 @@ class Order:
     ) -> Pass:
         """Begin a pass; the one before must be closed."""
         self._begin_step()
-        self._count += 1
+        if phase == "backward" or self._is_sharded:
+            # Any rank may make passes of its own that send nothing, and messages of the others keep their numbers.
+            self._count += 1
         record = self._records.get(key)
         asks = record is None or (phase == "backward" and self._has_left_record)
         followed = record or Record()
         schedule = Schedule(
             replace(followed, requests=()) if asks else followed, lambda unit: self._units[unit].is_complete()
         )
-        self.current = Pass(
-            phase, key, self._count, scope, schedule, record is None, asks, expected=expected or set()
-        )
+        self.current = Pass(phase, key, self._count, scope, schedule, record is None, asks, expected=expected or set())
         return self.current
 
     def need(self, unit: int) -> None:
         """Return when `unit` is whole. Collective: in agreement or by record; other ranks take part in any case."""
         pass_ = self._open_pass()
+        if self._units[unit].spec.is_whole:
+            return
         if pass_.schedule.whole.get(unit):
             self._units[unit].wait()
             return
@@ -195,8 +198,7 @@ class Order:
         """
         checksum = checksum_of(self._changes)
         if pass_.scope is Scope.RANK:
-            is_sharded = any(not unit.spec.is_whole for unit in self._units)
-            return self.barrier(f"the end of {pass_}", checksum) if is_sharded else (0, 0)
+            return self.barrier(f"the end of {pass_}", checksum) if self._is_sharded else (0, 0)
         mine = [flag for unit in self._units for flag in unit.has_landed()]
         least, greatest = self.barrier(f"the end of {pass_}", zlib.crc32(bytes(mine), checksum))
         if least == greatest:

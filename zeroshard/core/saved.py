@@ -1,9 +1,10 @@
-"""Gather on unpack: why backward never sees a released parameter.
+"""What autograd saves: parameters that are gathered on unpacking, and activations with their treatments.
 
-Owns the pair of saved-tensor hooks around each outermost forward pass. Every tensor that autograd saves from a bucket
-is packed with its unit, and unpacking has the unit gathered first; this holds for whatever graph the user builds, where
-hooks on gradients are only hints. These hooks switch off autograd's own version check, so both kinds of tensor carry
-what is needed to check it here.
+Owns the only pair of saved-tensor hooks, around each outermost forward pass: of nested pairs autograd runs the
+innermost alone. Every tensor that autograd saves from a bucket is packed with its unit, and unpacking has the unit
+gathered first; this holds for whatever graph the user builds, where hooks on gradients are only hints. All other
+tensors go through the chain of treatments. These hooks switch off autograd's own version check, so what is kept as it
+is carries what is needed to check it here.
 
 Note: derivatives of derivatives
     A backward with `create_graph=True` saves tensors, too, and begins where no hook of a module can see it. So a node
@@ -12,7 +13,8 @@ Note: derivatives of derivatives
 """
 
 import sys
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch
 from zeroshard.core.buffer import Bucket
 from zeroshard.torch_private import graph_task, local_of, storage_of, version_of
 
-__all__ = ["SavedTensors"]
+__all__ = ["SavedTensors", "Treatment"]
 
 Tensor = torch.Tensor
 
@@ -39,32 +41,69 @@ class _FromBucket(_Saved):
     updates: int
 
 
+class Treatment(ABC):
+    """What is done with activations between forward and backward: a link of a chain."""
+
+    @abstractmethod
+    def pack(self, value: Any, unit: int) -> Any:
+        """Return what is kept of a tensor that autograd saves in the forward of a unit.
+
+        Args:
+            value: what the treatment before this one returned; a tensor in the first one.
+        """
+
+    @abstractmethod
+    def unpack(self, packed: Any) -> Any:
+        """Return what `pack` was given, with the same bits."""
+
+
 class SavedTensors:
     """The hooks of one model.
 
     Args:
-        buckets: (unit, bucket) pairs whose storage comes and goes.
+        buckets: (unit, bucket) pairs.
         need: makes a unit whole; called while a backward pass unpacks.
+        treatments: of activations, in the order of packing.
+        unit_under_way: tells which unit's forward runs.
     """
 
-    def __init__(self, buckets: list[tuple[int, Bucket]], need: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        buckets: list[tuple[int, Bucket]],
+        need: Callable[[int], None],
+        treatments: Sequence[Treatment],
+        unit_under_way: Callable[[], int],
+    ) -> None:
         self._by_storage = {storage_of(bucket.full): (unit, bucket) for unit, bucket in buckets}
-        self._need = need
+        self._need, self._treatments, self._unit_under_way = need, tuple(treatments), unit_under_way
 
     def context(self) -> Any:
         """Return the context manager that packs what is saved inside it."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> Any:
         # Autograd saves a DTensor as it is; the bytes are those of its local tensor.
         inner = local_of(tensor)
         found = self._by_storage.get(storage_of(inner)) if inner.layout is torch.strided else None
+        if found is None and self._treatments:
+            return self._treat(tensor.detach())
         if found is None:
             return _Saved(tensor.detach(), version_of(tensor))
         unit, bucket = found
         return _FromBucket(tensor.detach(), version_of(tensor), unit, bucket, bucket.updates)
 
-    def _unpack(self, packed: _Saved) -> Tensor:
+    def _treat(self, value: Any) -> Any:
+        unit = self._unit_under_way()
+        for treatment in self._treatments:
+            value = treatment.pack(value, unit)
+        return value
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, _Saved):
+            for treatment in reversed(self._treatments):
+                packed = treatment.unpack(packed)
+            packed = _Saved(packed, version_of(packed))
+        assert isinstance(packed, _Saved)
         if isinstance(packed, _FromBucket) and packed.bucket.updates != packed.updates:
             raise RuntimeError(
                 f"The parameters of '{packed.bucket.spec.name}' changed {packed.bucket.updates - packed.updates} "

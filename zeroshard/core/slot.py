@@ -117,7 +117,7 @@ class Slot:
 
     @property
     def has_grad(self) -> bool:
-        """Whether there is a gradient: some rank used the parameter, or this one did and ranks have yet to agree."""
+        """Whether there is a gradient: of some rank, or of this one while ranks have yet to agree."""
         return self.bucket.grads.has_grad(self.index)
 
 

@@ -74,7 +74,7 @@ def _copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Iterator[
             slot = slot_of(master)
             is_everywhere = slot.bucket.spec.updates_all
             if is_everywhere or has_replicas:
-                if slot.bucket.spec.formats.has_masters:
+                if slot.bucket.spec.has_masters:
                     yield Copy(f"the master values of '{slot.name}'", master, is_everywhere)
                 for key, value in sorted(one.optimizer.state.get(master, {}).items()):
                     if is_cut(key, value, master):

@@ -22,10 +22,11 @@ from zeroshard.state.admission import admit
 from zeroshard.state.materialize import InitFn, Weights, check_source
 from zeroshard.state.start import check_seconds
 from zeroshard.state.units import UnitPlan, plan_units
-from zeroshard.table.cells import Replicated, Residency
+from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
 from zeroshard.table.stages import DEFAULT_STAGE, name_of_row, row_of_stage
 from zeroshard.wire.comm import BUCKETS
+from zeroshard.wire.memory import MEMORIES
 from zeroshard.wire.mesh import Mesh
 
 __all__ = ["Described", "Optimizers", "Request", "check_bucket_count", "check_optimizers", "describe"]
@@ -135,6 +136,12 @@ def _row(request: Request) -> Residency:
         raise ValueError(f"Give stage= or residency=, not both; got stage={stage} and {residency}.")
     if not isinstance(residency, Residency):
         raise TypeError(f"residency must be a zs.Residency; got {residency!r}. stage= takes a number.")
+    for column, known in (("states", MEMORIES), ("gradients", ["device"]), ("parameters", ["device"])):
+        if (cell := getattr(residency, column)).memory not in known:
+            raise ValueError(
+                f"Residency({column}={cell}) asks for memory '{cell.memory}', where {column} cannot lie; known: "
+                f"{', '.join(known)}."
+            )
     return residency
 
 
@@ -269,7 +276,7 @@ def check_optimizers(
         kind = type(optimizer).__name__
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them; got {kind}.")
-        if not isinstance(row.states, Replicated):
+        if row.is_cut:
             admit(optimizer, elementwise)
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):

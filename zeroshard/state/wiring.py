@@ -31,8 +31,8 @@ def wire(
     """Hang the hooks: every module whose forward needs units that come and go, and the model itself."""
     entries: dict[nn.Module, tuple[str, tuple[int, ...]]] = {model: ("", ())}
     for unit, plan in zip(engine.units, plans, strict=True):
-        # Units that stay whole need no event of their own modules; the model's own entry checks and completes passes.
-        for module, name in plan.entries.items() if not unit.spec.is_whole else ():
+        # Elsewhere no module needs an event but the model itself, whose entry checks and completes passes.
+        for module, name in plan.entries.items() if engine.has_frames else ():
             known = entries.get(module, ("", ()))[1]
             entries[module] = (name, (*known, unit.number))
     own = registered(model)

@@ -50,7 +50,7 @@ class Updates:
 def kept_bytes(buckets: Sequence[BucketSpec]) -> tuple[int, int, int]:
     """Return the bytes that stay between steps: (parameters, masters that are kept beside them, padding of both)."""
     parameters, padding = _owned_bytes((b, b.parameters, b.formats.param) for b in buckets)
-    masters, spare = _owned_bytes((b, b.states, b.formats.master) for b in buckets if b.formats.has_masters)
+    masters, spare = _owned_bytes((b, b.states, b.formats.master) for b in buckets if b.has_masters)
     return parameters, masters, padding + spare
 
 

@@ -11,7 +11,11 @@ from typing import Literal, final
 
 from zeroshard.table.layout import Layout, plan_layout
 
-__all__ = ["Cell", "Kept", "Replicated", "Residency", "Sharded"]
+__all__ = ["Activations", "Cell", "Kept", "Replicated", "Residency", "Sharded"]
+
+
+PROBE = plan_layout([2], 64, 2)
+"""A bucket of two elements on two ranks: what a cell answers of it tells cells apart."""
 
 
 class Cell(ABC):
@@ -73,15 +77,25 @@ class Sharded(Cell):
     __str__ = Cell.__str__
 
 
+class Activations(ABC):
+    """One cell of the activations column: what is done with the tensors that autograd saves."""
+
+    word: str
+    treatments: tuple[str, ...] = ()
+    """Names of what each tensor goes through in the forward pass, and backwards in the backward pass."""
+
+    def __str__(self) -> str:
+        return self.word
+
+
 @final
 @dataclass(frozen=True)
-class Kept:
+class Kept(Activations):
     """Activations stay where the forward pass left them."""
 
     word = "kept"
 
-    def __str__(self) -> str:
-        return self.word
+    __str__ = Activations.__str__
 
 
 @dataclass(frozen=True)
@@ -102,14 +116,14 @@ class Residency:
     states: Cell = field(default_factory=Replicated)
     gradients: Cell = field(default_factory=Replicated)
     parameters: Cell = field(default_factory=Replicated)
-    activations: Kept = field(default_factory=Kept)
+    activations: Activations = field(default_factory=Kept)
 
     def __post_init__(self) -> None:
-        for name, kind in (("states", Cell), ("gradients", Cell), ("parameters", Cell), ("activations", Kept)):
+        columns = (("states", Cell), ("gradients", Cell), ("parameters", Cell), ("activations", Activations))
+        for name, kind in columns:
             if not isinstance(cell := getattr(self, name), kind):
                 raise TypeError(f"Residency({name}=...) takes a cell such as zs.Sharded(); got {cell!r}.")
-        probe = plan_layout([2], 64, 2)
-        kept = [[c.kept_range(probe, rank) for c in (self.states, self.gradients, self.parameters)] for rank in (0, 1)]
+        kept = [[c.kept_range(PROBE, rank) for c in (self.states, self.gradients, self.parameters)] for rank in (0, 1)]
         if not all(_covers(b, a) and _covers(c, b) for a, b, c in kept):
             raise ValueError(
                 f"Residency(states={self.states}, gradients={self.gradients}, parameters={self.parameters}): a rank "
@@ -117,6 +131,11 @@ class Residency:
                 "gradient it keeps, because the optimizer reads gradients for its states, and every gradient needs the "
                 "parameter it belongs to. So a column can be sharded only if the columns before it are."
             )
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank may update a part of a parameter."""
+        return self.states.kept_range(PROBE, 0) != (0, PROBE.full_numel)
 
 
 def _covers(outer: tuple[int, int], inner: tuple[int, int]) -> bool:

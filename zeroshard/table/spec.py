@@ -39,11 +39,6 @@ class Formats:
     master: str
     state: str
 
-    @property
-    def has_masters(self) -> bool:
-        """Whether masters are kept beside the parameters, which are rounded from them."""
-        return self.master != self.param
-
 
 def itemsize(dtype: str) -> int:
     """Return the bytes of an element of a dtype."""
@@ -116,6 +111,11 @@ class BucketSpec:
     def updates_all(self) -> bool:
         """Whether this rank updates every element, and so needs whole sums of gradients."""
         return self.states == self.full
+
+    @cached_property
+    def has_masters(self) -> bool:
+        """Whether masters are kept beside the parameters: in another dtype, or in another memory."""
+        return self.formats.master != self.formats.param or self.row.states.memory != self.row.parameters.memory
 
     @cached_property
     def lands_on_sums(self) -> bool:

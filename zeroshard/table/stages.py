@@ -3,9 +3,10 @@
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.
 """
 
+from dataclasses import replace
 from types import MappingProxyType
 
-from zeroshard.table.cells import Residency, Sharded
+from zeroshard.table.cells import Kept, Residency, Sharded
 
 __all__ = ["DEFAULT_STAGE", "STAGES", "name_of_row", "row_of_stage"]
 
@@ -40,6 +41,9 @@ def row_of_stage(stage: int) -> Residency:
 def name_of_row(row: Residency) -> str:
     """Return how a row is called: "stage 2", or its cells where no stage has them."""
     for stage, known in STAGES.items():
-        if known == row:
-            return f"stage {stage}"
-    return f"states {row.states}, gradients {row.gradients}, parameters {row.parameters}"
+        if known == replace(row, activations=known.activations):
+            name = f"stage {stage}"
+            break
+    else:
+        name = f"states {row.states}, gradients {row.gradients}, parameters {row.parameters}"
+    return name if row.activations == Kept() else f"{name}, activations {row.activations}"

@@ -26,8 +26,9 @@ import os
 import secrets
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
@@ -35,7 +36,7 @@ import torch
 from zeroshard.wire.board import BOARD_BYTES, Board, Meeting, is_supported
 from zeroshard.wire.process import tell_forks
 
-__all__ = ["HostMemory", "Memory", "OwnMemory"]
+__all__ = ["HostMemory", "MEMORIES", "Memory", "OwnMemory"]
 
 Tensor = torch.Tensor
 
@@ -118,6 +119,10 @@ class OwnMemory(Memory):
         """See `Memory`."""
         # There is no second place from which it could come back.
         return
+
+
+MEMORIES: Mapping[str, Callable[[], Memory]] = MappingProxyType({"device": OwnMemory})
+"""Memory for what this rank alone reads, by the word of a cell."""
 
 
 @final
