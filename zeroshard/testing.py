@@ -4,8 +4,9 @@ Owns the rank processes: how they start, report, fail and end. Must not know the
 `torch.distributed`, so a test of anything that runs on ranks can use it. Read `run_ranks` first.
 
 Note: the life of a rank process
-    Ranks are forked from one server process that has imported torch and zeroshard (and torch's compiler, which the
-    first optimizer of a process imports): some seconds once in a test process, hundredths of a second a rank later.
+    Ranks are forked from one server process that has imported torch and all that `shard` needs (and torch's compiler,
+    which the first optimizer of a process imports): some seconds once in a test process, hundredths of a second a rank
+    later. `zeroshard` itself imports next to nothing before a name is used, so the server imports `zeroshard.handle`.
     Plain fork hangs after a parallel region in the parent, and a fresh interpreter imports torch each time. The price:
     a rank sees the environment of the first call, and its target must be importable, that is, a function at the top of
     a module.
@@ -21,6 +22,7 @@ Note: by value
 
 import dataclasses
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -44,7 +46,7 @@ import torch.distributed as dist
 
 __all__ = ["RankError", "RankFailure", "run_ranks"]
 
-_PRELOAD: Final = ("torch", "torch.distributed", "torch._dynamo", "zeroshard", "zeroshard.testing")
+_PRELOAD: Final = ("torch", "torch.distributed", "torch._dynamo", "zeroshard.handle", "zeroshard.testing")
 _PRELOAD_IF_IMPORTED: Final = ("pytest", "transformers")
 _STACK_DUMP_S: Final = 0.3
 
@@ -311,6 +313,7 @@ def _end(ranks: Iterable[_Rank]) -> None:
 
 def _rank_main(connection: Connection, place: _Place, blob: bytes) -> None:
     """Run the target in this process, report, and exit non-zero if it raised."""
+    gc.freeze()  # else each full collection walks all that the server imported, which takes a quarter of a second
     threading.Thread(target=_die_with_caller, daemon=True).start()
     _dump_stacks_on_signal(place.stack_path)
     data, is_error = _run_target(place, blob)

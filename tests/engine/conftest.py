@@ -18,6 +18,7 @@ PRELOAD = (
     "torch._dynamo",
     "transformers",
     "pytest",
+    "zeroshard.handle",
     "zeroshard.testing",
     "tests.engine.oracle",
 )
