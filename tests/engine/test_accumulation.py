@@ -122,6 +122,19 @@ def uneven_micro_batches_per_step(run: Run) -> None:
         optimizer.zero_grad()
 
 
+def forgotten_in_part(run: Run) -> None:
+    """Forget some gradients of each unit between two backwards: the second sum is all there is of them."""
+    model, optimizer = start(run)
+    for step in range(2):
+        backward(run, model, step, 0)
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                p.grad = None
+        backward(run, model, step, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def summed(run: Run) -> None:
     model, optimizer = start(run, reduction="sum")
     for step in range(3):
@@ -159,6 +172,7 @@ SCRIPTS = [
     zeroed_before_backward,
     uneven_micro_batches_per_step,
     some_forgotten_while_others_wait,
+    forgotten_in_part,
     summed,
 ]
 

@@ -181,6 +181,42 @@ def test_predictions_differ_between_stages_and_plans() -> None:
     assert len({stage for stage, events in seen if any(kind == "gather" for kind, _, _ in events)}) == 1
 
 
+FIRST_BACKWARD = """
+gather root, gather blocks.2, reduce blocks.2, gather blocks.1, release blocks.2, reduce blocks.1, gather blocks.0,
+release blocks.1, reduce blocks.0, release blocks.0, reduce root, release root
+"""
+LATER_BACKWARD = """
+gather root, gather blocks.2, gather blocks.1, reduce blocks.2, release blocks.2, gather blocks.0, reduce blocks.1,
+release blocks.1, reduce blocks.0, release blocks.0, reduce root, release root
+"""
+"""With a record: the gather of the next unit is under way while one is computed, and comes before that one's sum."""
+
+
+def backwards_of_three_blocks(shared_memory: bool) -> list[list[str]]:
+    """Return what the backward of each of three steps issued, in order."""
+    run = Sharded(3, {"shared_memory": shared_memory})
+    model = models.build(models.Stack)
+    optimizer = models.adamw(model)
+    run.shard(model, optimizer, units=list(model.blocks))
+    for step in range(3):
+        one_micro_batch(run, model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    trace = run.zeros[0].trace
+    return [
+        [f"{event.kind} {event.unit or 'root'}" for event in trace.step_events(step) if event.phase == "backward"]
+        for step in range(3)
+    ]
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_the_next_unit_is_on_its_way_before_the_last_one_is_reduced(shared_memory: bool) -> None:
+    # What a step issues is compared with a prediction above, which knows the same record: this order is written down.
+    first, later = (text.replace("\n", " ").strip().split(", ") for text in (FIRST_BACKWARD, LATER_BACKWARD))
+    for found in run_ranks(backwards_of_three_blocks, 2, shared_memory, timeout_s=TIMEOUT_S):
+        assert found == [first, later, later]
+
+
 def changing(stage: int) -> list[tuple[Any, Any]]:
     """Train four steps of one kind, then four of another: the prediction follows a step later."""
     run = Sharded(stage)

@@ -90,7 +90,7 @@ def train(stage: int, is_treated: bool, is_alone: bool = False) -> dict[str, Any
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_chain_of_treatments_sees_every_unit_and_changes_no_bit(stage: int, world: int) -> None:
     plain = run_ranks(train, world, stage, False, timeout_s=TIMEOUT_S)
     treated = run_ranks(train, world, stage, True, timeout_s=TIMEOUT_S)

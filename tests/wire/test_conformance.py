@@ -1,5 +1,6 @@
 """What every transport must do: one process, messages, memory of the host, NCCL's code, emulated ranks."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -235,6 +236,45 @@ def wrong_sum(name: str) -> list[str]:
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_transport_that_loses_a_part_is_found(name: str) -> None:
     assert all(run_ranks(wrong_sum, 2, name, timeout_s=TIMEOUT_S))
+
+
+LATE_S = 0.1
+
+
+def reuse(name: str) -> list[str]:
+    """Overwrite what a transport was given as soon as a wait ends, while the first rank is late to read it."""
+    asked = Asked(name, 1)
+    ranks, place = asked.mesh.shard_ranks, asked.mesh.shard_rank
+    memory: Any = asked.comm.pool.memory
+    if place == 0 and memory.is_shared:
+        of_peer = memory.of_peer
+
+        def late(*where: Any) -> Tensor:
+            time.sleep(LATE_S)
+            return of_peer(*where)
+
+        memory.of_peer = late
+    for number in range(2):
+        full = asked.memory(64 * len(ranks), torch.float32, shared=True)
+        full.view(len(ranks), -1)[place] = values(place, 64, key=number)
+        asked.comm.gather(full, tag_of(number, 0), "a gather", "state").wait()
+        expected = torch.cat([values(rank, 64, key=number) for rank in ranks])
+        asked.expect(full, expected, f"gather {number}")
+        full.copy_(values(place, full.numel(), key=number))
+        own = torch.zeros(64)
+        pending = asked.comm.reduce(full, own, torch.float32, 1.0, tag_of(number, 1), "a reduction")
+        if place == 0:
+            time.sleep(LATE_S)
+        pending.wait()
+        full.fill_(9.0)
+        parts = [values(rank, full.numel(), key=number).view(len(ranks), -1)[place] for rank in ranks]
+        asked.expect(bool(torch.allclose(own, fold(parts, torch.float32, 1.0))), True, f"reduction {number}")
+    return asked.wrong
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_was_given_may_be_overwritten_when_a_wait_ends(name: str) -> None:
+    assert run_ranks(reuse, 2, name, timeout_s=TIMEOUT_S) == [[]] * 2
 
 
 def test_one_process_changes_nothing() -> None:
