@@ -31,6 +31,7 @@ from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import users_of_storage
 from zeroshard.wire.pool import Pool
+from zeroshard.wire.transports import codec_of
 
 __all__ = ["Bucket", "GradientBuffer", "Local", "flatten"]
 
@@ -264,6 +265,7 @@ class Bucket:
     ) -> None:
         self.spec, self.layout, self.number = spec, spec.layout, spec.number
         self.dtypes, self.dtype, self.device = dtypes, dtypes.param, parameters[0].device
+        self.codec = codec_of(spec.formats.reduce)
         self.shapes = [tuple(p.shape) for p in parameters]
         self.strides = [_dense_strides(p) for p in parameters]
         self._ledger, self._memory, (start, stop) = ledger, pool.memory, spec.shard

@@ -27,7 +27,8 @@ from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.table.spec import UnitSpec
 from zeroshard.torch_private import accumulator_of, will_run
-from zeroshard.wire.comm import Comm, Pending, tag_of
+from zeroshard.wire.comm import Comm, Pending
+from zeroshard.wire.tag import Tag
 
 __all__ = ["Reduction", "Unit"]
 
@@ -50,10 +51,8 @@ class Reduction:
             local = bucket.grads.take_local(comm.mesh.replicas) if is_ready else None
             scale = unit.scale if comm.mesh.replicas == 1 else 1.0
             own = bucket.grads.place_of_sum(local) if local else bucket.grads.own_shard()
-            full, tag = local.full if local else None, tag_of(number, bucket.number)
-            self._pending.append(
-                (bucket, local, own, comm.reduce(full, own, bucket.dtypes.reduce, scale, tag, self._what))
-            )
+            full, tag = local.full if local else None, Tag(number, bucket.number, self._what)
+            self._pending.append((bucket, local, own, comm.reduce(full, own, bucket.codec, scale, tag)))
 
     def finish(self) -> list[Pending] | None:
         """Add the sums to what is held, and return what gathers them where every rank needs them whole.
@@ -160,8 +159,8 @@ class Unit:
         for bucket in self._gathered:
             if not self.is_open:
                 bucket.open()
-            what = f"the gather of {self} in {where}"
-            self._pending.append(comm.gather(bucket.full, tag_of(number, bucket.number), what, kind))
+            tag = Tag(number, bucket.number, f"the gather of {self} in {where}")
+            self._pending.append(comm.gather(bucket.full, tag, kind))
         self.is_open = True
 
     def wait(self) -> None:
@@ -233,8 +232,8 @@ class Unit:
         """Sum this rank's shard of gradients over copies, where there are several; False if a copy is not ready."""
         if comm.mesh.replicas == 1:
             return is_ready
-        tag = tag_of(number, bucket.number)
-        return comm.reduce_copies(own, bucket.dtypes.reduce, self.scale, tag, what, is_ready=is_ready).wait()
+        tag = Tag(number, bucket.number, what)
+        return comm.reduce_copies(own, bucket.codec, self.scale, tag, is_ready=is_ready).wait()
 
     def check_finite(self, bucket: Bucket, own: Tensor) -> None:
         """Note for the loss scale if sums are not finite."""
@@ -245,7 +244,7 @@ class Unit:
         """Begin to gather sums where every rank needs them whole."""
         if not bucket.spec.updates_all or comm.mesh.shard_size == 1:
             return []
-        return [comm.gather(held, tag_of(number, bucket.number), what, kind="reduce")]
+        return [comm.gather(held, Tag(number, bucket.number, what), kind="reduce")]
 
     def end_backward(self) -> None:
         """Forget what belonged to one backward pass."""

@@ -25,8 +25,8 @@ from zeroshard.state.units import UnitPlan, plan_units
 from zeroshard.table.cells import Replicated, Residency
 from zeroshard.table.settings import Settings
 from zeroshard.table.stages import DEFAULT_STAGE, name_of_row, row_of_stage
-from zeroshard.wire.comm import BUCKETS
 from zeroshard.wire.mesh import Mesh
+from zeroshard.wire.tag import BUCKETS
 
 __all__ = ["Described", "Optimizers", "Request", "check_bucket_count", "check_optimizers", "describe"]
 

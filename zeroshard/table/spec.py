@@ -5,16 +5,16 @@ buckets from these records, and the planner, which builds nothing, read the same
 `table/layout.py` first.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
 from zeroshard.table.cells import Residency
+from zeroshard.table.codecs import itemsize, wire_bytes
 from zeroshard.table.layout import Layout
 
-__all__ = ["BucketSpec", "Formats", "Range", "UnitSpec", "itemsize"]
+__all__ = ["BucketSpec", "Formats", "Range", "UnitSpec"]
 
 Range = tuple[int, int]
 """Elements of a bucket, as (start, stop)."""
@@ -27,7 +27,7 @@ class Formats:
 
     Args:
         param: what modules compute with.
-        reduce: a gradient on the wire.
+        reduce: a gradient on the wire; also the name of a codec (`table/codecs.py`).
         grad: a gradient that is held.
         master: what the optimizer updates, between steps.
         state: an optimizer's state, and a master while it is updated.
@@ -43,12 +43,6 @@ class Formats:
     def has_masters(self) -> bool:
         """Whether masters are kept beside the parameters, which are rounded from them."""
         return self.master != self.param
-
-
-def itemsize(dtype: str) -> int:
-    """Return the bytes of an element of a dtype."""
-    bits = re.search(r"\d+", dtype)
-    return max(1, int(bits[0]) // 8) if bits else 1
 
 
 @final
@@ -144,13 +138,13 @@ class BucketSpec:
 
     def sent_bytes(self, kind: str) -> int:
         """Return what this rank sends for one event: "gather", "reduce" or "publish"."""
-        element_bytes = 0
+        nbytes, numel = 0, self.layout.shard_numel
         if (kind == "gather" and self.is_gathered) or (kind == "publish" and self.is_published):
-            element_bytes = itemsize(self.formats.param)
+            nbytes = numel * itemsize(self.formats.param)
         elif kind == "reduce":
             # Where every rank updates all, the sums are gathered, too.
-            element_bytes = itemsize(self.formats.reduce) + self.updates_all * itemsize(self.formats.grad)
-        return self.layout.shard_numel * (self.layout.world_size - 1) * element_bytes
+            nbytes = wire_bytes(self.formats.reduce, numel) + self.updates_all * numel * itemsize(self.formats.grad)
+        return nbytes * (self.layout.world_size - 1)
 
 
 @final

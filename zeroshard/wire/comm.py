@@ -14,26 +14,23 @@ import torch.distributed as dist
 
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Silence, Wire
+from zeroshard.wire.codec import Codec
 from zeroshard.wire.memory import Memory, OwnMemory
 from zeroshard.wire.mesh import Mesh
 from zeroshard.wire.pool import Pool
+from zeroshard.wire.tag import Tag
 from zeroshard.wire.watchdog import Watchdog
 
 __all__ = [
-    "BUCKETS",
     "Comm",
     "Pending",
     "SoloComm",
     "gather_across_ranks",
     "mean_across_ranks",
-    "tag_of",
 ]
 
 Tensor = torch.Tensor
 TEXT_BYTES = 4096
-BUCKETS = 1 << 15
-"""Buckets that a model may have: tags tell so many apart, and the board has four places for each."""
-PASSES = 1 << 15
 
 
 class Pending:
@@ -50,14 +47,6 @@ class Pending:
 
 def _nothing() -> None:
     return None
-
-
-def tag_of(number: int, bucket: int) -> int:
-    """Return what marks the messages of a bucket in pass `number`; it repeats itself long after they are gone.
-
-    Below 2**30: gloo's tags have 31 bits, and the last tells gathers from reductions.
-    """
-    return number % PASSES * BUCKETS + bucket
 
 
 class Comm(ABC):
@@ -77,7 +66,7 @@ class Comm(ABC):
         """Whether a rank may take part in a reduction to say that it is not ready."""
 
     @abstractmethod
-    def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
+    def gather(self, full: Tensor, tag: Tag, kind: str = "gather") -> Pending:
         """Fill `full` from each rank's own shard of it, in place.
 
         Args:
@@ -88,28 +77,26 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def reduce(self, full: Tensor | None, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+    def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:
         """Sum `full` over the ranks of one copy, multiply by `scale`, and leave this rank's shard of it in `own`.
 
         Args:
             full: (N * S,) for the N ranks of one copy; the other shards are not changed. None, where `can_postpone`:
                 this rank is not ready. Then all ranks learn so, `own` holds anything, and `full` is as it was.
             own: (S,), this rank's shard of `full` itself or any other memory.
-            wire: what elements are rounded to before they are sent; sums are made in fp32 or better.
+            codec: what elements are in messages; sums are made in fp32 or better.
         Returns: what waits for it, and says whether all ranks were ready.
         Collective: reduce-scatter (sum in rank order 0..N-1 where the backend allows); each rank sends (N-1) * S
             elements.
         """
 
     @abstractmethod
-    def reduce_copies(
-        self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str, *, is_ready: bool = True
-    ) -> Pending:
+    def reduce_copies(self, own: Tensor, codec: Codec, scale: float, tag: Tag, *, is_ready: bool = True) -> Pending:
         """Sum this rank's shard over the R copies, two at least, and multiply by `scale`, in place.
 
         Args:
             own: (S,); S is a multiple of R.
-            wire: as in `reduce`.
+            codec: as in `reduce`.
             is_ready: False, where `can_postpone`, as `full` is None in `reduce`.
         Returns: as `reduce`.
         Collective: all-reduce (sum in the order of copies where the backend allows) over the ranks that keep the same
@@ -149,15 +136,13 @@ class SoloComm(Comm):
     def __init__(self, mesh: Mesh, ledger: Ledger) -> None:
         super().__init__(mesh, ledger, Silence())
 
-    def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
+    def gather(self, full: Tensor, tag: Tag, kind: str = "gather") -> Pending:
         return Pending(_nothing)
 
-    def reduce(self, full: Tensor | None, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+    def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:
         return Pending(_nothing)
 
-    def reduce_copies(
-        self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str, *, is_ready: bool = True
-    ) -> Pending:
+    def reduce_copies(self, own: Tensor, codec: Codec, scale: float, tag: Tag, *, is_ready: bool = True) -> Pending:
         return Pending(_nothing)
 
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
