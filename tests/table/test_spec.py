@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import zeroshard as zs
-from zeroshard.table.codecs import itemsize
 from zeroshard.table.layout import plan_layout
-from zeroshard.table.spec import BucketSpec, Formats, UnitSpec
+from zeroshard.table.spec import BucketSpec, Formats, UnitSpec, itemsize
 from zeroshard.table.stages import STAGES
 from zeroshard.table.wires import HostWire, Messages, Native, Silence
 

@@ -14,11 +14,10 @@ from benchmarks.gpu import Nobody, fake_ranks
 from zeroshard.table.trace import Ledger
 from zeroshard.testing import run_ranks
 from zeroshard.wire.codec import BLOCK_NUMEL, Codec, Rounded
-from zeroshard.wire.comm import Comm, SoloComm
+from zeroshard.wire.comm import Comm, SoloComm, Tag
 from zeroshard.wire.links import Links
 from zeroshard.wire.mesh import Mesh, current_mesh
 from zeroshard.wire.nccl import NcclComm
-from zeroshard.wire.tag import Tag
 from zeroshard.wire.transports import make_comm
 
 TIMEOUT_S = 120.0

@@ -35,9 +35,8 @@ from zeroshard.torch_private import (
     slot_grad,
     version_of,
 )
-from zeroshard.wire.comm import Comm
+from zeroshard.wire.comm import Comm, Tag
 from zeroshard.wire.mesh import Mesh
-from zeroshard.wire.tag import Tag
 
 __all__ = ["Engine", "Frame", "Gathered"]
 

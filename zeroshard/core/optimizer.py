@@ -21,8 +21,7 @@ from zeroshard.core.gradient import MasterSlice
 from zeroshard.core.precision import LossScale, round_at_random
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.unit import Unit
-from zeroshard.wire.comm import Pending
-from zeroshard.wire.tag import Tag
+from zeroshard.wire.comm import Pending, Tag
 
 __all__ = ["ShardedOptimizer", "cut_state", "is_cut"]
 

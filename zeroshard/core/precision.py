@@ -16,8 +16,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from zeroshard.table.codecs import CODECS
-from zeroshard.table.spec import Formats
+from zeroshard.table.spec import CODECS, Formats
 from zeroshard.torch_private import BatchNorm
 
 __all__ = ["LossScale", "Precision", "precision_of", "round_at_random"]

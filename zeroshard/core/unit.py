@@ -27,8 +27,7 @@ from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.table.spec import UnitSpec
 from zeroshard.torch_private import accumulator_of, will_run
-from zeroshard.wire.comm import Comm, Pending
-from zeroshard.wire.tag import Tag
+from zeroshard.wire.comm import Comm, Pending, Tag
 
 __all__ = ["Reduction", "Unit"]
 

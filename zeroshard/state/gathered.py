@@ -18,7 +18,7 @@ from zeroshard.core.slot import Slot, slot_of
 from zeroshard.state.takeover import spread
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import version_of
-from zeroshard.wire.tag import Tag
+from zeroshard.wire.comm import Tag
 
 __all__ = ["gathered"]
 

@@ -4,7 +4,7 @@ Owns that exchange. It must not know who changed the masters. Read `core/buffer.
 """
 
 from zeroshard.core.engine import Engine
-from zeroshard.wire.tag import Tag
+from zeroshard.wire.comm import Tag
 
 __all__ = ["follow_masters"]
 

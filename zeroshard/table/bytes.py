@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import final
 
 from zeroshard.table import schedule
-from zeroshard.table.codecs import itemsize
 from zeroshard.table.pool import Buffer, Buffers
-from zeroshard.table.spec import BucketSpec, UnitSpec
+from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.wires import Wire
 
 __all__ = ["Updates", "kept_bytes", "predict", "step_bytes"]

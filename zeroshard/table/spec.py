@@ -5,19 +5,46 @@ buckets from these records, and the planner, which builds nothing, read the same
 `table/layout.py` first.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import final
 
 from zeroshard.table.cells import Residency
-from zeroshard.table.codecs import itemsize, wire_bytes
 from zeroshard.table.layout import Layout
 
-__all__ = ["BucketSpec", "Formats", "Range", "UnitSpec"]
+__all__ = ["BucketSpec", "CODECS", "Formats", "Message", "Range", "UnitSpec", "itemsize", "message_of", "wire_bytes"]
 
 Range = tuple[int, int]
 """Elements of a bucket, as (start, stop)."""
+Message = tuple[int, str]
+"""A flat tensor: elements, and their dtype by torch's name."""
+
+CODECS: Mapping[str, Callable[[int], Message]] = MappingProxyType({})
+"""The codecs besides dtypes, by name: each returns the message for a number of elements."""
+
+
+def message_of(codec: str, numel: int) -> Message:
+    """Return the message for `numel` elements.
+
+    Args:
+        codec: the name of a dtype, whose messages are the elements themselves, or of an entry in `CODECS`.
+    """
+    return CODECS[codec](numel) if codec in CODECS else (numel, codec)
+
+
+def wire_bytes(codec: str, numel: int) -> int:
+    """Return the bytes of the message for `numel` elements."""
+    count, dtype = message_of(codec, numel)
+    return count * itemsize(dtype)
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of an element of a dtype."""
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1
 
 
 @final
@@ -27,7 +54,7 @@ class Formats:
 
     Args:
         param: what modules compute with.
-        reduce: a gradient on the wire; also the name of a codec (`table/codecs.py`).
+        reduce: a gradient on the wire; also the name of a codec in `CODECS`.
         grad: a gradient that is held.
         master: what the optimizer updates, between steps.
         state: an optimizer's state, and a master while it is updated.

@@ -7,8 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import final
 
-from zeroshard.table.codecs import CODECS, Message, message_of
-from zeroshard.table.spec import BucketSpec
+from zeroshard.table.spec import CODECS, BucketSpec, Message, message_of
 
 __all__ = ["HostWire", "Messages", "Native", "Silence", "Wire"]
 

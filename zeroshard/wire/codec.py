@@ -1,7 +1,7 @@
-"""What gradients are in messages: rounded to a dtype, or encoded otherwise.
+"""What gradients are in messages, rounded to a dtype or encoded otherwise, and how they are added up.
 
-Owns the interface of codecs, and rounding. It must not know transports or who sums. `table/codecs.py` has the sizes;
-`wire/transports.py` finds a codec by its name.
+Owns the interface of codecs, rounding, and the order of additions, on which it depends that all stages have the same
+bits. It must not know transports. `table/spec.py` has the sizes; `wire/transports.py` finds a codec by its name.
 
 Note: blocks
     Each block of BLOCK_NUMEL elements is encoded by itself, whatever part of a gradient a transport handles at once:
@@ -10,14 +10,14 @@ Note: blocks
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, final
 
 import torch
 
-from zeroshard.table.codecs import message_of
+from zeroshard.table.spec import message_of
 
-__all__ = ["BLOCK_NUMEL", "Codec", "Rounded"]
+__all__ = ["BLOCK_NUMEL", "Codec", "Rounded", "sum_dtype", "sum_in_rank_order"]
 
 Tensor = torch.Tensor
 
@@ -32,7 +32,7 @@ class Codec(ABC):
     aside, where messages are of a floating-point dtype.
 
     Args:
-        name: as in `Formats.reduce`; `table/codecs.py` knows the sizes by it.
+        name: as in `Formats.reduce`; `table/spec.py` knows the sizes by it.
     """
 
     is_summable = False
@@ -99,3 +99,23 @@ class Rounded(Codec):
     def round(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Codec`."""
         return values.to(self.dtype).to(dtype)
+
+
+def sum_dtype(held: torch.dtype) -> torch.dtype:
+    """Return what sums of a dtype are made in: fp32 or better."""
+    return torch.promote_types(held, torch.float32)
+
+
+def sum_in_rank_order(ranks: Sequence[Iterable[Tensor]], scale: float, out: Tensor) -> None:
+    """Leave scale * (values of rank 0 + values of rank 1 + ...) in `out`, which may be where one rank's values lie.
+
+    Args:
+        ranks: of each, its values in blocks of BLOCK_NUMEL, in the dtype of sums.
+    """
+    for result, total, *others, last in zip(out.split(BLOCK_NUMEL), *ranks, strict=True):
+        for other in others:
+            total = total + other
+        if result.dtype == last.dtype:
+            torch.add(total, last, out=result).mul_(scale)
+        else:
+            result.copy_((total + last).mul_(scale))

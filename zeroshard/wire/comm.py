@@ -7,7 +7,8 @@ they are for. Each transport is a module beside this one; `wire/transports.py` c
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from typing import final
+from dataclasses import dataclass
+from typing import ClassVar, final
 
 import torch
 import torch.distributed as dist
@@ -18,19 +19,52 @@ from zeroshard.wire.codec import Codec
 from zeroshard.wire.memory import Memory, OwnMemory
 from zeroshard.wire.mesh import Mesh
 from zeroshard.wire.pool import Pool
-from zeroshard.wire.tag import Tag
 from zeroshard.wire.watchdog import Watchdog
 
-__all__ = [
-    "Comm",
-    "Pending",
-    "SoloComm",
-    "gather_across_ranks",
-    "mean_across_ranks",
-]
+__all__ = ["Comm", "Pending", "SoloComm", "Tag", "gather_across_ranks", "mean_across_ranks"]
 
 Tensor = torch.Tensor
 TEXT_BYTES = 4096
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """The exchange of one bucket in one pass: what tells messages and meetings apart.
+
+    A tag repeats itself long after its messages are gone.
+
+    Args:
+        number: of the pass, or from `Order.next_number`; it may be of any size.
+        bucket: number of the bucket, below `BUCKETS`.
+        what: the exchange in words, for errors.
+    """
+
+    number: int
+    bucket: int
+    what: str
+
+    BUCKETS: ClassVar = 1 << 15
+    """Buckets that a model may have."""
+    PASSES: ClassVar = 1 << 15
+    """Passes whose tags differ."""
+    GATHER: ClassVar = 0
+    REDUCE: ClassVar = 1
+    AGREEMENTS: ClassVar = 4 * BUCKETS
+    """The first place on the board behind those of buckets."""
+
+    @property
+    def about(self) -> int:
+        """What a meeting on the board is about, below 2**30: the board has 32 bits for it."""
+        return self.number % self.PASSES * self.BUCKETS + self.bucket
+
+    def message(self, kind: int) -> int:
+        """Return the tag of messages of a `GATHER` or a `REDUCE`, below 2**31: gloo's tags have 31 bits."""
+        return 2 * self.about + kind
+
+    def place(self, kind: int, *, has_read: bool = False) -> int:
+        """Return the place on the board to say where values lie, or to say that they were read."""
+        return 4 * self.bucket + 2 * kind + has_read
 
 
 class Pending:

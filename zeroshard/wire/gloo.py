@@ -15,13 +15,11 @@ import torch.distributed as dist
 
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Messages, Wire
-from zeroshard.wire.codec import Codec
-from zeroshard.wire.comm import Pending
+from zeroshard.wire.codec import Codec, sum_dtype, sum_in_rank_order
+from zeroshard.wire.comm import Pending, Tag
 from zeroshard.wire.linked import LinkedComm
 from zeroshard.wire.links import CONTROL, Links
 from zeroshard.wire.memory import Memory
-from zeroshard.wire.sums import sum_dtype, sum_in_rank_order
-from zeroshard.wire.tag import GATHER, REDUCE, Tag
 
 __all__ = ["GlooComm"]
 
@@ -51,8 +49,8 @@ class GlooComm(LinkedComm):
     def _gather(self, full: Tensor, ranks: Ranks, tag: Tag, kind: str) -> Pending:
         chunks, peers = full.view(len(ranks), -1), self._peers(ranks)
         own = chunks[ranks.index(self.mesh.rank)]
-        works = [self._receive(chunks[place], ranks[place], tag, GATHER) for place in peers]
-        works += [self._send(own, ranks[place], tag, GATHER) for place in peers]
+        works = [self._receive(chunks[place], ranks[place], tag, Tag.GATHER) for place in peers]
+        works += [self._send(own, ranks[place], tag, Tag.GATHER) for place in peers]
         self.sent_bytes[kind] += own.nbytes * len(peers)
         return Pending(lambda: self.links.wait(works, tag.what))
 
@@ -61,7 +59,7 @@ class GlooComm(LinkedComm):
     ) -> Pending:
         chunks, numel = None if full is None else full.view(len(ranks), -1), codec.message_numel(own.numel())
         taken = {peer: self.pool.take(numel, codec.dtype, own.device) for peer in self._peers(ranks)}
-        works = [self._receive(buffer, ranks[peer], tag, REDUCE) for peer, buffer in taken.items()]
+        works = [self._receive(buffer, ranks[peer], tag, Tag.REDUCE) for peer, buffer in taken.items()]
         if chunks is None:
             given = [self.pool.take(numel, codec.dtype, own.device)]
             given[0][:1].view(torch.uint8).fill_(255)
@@ -72,7 +70,7 @@ class GlooComm(LinkedComm):
             # What lies between parameters is anything, also the mark of a buffer that was used before.
             for chunk in filter(_is_marked, sent.values()):
                 chunk[:1] = float("nan")
-        works += [self._send(chunk, ranks[peer], tag, REDUCE) for peer, chunk in sent.items()]
+        works += [self._send(chunk, ranks[peer], tag, Tag.REDUCE) for peer, chunk in sent.items()]
         self.sent_bytes[kind] += codec.nbytes(own.numel()) * len(taken)
 
         def finish() -> bool:

@@ -19,13 +19,11 @@ import torch
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import HostWire
 from zeroshard.wire.board import WORDS
-from zeroshard.wire.codec import BLOCK_NUMEL, Codec
-from zeroshard.wire.comm import Pending
+from zeroshard.wire.codec import BLOCK_NUMEL, Codec, sum_dtype, sum_in_rank_order
+from zeroshard.wire.comm import Pending, Tag
 from zeroshard.wire.gloo import GlooComm
 from zeroshard.wire.links import Links
 from zeroshard.wire.memory import HostMemory
-from zeroshard.wire.sums import sum_dtype, sum_in_rank_order
-from zeroshard.wire.tag import AGREEMENTS, GATHER, REDUCE, Tag
 
 __all__ = ["HostComm"]
 
@@ -51,7 +49,7 @@ class HostComm(GlooComm):
         if (offset := memory.offset_of(full)) is None:
             return super().gather(full, tag, kind)
         self.sent_bytes[kind] += full.nbytes // size * (size - 1)
-        meeting = memory.meet(tag.place(GATHER), tag.about, offset)
+        meeting = memory.meet(tag.place(Tag.GATHER), tag.about, offset)
 
         def finish() -> None:
             self.links.wait([meeting], tag.what)
@@ -60,14 +58,14 @@ class HostComm(GlooComm):
                     part = memory.of_peer(place, there, full.numel(), full.dtype).view(size, -1)[place]
                     full.view(size, -1)[place] = part
                     memory.drop(place, part)
-                self._all_have_read(tag, GATHER)
+                self._all_have_read(tag, Tag.GATHER)
 
         return Pending(finish)
 
     def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:
         self.sent_bytes["reduce"] += codec.nbytes(own.numel()) * (self.mesh.shard_size - 1)
         offset = NOT_READY if full is None else self._memory.offset_of(full)
-        meeting = self._memory.meet(tag.place(REDUCE), tag.about, NOWHERE if offset is None else offset)
+        meeting = self._memory.meet(tag.place(Tag.REDUCE), tag.about, NOWHERE if offset is None else offset)
 
         def finish() -> bool:
             self.links.wait([meeting], tag.what)
@@ -78,7 +76,7 @@ class HostComm(GlooComm):
                     show_in_turn(chunks)
                 else:
                     self._add_up(meeting.offsets, chunks, chunks[self.mesh.shard_rank], codec, scale, own)
-            self._all_have_read(tag, REDUCE)
+            self._all_have_read(tag, Tag.REDUCE)
             return is_ready
 
         def show_in_turn(chunks: Tensor) -> None:
@@ -87,10 +85,10 @@ class HostComm(GlooComm):
             rows, at = shown.view(self.mesh.shard_size, -1), self._memory.offset_of(shown)
             assert at is not None, "pools are in the memory of the host"
             for parts, result in zip(chunks.split(numel, dim=1), own.split(numel), strict=True):
-                self._all_have_read(tag, REDUCE)
+                self._all_have_read(tag, Tag.REDUCE)
                 for place in self._peers(self.mesh.shard_ranks):
                     rows[place, : result.numel()] = parts[place]
-                there = self._memory.meet(tag.place(REDUCE), tag.about, at)
+                there = self._memory.meet(tag.place(Tag.REDUCE), tag.about, at)
                 self.links.wait([there], tag.what)
                 self._add_up(there.offsets, rows, parts[self.mesh.shard_rank], codec, scale, result)
             self.pool.give(shown)
@@ -126,7 +124,7 @@ class HostComm(GlooComm):
             return super().agree(values, what)
         # At two places in turn: nobody comes to the next agreement but one before all have heard this one.
         self._agreements += 1
-        meeting = self._memory.meet(AGREEMENTS + self._agreements % 2, len(values), *values)
+        meeting = self._memory.meet(Tag.AGREEMENTS + self._agreements % 2, len(values), *values)
         self.links.wait([meeting], what)
         self.sent_bytes["agree"] += 8 * len(values)
         return [min(each) for each in zip(values, *meeting.numbers.values(), strict=True)]

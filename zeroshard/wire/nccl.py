@@ -15,12 +15,10 @@ import torch.distributed as dist
 
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Native
-from zeroshard.wire.codec import Codec
-from zeroshard.wire.comm import Pending
+from zeroshard.wire.codec import Codec, sum_dtype, sum_in_rank_order
+from zeroshard.wire.comm import Pending, Tag
 from zeroshard.wire.linked import LinkedComm
 from zeroshard.wire.links import Links
-from zeroshard.wire.sums import sum_dtype, sum_in_rank_order
-from zeroshard.wire.tag import Tag
 
 __all__ = ["NcclComm"]
 

@@ -24,7 +24,7 @@ from zeroshard.wire.nccl import NcclComm
 __all__ = ["codec_of", "make_comm"]
 
 CODECS: Mapping[str, type[Codec]] = MappingProxyType({})
-"""The codecs besides dtypes; `table/codecs.py` has the sizes of each."""
+"""The codecs besides dtypes; `table/spec.py` has the sizes of each."""
 
 
 @functools.cache
