@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeroshard.checkpoint.load import Loaded
-    from zeroshard.checkpoint.verify import latest
+    from zeroshard.checkpoint.verify import latest, list_checkpoints
     from zeroshard.core.precision import Precision
     from zeroshard.core.version import VERSION as __version__
     from zeroshard.handle import Zero, shard
     from zeroshard.report.profile import Profile
+    from zeroshard.state.arrival import ends_by_signal
     from zeroshard.state.average import Average
-    from zeroshard.state.start import init
+    from zeroshard.state.start import init, texts_across_ranks
     from zeroshard.table.cells import Replicated, Residency, Sharded
-    from zeroshard.table.errors import CheckpointError, RankMismatchError
+    from zeroshard.table.errors import CheckpointError, RankMismatchError, printable
     from zeroshard.table.settings import Settings
+    from zeroshard.table.stages import row_of_stage
     from zeroshard.table.trace import Event, Memory, Trace, Traffic
     from zeroshard.wire.comm import gather_across_ranks, mean_across_ranks
     from zeroshard.wire.mesh import Mesh
@@ -43,11 +45,16 @@ __all__ = [
     "Traffic",
     "Zero",
     "__version__",
+    "ends_by_signal",
     "gather_across_ranks",
     "init",
     "latest",
+    "list_checkpoints",
     "mean_across_ranks",
+    "printable",
+    "row_of_stage",
     "shard",
+    "texts_across_ranks",
 ]
 
 _MODULES = MappingProxyType(
@@ -68,11 +75,16 @@ _MODULES = MappingProxyType(
         "Trace": "zeroshard.table.trace",
         "Traffic": "zeroshard.table.trace",
         "Zero": "zeroshard.handle",
+        "ends_by_signal": "zeroshard.state.arrival",
         "gather_across_ranks": "zeroshard.wire.comm",
         "init": "zeroshard.state.start",
         "latest": "zeroshard.checkpoint.verify",
+        "list_checkpoints": "zeroshard.checkpoint.verify",
         "mean_across_ranks": "zeroshard.wire.comm",
+        "printable": "zeroshard.table.errors",
+        "row_of_stage": "zeroshard.table.stages",
         "shard": "zeroshard.handle",
+        "texts_across_ranks": "zeroshard.state.start",
     }
 )
 

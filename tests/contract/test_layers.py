@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+import zeroshard
+
 from .source import Module, package_modules, plant
 
 # Bottom to top: a layer may import itself and what stands before it. "zeroshard" is the package's own `__init__`.
@@ -31,6 +33,8 @@ LAYERS = (
 PLAN_READS = ("table", "plan")
 # The product does not use its test helper.
 TEST_ONLY = "testing"
+# The main job is a program like any user's: it imports the names that the package exports, and itself.
+PUBLIC_ONLY = "train"
 # What the planner shares with the engine is names and integers, so that it needs no device.
 WITHOUT_TORCH = "table"
 
@@ -69,7 +73,16 @@ def violations(modules: tuple[Module, ...]) -> list[str]:
                 found += [module.at(line, why) for why in reasons_against(layer, target)]
             elif layer == WITHOUT_TORCH and target.partition(".")[0] not in sys.stdlib_module_names:
                 found.append(module.at(line, f"imports {target}, but it is names and integers only"))
+        if layer == PUBLIC_ONLY:
+            found += [module.at(line, f"names {name}, which is not exported") for line, name in unexported(module)]
     return found
+
+
+def unexported(module: Module) -> list[tuple[int, str]]:
+    """List line and name of every attribute of the package itself that a module uses, and `__all__` does not hold."""
+    attributes = [node for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)]
+    used = [(node.lineno, module.full_name(node), node.attr) for node in attributes]
+    return [(line, name) for line, name, last in used if name == f"zeroshard.{last}" and last not in zeroshard.__all__]
 
 
 def reasons_against(layer: str, target: str) -> list[str]:
@@ -81,6 +94,8 @@ def reasons_against(layer: str, target: str) -> list[str]:
         return [f"{layer} imports {target}, which is above it"]
     if below == TEST_ONLY and layer != TEST_ONLY:
         return [f"{layer} imports {target}, which is for tests"]
+    if layer == PUBLIC_ONLY and below not in ("zeroshard", PUBLIC_ONLY):
+        return [f"{layer} imports {target}: it uses the public interface alone"]
     if layer == "plan" and below not in PLAN_READS:
         return [f"plan imports {target}: it reads the table alone"]
     return []
@@ -107,6 +122,12 @@ def test_imports_point_downwards() -> None:
         ("zeroshard.report.page", "from zeroshard.train import loop", "report imports zeroshard.train, which is above"),
         ("zeroshard.train.loop", "from zeroshard.cli import main", "train imports zeroshard.cli, which is above"),
         ("zeroshard.train.loop", "from zeroshard.testing import run_ranks", "zeroshard.testing, which is for tests"),
+        ("zeroshard.train.loop", "from zeroshard.state import start", "state: it uses the public interface alone"),
+        (
+            "zeroshard.train.loop",
+            "import zeroshard as zs\nzs.handle.shard_over",
+            "zeroshard.handle, which is not exported",
+        ),
         ("zeroshard.train.loop", "import zeroshard.extras", "imports zeroshard.extras, which is in no known layer"),
         ("zeroshard.extras.page", "", "unknown layer 'extras'"),
         (
@@ -127,7 +148,7 @@ def test_a_planted_import_is_found(name: str, text: str, message: str) -> None:
     ("name", "text"),
     [
         ("zeroshard.plan.memory", "from zeroshard.table import layout\nfrom zeroshard.table.stages import STAGES"),
-        ("zeroshard.train.loop", "import zeroshard as zs\nfrom zeroshard.table.stages import STAGES\nimport torch"),
+        ("zeroshard.train.loop", "import zeroshard as zs\nfrom zeroshard.train.run import Run\nzs.shard(zs.Mesh)"),
         ("zeroshard.cli", "from zeroshard.train.loop import train"),
         ("zeroshard.core.unit", "from . import engine\nfrom .buffer import Bucket"),
     ],

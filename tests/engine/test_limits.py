@@ -13,8 +13,8 @@ from zeroshard.core.precision import LossScale
 from zeroshard.state.request import Described, check_bucket_count
 from zeroshard.state.units import UnitPlan
 from zeroshard.testing import run_ranks
-from zeroshard.wire.board import ABOUT, ABOUT_BITS, TURNS, WORDS
-from zeroshard.wire.comm import BUCKETS, PASSES, tag_of
+from zeroshard.wire.board import ABOUT, ABOUT_BITS, PLACES, TURNS, WORDS
+from zeroshard.wire.comm import Tag
 
 from . import models
 from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S
@@ -75,7 +75,7 @@ def across_limits(stage: int) -> list[str]:
     undisturbed = train(stage, True, {"passes": 0, "meetings": 0})
     differences = []
     for shared_memory in (True, False):
-        found = train(stage, shared_memory, {"passes": PASSES - NEAR, "meetings": TURNS - NEAR})
+        found = train(stage, shared_memory, {"passes": Tag.PASSES - NEAR, "meetings": TURNS - NEAR})
         try:
             torch.testing.assert_close(found, undisturbed, rtol=0, atol=0)
         except AssertionError as error:
@@ -88,18 +88,30 @@ def test_passes_and_meetings_may_be_any_number(stage: int) -> None:
     assert run_ranks(across_limits, 2, stage, timeout_s=2 * TIMEOUT_S) == [[], []]
 
 
-@pytest.mark.parametrize("number", [0, PASSES - 1, PASSES, 2**31 - 1, 2**31, 2**63])
+@pytest.mark.parametrize("number", [0, Tag.PASSES - 1, Tag.PASSES, 2**31 - 1, 2**31, 2**63])
 def test_tags_fit_into_what_carries_them(number: int) -> None:
-    tags = {tag_of(number + passed, bucket) for passed in range(3) for bucket in (0, 1, BUCKETS - 1)}
-    assert len(tags) == 9
-    assert min(tags) >= 0 and 2 * max(tags) + 1 < 2**31
+    tags = [Tag(number + passed, bucket, "") for passed in range(3) for bucket in (0, 1, Tag.BUCKETS - 1)]
+    messages = {tag.message(kind) for tag in tags for kind in (Tag.GATHER, Tag.REDUCE)}
+    assert len(messages) == 18
+    assert min(messages) >= 0 and max(messages) < 2**31
+    assert len({tag.about for tag in tags}) == 9
+    assert max(tag.about for tag in tags) < 1 << ABOUT_BITS
+
+
+def test_every_bucket_has_places_of_its_own_on_the_board() -> None:
+    tags = [Tag(0, bucket, "") for bucket in (0, 1, Tag.BUCKETS - 1)]
+    places = {
+        tag.place(kind, has_read=has_read) for tag in tags for kind in (Tag.GATHER, Tag.REDUCE) for has_read in (0, 1)
+    }
+    assert len(places) == 12
+    assert max(places) < Tag.AGREEMENTS < Tag.AGREEMENTS + 1 < PLACES
 
 
 def test_more_buckets_than_tags_can_tell_apart_are_refused() -> None:
     model = models.build(models.Stack)
     plan = UnitPlan("", model, [("weight", model.head.weight), ("bias", model.head.bias.requires_grad_(False))])
     mesh = zs.Mesh(0, 1, 0, torch.device("cpu"))
-    plans, kept, settings = [plan] * (BUCKETS // 2), frozenset[int](), zs.Settings()
+    plans, kept, settings = [plan] * (Tag.BUCKETS // 2), frozenset[int](), zs.Settings()
     described = Described(model, [], zs.Residency(), zs.Precision(), mesh, "sum", plans, kept, {}, None, settings)
     check_bucket_count(described)
     with pytest.raises(ValueError, match=r"32,770 buckets.*32,768.*units=.*16,385"):

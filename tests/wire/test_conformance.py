@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ import zeroshard as zs
 from benchmarks.gpu import Nobody, fake_ranks
 from zeroshard.table.trace import Ledger
 from zeroshard.testing import run_ranks
-from zeroshard.wire.comm import Comm, SoloComm, tag_of
+from zeroshard.wire.codec import BLOCK_NUMEL, Codec, Rounded
+from zeroshard.wire.comm import Comm, SoloComm, Tag
 from zeroshard.wire.links import Links
 from zeroshard.wire.mesh import Mesh, current_mesh
 from zeroshard.wire.nccl import NcclComm
@@ -26,11 +27,35 @@ SIZES = (1, 7, 64, (1 << 20) + 3)
 FEW = 1 << 10
 """Shards of more elements are tried in fp32 alone."""
 KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
-DTYPES = ((torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.float64, torch.float64))
-"""Of what is held, and of the wire."""
 
 
-KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+@final
+class Shifted(Codec):
+    """Elements rounded to eighths, behind a number for each block: nothing that a backend could add up."""
+
+    def __init__(self) -> None:
+        super().__init__("float32")
+
+    def message_numel(self, numel: int) -> int:
+        return numel + -(-numel // BLOCK_NUMEL)
+
+    def encode(self, values: Tensor, message: Tensor) -> None:
+        parts = message.split(self.message_numel(BLOCK_NUMEL))
+        for block, part in zip(values.split(BLOCK_NUMEL), parts, strict=True):
+            part[0] = 7.0
+            part[1:] = (8 * block).round() + 7.0
+
+    def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        return ((message[1:] - message[0]) / 8).to(dtype)
+
+
+CASES = (
+    (torch.float32, Rounded("float32")),
+    (torch.float32, Rounded("bfloat16")),
+    (torch.float64, Rounded("float64")),
+    (torch.float32, Shifted()),
+)
+"""The dtype of what is held, and the codec."""
 
 
 class GlooLinks(Links):  # type: ignore[misc]
@@ -65,9 +90,10 @@ def values(rank: int, numel: int, dtype: torch.dtype = torch.float32, key: int =
     return torch.randn(numel, generator=torch.Generator().manual_seed(100 * key + rank)).to(dtype)
 
 
-def fold(parts: list[Tensor], wire: torch.dtype, scale: float) -> Tensor:
-    """Return the sum in rank order of what each rank has, rounded to a wire's dtype, in fp32 or better."""
-    total, *others = (part.to(wire).to(torch.promote_types(part.dtype, torch.float32)) for part in parts)
+def fold(parts: list[Tensor], codec: Codec, scale: float) -> Tensor:
+    """Return the sum in rank order of what each rank has, as others decode it, in fp32 or better."""
+    dtype = torch.promote_types(parts[0].dtype, torch.float32)
+    total, *others = (torch.cat(list(codec.rounded_blocks(part, dtype))) for part in parts)
     for other in others:
         total = total + other
     return total * scale
@@ -101,7 +127,7 @@ class Asked:
                     full = self.memory(len(ranks) * size, dtype, shared=shared)
                     full.view(len(ranks), -1)[place] = values(self.mesh.rank, size, key=number).to(dtype)
                     before = self.comm.sent_bytes["state"]
-                    pending = self.comm.gather(full, tag_of(number, number), "a gather", "state")
+                    pending = self.comm.gather(full, Tag(number, number, "a gather"), "state")
                     self.expect(pending.wait() and pending.wait(), True, "a gather, waited for twice")
                     expected = torch.cat([values(rank, size, key=number).to(dtype) for rank in ranks])
                     self.expect(full, expected, f"gather of {size} {dtype}, shared {shared}")
@@ -111,26 +137,26 @@ class Asked:
     def reductions(self) -> None:
         ranks, place = self.mesh.shard_ranks, self.mesh.shard_rank
         for number, size in enumerate(SIZES):
-            for held, wire in DTYPES if size < FEW else DTYPES[:1]:
+            for held, codec in CASES if size < FEW else CASES[::3]:
                 for shared, apart in ((True, True), (True, False), (False, True)):
                     full = self.memory(len(ranks) * size, held, shared=shared)
                     full.copy_(values(self.mesh.rank, full.numel(), held, number))
                     own = torch.full((size,), 9.0, dtype=held) if apart else full.view(len(ranks), -1)[place]
                     before = self.comm.sent_bytes["reduce"]
-                    pending = self.comm.reduce(full, own, wire, 0.5, tag_of(number, number), "a reduction")
-                    what = f"reduction of {size} {held} as {wire}, shared {shared}, apart {apart}"
+                    pending = self.comm.reduce(full, own, codec, 0.5, Tag(number, number, "a reduction"))
+                    what = f"reduction of {size} {held} as {codec.name}, shared {shared}, apart {apart}"
                     self.expect(pending.wait(), True, f"{what}: all were ready")
                     theirs = [values(rank, full.numel(), held, number).view(len(ranks), -1) for rank in ranks]
-                    expected = fold([rows[place] for rows in theirs], wire, 0.5).to(held)
-                    if self.name in IN_RANK_ORDER:
+                    expected = fold([rows[place] for rows in theirs], codec, 0.5).to(held)
+                    if self.name in IN_RANK_ORDER or not codec.is_summable:
                         self.expect(own, expected, what)
                     else:
-                        step = torch.finfo(wire).eps * sum(rows[place].abs().max() for rows in theirs)
+                        step = torch.finfo(codec.dtype).eps * sum(rows[place].abs().max() for rows in theirs)
                         self.expect(bool(((own - expected).abs() <= 2 * step).all()), True, what)
                     others = [row for row in range(len(ranks)) if row != place]
                     self.expect(full.view(len(ranks), -1)[others], theirs[place][others], f"{what}: the others' shards")
                     sent = self.comm.sent_bytes["reduce"] - before
-                    self.expect(sent, size * wire.itemsize * (len(ranks) - 1), f"{what}: bytes")
+                    self.expect(sent, codec.nbytes(size) * (len(ranks) - 1), f"{what}: bytes")
 
     def not_ready(self) -> None:
         if not self.comm.can_postpone:
@@ -141,7 +167,7 @@ class Asked:
             full.copy_(values(self.mesh.rank, full.numel()))
             own, kept = torch.zeros(64), full.clone()
             given = None if place == late else full
-            found = self.comm.reduce(given, own, torch.float32, 1.0, tag_of(late, 0), "a late reduction").wait()
+            found = self.comm.reduce(given, own, Rounded("float32"), 1.0, Tag(late, 0, "a late reduction")).wait()
             self.expect(found, False, f"place {late} was not ready")
             self.expect(full, kept, f"what waits for place {late}")
 
@@ -151,7 +177,7 @@ class Asked:
         pending = []
         for number, full in enumerate(fulls):
             full.view(len(ranks), -1)[place] = values(self.mesh.rank, full.numel() // len(ranks), key=number)
-            pending.append(self.comm.gather(full, tag_of(5, number), f"gather {number}"))
+            pending.append(self.comm.gather(full, Tag(5, number, f"gather {number}")))
         for one in reversed(pending):
             one.wait()
         for number, full in enumerate(fulls):
@@ -162,14 +188,19 @@ class Asked:
         ranks = self.mesh.replica_ranks
         if len(ranks) == 1:
             return
-        own = values(self.mesh.rank, 64 * len(ranks))
-        before = self.comm.sent_bytes["replicate"]
-        done = self.comm.reduce_copies(own, torch.float32, 0.25, tag_of(6, 0), "a sum over copies").wait()
-        self.expect(done, True, "a sum over copies")
-        expected = fold([values(rank, own.numel()) for rank in ranks], torch.float32, 0.25)
-        self.expect(bool(torch.allclose(own, expected, rtol=1e-6, atol=1e-6)), True, "the sum over copies")
-        sent = self.comm.sent_bytes["replicate"] - before
-        self.expect(sent, 2 * 64 * 4 * (len(ranks) - 1), "bytes of a sum over copies")
+        for held, codec in CASES:
+            own = values(self.mesh.rank, 64 * len(ranks), held)
+            before, what = self.comm.sent_bytes["replicate"], f"the sum over copies of {held} as {codec.name}"
+            done = self.comm.reduce_copies(own, codec, 0.25, Tag(6, 0, what)).wait()
+            self.expect(done, True, what)
+            expected = fold([values(rank, own.numel(), held) for rank in ranks], codec, 0.25)
+            step = 1e-6 if codec.name != "bfloat16" else 2**-7
+            self.expect(bool(torch.allclose(own, expected.to(held), rtol=step, atol=step)), True, what)
+            sent = self.comm.sent_bytes["replicate"] - before
+            # Where a backend adds messages up, the sums come back as messages, too.
+            is_native = self.name == "native" and codec.is_summable
+            summed_bytes = codec.nbytes(64) if is_native else 64 * held.itemsize
+            self.expect(sent, (codec.nbytes(64) + summed_bytes) * (len(ranks) - 1), f"bytes of {what}")
 
     def small_things(self) -> None:
         rank, world = self.mesh.rank, self.mesh.world_size
@@ -280,8 +311,9 @@ def test_what_was_given_may_be_overwritten_when_a_wait_ends(name: str) -> None:
 def test_one_process_changes_nothing() -> None:
     comm = SoloComm(Mesh(0, 1, 0, torch.device("cpu")), Ledger())
     full = values(0, 64)
-    assert comm.gather(full, 0, "").wait() and comm.reduce(full, full, torch.bfloat16, 1.0, 0, "").wait()
-    assert comm.reduce_copies(full, torch.float32, 1.0, 0, "").wait()
+    codec, tag = Rounded("bfloat16"), Tag(0, 0, "")
+    assert comm.gather(full, tag).wait() and comm.reduce(full, full, codec, 1.0, tag).wait()
+    assert comm.reduce_copies(full, codec, 1.0, tag).wait()
     comm.broadcast(full, "", "start")
     assert torch.equal(full, values(0, 64))
     assert (comm.agree([3, -4], ""), comm.collect(full, "").shape, comm.texts("x", "")) == ([3, -4], (1, 64), ["x"])
@@ -293,8 +325,8 @@ def test_emulated_ranks_count_and_shape_as_real_ones() -> None:
     with fake_ranks(4):
         comm = NcclComm(Nobody(mesh), Ledger())  # type: ignore[arg-type]
         full, own = values(0, 256), torch.zeros(64)
-        assert comm.gather(full, 0, "").wait()
-        assert comm.reduce(full, own, torch.bfloat16, 1.0, 0, "").wait()
+        assert comm.gather(full, Tag(0, 0, "")).wait()
+        assert comm.reduce(full, own, Rounded("bfloat16"), 1.0, Tag(0, 0, "")).wait()
         assert comm.agree([1, 2], "") == [1, 2]
         assert comm.collect(own, "").shape == (4, 64)
         assert comm.sent_bytes == {"gather": 3 * 256, "reduce": 3 * 128, "agree": 16 + 3 * 256}

@@ -55,8 +55,20 @@ class Listed:
 def list_checkpoints(folder: str | Path) -> list[Listed]:
     """Return the committed checkpoints in a folder, oldest step first; data are not read, links are not followed.
 
+    Returns: for each its `path`, `step`, `world_size`, `tensors` and `nbytes`, and its `problem`: empty where the
+        description of the checkpoint can be read.
+
     Raises:
         CheckpointError: there is no such folder.
+
+    ```python
+    import tempfile, torch, zeroshard as zs
+
+    zero = zs.shard(torch.nn.Linear(4, 1))
+    with tempfile.TemporaryDirectory() as folder:
+        zero.save(f"{folder}/step-3")
+        assert [one.step for one in zs.list_checkpoints(folder)] == [3]
+    ```
     """
     root = Path(folder)
     if not root.is_dir():

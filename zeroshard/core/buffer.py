@@ -33,6 +33,7 @@ from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import users_of_storage
 from zeroshard.wire.memory import MEMORIES
 from zeroshard.wire.pool import Pool
+from zeroshard.wire.transports import codec_of
 
 __all__ = ["Bucket", "GradientBuffer", "Local", "flatten"]
 
@@ -278,6 +279,7 @@ class Bucket:
     ) -> None:
         self.spec, self.layout, self.number = spec, spec.layout, spec.number
         self.dtypes, self.dtype, self.device = dtypes, dtypes.param, parameters[0].device
+        self.codec = codec_of(spec.formats.reduce)
         self.shapes = [tuple(p.shape) for p in parameters]
         self.strides = [_dense_strides(p) for p in parameters]
         self._ledger, self._memory, (start, stop) = ledger, pool.memory, spec.shard

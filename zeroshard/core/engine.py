@@ -36,7 +36,7 @@ from zeroshard.torch_private import (
     slot_grad,
     version_of,
 )
-from zeroshard.wire.comm import Comm, tag_of
+from zeroshard.wire.comm import Comm, Tag
 from zeroshard.wire.mesh import Mesh
 
 __all__ = ["Engine", "Frame", "Gathered"]
@@ -423,6 +423,6 @@ class Engine:
         full = torch.zeros(bucket.layout.full_numel, dtype=bucket.dtypes.grad, device=bucket.device)
         full[slice(*bucket.spec.shard)] = bucket.grads.own_shard()
         if full.numel():
-            tag = tag_of(self.order.next_number(), bucket.number)
-            self.comm.gather(full, tag, f"the gradient of '{slot.name}'", kind="state").wait()
+            tag = Tag(self.order.next_number(), bucket.number, f"the gradient of '{slot.name}'")
+            self.comm.gather(full, tag, kind="state").wait()
         return slot.form.whole(bucket.grads.views_of(full)[slot.index].clone())

@@ -22,7 +22,7 @@ from zeroshard.core.precision import LossScale, round_at_random
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
-from zeroshard.wire.comm import Pending, tag_of
+from zeroshard.wire.comm import Pending, Tag
 
 __all__ = ["ShardedOptimizer", "cut_state", "is_cut"]
 
@@ -154,7 +154,7 @@ class ShardedOptimizer:
         def start(unit: Unit) -> list[Pending]:
             what = f"the updated parameters of {unit} after step {self.steps}"
             published = [bucket for bucket in unit.buckets if bucket.is_published]
-            return [engine.comm.gather(bucket.full, tag_of(number, bucket.number), what) for bucket in published]
+            return [engine.comm.gather(bucket.full, Tag(number, bucket.number, what)) for bucket in published]
 
         engine.order.publish(numbers, start)
         # Saved tensors of parameters that stay whole are checked by autograd itself.

@@ -418,7 +418,7 @@ class Order:
         self.has_stepped = True
 
     def next_number(self) -> int:
-        """Return a number for what is sent outside passes, another one than those of passes; see `tag_of`."""
+        """Return a number for what is sent outside passes, another one than those of passes; see `Tag`."""
         self._count += 1
         return self._count
 

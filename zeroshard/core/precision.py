@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from zeroshard.table.spec import Formats
+from zeroshard.table.spec import CODECS, Formats
 from zeroshard.torch_private import BatchNorm
 
 __all__ = ["LossScale", "Precision", "precision_of", "round_at_random"]
@@ -30,7 +30,7 @@ class Precision:
 
     Args:
         param: what modules compute with.
-        reduce: gradients on the wire; by default as they are held.
+        reduce: gradients on the wire, a dtype or the name of a codec; by default as they are held.
         grad: gradients held between micro-batches.
         master: the weights that the optimizer updates.
         keep: module classes whose parameters stay as they are; their inputs are cast to these, their outputs back.
@@ -51,7 +51,7 @@ class Precision:
     """
 
     param: torch.dtype | None = None
-    reduce: torch.dtype | None = None
+    reduce: torch.dtype | str | None = None
     grad: torch.dtype | None = None
     master: torch.dtype | None = None
     keep: tuple[type[nn.Module], ...] = (BatchNorm,)
@@ -61,7 +61,8 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("param", "reduce", "grad", "master"):
             dtype = getattr(self, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            is_codec = name == "reduce" and dtype in CODECS
+            if not (is_codec or dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
                 raise TypeError(f"Precision({name}=...) takes a floating-point torch.dtype or None; got {dtype!r}.")
         if not isinstance(self.keep, tuple) or not all(isinstance(kind, type) for kind in self.keep):
             raise TypeError(f"Precision(keep=...) takes a tuple of module classes; got {self.keep!r}.")
@@ -88,7 +89,7 @@ class Dtypes:
     """The dtypes of one bucket."""
 
     param: torch.dtype
-    reduce: torch.dtype
+    reduce: torch.dtype | str
     grad: torch.dtype
     master: torch.dtype
     is_stochastic: bool = False

@@ -29,7 +29,7 @@ from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Own, Presence, Scope
 from zeroshard.table.spec import UnitSpec
 from zeroshard.torch_private import accumulator_of, will_run
-from zeroshard.wire.comm import Comm, Pending, tag_of
+from zeroshard.wire.comm import Comm, Pending, Tag
 
 __all__ = ["Reduction", "Unit"]
 
@@ -52,10 +52,8 @@ class Reduction:
             local = bucket.grads.take_local(comm.mesh.replicas) if is_ready else None
             scale = unit.scale if comm.mesh.replicas == 1 else 1.0
             own = bucket.grads.place_of_sum(local) if local else bucket.grads.own_shard()
-            full, tag = local.full if local else None, tag_of(number, bucket.number)
-            self._pending.append(
-                (bucket, local, own, comm.reduce(full, own, bucket.dtypes.reduce, scale, tag, self._what))
-            )
+            full, tag = local.full if local else None, Tag(number, bucket.number, self._what)
+            self._pending.append((bucket, local, own, comm.reduce(full, own, bucket.codec, scale, tag)))
 
     def finish(self) -> list[Pending] | None:
         """Add the sums to what is held, and return what gathers them where every rank needs them whole.
@@ -190,8 +188,8 @@ class Unit:
         for bucket in self._gathered:
             if self.presence is Presence.RELEASED:
                 bucket.open()
-            what = f"the gather of {self} in {where}"
-            self._pending.append(comm.gather(bucket.full, tag_of(number, bucket.number), what, kind))
+            tag = Tag(number, bucket.number, f"the gather of {self} in {where}")
+            self._pending.append(comm.gather(bucket.full, tag, kind))
         self.presence = Presence.COMING if self._pending else Presence.WHOLE
 
     def wait(self) -> None:
@@ -280,8 +278,8 @@ class Unit:
         """Sum this rank's shard of gradients over copies, where there are several; False if a copy is not ready."""
         if comm.mesh.replicas == 1:
             return is_ready
-        tag = tag_of(number, bucket.number)
-        return comm.reduce_copies(own, bucket.dtypes.reduce, self.scale, tag, what, is_ready=is_ready).wait()
+        tag = Tag(number, bucket.number, what)
+        return comm.reduce_copies(own, bucket.codec, self.scale, tag, is_ready=is_ready).wait()
 
     def complete_sum(self, bucket: Bucket, own: Tensor, comm: Comm, number: int, what: str) -> list[Pending]:
         """Note for the loss scale if a sum is not finite; begin to gather it where every rank needs all of it."""
@@ -290,7 +288,7 @@ class Unit:
             self.loss_scale.has_overflowed = not grads.is_finite(own)
         if grads.scope is Scope.COPY or not bucket.spec.updates_all or comm.mesh.shard_size == 1:
             return []
-        return [comm.gather(grads.hold(), tag_of(number, bucket.number), what, kind="reduce")]
+        return [comm.gather(grads.hold(), Tag(number, bucket.number, what), kind="reduce")]
 
     def end_backward(self) -> None:
         """Forget what belonged to one backward pass."""

@@ -29,7 +29,18 @@ CONNECT_S: Final = 1.0
 
 @contextmanager
 def ends_by_signal() -> Iterator[None]:
-    """Have SIGINT and SIGTERM end this process, inside, at once; what is ignored stays ignored."""
+    """Have SIGINT and SIGTERM end this process at once inside the context; ignored signals stay ignored.
+
+    Python's handlers do not run while a collective waits for other ranks. Enter the context where a rank has nothing to
+    save yet; the handlers are there again afterwards. Outside the main thread nothing changes.
+
+    ```python
+    import signal, zeroshard as zs
+
+    with zs.ends_by_signal():
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ```
+    """
     handlers = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):

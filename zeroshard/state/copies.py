@@ -4,7 +4,6 @@ Owns the comparison. Ranks compute their copies each for themselves, so a bit th
 its rank, and every later step spreads what follows from it. Must not know what put things right: it only tells.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -95,9 +94,9 @@ def _sum_bits(value: Tensor) -> Tensor:
 
 def _differ(engine: Engine, rows: Tensor, is_everywhere: Tensor) -> Tensor:
     """Tell for each column of (world_size, columns) whether ranks that hold copies disagree."""
-    meshes = [dataclasses.replace(engine.mesh, rank=rank) for rank in range(engine.mesh.world_size)]
-    everywhere, by_shard = (
-        rows[[mesh.data_ranks[0] for mesh in meshes]],
-        rows[[mesh.replica_ranks[0] for mesh in meshes]],
-    )
-    return torch.where(is_everywhere, (rows != everywhere).any(0), (rows != by_shard).any(0))
+
+    def differ(*axes: str) -> Tensor:
+        ranks = engine.mesh.rows(*axes)
+        return (rows[ranks] != rows[ranks[:, :1]]).any(0).any(0)
+
+    return torch.where(is_everywhere, differ("replicate", "shard"), differ("replicate"))

@@ -18,7 +18,7 @@ from zeroshard.core.slot import Slot, slot_of
 from zeroshard.state.takeover import spread
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import version_of
-from zeroshard.wire.comm import tag_of
+from zeroshard.wire.comm import Tag
 
 __all__ = ["gathered"]
 
@@ -193,8 +193,8 @@ class WholeStates:
             full[start:stop] = self._optimizer.state[master][key]
         if not bucket.spec.updates_all and full.numel():
             what = f"the state '{key}' of {bucket.spec.name}"
-            tag = tag_of(self._engine.order.next_number(), bucket.number)
-            self._engine.comm.gather(full, tag, what, kind="state").wait()
+            tag = Tag(self._engine.order.next_number(), bucket.number, what)
+            self._engine.comm.gather(full, tag, kind="state").wait()
         views = bucket.grads.views_of(full)
         parts = [(slot_of(m), views[slot_of(m).index].clone(memory_format=torch.preserve_format)) for m in masters]
         return [(slot, slot.form.join(part)) for slot, part in parts]

@@ -4,7 +4,7 @@ Owns that exchange. It must not know who changed the masters. Read `core/buffer.
 """
 
 from zeroshard.core.engine import Engine
-from zeroshard.wire.comm import tag_of
+from zeroshard.wire.comm import Tag
 
 __all__ = ["follow_masters"]
 
@@ -22,6 +22,6 @@ def follow_masters(engine: Engine) -> None:
             bucket.follow_masters()
             bucket.updates += 1
             if bucket.spec.is_published:
-                engine.comm.gather(bucket.full, tag_of(number, bucket.number), f"new values of {unit}", "state").wait()
+                engine.comm.gather(bucket.full, Tag(number, bucket.number, f"new values of {unit}"), "state").wait()
             if bucket.spec.is_whole:
                 bucket.changes.count_update()

@@ -25,7 +25,7 @@ from zeroshard.state.units import UnitPlan, plan_units
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
 from zeroshard.table.stages import DEFAULT_STAGE, name_of_row, row_of_stage
-from zeroshard.wire.comm import BUCKETS
+from zeroshard.wire.comm import Tag
 from zeroshard.wire.memory import MEMORIES
 from zeroshard.wire.mesh import Mesh
 
@@ -303,8 +303,8 @@ def check_optimizers(
 def check_bucket_count(described: Described) -> None:
     """Raise where a model has more buckets than messages can tell apart."""
     count = sum(len(described.buckets_of(plan)) for plan in described.plans)
-    if count > BUCKETS:
+    if count > Tag.BUCKETS:
         raise ValueError(
             f"The model has {count:,} buckets (a unit has one for each dtype and trainability), and messages tell "
-            f"{BUCKETS:,} apart. Name larger units with units=: there are {len(described.plans):,} now."
+            f"{Tag.BUCKETS:,} apart. Name larger units with units=: there are {len(described.plans):,} now."
         )

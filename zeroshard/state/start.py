@@ -108,7 +108,19 @@ def everybody_at(place: str, mesh: Mesh, watchdog_s: float, heartbeat_s: float) 
 
 
 def texts_across_ranks(mesh: Mesh, text: str) -> list[str]:
-    """Return every rank's text, by rank. Collective: all-gathers of 8 bytes and of the longest text."""
+    """Return every rank's text, by rank; one text for one process.
+
+    Args:
+        mesh: as `zs.init()` returns it.
+        text: of any length, without zero characters at its end.
+    Collective: all-gathers of 8 bytes and of the longest text on the default process group; every rank must call.
+
+    ```python
+    import zeroshard as zs
+
+    assert zs.texts_across_ranks(zs.init(), "rank 0") == ["rank 0"]
+    ```
+    """
     data = text.encode()
     longest = int(gather_across_ranks(torch.tensor(len(data), device=mesh.device)).max())
     if not longest:

@@ -34,10 +34,16 @@ class CheckpointError(RuntimeError):
 
 
 def printable(text: str, keeps: str = "\n") -> str:
-    """Return a text in which what steers a terminal or cannot be seen is written as an escape of Python's.
+    r"""Return a text in which what steers a terminal or cannot be seen is written as an escape of Python's.
 
     Args:
         keeps: characters that stay as they are.
+
+    ```python
+    import zeroshard as zs
+
+    assert zs.printable("name\x1b[2J") == r"name\x1b[2J"
+    ```
     """
     if text.isprintable():
         return text

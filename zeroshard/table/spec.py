@@ -6,18 +6,45 @@ buckets from these records, and the planner, which builds nothing, read the same
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import final
 
 from zeroshard.table.cells import Residency
 from zeroshard.table.layout import Layout
 
-__all__ = ["BucketSpec", "Formats", "Range", "UnitSpec", "itemsize"]
+__all__ = ["BucketSpec", "CODECS", "Formats", "Message", "Range", "UnitSpec", "itemsize", "message_of", "wire_bytes"]
 
 Range = tuple[int, int]
 """Elements of a bucket, as (start, stop)."""
+Message = tuple[int, str]
+"""A flat tensor: elements, and their dtype by torch's name."""
+
+CODECS: Mapping[str, Callable[[int], Message]] = MappingProxyType({})
+"""The codecs besides dtypes, by name: each returns the message for a number of elements."""
+
+
+def message_of(codec: str, numel: int) -> Message:
+    """Return the message for `numel` elements.
+
+    Args:
+        codec: the name of a dtype, whose messages are the elements themselves, or of an entry in `CODECS`.
+    """
+    return CODECS[codec](numel) if codec in CODECS else (numel, codec)
+
+
+def wire_bytes(codec: str, numel: int) -> int:
+    """Return the bytes of the message for `numel` elements."""
+    count, dtype = message_of(codec, numel)
+    return count * itemsize(dtype)
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of an element of a dtype."""
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1
 
 
 @final
@@ -27,7 +54,7 @@ class Formats:
 
     Args:
         param: what modules compute with.
-        reduce: a gradient on the wire.
+        reduce: a gradient on the wire; also the name of a codec in `CODECS`.
         grad: a gradient that is held.
         master: what the optimizer updates, between steps.
         state: an optimizer's state, and a master while it is updated.
@@ -38,12 +65,6 @@ class Formats:
     grad: str
     master: str
     state: str
-
-
-def itemsize(dtype: str) -> int:
-    """Return the bytes of an element of a dtype."""
-    bits = re.search(r"\d+", dtype)
-    return max(1, int(bits[0]) // 8) if bits else 1
 
 
 @final
@@ -149,13 +170,13 @@ class BucketSpec:
 
     def sent_bytes(self, kind: str) -> int:
         """Return what this rank sends for one event: "gather", "reduce" or "publish"."""
-        element_bytes = 0
+        nbytes, numel = 0, self.layout.shard_numel
         if (kind == "gather" and self.is_gathered) or (kind == "publish" and self.is_published):
-            element_bytes = itemsize(self.formats.param)
+            nbytes = numel * itemsize(self.formats.param)
         elif kind == "reduce":
             # Where every rank updates all, the sums are gathered, too.
-            element_bytes = itemsize(self.formats.reduce) + self.updates_all * itemsize(self.formats.grad)
-        return self.layout.shard_numel * (self.layout.world_size - 1) * element_bytes
+            nbytes = wire_bytes(self.formats.reduce, numel) + self.updates_all * numel * itemsize(self.formats.grad)
+        return nbytes * (self.layout.world_size - 1)
 
 
 @final

@@ -29,6 +29,12 @@ def row_of_stage(stage: int) -> Residency:
 
     Raises:
         ValueError: there is no such stage.
+
+    ```python
+    import zeroshard as zs
+
+    assert zs.row_of_stage(2) == zs.Residency(states=zs.Sharded(), gradients=zs.Sharded())
+    ```
     """
     if isinstance(stage, bool) or not isinstance(stage, int) or stage not in STAGES:
         names = "; ".join(

@@ -7,12 +7,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import final
 
-from zeroshard.table.spec import BucketSpec
+from zeroshard.table.spec import CODECS, BucketSpec, Message, message_of
 
 __all__ = ["HostWire", "Messages", "Native", "Silence", "Wire"]
-
-Wanted = tuple[int, str]
-"""A buffer: elements, and their dtype by name."""
 
 
 class Wire(ABC):
@@ -22,10 +19,10 @@ class Wire(ABC):
     """Whether ranks of one copy read each other's memory: nothing is received in buffers, nothing is on its way."""
 
     @abstractmethod
-    def among_shards(self, bucket: BucketSpec) -> list[Wanted]:
+    def among_shards(self, bucket: BucketSpec) -> list[Message]:
         """Return the buffers of a sum over the ranks of one copy of the state."""
 
-    def reduction(self, bucket: BucketSpec) -> list[Wanted]:
+    def reduction(self, bucket: BucketSpec) -> list[Message]:
         """Return the buffers of a bucket's reduction."""
         shard, formats, copies = bucket.layout.shard_numel, bucket.formats, bucket.replicas
         wanted = self.among_shards(bucket) + self.among_copies(bucket)
@@ -34,10 +31,15 @@ class Wire(ABC):
             wanted.append((shard, formats.grad))
         return wanted
 
-    def among_copies(self, bucket: BucketSpec) -> list[Wanted]:
-        """Return the buffers of a sum over copies of the state: by messages, a piece from each other copy."""
-        others = bucket.replicas - 1
-        return [(bucket.layout.shard_numel // bucket.replicas, bucket.formats.reduce)] * others
+    def among_copies(self, bucket: BucketSpec) -> list[Message]:
+        """Return the buffers of a sum over copies of the state: by messages, pieces of a shard."""
+        return _exchanged(bucket, bucket.layout.shard_numel // bucket.replicas, bucket.replicas)
+
+
+def _exchanged(bucket: BucketSpec, numel: int, ranks: int) -> list[Message]:
+    """Return a buffer for each message that arrives, and for each that is encoded before it is sent."""
+    is_encoded = bucket.formats.reduce != bucket.formats.grad
+    return [message_of(bucket.formats.reduce, numel)] * (ranks - 1) * (1 + is_encoded)
 
 
 @final
@@ -45,19 +47,17 @@ class Wire(ABC):
 class Silence(Wire):
     """One rank: nothing moves."""
 
-    def among_shards(self, bucket: BucketSpec) -> list[Wanted]:
+    def among_shards(self, bucket: BucketSpec) -> list[Message]:
         return []
 
 
 @final
 @dataclass(frozen=True)
 class Messages(Wire):
-    """Point to point: each shard that arrives has a buffer, and each that is converted before it is sent another."""
+    """Point to point."""
 
-    def among_shards(self, bucket: BucketSpec) -> list[Wanted]:
-        is_converted = bucket.formats.reduce != bucket.formats.grad
-        wanted = (bucket.layout.shard_numel, bucket.formats.reduce)
-        return [wanted] * (bucket.layout.world_size - 1) * (1 + is_converted)
+    def among_shards(self, bucket: BucketSpec) -> list[Message]:
+        return _exchanged(bucket, bucket.layout.shard_numel, bucket.layout.world_size)
 
 
 @final
@@ -68,7 +68,7 @@ class HostWire(Wire):
     shown_numel: int
     is_in_place = True
 
-    def among_shards(self, bucket: BucketSpec) -> list[Wanted]:
+    def among_shards(self, bucket: BucketSpec) -> list[Message]:
         layout = bucket.layout
         shown = layout.world_size * min(layout.shard_numel, self.shown_numel)
         return [(shown, bucket.formats.grad)] if bucket.adopts else []
@@ -77,12 +77,17 @@ class HostWire(Wire):
 @final
 @dataclass(frozen=True)
 class Native(Wire):
-    """A backend's own collectives: what is converted, is converted whole."""
+    """A backend's own collectives: what is encoded, is encoded whole."""
 
-    def among_shards(self, bucket: BucketSpec) -> list[Wanted]:
-        is_converted = bucket.formats.reduce != bucket.formats.grad
-        return [(bucket.layout.full_numel, bucket.formats.reduce)] * is_converted
+    def among_shards(self, bucket: BucketSpec) -> list[Message]:
+        return self._joined(bucket, bucket.layout.shard_numel, bucket.layout.world_size)
 
-    def among_copies(self, bucket: BucketSpec) -> list[Wanted]:
-        is_converted = bucket.formats.reduce != bucket.formats.grad and bucket.replicas > 1
-        return [(bucket.layout.shard_numel, bucket.formats.reduce)] * is_converted
+    def among_copies(self, bucket: BucketSpec) -> list[Message]:
+        copies = bucket.replicas
+        return self._joined(bucket, bucket.layout.shard_numel // copies, copies) if copies > 1 else []
+
+    def _joined(self, bucket: BucketSpec, numel: int, ranks: int) -> list[Message]:
+        """Return a buffer for all messages that are sent; another for those that arrive, unless they arrive summed."""
+        codec = bucket.formats.reduce
+        count, dtype = message_of(codec, numel)
+        return [(ranks * count, dtype)] * (1 + (codec in CODECS)) if codec != bucket.formats.grad else []

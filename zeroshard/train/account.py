@@ -14,7 +14,6 @@ from typing import Final
 import torch
 
 import zeroshard as zs
-from zeroshard.table.stages import name_of_row
 from zeroshard.train.config import Config
 from zeroshard.train.metrics import RankBytes, Start, Summary
 from zeroshard.train.run import Run
@@ -32,7 +31,7 @@ def describe_start(run: Run) -> Start:
         model=f"{run.language.description}, {run.config.train.precision}",
         mesh=f"{mesh.world_size} {'rank' if mesh.world_size == 1 else 'ranks'} on {mesh.device.type}",
         data=_name_data(run),
-        row=name_of_row(row),
+        row=f"stage {run.config.zero.stage}",
         cells={column: str(getattr(row, column)) for column in ("states", "gradients", "parameters", "activations")},
         predicted_bytes=_by_rank(run, run.zero.memory().predicted_bytes),
         steps=run.config.train.steps,
@@ -55,7 +54,7 @@ def summarize(run: Run, sample: str, profile: str, is_interrupted: bool) -> Summ
         parameters_numel=run.parameters_numel,
         world_size=run.mesh.world_size,
         stage=config.zero.stage,
-        row=name_of_row(run.zero.residency),
+        row=f"stage {config.zero.stage}",
         final_train_loss=statistics.fmean(tally.losses),
         final_heldout_loss=last.loss if last else None,
         bits_per_byte=last.bits_per_byte if last else None,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, Self, final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from zeroshard.table.stages import row_of_stage
+import zeroshard as zs
 from zeroshard.train.inputs import read_input
 from zeroshard.train.models.gpt import GPTConfig
 
@@ -36,7 +36,7 @@ _SHOWN: Final = 200
 
 
 def _known_stage(stage: int) -> int:
-    row_of_stage(stage)
+    zs.row_of_stage(stage)
     return stage
 
 

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard.state.arrival import ends_by_signal
 from zeroshard.train.account import describe_start, summarize, tokens_per_step
 from zeroshard.train.config import Config, to_toml
 from zeroshard.train.data import IGNORED, count_scored, heldout_batches, training_batch
@@ -66,7 +65,7 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
     try:
         with contextlib.ExitStack() as stack:
             # Nothing is worth a save yet, and waits for ranks that prepare something can be long.
-            with ends_by_signal():
+            with zs.ends_by_signal():
                 check_equal(config, mesh)
                 check_settings(config)
                 if mesh.rank == 0:

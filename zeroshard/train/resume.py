@@ -23,8 +23,6 @@ from typing import Any, Final, final
 import torch
 
 import zeroshard as zs
-from zeroshard.checkpoint.verify import list_checkpoints
-from zeroshard.table.errors import printable
 from zeroshard.train.account import describe_data
 from zeroshard.train.config import Config, differences, load_config
 from zeroshard.train.lease import Lease
@@ -70,7 +68,7 @@ def is_complete(config: Config) -> bool:
     """Tell whether an earlier start has made all steps and summed them up."""
     if not (config.folder / "summary.json").exists():
         return False
-    return any(one.step >= config.train.steps for one in list_checkpoints(config.folder) if not one.problem)
+    return any(one.step >= config.train.steps for one in zs.list_checkpoints(config.folder) if not one.problem)
 
 
 def resume(run: Run) -> None:
@@ -120,7 +118,7 @@ def _find(folder: Path) -> int:
         if (name := _NAME.fullmatch(damaged.name)) and int(name[1]) > int(found[1]):
             aside = damaged.with_name(f".damaged-{damaged.name}-{time.time_ns()}")
             os.rename(damaged, aside)
-            warnings.warn(printable(f"{damaged} is damaged; it is {aside} now"), stacklevel=2)
+            warnings.warn(zs.printable(f"{damaged} is damaged; it is {aside} now"), stacklevel=2)
     return int(found[1])
 
 

@@ -7,33 +7,64 @@ they are for. Each transport is a module beside this one; `wire/transports.py` c
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from typing import final
+from dataclasses import dataclass
+from typing import ClassVar, final
 
 import torch
 import torch.distributed as dist
 
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Silence, Wire
+from zeroshard.wire.codec import Codec
 from zeroshard.wire.memory import Memory, OwnMemory
 from zeroshard.wire.mesh import Mesh
 from zeroshard.wire.pool import Pool
 from zeroshard.wire.watchdog import Watchdog
 
-__all__ = [
-    "BUCKETS",
-    "Comm",
-    "Pending",
-    "SoloComm",
-    "gather_across_ranks",
-    "mean_across_ranks",
-    "tag_of",
-]
+__all__ = ["Comm", "Pending", "SoloComm", "Tag", "gather_across_ranks", "mean_across_ranks"]
 
 Tensor = torch.Tensor
 TEXT_BYTES = 4096
-BUCKETS = 1 << 15
-"""Buckets that a model may have: tags tell so many apart, and the board has four places for each."""
-PASSES = 1 << 15
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """The exchange of one bucket in one pass: what tells messages and meetings apart.
+
+    A tag repeats itself long after its messages are gone.
+
+    Args:
+        number: of the pass, or from `Order.next_number`; it may be of any size.
+        bucket: number of the bucket, below `BUCKETS`.
+        what: the exchange in words, for errors.
+    """
+
+    number: int
+    bucket: int
+    what: str
+
+    BUCKETS: ClassVar = 1 << 15
+    """Buckets that a model may have."""
+    PASSES: ClassVar = 1 << 15
+    """Passes whose tags differ."""
+    GATHER: ClassVar = 0
+    REDUCE: ClassVar = 1
+    AGREEMENTS: ClassVar = 4 * BUCKETS
+    """The first place on the board behind those of buckets."""
+
+    @property
+    def about(self) -> int:
+        """What a meeting on the board is about, below 2**30: the board has 32 bits for it."""
+        return self.number % self.PASSES * self.BUCKETS + self.bucket
+
+    def message(self, kind: int) -> int:
+        """Return the tag of messages of a `GATHER` or a `REDUCE`, below 2**31: gloo's tags have 31 bits."""
+        return 2 * self.about + kind
+
+    def place(self, kind: int, *, has_read: bool = False) -> int:
+        """Return the place on the board to say where values lie, or to say that they were read."""
+        return 4 * self.bucket + 2 * kind + has_read
 
 
 class Pending:
@@ -50,14 +81,6 @@ class Pending:
 
 def _nothing() -> None:
     return None
-
-
-def tag_of(number: int, bucket: int) -> int:
-    """Return what marks the messages of a bucket in pass `number`; it repeats itself long after they are gone.
-
-    Below 2**30: gloo's tags have 31 bits, and the last tells gathers from reductions.
-    """
-    return number % PASSES * BUCKETS + bucket
 
 
 class Comm(ABC):
@@ -77,7 +100,7 @@ class Comm(ABC):
         """Whether a rank may take part in a reduction to say that it is not ready."""
 
     @abstractmethod
-    def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
+    def gather(self, full: Tensor, tag: Tag, kind: str = "gather") -> Pending:
         """Fill `full` from each rank's own shard of it, in place.
 
         Args:
@@ -88,28 +111,26 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def reduce(self, full: Tensor | None, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+    def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:
         """Sum `full` over the ranks of one copy, multiply by `scale`, and leave this rank's shard of it in `own`.
 
         Args:
             full: (N * S,) for the N ranks of one copy; the other shards are not changed. None, where `can_postpone`:
                 this rank is not ready. Then all ranks learn so, `own` holds anything, and `full` is as it was.
             own: (S,), this rank's shard of `full` itself or any other memory.
-            wire: what elements are rounded to before they are sent; sums are made in fp32 or better.
+            codec: what elements are in messages; sums are made in fp32 or better.
         Returns: what waits for it, and says whether all ranks were ready.
         Collective: reduce-scatter (sum in rank order 0..N-1 where the backend allows); each rank sends (N-1) * S
             elements.
         """
 
     @abstractmethod
-    def reduce_copies(
-        self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str, *, is_ready: bool = True
-    ) -> Pending:
+    def reduce_copies(self, own: Tensor, codec: Codec, scale: float, tag: Tag, *, is_ready: bool = True) -> Pending:
         """Sum this rank's shard over the R copies, two at least, and multiply by `scale`, in place.
 
         Args:
             own: (S,); S is a multiple of R.
-            wire: as in `reduce`.
+            codec: as in `reduce`.
             is_ready: False, where `can_postpone`, as `full` is None in `reduce`.
         Returns: as `reduce`.
         Collective: all-reduce (sum in the order of copies where the backend allows) over the ranks that keep the same
@@ -149,15 +170,13 @@ class SoloComm(Comm):
     def __init__(self, mesh: Mesh, ledger: Ledger) -> None:
         super().__init__(mesh, ledger, Silence())
 
-    def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
+    def gather(self, full: Tensor, tag: Tag, kind: str = "gather") -> Pending:
         return Pending(_nothing)
 
-    def reduce(self, full: Tensor | None, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
+    def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:
         return Pending(_nothing)
 
-    def reduce_copies(
-        self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str, *, is_ready: bool = True
-    ) -> Pending:
+    def reduce_copies(self, own: Tensor, codec: Codec, scale: float, tag: Tag, *, is_ready: bool = True) -> Pending:
         return Pending(_nothing)
 
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Messages, Wire
-from zeroshard.wire.comm import Pending
+from zeroshard.wire.codec import Codec, sum_dtype, sum_in_rank_order
+from zeroshard.wire.comm import Pending, Tag
 from zeroshard.wire.linked import LinkedComm
 from zeroshard.wire.links import CONTROL, Links
 from zeroshard.wire.memory import Memory
-from zeroshard.wire.sums import sum_in_rank_order
 
 __all__ = ["GlooComm"]
 
@@ -34,60 +34,53 @@ class GlooComm(LinkedComm):
         super().__init__(links, ledger, CONTROL, wire or Messages(), memory)
         self.can_postpone = True
 
-    def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
-        return self._gather(full, self.mesh.shard_ranks, tag, what, kind)
+    def gather(self, full: Tensor, tag: Tag, kind: str = "gather") -> Pending:
+        return self._gather(full, self.mesh.shard_ranks, tag, kind)
 
-    def reduce(self, full: Tensor | None, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
-        return self._reduce(full, own, self.mesh.shard_ranks, wire, scale, tag, what, "reduce")
+    def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:
+        return self._reduce(full, own, self.mesh.shard_ranks, codec, scale, tag, "reduce")
 
-    def reduce_copies(
-        self, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str, *, is_ready: bool = True
-    ) -> Pending:
+    def reduce_copies(self, own: Tensor, codec: Codec, scale: float, tag: Tag, *, is_ready: bool = True) -> Pending:
         ranks = self.mesh.replica_ranks
         part = own.view(len(ranks), -1)[ranks.index(self.mesh.rank)]
-        summed = self._reduce(own if is_ready else None, part, ranks, wire, scale, tag, what, "replicate")
-        return Pending(lambda: summed.wait() and self._gather(own, ranks, tag, what, "replicate").wait())
+        summed = self._reduce(own if is_ready else None, part, ranks, codec, scale, tag, "replicate")
+        return Pending(lambda: summed.wait() and self._gather(own, ranks, tag, "replicate").wait())
 
-    def _gather(self, full: Tensor, ranks: Ranks, tag: int, what: str, kind: str) -> Pending:
-        chunks, own = full.view(len(ranks), -1), full.view(len(ranks), -1)[ranks.index(self.mesh.rank)]
-        peers = self._peers(ranks)
-        works = [self._receive(chunks[place], ranks[place], 2 * tag, what) for place in peers]
-        works += [self._send(own, ranks[place], 2 * tag, what) for place in peers]
+    def _gather(self, full: Tensor, ranks: Ranks, tag: Tag, kind: str) -> Pending:
+        chunks, peers = full.view(len(ranks), -1), self._peers(ranks)
+        own = chunks[ranks.index(self.mesh.rank)]
+        works = [self._receive(chunks[place], ranks[place], tag, Tag.GATHER) for place in peers]
+        works += [self._send(own, ranks[place], tag, Tag.GATHER) for place in peers]
         self.sent_bytes[kind] += own.nbytes * len(peers)
-        return Pending(lambda: self.links.wait(works, what))
+        return Pending(lambda: self.links.wait(works, tag.what))
 
     def _reduce(
-        self,
-        full: Tensor | None,
-        own: Tensor,
-        ranks: Ranks,
-        wire: torch.dtype,
-        scale: float,
-        tag: int,
-        what: str,
-        kind: str,
+        self, full: Tensor | None, own: Tensor, ranks: Ranks, codec: Codec, scale: float, tag: Tag, kind: str
     ) -> Pending:
-        chunks, place = None if full is None else full.view(len(ranks), -1), ranks.index(self.mesh.rank)
-        taken = {peer: self.pool.take(own.numel(), wire, own.device) for peer in self._peers(ranks)}
-        works = [self._receive(buffer, ranks[peer], 2 * tag + 1, what) for peer, buffer in taken.items()]
+        chunks, numel = None if full is None else full.view(len(ranks), -1), codec.message_numel(own.numel())
+        taken = {peer: self.pool.take(numel, codec.dtype, own.device) for peer in self._peers(ranks)}
+        works = [self._receive(buffer, ranks[peer], tag, Tag.REDUCE) for peer, buffer in taken.items()]
         if chunks is None:
-            given = [self.pool.take(own.numel(), wire, own.device)]
+            given = [self.pool.take(numel, codec.dtype, own.device)]
             given[0][:1].view(torch.uint8).fill_(255)
             sent = dict.fromkeys(taken, given[0])
         else:
-            sent = {peer: self._round(chunks[peer], wire) for peer in taken}
-            given = [chunk for chunk in sent.values() if chunk.dtype != chunks.dtype]
+            sent = {peer: self.encoded(chunks[peer], codec) for peer in taken}
+            given = [] if codec.is_message(chunks) else list(sent.values())
             # What lies between parameters is anything, also the mark of a buffer that was used before.
             for chunk in filter(_is_marked, sent.values()):
                 chunk[:1] = float("nan")
-        works += [self._send(chunk, ranks[peer], 2 * tag + 1, what) for peer, chunk in sent.items()]
-        self.sent_bytes[kind] += own.numel() * wire.itemsize * len(taken)
+        works += [self._send(chunk, ranks[peer], tag, Tag.REDUCE) for peer, chunk in sent.items()]
+        self.sent_bytes[kind] += codec.nbytes(own.numel()) * len(taken)
 
         def finish() -> bool:
-            self.links.wait(works, what)
+            self.links.wait(works, tag.what)
             is_ready = chunks is not None and not any(map(_is_marked, taken.values()))
             if chunks is not None and is_ready:
-                sum_in_rank_order([taken.get(peer, chunks[place]) for peer in range(len(ranks))], wire, scale, own)
+                dtype = sum_dtype(own.dtype)
+                blocks = {peer: codec.decoded_blocks(message, dtype) for peer, message in taken.items()}
+                blocks[ranks.index(self.mesh.rank)] = codec.rounded_blocks(chunks[ranks.index(self.mesh.rank)], dtype)
+                sum_in_rank_order([blocks[place] for place in sorted(blocks)], scale, own)
             for buffer in [*taken.values(), *given]:
                 self.pool.give(buffer)
             return is_ready
@@ -99,19 +92,15 @@ class GlooComm(LinkedComm):
         place = ranks.index(self.mesh.rank)
         return [(place + step) % len(ranks) for step in range(1, len(ranks))]
 
-    def _round(self, chunk: Tensor, wire: torch.dtype) -> Tensor:
-        """Return `chunk` in the wire's dtype: itself, or a copy in a pooled buffer."""
-        if chunk.dtype == wire:
-            return chunk
-        return self.pool.take(chunk.numel(), wire, chunk.device).copy_(chunk)
+    def _send(self, chunk: Tensor, peer: int, tag: Tag, kind: int) -> dist.Work:
+        number = tag.message(kind)
+        return self.links.start(lambda: dist.isend(chunk, group=self.group, tag=number, group_dst=peer), tag.what)
 
-    def _send(self, chunk: Tensor, peer: int, tag: int, what: str) -> dist.Work:
-        return self.links.start(lambda: dist.isend(chunk, group=self.group, tag=tag, group_dst=peer), what)
-
-    def _receive(self, chunk: Tensor, peer: int, tag: int, what: str) -> dist.Work:
-        return self.links.start(lambda: dist.irecv(chunk, group=self.group, tag=tag, group_src=peer), what)
+    def _receive(self, chunk: Tensor, peer: int, tag: Tag, kind: int) -> dist.Work:
+        number = tag.message(kind)
+        return self.links.start(lambda: dist.irecv(chunk, group=self.group, tag=number, group_src=peer), tag.what)
 
 
 def _is_marked(message: Tensor) -> bool:
-    """Tell whether a message begins with the NaN whose bits are all set: its sender is not ready."""
+    """Tell whether a message begins with an element whose bits are all set: its sender is not ready."""
     return bool((message[:1].view(torch.uint8) == 255).all())

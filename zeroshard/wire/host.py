@@ -11,6 +11,7 @@ Note: the host
     rank enters when its passes are over. Tags, waits and errors are those of gloo.
 """
 
+from collections.abc import Iterator, Mapping
 from typing import final
 
 import torch
@@ -18,21 +19,21 @@ import torch
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import HostWire
 from zeroshard.wire.board import WORDS
-from zeroshard.wire.comm import BUCKETS, Pending
+from zeroshard.wire.codec import BLOCK_NUMEL, Codec, sum_dtype, sum_in_rank_order
+from zeroshard.wire.comm import Pending, Tag
 from zeroshard.wire.gloo import GlooComm
 from zeroshard.wire.links import Links
 from zeroshard.wire.memory import HostMemory
-from zeroshard.wire.sums import add_up
 
 __all__ = ["HostComm"]
 
 Tensor = torch.Tensor
-SHOWN_NUMEL = 1 << 20
+SEEN_NUMEL = 4 * BLOCK_NUMEL
+"""Elements of another rank's memory that are read before their pages are dropped."""
+SHOWN_NUMEL = 16 * BLOCK_NUMEL
 """Elements that a rank shows each other at once of what is not in the memory of the host."""
 NOWHERE, NOT_READY = -1, -2
 """In the place of an address in the memory of the host."""
-AGREEMENTS = 4 * BUCKETS
-"""Places on the board: four of each bucket, then those of agreements."""
 
 
 @final
@@ -43,67 +44,87 @@ class HostComm(GlooComm):
         super().__init__(links, ledger, HostWire(SHOWN_NUMEL), memory)
         self._memory, self._agreements = memory, 0
 
-    def gather(self, full: Tensor, tag: int, what: str, kind: str = "gather") -> Pending:
+    def gather(self, full: Tensor, tag: Tag, kind: str = "gather") -> Pending:
         memory, size = self._memory, self.mesh.shard_size
         if (offset := memory.offset_of(full)) is None:
-            return super().gather(full, tag, what, kind)
+            return super().gather(full, tag, kind)
         self.sent_bytes[kind] += full.nbytes // size * (size - 1)
-        meeting = memory.meet(4 * (tag % BUCKETS), tag, offset)
+        meeting = memory.meet(tag.place(Tag.GATHER), tag.about, offset)
 
         def finish() -> None:
-            self.links.wait([meeting], what)
+            self.links.wait([meeting], tag.what)
             if not memory.is_home(full):
                 for place, there in meeting.offsets.items():
                     part = memory.of_peer(place, there, full.numel(), full.dtype).view(size, -1)[place]
                     full.view(size, -1)[place] = part
                     memory.drop(place, part)
-                self.links.wait([memory.meet(4 * (tag % BUCKETS) + 1, tag)], what)
+                self._all_have_read(tag, Tag.GATHER)
 
         return Pending(finish)
 
-    def reduce(self, full: Tensor | None, own: Tensor, wire: torch.dtype, scale: float, tag: int, what: str) -> Pending:
-        memory = self._memory
-        self.sent_bytes["reduce"] += own.numel() * wire.itemsize * (self.mesh.shard_size - 1)
-        offset, said = NOT_READY if full is None else memory.offset_of(full), 4 * (tag % BUCKETS) + 2
-        meeting = memory.meet(said, tag, NOWHERE if offset is None else offset)
-
-        def all_have_read() -> None:
-            self.links.wait([memory.meet(said + 1, tag)], what)
+    def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:
+        self.sent_bytes["reduce"] += codec.nbytes(own.numel()) * (self.mesh.shard_size - 1)
+        offset = NOT_READY if full is None else self._memory.offset_of(full)
+        meeting = self._memory.meet(tag.place(Tag.REDUCE), tag.about, NOWHERE if offset is None else offset)
 
         def finish() -> bool:
-            self.links.wait([meeting], what)
+            self.links.wait([meeting], tag.what)
             is_ready = full is not None and NOT_READY not in meeting.offsets.values()
             if full is not None and is_ready:
                 chunks = full.view(self.mesh.shard_size, -1)
                 if offset is None or NOWHERE in meeting.offsets.values():
-                    show_in_turn(full, chunks)
+                    show_in_turn(chunks)
                 else:
-                    add_up(memory, meeting.offsets, full, chunks[self.mesh.shard_rank], wire, scale, own)
-            all_have_read()
+                    self._add_up(meeting.offsets, chunks, chunks[self.mesh.shard_rank], codec, scale, own)
+            self._all_have_read(tag, Tag.REDUCE)
             return is_ready
 
-        def show_in_turn(full: Tensor, chunks: Tensor) -> None:
+        def show_in_turn(chunks: Tensor) -> None:
             numel = min(own.numel(), SHOWN_NUMEL)
-            shown = self.pool.take(self.mesh.shard_size * numel, full.dtype, full.device)
-            rows, at = shown.view(self.mesh.shard_size, -1), memory.offset_of(shown)
+            shown = self.pool.take(self.mesh.shard_size * numel, chunks.dtype, chunks.device)
+            rows, at = shown.view(self.mesh.shard_size, -1), self._memory.offset_of(shown)
             assert at is not None, "pools are in the memory of the host"
             for parts, result in zip(chunks.split(numel, dim=1), own.split(numel), strict=True):
-                all_have_read()
+                self._all_have_read(tag, Tag.REDUCE)
                 for place in self._peers(self.mesh.shard_ranks):
                     rows[place, : result.numel()] = parts[place]
-                there = memory.meet(said, tag, at)
-                self.links.wait([there], what)
-                add_up(memory, there.offsets, shown, parts[self.mesh.shard_rank], wire, scale, result)
+                there = self._memory.meet(tag.place(Tag.REDUCE), tag.about, at)
+                self.links.wait([there], tag.what)
+                self._add_up(there.offsets, rows, parts[self.mesh.shard_rank], codec, scale, result)
             self.pool.give(shown)
 
         return Pending(finish)
+
+    def _all_have_read(self, tag: Tag, kind: int) -> None:
+        """Wait until nobody reads any more what this rank showed."""
+        self.links.wait([self._memory.meet(tag.place(kind, has_read=True), tag.about)], tag.what)
+
+    def _add_up(
+        self, offsets: Mapping[int, int], rows: Tensor, mine: Tensor, codec: Codec, scale: float, out: Tensor
+    ) -> None:
+        """Leave in `out` the scaled sum of `mine` and of what the other ranks show this one.
+
+        Args:
+            offsets: where the others show it, by place.
+            rows: (N, n), what lies there: for each rank a row, of which the first `mine.numel()` elements count.
+        """
+        dtype = sum_dtype(mine.dtype)
+
+        def read(other: int) -> Iterator[Tensor]:
+            shown = self._memory.of_peer(other, offsets[other], rows.numel(), rows.dtype).view_as(rows)
+            for part in shown[self.mesh.shard_rank, : mine.numel()].split(SEEN_NUMEL):
+                yield from codec.rounded_blocks(part, dtype)
+                self._memory.drop(other, part)
+
+        own = codec.rounded_blocks(mine, dtype)
+        sum_in_rank_order([read(rank) if rank in offsets else own for rank in range(len(rows))], scale, out)
 
     def agree(self, values: list[int], what: str) -> list[int]:
         if self.mesh.shard_size < self.mesh.world_size or len(values) >= WORDS:
             return super().agree(values, what)
         # At two places in turn: nobody comes to the next agreement but one before all have heard this one.
         self._agreements += 1
-        meeting = self._memory.meet(AGREEMENTS + self._agreements % 2, len(values), *values)
+        meeting = self._memory.meet(Tag.AGREEMENTS + self._agreements % 2, len(values), *values)
         self.links.wait([meeting], what)
         self.sent_bytes["agree"] += 8 * len(values)
         return [min(each) for each in zip(values, *meeting.numbers.values(), strict=True)]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Wire
+from zeroshard.wire.codec import Codec
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.links import PART, Links
 from zeroshard.wire.memory import Memory
@@ -33,6 +34,14 @@ class LinkedComm(Comm):
     def group(self) -> dist.ProcessGroup:
         """The process group of all ranks for what is not a small number."""
         return self.links.groups[self._name]
+
+    def encoded(self, values: Tensor, codec: Codec) -> Tensor:
+        """Return the message for some values: themselves, where they are one, else in a pooled buffer."""
+        if codec.is_message(values):
+            return values
+        message = self.pool.take(codec.message_numel(values.numel()), codec.dtype, values.device)
+        codec.encode(values, message)
+        return message
 
     def agree(self, values: list[int], what: str) -> list[int]:
         self.sent_bytes["agree"] += 8 * len(values)

@@ -4,7 +4,6 @@ Owns the process groups and the watchdog. It must not know what is sent: transpo
 the groups, and wait here.
 """
 
-import dataclasses
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -56,8 +55,7 @@ class Links:
     def new_group(self, name: str, backend: str, *axes: str) -> None:
         """Make the process group of all ranks, or those of the ranks along `axes`, on all ranks at the same time."""
         if axes:
-            meshes = [dataclasses.replace(self.mesh, rank=rank) for rank in range(self.mesh.world_size)]
-            ranks = [list(along) for along in sorted({mesh.along(*axes) for mesh in meshes})]
+            ranks = self.mesh.rows(*axes).tolist()
             self.groups[name], _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._limit, backend=backend)
         else:
             self.groups[name] = dist.new_group(backend=backend, timeout=self._limit)

@@ -33,6 +33,7 @@ from typing import Any, Final, final
 
 import torch
 
+from zeroshard.table.spec import Range
 from zeroshard.wire.board import BOARD_BYTES, Board, Meeting, is_supported
 from zeroshard.wire.process import tell_forks
 
@@ -57,14 +58,12 @@ class Memory(ABC):
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return (numel,) of zeros, to be kept for as long as the model lives."""
 
-    @abstractmethod
     def give_back(self, tensor: Tensor) -> None:
         """Let go of the memory of `zeros` for good; nobody may read the tensor any more."""
+        return  # it goes with the tensor
 
     @abstractmethod
-    def home(
-        self, numel: int, bounds: tuple[int, int], dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
+    def home(self, numel: int, bounds: Range, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return zeros (numel,) that are closed and opened again, and the shard (stop - start,) of them that stays."""
 
     @abstractmethod
@@ -75,9 +74,9 @@ class Memory(ABC):
     def close(self, full: Tensor) -> bool:
         """Take the memory of `full` back; views of it stay. False where it has to be left there."""
 
-    @abstractmethod
     def rest(self, full: Tensor) -> None:
         """Let go of what an open home costs as long as nobody reads it; it is there, as it was, when somebody does."""
+        return  # there is no second place from which it could come back
 
 
 @final
@@ -90,14 +89,7 @@ class OwnMemory(Memory):
         """See `Memory`."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def give_back(self, tensor: Tensor) -> None:
-        """See `Memory`."""
-        # It goes with the tensor.
-        return
-
-    def home(
-        self, numel: int, bounds: tuple[int, int], dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
+    def home(self, numel: int, bounds: Range, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """See `Memory`."""
         return self.zeros(numel, dtype, device), self.zeros(bounds[1] - bounds[0], dtype, device)
 
@@ -114,11 +106,6 @@ class OwnMemory(Memory):
         if storage.resizable():
             storage.resize_(0)
         return storage.resizable()
-
-    def rest(self, full: Tensor) -> None:
-        """See `Memory`."""
-        # There is no second place from which it could come back.
-        return
 
 
 MEMORIES: Mapping[str, Callable[[], Memory]] = MappingProxyType({"device": OwnMemory})
@@ -182,16 +169,13 @@ class HostMemory(Memory):
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Memory`."""
-        own = self._files[0]
-        return own.view(own.take(numel * dtype.itemsize), numel, dtype)
+        return self._files[0].view(self._files[0].take(numel * dtype.itemsize), numel, dtype)
 
     def give_back(self, tensor: Tensor) -> None:
         """See `Memory`."""
         self._files[0].remove(tensor.data_ptr(), tensor.nbytes)
 
-    def home(
-        self, numel: int, bounds: tuple[int, int], dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
+    def home(self, numel: int, bounds: Range, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """See `Memory`."""
         # Every rank makes the same homes in the same order, so that they lie at the same place on all.
         common, nbytes = self._files[1], numel * dtype.itemsize

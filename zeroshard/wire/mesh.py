@@ -3,6 +3,7 @@
 The only module that reads or sets environment variables. It must not know models or optimizers.
 """
 
+import math
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,15 +33,17 @@ class Mesh:
     axes: tuple[tuple[str, int], ...] = ()
     """Name and size of each axis, the last one over neighbouring ranks; none: all ranks along "shard"."""
 
+    def rows(self, *names: str) -> torch.Tensor:
+        """Return (rows, size): in each row, in order, ranks that differ along these axes only; each rank is in one."""
+        axes = self.axes or (("shard", self.world_size),)
+        last = [place for place, (name, _) in enumerate(axes) if name in names]
+        ranks = torch.arange(self.world_size).view([size for _, size in axes])
+        return ranks.movedim(last, list(range(-len(last), 0))).reshape(-1, math.prod(axes[place][1] for place in last))
+
     def along(self, *names: str) -> tuple[int, ...]:
         """Return, in order, the ranks that differ from this one along these axes only, and this one."""
-        ranks, step = [self.rank], 1
-        for name, size in reversed(self.axes or (("shard", self.world_size),)):
-            if name in names:
-                first = self.rank // step % size
-                ranks = [rank + (place - first) * step for place in range(size) for rank in ranks]
-            step *= size
-        return tuple(ranks)
+        rows = self.rows(*names)
+        return tuple(rows[(rows == self.rank).any(1)][0].tolist())
 
     @cached_property
     def shard_ranks(self) -> tuple[int, ...]:

@@ -1,13 +1,18 @@
-"""Which transport the ranks of a mesh get. The only place that knows them all.
+"""Which transport the ranks of a mesh get, and which codec a name stands for. The only place that knows them all.
 
-Owns the choice. Read `wire/comm.py` first.
+Owns the choice. Read `wire/comm.py` and `wire/codec.py` first.
 """
+
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from zeroshard.table.settings import Settings
 from zeroshard.table.trace import Ledger
+from zeroshard.wire.codec import Codec, Rounded
 from zeroshard.wire.comm import Comm, SoloComm
 from zeroshard.wire.gloo import GlooComm
 from zeroshard.wire.host import HostComm
@@ -16,7 +21,16 @@ from zeroshard.wire.memory import HostMemory
 from zeroshard.wire.mesh import Mesh
 from zeroshard.wire.nccl import NcclComm
 
-__all__ = ["make_comm"]
+__all__ = ["codec_of", "make_comm"]
+
+CODECS: Mapping[str, type[Codec]] = MappingProxyType({})
+"""The codecs besides dtypes; `table/spec.py` has the sizes of each."""
+
+
+@functools.cache
+def codec_of(name: str) -> Codec:
+    """Return what gradients are in messages where `Formats.reduce` is `name`."""
+    return CODECS.get(name, Rounded)(name)
 
 
 def make_comm(mesh: Mesh, settings: Settings, ledger: Ledger) -> Comm:

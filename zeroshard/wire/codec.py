@@ -1,0 +1,121 @@
+"""What gradients are in messages, rounded to a dtype or encoded otherwise, and how they are added up.
+
+Owns the interface of codecs, rounding, and the order of additions, on which it depends that all stages have the same
+bits. It must not know transports. `table/spec.py` has the sizes; `wire/transports.py` finds a codec by its name.
+
+Note: blocks
+    Each block of BLOCK_NUMEL elements is encoded by itself, whatever part of a gradient a transport handles at once:
+    ranks that exchange messages and ranks that read each other's memory so get the same bits, and sums stay in the
+    cache. The message for several blocks is the messages for each, one behind the other.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, final
+
+import torch
+
+from zeroshard.table.spec import message_of
+
+__all__ = ["BLOCK_NUMEL", "Codec", "Rounded", "sum_dtype", "sum_in_rank_order"]
+
+Tensor = torch.Tensor
+
+BLOCK_NUMEL: Final = 1 << 16
+"""Elements that are encoded, and added up, at once."""
+
+
+class Codec(ABC):
+    """What the elements of a gradient are in a message.
+
+    Invariant: the first element of a message never has all bits set, which says that its sender is not ready; that NaN
+    aside, where messages are of a floating-point dtype.
+
+    Args:
+        name: as in `Formats.reduce`; `table/spec.py` knows the sizes by it.
+    """
+
+    is_summable = False
+    """Whether the sum of messages is the message for a sum, so that a backend can add them up."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dtype: torch.dtype = getattr(torch, message_of(name, 0)[1])
+        """What messages consist of."""
+
+    def message_numel(self, numel: int) -> int:
+        """Return the elements of the message for `numel` elements."""
+        return message_of(self.name, numel)[0]
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of the message for `numel` elements."""
+        return self.message_numel(numel) * self.dtype.itemsize
+
+    def is_message(self, values: Tensor) -> bool:
+        """Tell whether these values are their own message, so that nothing is copied."""
+        return False
+
+    @abstractmethod
+    def encode(self, values: Tensor, message: Tensor) -> None:
+        """Write the message for values (numel,), of any number of blocks, to `message` (message_numel(numel),)."""
+
+    @abstractmethod
+    def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values of one block in `dtype`; they may share the memory of the message."""
+
+    def round(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what another rank decodes of the values (numel,) of one block, in `dtype`."""
+        message = torch.empty(self.message_numel(values.numel()), dtype=self.dtype, device=values.device)
+        self.encode(values, message)
+        return self.decode(message, dtype)
+
+    def rounded_blocks(self, values: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield what another rank decodes of values (numel,), block by block."""
+        return (self.round(block, dtype) for block in values.split(BLOCK_NUMEL))
+
+    def decoded_blocks(self, message: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield the values of a message, block by block."""
+        return (self.decode(block, dtype) for block in message.split(self.message_numel(BLOCK_NUMEL)))
+
+
+@final
+class Rounded(Codec):
+    """Elements rounded to a dtype, the codec's name."""
+
+    is_summable = True
+
+    def is_message(self, values: Tensor) -> bool:
+        """See `Codec`."""
+        return values.dtype == self.dtype
+
+    def encode(self, values: Tensor, message: Tensor) -> None:
+        """See `Codec`."""
+        message.copy_(values)
+
+    def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `Codec`."""
+        return message.to(dtype)
+
+    def round(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `Codec`."""
+        return values.to(self.dtype).to(dtype)
+
+
+def sum_dtype(held: torch.dtype) -> torch.dtype:
+    """Return what sums of a dtype are made in: fp32 or better."""
+    return torch.promote_types(held, torch.float32)
+
+
+def sum_in_rank_order(ranks: Sequence[Iterable[Tensor]], scale: float, out: Tensor) -> None:
+    """Leave scale * (values of rank 0 + values of rank 1 + ...) in `out`, which may be where one rank's values lie.
+
+    Args:
+        ranks: of each, its values in blocks of BLOCK_NUMEL, in the dtype of sums.
+    """
+    for result, total, *others, last in zip(out.split(BLOCK_NUMEL), *ranks, strict=True):
+        for other in others:
+            total = total + other
+        if result.dtype == last.dtype:
+            torch.add(total, last, out=result).mul_(scale)
+        else:
+            result.copy_((total + last).mul_(scale))
