@@ -98,7 +98,7 @@ class _Told:
         self._write(counts, "all")
 
     def _line(self, counts: Counts) -> str:
-        states = f", {len(counts.digests)} states" if counts.digests else ""
+        states = f", {len(counts.states)} states" if counts.states else ""
         return (
             f"{self._name}: {counts.programs} programs, {counts.runs} runs{states}, {counts.collectives} collectives, "
             f"{len(counts.bad)} wrong, {time.monotonic() - self._begin_s:.0f} s"
@@ -109,11 +109,11 @@ class _Told:
             "progress": progress,
             "programs": counts.programs,
             "runs": counts.runs,
-            "states": len(counts.digests),
+            "states": len(counts.states),
             "collectives": counts.collectives,
             "seconds": round(time.monotonic() - self._begin_s, 1),
             "verdicts": dict(sorted(counts.verdicts.items())),
-            "kinds": dict(sorted(counts.kinds.items())),
+            "runs by kind": dict(sorted(counts.kinds.items())),
             "most units at once": dict(sorted(counts.peaks.items())),
             "wrong": [{"program": json.loads(text), "seed": seed, "fault": fault} for text, seed, fault in counts.bad],
         }

@@ -1,4 +1,4 @@
-"""All programs of two steps of one size, up to renaming of ranks.
+"""All programs of two steps of one size, up to renaming of ranks: with a re-entry, with a failure, with neither.
 
 Owns which programs there are, and which need not be run. It must not know how one is run.
 
@@ -10,14 +10,13 @@ Note: what is not run
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .program import Op, Path, Program, Transport, failures_in, flat, orders, orders_again
 
-__all__ = ["Class", "Size", "first_steps", "second_steps"]
+__all__ = ["Class", "Size", "first_steps", "is_plain", "second_steps"]
 
 
 class Size(NamedTuple):
@@ -36,43 +35,52 @@ class Class:
     """First steps that leave the same state.
 
     Args:
-        first: one of them, with the fewest re-entries and failures.
+        first: one of them; a plain one, if there is one.
         is_symmetric: whether all ranks are in the same state.
-        counts: how many there are, by whether a unit is entered again and whether a rank fails.
+        plain: how many enter no unit again and have no failure.
+        other: how many do.
     """
 
     first: Program
     is_symmetric: bool
-    counts: Counter[tuple[bool, bool]] = field(default_factory=Counter)
+    plain: int = 0
+    other: int = 0
 
-    def members(self, *, again: bool, fails: bool) -> int:
-        """Return how many may go on with a second step that enters a unit again, or fails, as no program does twice."""
-        return sum(count for (a, f), count in self.counts.items() if not (a and again) and not (f and fails))
+    def add(self, program: Program) -> None:
+        """Count another."""
+        if is_plain(program):
+            if not self.plain:
+                self.first = program
+            self.plain += 1
+        else:
+            self.other += 1
 
 
-def first_steps(size: Size) -> Iterator[tuple[Program, bool]]:
-    """Yield all first steps, ranks in the order of what they use, and whether one enters a unit again."""
+def first_steps(size: Size) -> Iterator[Program]:
+    """Yield all first steps, ranks in the order of what they use."""
     for paths, again in _combinations(size, is_ordered=False):
         program = Program(size.ranks, size.units, _step(paths), None, size.transport)
-        yield program, again
-        for failed in _with_failures(program, range(2)):
-            yield failed, again
+        yield program
+        if not again:
+            yield from _with_failures(program, range(2))
 
 
-def second_steps(one: Class, size: Size, *, again: bool, fails: bool) -> Iterator[Program]:
-    """Yield the programs that go on with each second step.
+def second_steps(one: Class, size: Size) -> Iterator[tuple[Program, int]]:
+    """Yield the programs that go on with each second step, and for how many each stands."""
+    for paths, again in _combinations(size, is_ordered=not one.is_symmetric):
+        program = replace(one.first, ops=one.first.ops + _step(paths))
+        if not again:
+            yield program, one.plain + one.other
+        if again and one.plain:
+            yield program, one.plain
+        elif one.plain:
+            for failed in _with_failures(program, range(3, 5)):
+                yield failed, one.plain
 
-    Args:
-        again: whether these enter a unit again.
-        fails: whether a rank fails in these.
-    """
-    for paths, is_again in _combinations(size, is_ordered=not one.is_symmetric):
-        if is_again == again:
-            program = replace(one.first, ops=one.first.ops + _step(paths))
-            if fails:
-                yield from _with_failures(program, range(3, 5))
-            else:
-                yield program
+
+def is_plain(program: Program) -> bool:
+    """Tell whether no unit is entered again, and no rank fails."""
+    return program.failure is None and not any(len(set(path)) < len(path) for op in program.ops for path in op.paths)
 
 
 def _step(paths: tuple[Path, ...]) -> tuple[Op, ...]:

@@ -8,11 +8,11 @@ import hashlib
 import logging
 import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .exhaustive import Class, Size, first_steps, second_steps
+from .exhaustive import Class, Size, first_steps, is_plain, second_steps
 from .program import Program, draw, smaller
 from .run import Outcome, chooser, run
 from .world import Crew
@@ -32,8 +32,8 @@ class Counts:
 
     Args:
         programs: how many, with those that are like one that was run.
-        kinds: how many there were by what they do.
-        digests: of all states after a step.
+        kinds: runs by what programs do.
+        states: what ranks' orders decide by after a first step, as digests.
     """
 
     programs: int = 0
@@ -42,7 +42,7 @@ class Counts:
     verdicts: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     peaks: Counter[str] = field(default_factory=Counter)
-    digests: set[bytes] = field(default_factory=set)
+    states: set[bytes] = field(default_factory=set)
     bad: list[Bad] = field(default_factory=list)
 
     def add(self, other: "Counts") -> None:
@@ -53,7 +53,7 @@ class Counts:
         self.verdicts += other.verdicts
         self.kinds += other.kinds
         self.peaks |= other.peaks
-        self.digests |= other.digests
+        self.states |= other.states
         self.bad = (self.bad + other.bad)[:SHOWN]
 
     def count(self, program: Program, seed: int | None, outcome: Outcome, weight: int = 1) -> None:
@@ -63,7 +63,6 @@ class Counts:
         self.collectives += outcome.collectives
         self.verdicts[("one fails: " if program.failure else "") + outcome.verdict] += weight
         self.peaks |= outcome.peaks
-        self.digests.update(map(_digest, outcome.states))
         if outcome.faults and len(self.bad) < SHOWN:
             self.bad.append((program.to_json(), seed, outcome.faults[0]))
 
@@ -97,10 +96,6 @@ def _run(program: Program, seed: int | None) -> Outcome:
     return run(program, crew(), None if seed is None else chooser(seed))
 
 
-def _digest(state: Hashable) -> bytes:
-    return hashlib.blake2b(repr(state).encode(), digest_size=12).digest()
-
-
 # -- all programs of a size -------------------------------------------------------------------------------------------
 
 
@@ -112,49 +107,42 @@ def exhaust(size: Size, jobs: int, told: Callable[[Counts, str], None]) -> Count
         chunks = [firsts[start : start + 50] for start in range(0, len(firsts), 50)]
         for some, found in pool.imap(_first, chunks):
             counts.add(found)
-            for program, again, digest, is_symmetric in some:
-                one = classes.setdefault(digest, Class(program, is_symmetric))
-                fails = program.failure is not None
-                one.counts[again, fails] += 1
-                if (again, fails) < (_is_again(one.first), one.first.failure is not None):
-                    one.first = program
+            for program, digest, is_symmetric in some:
+                classes.setdefault(digest, Class(program, is_symmetric)).add(program)
             told(counts, f"{counts.runs} of {len(firsts)} first steps")
-        states = len(classes)
-        for again, fails in ((False, False), (True, False), (False, True)):
-            tasks = [(one, size, again, fails) for one in classes.values() if one.members(again=again, fails=fails)]
-            for done, found in enumerate(pool.imap_unordered(_second, tasks), 1):
-                counts.add(found)
-                what = " with a re-entry" * again + " with a failure" * fails
-                told(counts, f"{states} states after a first step; {done} of {len(tasks)} with second steps{what}")
+        # Those that take longest come first, so that processes end together.
+        tasks = [(one, size) for one in sorted(classes.values(), key=lambda one: one.plain == 0)]
+        for done, found in enumerate(pool.imap_unordered(_second, tasks), 1):
+            counts.add(found)
+            told(counts, f"second steps behind {done} of {len(tasks)} states")
     return counts
 
 
-def _is_again(program: Program) -> bool:
-    return any(len(set(path)) < len(path) for op in program.ops for path in op.paths)
-
-
-def _first(some: list[tuple[Program, bool]]) -> tuple[list[tuple[Program, bool, bytes, bool]], Counts]:
+def _first(some: list[Program]) -> tuple[list[tuple[Program, bytes, bool]], Counts]:
     counts, found = Counts(), []
-    for program, again in some:
+    for program in some:
         outcome = _run(program, None)
         counts.count(program, None, outcome)
-        counts.kinds["first step" + " with a re-entry" * again + " with a failure" * bool(program.failure)] += 1
+        counts.kinds[f"1 step, {_kind(program)}"] += 1
         if outcome.verdict == "right":
             state = outcome.states[0]
             assert isinstance(state, tuple)
-            found.append((program, again, _digest(state), len(set(state)) == 1))
+            digest = hashlib.blake2b(repr(state).encode(), digest_size=12).digest()
+            found.append((program, digest, len(set(state)) == 1))
+            counts.states.add(digest)
     return found, counts
 
 
-def _second(task: tuple[Class, Size, bool, bool]) -> Counts:
-    one, size, again, fails = task
-    counts, weight = Counts(), one.members(again=again, fails=fails)
-    for program in second_steps(one, size, again=again, fails=fails):
+def _second(task: tuple[Class, Size]) -> Counts:
+    counts = Counts()
+    for program, weight in second_steps(*task):
         counts.count(program, None, _run(program, None), weight)
-    counts.kinds["two steps" + ", a re-entry in the second" * again + ", a failure in the second" * fails] = (
-        counts.programs
-    )
+        counts.kinds[f"2 steps, {_kind(program)}"] += 1
     return counts
+
+
+def _kind(program: Program) -> str:
+    return "one fails" if program.failure else "plain" if is_plain(program) else "one enters a unit again"
 
 
 # -- random programs --------------------------------------------------------------------------------------------------
@@ -171,7 +159,6 @@ def randomly(first: int, count: int, ranks: int, jobs: int, told: Callable[[Coun
     with _pool(jobs) as pool:
         for done, found in enumerate(pool.imap_unordered(_drawn, tasks), 1):
             counts.add(found)
-            counts.digests.clear()
             told(counts, f"{min(count, 250 * done)} of {count} programs")
     return counts
 
