@@ -82,6 +82,24 @@ def test_a_rank_that_skips_a_unit_takes_part_in_its_gather() -> None:
     ]
 
 
+def test_what_a_rank_skips_at_the_end_takes_no_more_room_than_the_window() -> None:
+    (forward, _), _ = plain_marks(5)
+    actions = replay(forward, [("need", 0), ("close", 0)])
+    assert actions == [
+        ("gather", 0),
+        ("gather", 1),
+        ("gather", 2),
+        ("release", 0),
+        ("release", 1),
+        ("release", 2),
+        ("gather", 3),  # for the others
+        ("release", 3),
+        ("gather", 4),
+        ("release", 4),
+    ]
+    assert peak_units(actions, (0, 1, 1, 1, 1)) == WINDOW
+
+
 def test_a_tied_unit_stays_whole_and_takes_no_room() -> None:
     record = Record((("gather", 0), ("gather", 1), ("gather", 2), ("gather", 3)), pinned=frozenset([1]))
     marks: list[Mark] = [("need", 0), ("need", 1), ("leave", 1), ("need", 2), ("leave", 2), ("need", 3), ("leave", 3)]

@@ -61,6 +61,8 @@ class Pass:
     is_closing: bool = False
     postponed: set[int] = field(default_factory=set)
     """Units whose reduction a rank was not ready for."""
+    waiting: set[int] = field(default_factory=set)
+    """Of these, the ones that are not summed yet; the same on all ranks."""
     marks: list[Mark] = field(default_factory=list)
     agreed: list[tuple[Literal["gather", "reduce"], int, bool]] = field(default_factory=list)
     expected: set[int] = field(default_factory=set)
@@ -177,6 +179,11 @@ class Order:
                 if self._units[unit].has_local:
                     self._ask("reduce", unit, False)
         change = self._agree_on_use(pass_)
+        # Whoever was not ready may have no gradients after all, and asks for nothing: now all ranks are closing.
+        for unit in sorted(pass_.waiting):
+            pass_.agreed.append(("reduce", unit, False))
+            self._do([("reduce", unit)])
+        self._finish_all()
         if pass_.scope is Scope.ALL:
             for one in self._units:
                 self._tails += one.finish_deferred(self._comm, pass_.number, str(pass_))
@@ -373,12 +380,14 @@ class Order:
         if tails is None:
             self._postpone(reduction.unit)
         else:
+            self._open_pass().waiting.discard(reduction.unit.number)
             self._tails += tails
 
     def _postpone(self, unit: Unit) -> None:
         """Note that gradients of `unit` wait for another rank; say so where they take more than two units' memory."""
         pass_ = self._open_pass()
         pass_.postponed.add(unit.number)
+        pass_.waiting.add(unit.number)
         self.trace.add(self._event(pass_.phase, pass_.key, "postpone", unit.number))
         if self._comm.mesh.rank == 0 and len(pass_.postponed) > WINDOW and not self._has_warned:
             self._has_warned = True

@@ -134,10 +134,10 @@ class Schedule:
         return actions
 
     def close(self) -> list[Action]:
-        """End the pass: issue what is left and release everything."""
-        actions = self.flush() + [("release", unit) for unit in self.whole]
+        """End the pass: release everything, so that there is room, and issue what is left."""
+        actions: list[Action] = [("release", unit) for unit in self.whole]
         self.whole = {}
-        return actions
+        return actions + self.flush()
 
     def _ahead(self) -> list[Action]:
         """Issue what is due: reductions that landed, gathers that fit in the window."""

@@ -1,0 +1,148 @@
+"""The command line: what to run, what is told."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import circumstances, write_result
+
+from .exhaustive import Size
+from .program import TRANSPORTS, Program, draw
+from .run import chooser, run
+from .work import Counts, crew, exhaust, randomly, shrink
+
+__all__ = ["main"]
+
+EVERY_S = 30.0
+SIZES = ((2, 4), (3, 3))
+"""Ranks, and units with the root."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run programs, print what came of them; 1 where one was wrong."""
+    given = _parse(arguments)
+    if given.replay is not None:
+        return _replay(given)
+    begin_s, parts = time.monotonic(), dict[str, dict[str, Any]]()
+    known, bad = circumstances("tools.explore"), False
+    for name, work in _plan(given):
+        told = _Told(name, parts, given.output, known)
+        counts = work(told)
+        told.end(counts)
+        bad |= bool(counts.bad)
+        for text, seed, fault in counts.bad[: given.shown]:
+            _show(Program.from_json(text), seed, fault)
+    print(f"{time.monotonic() - begin_s:.0f} s in all")
+    return int(bad)
+
+
+def _plan(given: argparse.Namespace) -> list[tuple[str, Callable[["_Told"], Counts]]]:
+    plan: list[tuple[str, Callable[[_Told], Counts]]] = []
+    if given.exhaustive:
+        sizes = [(given.ranks, given.units)] if given.ranks else SIZES
+        for transport in given.transports:
+            for ranks, units in sizes:
+                size = Size(ranks, units, transport)
+                plan.append((f"all: {size}", lambda told, size=size: exhaust(size, given.jobs, told)))  # type: ignore[misc]
+    if given.random:
+        ranks = f"{given.ranks} ranks" if given.ranks else "2 to 6 ranks"
+        plan.append(
+            (
+                f"random: {ranks}, seeds from {given.seed}",
+                lambda told: randomly(given.seed, given.random, given.ranks, given.jobs, told),
+            )
+        )
+    return plan
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tools.explore", description="Explore the order of collectives.")
+    parser.add_argument("--exhaustive", action="store_true", help="all programs of two sizes, or of --ranks, --units")
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS), help="of these")
+    parser.add_argument("--units", type=int, default=3, help="with the root")
+    parser.add_argument("--random", type=int, default=0, help="how many random programs")
+    parser.add_argument("--ranks", type=int, default=0, help="of each program; by default of 2 to 6")
+    parser.add_argument("--seed", type=int, default=1, help="of the first random program; the next ones follow")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--replay", help="a seed, or a program as it was printed: run it, and print its events")
+    parser.add_argument("--choices", type=int, help="with --replay: the seed of who goes on")
+    parser.add_argument("--shown", type=int, default=3, help="how many failures to shrink and print")
+    parser.add_argument("--output", type=Path, help="a file for the counts, as JSON")
+    given = parser.parse_args(arguments)
+    if not (given.exhaustive or given.random or given.replay):
+        parser.error("give --exhaustive, --random or --replay")
+    return given
+
+
+class _Told:
+    """Prints and writes how far one part is, now and then."""
+
+    def __init__(self, name: str, parts: dict[str, dict[str, Any]], output: Path | None, known: dict[str, Any]) -> None:
+        self._name, self._parts, self._output, self._known = name, parts, output, known
+        self._begin_s = self._told_s = time.monotonic()
+
+    def __call__(self, counts: Counts, progress: str) -> None:
+        if time.monotonic() - self._told_s > EVERY_S:
+            self._told_s = time.monotonic()
+            print(f"{self._line(counts)}; {progress}", file=sys.stderr, flush=True)
+            self._write(counts, progress)
+
+    def end(self, counts: Counts) -> None:
+        """Tell what came of it."""
+        print(self._line(counts), flush=True)
+        print(f"  {_text(counts.verdicts)}\n  most units at once: {_text(counts.peaks)}", flush=True)
+        self._write(counts, "all")
+
+    def _line(self, counts: Counts) -> str:
+        states = f", {len(counts.states)} states" if counts.states else ""
+        return (
+            f"{self._name}: {counts.programs} programs, {counts.runs} runs{states}, {counts.collectives} collectives, "
+            f"{len(counts.bad)} wrong, {time.monotonic() - self._begin_s:.0f} s"
+        )
+
+    def _write(self, counts: Counts, progress: str) -> None:
+        self._parts[self._name] = {
+            "progress": progress,
+            "programs": counts.programs,
+            "runs": counts.runs,
+            "states": len(counts.states),
+            "collectives": counts.collectives,
+            "seconds": round(time.monotonic() - self._begin_s, 1),
+            "verdicts": dict(sorted(counts.verdicts.items())),
+            "runs by kind": dict(sorted(counts.kinds.items())),
+            "most units at once": dict(sorted(counts.peaks.items())),
+            "wrong": [{"program": json.loads(text), "seed": seed, "fault": fault} for text, seed, fault in counts.bad],
+        }
+        if self._output is not None:
+            write_result(self._output, self._known | {"parts": self._parts})
+
+
+def _text(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+
+
+def _show(program: Program, seed: int | None, fault: str) -> None:
+    print(f"\n{fault}\n  found with {program.to_json()}")
+    less, outcome = shrink(program, seed)
+    choices = "" if seed is None else f" --choices {seed}"
+    print(f"  smaller: python -m tools.explore --replay '{less.to_json()}'{choices}")
+    for text in outcome.faults:
+        print(f"    {text}")
+
+
+def _replay(given: argparse.Namespace) -> int:
+    is_seed = given.replay.isdigit()
+    program = draw(int(given.replay), given.ranks) if is_seed else Program.from_json(given.replay)
+    seed = given.choices if given.choices is not None or not is_seed else int(given.replay)
+    outcome = run(program, crew(), None if seed is None else chooser(seed))
+    print(program.to_json())
+    for rank in outcome.ranks:
+        print(f"rank {rank.number}: {rank.ending}")
+        for event in rank.order.trace.events:
+            print(f"  {event.step} {event.phase:8} {event.kind:8} {event.unit or 'root'}")
+    print(outcome.verdict, *outcome.faults, sep="\n")
+    return int(bool(outcome.faults))

@@ -1,0 +1,203 @@
+"""Runs spread over processes, and their counts.
+
+Owns the processes and the sums. Each has a crew of its own.
+"""
+
+import gc
+import hashlib
+import logging
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .exhaustive import Class, Size, first_steps, is_plain, second_steps
+from .program import Program, draw, smaller
+from .run import Outcome, chooser, run
+from .world import Crew
+
+__all__ = ["Counts", "crew", "exhaust", "randomly", "shrink"]
+
+MOST_RANKS = 6
+SHOWN = 20
+Bad = tuple[str, int | None, str]
+"""A program that failed, as JSON; the seed of its choices; its first fault."""
+_CREW: list[Crew] = []
+
+
+@dataclass
+class Counts:
+    """What came of runs.
+
+    Args:
+        programs: how many, with those that are like one that was run.
+        kinds: runs by what programs do.
+        states: what ranks' orders decide by after a first step, as digests.
+    """
+
+    programs: int = 0
+    runs: int = 0
+    collectives: int = 0
+    verdicts: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    peaks: Counter[str] = field(default_factory=Counter)
+    states: set[bytes] = field(default_factory=set)
+    bad: list[Bad] = field(default_factory=list)
+
+    def add(self, other: "Counts") -> None:
+        """Add what another process counted."""
+        self.programs += other.programs
+        self.runs += other.runs
+        self.collectives += other.collectives
+        self.verdicts += other.verdicts
+        self.kinds += other.kinds
+        self.peaks |= other.peaks
+        self.states |= other.states
+        self.bad = (self.bad + other.bad)[:SHOWN]
+
+    def count(self, program: Program, seed: int | None, outcome: Outcome, weight: int = 1) -> None:
+        """Count a run that stands for `weight` programs."""
+        self.programs += weight
+        self.runs += 1
+        self.collectives += outcome.collectives
+        self.verdicts[("one fails: " if program.failure else "") + outcome.verdict] += weight
+        self.peaks |= outcome.peaks
+        if outcome.faults and len(self.bad) < SHOWN:
+            self.bad.append((program.to_json(), seed, outcome.faults[0]))
+
+
+def crew() -> Crew:
+    """Return this process's ranks."""
+    if not _CREW:
+        _CREW.append(Crew(MOST_RANKS))
+    return _CREW[0]
+
+
+def shrink(program: Program, seed: int | None) -> tuple[Program, Outcome]:
+    """Return the smallest program found that fails alike, and its outcome."""
+    outcome = _run(program, seed)
+    is_found = True
+    while is_found:
+        is_found = False
+        for less in smaller(program):
+            found = _run(less, seed)
+            if found.faults and _kind_of(found) & _kind_of(outcome):
+                program, outcome, is_found = less, found, True
+                break
+    return program, outcome
+
+
+def _kind_of(outcome: Outcome) -> set[str]:
+    return {"".join(c for c in fault.split(": ", 1)[-1] if not c.isdigit())[:40] for fault in outcome.faults}
+
+
+def _run(program: Program, seed: int | None) -> Outcome:
+    return run(program, crew(), None if seed is None else chooser(seed))
+
+
+# -- all programs of a size -------------------------------------------------------------------------------------------
+
+
+def exhaust(size: Size, jobs: int, told: Callable[[Counts, str], None]) -> Counts:
+    """Run all programs of a size."""
+    counts, classes = Counts(), dict[bytes, Class]()
+    firsts = list(first_steps(size))
+    with _pool(jobs) as pool:
+        chunks = [firsts[start : start + 50] for start in range(0, len(firsts), 50)]
+        for some, found in pool.imap(_first, chunks):
+            counts.add(found)
+            for program, digest, is_symmetric in some:
+                classes.setdefault(digest, Class(program, is_symmetric)).add(program)
+            told(counts, f"{counts.runs} of {len(firsts)} first steps")
+        # Those that take longest come first, so that processes end together.
+        tasks = [(one, size) for one in sorted(classes.values(), key=lambda one: one.plain == 0)]
+        for done, found in enumerate(pool.imap_unordered(_second, tasks), 1):
+            counts.add(found)
+            told(counts, f"second steps behind {done} of {len(tasks)} states")
+    return counts
+
+
+def _first(some: list[Program]) -> tuple[list[tuple[Program, bytes, bool]], Counts]:
+    counts, found = Counts(), []
+    for program in some:
+        outcome = _run(program, None)
+        counts.count(program, None, outcome)
+        counts.kinds[f"1 step, {_kind(program)}"] += 1
+        if outcome.verdict == "right":
+            state = outcome.states[0]
+            assert isinstance(state, tuple)
+            digest = hashlib.blake2b(repr(state).encode(), digest_size=12).digest()
+            found.append((program, digest, len(set(state)) == 1))
+            counts.states.add(digest)
+    return found, counts
+
+
+def _second(task: tuple[Class, Size]) -> Counts:
+    counts = Counts()
+    for program, weight in second_steps(*task):
+        counts.count(program, None, _run(program, None), weight)
+        counts.kinds[f"2 steps, {_kind(program)}"] += 1
+    return counts
+
+
+def _kind(program: Program) -> str:
+    return "one fails" if program.failure else "plain" if is_plain(program) else "one enters a unit again"
+
+
+# -- random programs --------------------------------------------------------------------------------------------------
+
+
+def randomly(first: int, count: int, ranks: int, jobs: int, told: Callable[[Counts, str], None]) -> Counts:
+    """Run the programs of `count` seeds, each with choices of its own.
+
+    Args:
+        ranks: how many; 0 for 2 to 6.
+    """
+    counts = Counts()
+    tasks = [(start, min(250, first + count - start), ranks) for start in range(first, first + count, 250)]
+    with _pool(jobs) as pool:
+        for done, found in enumerate(pool.imap_unordered(_drawn, tasks), 1):
+            counts.add(found)
+            told(counts, f"{min(count, 250 * done)} of {count} programs")
+    return counts
+
+
+def _drawn(task: tuple[int, int, int]) -> Counts:
+    first, count, ranks = task
+    counts = Counts()
+    for seed in range(first, first + count):
+        program = draw(seed, ranks)
+        counts.count(program, seed, _run(program, seed))
+        counts.kinds[f"{program.ranks} ranks"] += 1
+    return counts
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+class _Here:
+    """A pool of this process alone."""
+
+    def __enter__(self) -> "_Here":
+        _prepare()
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def imap(self, function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[Any]:
+        return map(function, tasks)
+
+    imap_unordered = imap
+
+
+def _pool(jobs: int) -> Any:
+    # Fresh processes: torch and fork do not go together.
+    return multiprocessing.get_context("spawn").Pool(jobs, _prepare) if jobs > 1 else _Here()
+
+
+def _prepare() -> None:
+    """Leave the warnings of `core/order.py` and most of the work of the garbage collector away."""
+    logging.getLogger("zeroshard.core.order").setLevel(logging.ERROR)
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
