@@ -186,6 +186,31 @@ def accumulated_both() -> list[tuple[list[Tensor], list[list[Tensor]]]]:
     return [(accumulated(Plain(), p), [accumulated(Sharded(stage), p) for stage in STAGES]) for p in NORMS]
 
 
+def norm_of_each_step(run: Run) -> list[Tensor]:
+    """Clip once a step, as most loops do."""
+    model = models.build(models.Stack)
+    optimizer = models.sgd(model)
+    run.shard(model, optimizer)
+    norms = []
+    for step in range(3):
+        run.backward(models.stack_loss(model, step, run.rank))
+        norms.append(clip_grad_norm_(model.parameters(), 0.1).detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def norms_of_each_step() -> tuple[list[Tensor], list[list[Tensor]]]:
+    return norm_of_each_step(Plain()), [norm_of_each_step(Sharded(stage)) for stage in STAGES]
+
+
+def test_each_step_has_a_norm_of_its_own() -> None:
+    for plain, by_stage in run_ranks(norms_of_each_step, 2, timeout_s=TIMEOUT_S):
+        for stage, norms in zip(STAGES, by_stage, strict=True):
+            for step, (expected, norm) in enumerate(zip(plain, norms, strict=True)):
+                assert abs(norm - expected) <= 1e-6 * expected, f"stage {stage}, step {step}: {norm}, not {expected}"
+
+
 def test_the_norm_follows_each_backward() -> None:
     """A norm is agreed once on first request: the next backward must make it ask again."""
     for plain, engine in run_ranks(accumulated_both, 2, timeout_s=TIMEOUT_S)[0]:

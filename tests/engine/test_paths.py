@@ -107,28 +107,29 @@ def test_neither_do_copies_of_the_state(tmp_path: Path) -> None:
         assert found == []
 
 
-def opposite(shares: bool) -> tuple[list[str], list[list[str]]]:
-    """Use units in opposite orders on two ranks; return what was logged, and the reductions of each step's trace."""
+def opposite(stage: int, shares: bool) -> tuple[list[str], list[list[zs.Event]]]:
+    """Use units in opposite orders on two ranks; return what was logged, and each step's trace."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zeroshard.core.order").addHandler(handler)
-    model, optimizer, zero = build(2, shares, 0)
+    model, optimizer, zero = build(stage, shares, 0)
     steps = []
     for step in range(3):
         route = SAME_ORDER if zero.mesh.rank == 0 else SAME_ORDER[::-1]
         model(models.features(step, zero.mesh.rank), route).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        steps.append(
-            [f"{e.kind} {e.unit}" for e in zero.trace.events if e.step == step and e.kind in ("reduce", "postpone")]
-        )
+        steps.append(zero.trace.step_events(step))
     return logged, steps
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_what_waits_for_other_ranks_is_said_once_and_then_expected(shares: bool) -> None:
-    for logged, steps in run_ranks(opposite, 2, shares, timeout_s=TIMEOUT_S):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_waits_for_other_ranks_is_said_once_and_then_expected(stage: int, shares: bool) -> None:
+    for logged, (first, _, last) in run_ranks(opposite, 2, stage, shares, timeout_s=TIMEOUT_S):
         assert len(logged) <= 1
-        assert any(event.startswith("postpone") for event in steps[0])
-        assert not any(event.startswith("postpone") for event in steps[2]), "the record knows better now"
+        assert any(event.kind == "postpone" for event in first)
+        assert not any(event.kind == "postpone" for event in last), "the record knows better now"
+        gathers = [(event.phase, event.unit) for event in last if event.kind == "gather"]
+        assert len(set(gathers)) == len(gathers), "what is needed again stays"

@@ -114,6 +114,21 @@ def branches_that_depend_on_the_data(run: Run) -> None:
         optimizer.zero_grad()
 
 
+class Cut(models.Stack):
+    """A stack whose backward ends in the middle on all ranks but the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x.detach() if index == 2 and torch.distributed.get_rank() else x)
+        return self.head(x)
+
+
+def a_backward_that_ends_early_on_some_ranks(run: Run) -> None:
+    """A rank that computed with a unit does not need it again, and takes part in its gather for the others."""
+    list(train(run, models.build(Cut)))
+
+
 def accumulated_over_branches(run: Run) -> None:
     """A block that only the second micro-batch of one rank uses."""
     model = models.build(Routed)
@@ -261,6 +276,7 @@ BY_RANK = [
     no_block_on_some_ranks,
     a_block_twice_on_some_ranks,
     branches_that_depend_on_the_data,
+    a_backward_that_ends_early_on_some_ranks,
     accumulated_over_branches,
     accumulated_over_branches_without_sync,
 ]
