@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 import zeroshard as zs
-from tests.engine.oracle import assert_same
+from tests.oracle import assert_same
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.verify import verify
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zeroshard as zs
-from tests.engine.oracle import randint, randn, seed
+from tests.oracle import randint, randn, seed
 from tools.settled import settled
 
 TIMEOUT_S = 40.0

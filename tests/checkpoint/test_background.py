@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import zeroshard as zs
 from tests.contract.source import REPOSITORY
-from tests.engine.oracle import assert_same
+from tests.oracle import assert_same
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.diff import diff
 from zeroshard.checkpoint.verify import latest, verify

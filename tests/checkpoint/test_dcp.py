@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import zeroshard as zs
-from tests.engine.oracle import randn, seed
+from tests.oracle import randn, seed
 from zeroshard.checkpoint.dcp import DcpReader
 from zeroshard.testing import run_ranks
 

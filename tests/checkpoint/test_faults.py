@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.oracle import assert_same
+from tests.oracle import assert_same
 from zeroshard.checkpoint.verify import latest, verify
 from zeroshard.testing import RankFailure, run_ranks
 

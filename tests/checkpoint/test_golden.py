@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.oracle import assert_same
+from tests.oracle import assert_same
 from zeroshard.checkpoint.diff import diff
 from zeroshard.checkpoint.manifest import VERSION
 from zeroshard.checkpoint.verify import verify

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.engine.oracle import assert_same, randn, seed
+from tests.oracle import assert_same, randn, seed
 from zeroshard.checkpoint.diff import diff
 from zeroshard.checkpoint.verify import verify
 from zeroshard.testing import run_ranks

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, WORLDS, Run, Sharded, assert_matches
 from zeroshard.testing import run_ranks
-
-from . import models
-from .oracle import STAGES, TIMEOUT_S, WORLDS, Run, Sharded, assert_matches
 
 
 def start(run: Run, **options: Any) -> tuple[nn.Module, Optimizer]:

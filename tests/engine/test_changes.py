@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import zeroshard as zs
+from tests import models
+from tests.models import WIDTH
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, assert_matches
 from zeroshard.testing import run_ranks
-
-from . import models
-from .models import WIDTH
-from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, assert_matches
 
 CODES = 6
 

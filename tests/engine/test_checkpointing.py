@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests import models
+from tests.models import WIDTH
+from tests.oracle import STAGES, TIMEOUT_S, WORLDS, Run, Sharded, assert_matches, seed
 from zeroshard.testing import run_ranks
-
-from . import models
-from .models import WIDTH
-from .oracle import STAGES, TIMEOUT_S, WORLDS, Run, Sharded, assert_matches, seed
 
 remember = functools.partial(checkpoint, use_reentrant=False)
 

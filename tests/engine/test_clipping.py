@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from tests import models
+from tests.oracle import STAGES, STAGES_AT, TIMEOUT_S, WORLDS, Plain, Run, Sharded, assert_matches
 from zeroshard.testing import run_ranks
-
-from . import models
-from .oracle import STAGES, STAGES_AT, TIMEOUT_S, WORLDS, Plain, Run, Sharded, assert_matches
 
 RELATIVE = {torch.float32: 1e-6, torch.float64: 1e-14}
 NORMS = [1.0, 2.0, math.inf]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from . import models
-from .models import WIDTH, Block
-from .oracle import STAGES, Run, assert_matches
+from tests import models
+from tests.models import WIDTH, Block
+from tests.oracle import STAGES, Run, assert_matches
 
 
 class Mixed(nn.Module):

@@ -20,12 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroshard as zs
+from tests import models
+from tests.oracle import TIMEOUT_S, WATCHDOG_S
 from zeroshard.core.gradient import LogicalGradient
 from zeroshard.core.slot import slot_of
 from zeroshard.testing import run_ranks
 
-from . import interface, models
-from .oracle import TIMEOUT_S, WATCHDOG_S
+from . import interface
 
 
 class Shapes(nn.Module):

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import models
-from .models import WIDTH
-from .oracle import WORLDS, Run, assert_matches
+from tests import models
+from tests.models import WIDTH
+from tests.oracle import WORLDS, Run, assert_matches
 
 
 @dataclasses.dataclass

@@ -9,12 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard as zs
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, assert_same
 from tools.settled import settled
 from zeroshard.testing import run_ranks
 from zeroshard.wire.board import is_supported
-
-from . import models
-from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S, assert_same
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="shared memory needs Linux on x86-64")
 

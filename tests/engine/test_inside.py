@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zeroshard as zs
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 from zeroshard.testing import RankFailure, run_ranks
-
-from . import models
-from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 
 Call = Callable[[nn.Module, Optimizer, zs.Zero], Any]
 FOLDER = tempfile.gettempdir() + "/never-written"

@@ -9,15 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zeroshard as zs
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 from zeroshard.core.precision import LossScale
 from zeroshard.state.request import Described, check_bucket_count
 from zeroshard.state.units import UnitPlan
 from zeroshard.testing import run_ranks
 from zeroshard.wire.board import ABOUT, ABOUT_BITS, PLACES, TURNS, WORDS
 from zeroshard.wire.comm import Tag
-
-from . import models
-from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 
 STEPS = 4
 NEAR = 10

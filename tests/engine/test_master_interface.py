@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
+from tests import models
+from tests.oracle import TIMEOUT_S, WATCHDOG_S
 from zeroshard.core.gradient import LogicalGradient
 from zeroshard.testing import run_ranks
 
-from . import models
-from .oracle import TIMEOUT_S, WATCHDOG_S
 from .test_gradient_interface import Shapes, gradients
 
 SINGLE = ("sum", "mean", "std", "var", "prod", "nansum", "count_nonzero")

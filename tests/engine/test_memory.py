@@ -16,12 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, Sharded, randn
 from zeroshard.table.layout import plan_layout
 from zeroshard.table.pool import choose_buffer
 from zeroshard.testing import run_ranks
-
-from . import models
-from .oracle import STAGES, TIMEOUT_S, Sharded, randn
 
 EVEN = 48  # 48 * 48 elements are whole cache lines for 2, 3 and 4 ranks alike
 BYTES = 4

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from . import models
-from .models import WIDTH
-from .oracle import STAGES, WORLDS, Run, assert_matches
+from tests import models
+from tests.models import WIDTH
+from tests.oracle import STAGES, WORLDS, Run, assert_matches
 
 
 def step_once(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:

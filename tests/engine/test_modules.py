@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from . import models
-from .models import WIDTH
-from .oracle import WORLDS, Run, assert_matches
+from tests import models
+from tests.models import WIDTH
+from tests.oracle import WORLDS, Run, assert_matches
 
 
 class Around(nn.Module):

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 import zeroshard as zs
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 from zeroshard.testing import run_ranks
-
-from . import models
-from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 
 
 def looked_at(stage: int, shares: bool, looks: bool) -> tuple[list[np.ndarray], list[str]]:

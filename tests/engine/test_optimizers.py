@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
+from tests import models
+from tests.oracle import TIMEOUT_S, WORLDS, Run, Sharded, assert_matches
 from zeroshard.testing import run_ranks
-
-from . import models
-from .oracle import TIMEOUT_S, WORLDS, Run, Sharded, assert_matches
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "ASGD": [{}],

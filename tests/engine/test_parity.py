@@ -10,11 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard as zs
-from tools.settled import settled
-from zeroshard.testing import run_ranks
-
-from . import models
-from .oracle import (
+from tests import models
+from tests.oracle import (
     STAGES,
     TIMEOUT_S,
     WATCHDOG_S,
@@ -27,6 +24,8 @@ from .oracle import (
     engine_run,
     single_run,
 )
+from tools.settled import settled
+from zeroshard.testing import run_ranks
 
 
 def build_stack() -> nn.Module:

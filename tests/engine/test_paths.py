@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 from zeroshard.testing import run_ranks
 
-from . import models
-from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 from .test_unused import Routed
 
 Route = list[int]

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroshard as zs
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, randint, randn
 from tools.settled import settled
 from zeroshard.testing import run_ranks
-
-from . import models
-from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S, randint, randn
 
 WIDTH = 12
 KINDS = (torch.int8, torch.uint8, torch.bool, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64)

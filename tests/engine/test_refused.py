@@ -17,11 +17,10 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 from tools.settled import settled
 from zeroshard.testing import run_ranks
-
-from . import models
-from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 
 
 def shard(model: nn.Module, *optimizers: Optimizer, **options: Any) -> zs.Zero:

@@ -7,9 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard as zs
+from tests.oracle import assert_same
 from zeroshard.testing import RankFailure, run_ranks
-
-from .oracle import assert_same
 
 STEPS = 6
 BLOCKS = 2

@@ -11,11 +11,10 @@ from torch.autograd import forward_ad, functional
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, assert_matches
 from tools.settled import settled
 from zeroshard.testing import run_ranks
-
-from . import models
-from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, assert_matches
 
 
 class Smooth(models.Stack):

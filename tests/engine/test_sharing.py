@@ -7,9 +7,9 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import models
-from .models import VOCABULARY, WIDTH
-from .oracle import STAGES, WORLDS, Run, assert_matches
+from tests import models
+from tests.models import VOCABULARY, WIDTH
+from tests.oracle import STAGES, WORLDS, Run, assert_matches
 
 
 def train(run: Run, model: nn.Module, steps: int = 3, **options: object) -> None:

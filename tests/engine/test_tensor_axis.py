@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import zeroshard as zs
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, assert_same, randn
 from zeroshard.testing import RankFailure, run_ranks
-
-from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S, assert_same, randn
 
 WORLD = 4
 WIDTH, HEADS, BLOCKS = 16, 4, 2

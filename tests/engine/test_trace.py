@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from tests import models
+from tests.models import WIDTH
+from tests.oracle import STAGES, TIMEOUT_S, Sharded
 from zeroshard.testing import run_ranks
-
-from . import models
-from .models import WIDTH
-from .oracle import STAGES, TIMEOUT_S, Sharded
 
 Body = Callable[[Sharded, nn.Module, int], None]
 STEPS = 5

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from .oracle import Run, Sharded, assert_matches, randint, seed
+from tests.oracle import Run, Sharded, assert_matches, randint, seed
 
 VOCABULARY = 67
 

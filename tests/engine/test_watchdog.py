@@ -11,11 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zeroshard as zs
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Sharded
 from zeroshard.testing import RankFailure, run_ranks
 from zeroshard.wire.watchdog import PATIENCE_S
-
-from . import models
-from .oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Sharded
 
 LIMIT_S = WATCHDOG_S + 2.0  # the wait itself, and what it takes to notice and to say so on two busy cores
 

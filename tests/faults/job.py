@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard as zs
-from tests.engine.oracle import randn, seed
+from tests.oracle import randn, seed
 from tools.settled import settled
 from zeroshard.checkpoint import files
 from zeroshard.state import start

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard as zs
-from tests.engine.oracle import STAGES, randn, seed
+from tests.oracle import STAGES, randn, seed
 from zeroshard.testing import RankFailure, run_ranks
 
 from .job import Net, loss_of, make

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import zeroshard as zs
-from tests.engine.oracle import STAGES
+from tests.oracle import STAGES
 from zeroshard.testing import run_ranks
 
 from .job import loss_of, make

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import zeroshard as zs
-from tests.engine.oracle import seed
+from tests.oracle import seed
 from zeroshard.checkpoint.exchange import FolderReader, export
 from zeroshard.testing import run_ranks
 

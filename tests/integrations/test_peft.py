@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.engine.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, assert_matches, assert_same, seed
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, assert_matches, assert_same, seed
 from zeroshard.testing import run_ranks
 
 from . import tiny

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.engine.oracle import randint, randn
+from tests.oracle import randint, randn
 
 VOCABULARY = 67
 PIXELS = 8

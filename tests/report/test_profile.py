@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.engine import models
-from tests.engine.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 from zeroshard.report.timeline import CATEGORIES, NO_UNIT
 from zeroshard.testing import run_ranks
 

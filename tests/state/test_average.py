@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard as zs
-from tests.engine import models
-from tests.engine.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, Sharded, assert_matches, assert_same
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, Sharded, assert_matches, assert_same
 from zeroshard.testing import RankFailure, run_ranks
 
 DECAY = 0.9

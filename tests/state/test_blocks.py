@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.engine import models
+from tests import models
 from zeroshard.state.blocks import LARGE_BYTES, LARGE_PART
 from zeroshard.state.units import UnitPlan, plan_units
 

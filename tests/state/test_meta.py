@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zeroshard as zs
-from tests.engine import models
-from tests.engine.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, Sharded, assert_matches, assert_same, seed
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, Sharded, assert_matches, assert_same, seed
 from zeroshard.state import materialize
 from zeroshard.testing import run_ranks
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.engine import models
-from tests.engine.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 from zeroshard.state import summary
 from zeroshard.testing import run_ranks
 

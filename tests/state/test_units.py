@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.engine import models
-from tests.engine.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 from zeroshard.state.units import SMALL_BYTES, SMALL_PART, plan_units
 from zeroshard.testing import run_ranks
 
