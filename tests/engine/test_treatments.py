@@ -13,8 +13,8 @@ from zeroshard.table.cells import Activations
 from zeroshard.table.stages import row_of_stage
 from zeroshard.testing import run_ranks
 
-from . import models
-from .oracle import STAGES, TIMEOUT_S
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S
 
 STEPS = 2
 WHOLE_STAGES = (0, 1, 2)
