@@ -77,7 +77,7 @@ class Attack:
 
     def _bits(self) -> list[Tensor]:
         buckets = {id(b): b for b in (slot_of(p).bucket for p in self.parameters.values())}
-        grads = [b.grads for b in buckets.values() if b.grads.held is not None]
+        grads = [b.grads for b in buckets.values() if b.grads.tensors()]
         return [g.own_shard().clone() for g in grads]
 
     def ask(self, name: str, label: str, call: interface.Call) -> str:

@@ -13,7 +13,8 @@ from tools.programs.draw import draw, draw_pair
 from tools.programs.job import run_oracle, run_plain
 from tools.programs.ranks import BAD, Task, examine, judge, work
 from tools.programs.write import script_of
-from zeroshard.core.buffer import GradientBuffer, Local
+from zeroshard.core.grads import FlatGradients, Local
+from zeroshard.core.states import Sum
 from zeroshard.core.unit import Unit
 
 PROGRAMS, PAIRS = 170, 30
@@ -85,14 +86,12 @@ def test_rounding_is_no_difference_where_a_program_carries_it_as_far_in_plain_to
 
 def lose_later_sums(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
     """Keep the first sum of a step's gradients, and lose those of later backwards."""
-    add_reduced: Any = GradientBuffer.add_reduced
+    add_reduced: Any = FlatGradients.add_reduced
 
-    def add_once(self: GradientBuffer, local: Local, own: Tensor) -> Tensor:
-        if True not in local.filled:
-            return add_reduced(self, local, own)
-        return add_reduced(self, dataclasses.replace(local, filled=[False] * len(local.filled)), own)
+    def add_once(self: FlatGradients, local: Local, own: Tensor) -> Tensor:
+        return add_reduced(self, dataclasses.replace(local, sums=[Sum.STALE] * len(local.sums)), own)
 
-    GradientBuffer.add_reduced = add_once  # type: ignore[method-assign]
+    FlatGradients.add_reduced = add_once  # type: ignore[method-assign]
     work(tasks, folder)
 
 
@@ -101,27 +100,27 @@ def lose_late_gradients(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
     Unit.has_all_landed = lambda self: self.landed == 1  # type: ignore[method-assign]
     Unit.is_complete = lambda self: True  # type: ignore[method-assign]
     # What lands later is never reduced, and forgotten at the end of the pass.
-    take_local: Any = GradientBuffer.take_local
+    take_local: Any = FlatGradients.take_local
 
-    def take_once(self: GradientBuffer, copies: int = 1) -> Local:
+    def take_once(self: FlatGradients, copies: int = 1) -> Local:
         local = take_local(self, copies)
         self.land = lambda *_, **__: None  # type: ignore[method-assign]
         return local
 
-    GradientBuffer.take_local = take_once  # type: ignore[method-assign]
+    FlatGradients.take_local = take_once  # type: ignore[method-assign]
     work(tasks, folder)
 
 
 def mark_fresh_memory(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
     """Have gradients land in memory whose bits are all set, which is what a rank that is not ready sends."""
-    begin: Any = GradientBuffer._begin_local
+    begin: Any = FlatGradients._begin_local
 
-    def begin_marked(self: GradientBuffer) -> None:
+    def begin_marked(self: FlatGradients) -> None:
         begin(self)
-        if self.local is not None and True not in self._base:
+        if self.local is not None:
             self.local.view(torch.uint8).fill_(255)
 
-    GradientBuffer._begin_local = begin_marked  # type: ignore[method-assign]
+    FlatGradients._begin_local = begin_marked  # type: ignore[method-assign]
     work(tasks, folder)
 
 

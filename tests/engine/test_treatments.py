@@ -8,13 +8,12 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 import zeroshard.activations
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S
 from zeroshard.core.saved import Treatment
 from zeroshard.table.cells import Activations
 from zeroshard.table.stages import row_of_stage
 from zeroshard.testing import run_ranks
-
-from tests import models
-from tests.oracle import STAGES, TIMEOUT_S
 
 STEPS = 2
 WHOLE_STAGES = (0, 1, 2)

@@ -81,8 +81,7 @@ def reachable(model: nn.Module) -> list[Tensor]:
         with contextlib.suppress(RuntimeError):  # its values are released here
             found.append(parameter.data)
         found.append(bucket.shard)
-        if bucket.grads.held is not None:
-            found.append(bucket.grads.held)
+        found += bucket.grads.tensors()
     return [tensor.detach() for tensor in found if tensor.is_floating_point()]
 
 

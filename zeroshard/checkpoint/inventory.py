@@ -83,7 +83,7 @@ def model_items(engine: Engine, model: nn.Module) -> list[Item]:
     for slot in engine.slots.values():
         bucket = slot.bucket
         dtype = dtype_name(bucket.dtypes.master, f"Parameter '{slot.name}'")
-        spec = Spec("model", slot.name, dtype, bucket.shapes[slot.index], order_of(slot))
+        spec = Spec("model", slot.name, dtype, bucket.places.shapes[slot.index], order_of(slot))
         items.append(Item(spec, bucket.master(slot.index).detach(), held_range(slot), slot))
     for name, buffer in _buffers(model):
         spec = Spec("model", name, dtype_name(buffer.dtype, f"Buffer '{name}'"), tuple(buffer.shape))
@@ -103,7 +103,7 @@ def state_items(optimizers: Sequence[ShardedOptimizer]) -> list[Item]:
                 check_key(key, f"The state of '{slot.name}' in optimizer {number}")
                 name = join_state(number, key, slot.name)
                 dtype = dtype_name(value.dtype, f"State '{name}'")
-                spec = Spec("state", name, dtype, slot.bucket.shapes[slot.index], order_of(slot))
+                spec = Spec("state", name, dtype, slot.bucket.places.shapes[slot.index], order_of(slot))
                 items.append(Item(spec, value.detach(), held_range(slot), slot))
     return items
 
@@ -155,7 +155,7 @@ def aliases_of(engine: Engine, model: nn.Module) -> dict[str, str]:
 
 def order_of(slot: Slot) -> tuple[int, ...]:
     """Return a parameter's dimensions from the slowest to the fastest; empty where that is row-major."""
-    shape, strides = slot.bucket.shapes[slot.index], slot.bucket.strides[slot.index]
+    shape, strides = slot.bucket.places.shapes[slot.index], slot.bucket.places.strides[slot.index]
     order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
     # Dimensions of one element may have any stride; where they stand makes no difference.
     moved = [dim for dim in order if shape[dim] > 1]

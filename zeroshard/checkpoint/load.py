@@ -318,7 +318,7 @@ def _check_states(optimizers: Sequence[ShardedOptimizer], content: Content) -> N
         if spec.kind != "state":
             continue
         name = _owner_of(reader, spec)
-        if name not in listed or spec.shape != slots[name].bucket.shapes[slots[name].index]:
+        if name not in listed or spec.shape != slots[name].bucket.places.shapes[slots[name].index]:
             raise CheckpointError(f"{reader.path}: the state '{spec.name}' {spec.shape} belongs to no parameter here.")
 
 

@@ -318,10 +318,11 @@ class Engine:
                 "torch.autograd.grad there, which leaves parameters alone, or call backward() after the forward."
             )
         self._enter_backward()
-        scale = 1.0 / self.loss_scale.value if self.loss_scale is not None else 1.0
+        scale, unit = 1.0 / self.loss_scale.value if self.loss_scale is not None else 1.0, self.units[slot.unit]
+        if slot.bucket.spec.lands_on_sums:
+            scale *= unit.scale
         grad = slot.form.part(grad)
         slot.bucket.grads.land(slot.index, grad.to_dense() if grad.layout is not torch.strided else grad, scale)
-        unit = self.units[slot.unit]
         unit.count_landed(parameter)
         if unit.has_all_landed():
             self.order.land(unit.number)
@@ -388,7 +389,7 @@ class Engine:
             RuntimeError: gradients of this rank were not reduced yet.
         """
         self.leave_passes("A norm of gradients")
-        held = [b.grads.held for unit in self.units for b in unit.buckets if b.grads.held is not None]
+        held = [tensor for unit in self.units for b in unit.buckets for tensor in b.grads.tensors()]
         # Whole gradients are plain tensors that clipping changes without a word; torch counts the changes.
         version = sum(map(version_of, held))
         if version != self._norms_version:
@@ -421,8 +422,8 @@ class Engine:
         self.order.barrier(f"the whole gradient of '{slot.name}'")
         bucket = slot.bucket
         full = torch.zeros(bucket.layout.full_numel, dtype=bucket.dtypes.grad, device=bucket.device)
-        full[slice(*bucket.spec.shard)] = bucket.grads.own_shard()
+        bucket.grads.put_shard(full)
         if full.numel():
             tag = Tag(self.order.next_number(), bucket.number, f"the gradient of '{slot.name}'")
             self.comm.gather(full, tag, kind="state").wait()
-        return slot.form.whole(bucket.grads.views_of(full)[slot.index].clone())
+        return slot.form.whole(bucket.places.views_of(full)[slot.index].clone())

@@ -159,7 +159,7 @@ class MasterSlice(torch.nn.Parameter):
         if not slot.has_grad or (owner is not None and owner.is_skipping):
             return None
         if slot.master_grad is None:
-            part = grads.slice(slot.index, grads.hold())
+            part = grads.part(slot.index)
             if not slot.bucket.spec.updates_all or slot.form.has_axis:
                 part = part.as_subclass(MasterGradient)
                 part._slot = slot
@@ -194,7 +194,7 @@ def read(slot: Slot) -> Tensor | None:
     spec = slot.bucket.spec
     is_plain = spec.holds_whole_gradients and spec.updates_all and not slot.form.has_axis and not waits
     if slot.grad_view is None or is_plain == isinstance(slot.grad_view, LogicalGradient):
-        slot.grad_view = grads.views_of(grads.hold())[slot.index] if is_plain else LogicalGradient(slot)
+        slot.grad_view = grads.view(slot.index) if is_plain else LogicalGradient(slot)
     return slot.grad_view
 
 
@@ -213,7 +213,7 @@ def assign(slot: Slot, value: Tensor | None) -> None:
             "that is spread over ranks `full_tensor()` gathers the values; every rank must call it."
         )
     elif value is not slot.grad_view:
-        shape, part = slot.bucket.shapes[slot.index], slot.form.part(value)
+        shape, part = slot.bucket.places.shapes[slot.index], slot.form.part(value)
         if tuple(part.shape) != shape:
             raise RuntimeError(f"The gradient of '{slot.name}' must have shape {shape} here; got {tuple(part.shape)}.")
         _clear(slot)
@@ -353,12 +353,7 @@ def _local_parts(slot: Slot, name: str) -> list[Tensor]:
         owner = slot.living_owner()
         owner.leave_passes(f"{name} of a gradient")
         owner.check_reduced(f"{name} of a gradient")
-    grads = slot.bucket.grads
-    is_local, is_used = grads.own[slot.index] is Own.LOCAL, grads.sums[slot.index] is Sum.USED
-    is_apart = grads.local is not grads.held
-    parts = [grads.slice(slot.index, grads.hold())] if is_used and (is_apart or not is_local) else []
-    if is_local:
-        parts.append(grads.local_view(slot.index))
+    parts = slot.bucket.grads.parts(slot.index)
     # A gradient of one number without dimensions promotes dtypes as such.
     is_number = not slot.parameter.ndim
     return [(p.reshape(()) if is_number and p.numel() else p).as_subclass(torch.Tensor) for p in parts]

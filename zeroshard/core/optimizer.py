@@ -15,9 +15,9 @@ from typing import Any, final
 
 import torch
 
-from zeroshard.core.buffer import flatten
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import MasterSlice
+from zeroshard.core.grads import HOT_NUMEL
 from zeroshard.core.precision import LossScale, round_at_random
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence
@@ -207,14 +207,17 @@ def _check_free(parameters: Sequence[Tensor]) -> None:
 
 
 def _is_finite(masters: Sequence[Tensor]) -> bool:
-    """Tell whether the gradients of this rank's slices are; the sum of each bucket costs one pass and is one number.
+    """Tell whether the gradients of this rank's slices are; a sum costs one pass and is one number.
 
     It may overflow, and padding may hold anything: where it is not finite, the slices decide.
     """
     buckets = {id(bucket): bucket for bucket in (slot_of(master).bucket for master in masters)}
-    grads = [(b.grads, b.spec.updates_all) for b in buckets.values()]
-    held = [g.held if updates_all else g.own_shard() for g, updates_all in grads if g.held is not None]
-    if not held or torch.stack([part.sum() for part in held]).sum().isfinite():
+    probes = [probe for bucket in buckets.values() for probe in bucket.grads.probes()]
+    # One kernel for many small ones.
+    small = [probe.reshape(-1) for probe in probes if probe.numel() < HOT_NUMEL]
+    sums = [probe.sum() for probe in probes if probe.numel() >= HOT_NUMEL]
+    sums += [torch.cat(small).sum()] if small else []
+    if not sums or torch.stack(sums).sum().isfinite():
         return True
     return all(bool(grad.isfinite().all()) for master in masters if (grad := master.grad) is not None)
 
@@ -242,7 +245,7 @@ def cut_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
     cut = {}
     for key, value in state.items():
         value = slot.form.part(value) if isinstance(value, Tensor) else value
-        if isinstance(value, Tensor) and key != "step" and tuple(value.shape) == bucket.shapes[index]:
-            value = flatten(value, bucket.shapes[index], bucket.strides[index])[first:last].clone()
+        if isinstance(value, Tensor) and key != "step" and tuple(value.shape) == bucket.places.shapes[index]:
+            value = bucket.places.flat(index, value)[first:last].clone()
         cut[key] = value
     return cut

@@ -16,14 +16,15 @@ Note: one sum a pass
     not ready; then every rank keeps its gradients, and the unit is reduced when the pass closes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, final
 
 import torch
 
-from zeroshard.core.buffer import Bucket, Local
+from zeroshard.core.buffer import Bucket
 from zeroshard.core.changes import Changes
+from zeroshard.core.grads import FlatGradients, Local
 from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Own, Presence, Scope
@@ -47,13 +48,18 @@ class Reduction:
     def __init__(self, unit: "Unit", comm: Comm, number: int, where: str, scope: Scope, *, is_ready: bool) -> None:
         self.unit, self._comm, self._number, self._scope = unit, comm, number, scope
         self._what = f"the reduction of {unit} in {where}"
-        self._pending: list[tuple[Bucket, Local | None, Tensor, Pending]] = []
+        self._pending: list[tuple[Bucket, FlatGradients, Local | None, Tensor, Pending]] = []
         for bucket in unit.reducible():
-            local = bucket.grads.take_local(comm.mesh.replicas) if is_ready else None
+            if (grads := bucket.flat) is None:
+                bucket.grads.hand_over()
+                bucket.grads.scope = min(bucket.grads.scope, scope)
+                unit.note_overflow(bucket.grads.tensors())
+                continue
+            local = grads.take_local(comm.mesh.replicas) if is_ready else None
             scale = unit.scale if comm.mesh.replicas == 1 else 1.0
-            own = bucket.grads.place_of_sum(local) if local else bucket.grads.own_shard()
+            own = grads.place_of_sum(local) if local else grads.own_shard()
             full, tag = local.full if local else None, Tag(number, bucket.number, self._what)
-            self._pending.append((bucket, local, own, comm.reduce(full, own, bucket.codec, scale, tag)))
+            self._pending.append((bucket, grads, local, own, comm.reduce(full, own, bucket.codec, scale, tag)))
 
     def finish(self) -> list[Pending] | None:
         """Add the sums to what is held, and return what gathers them where every rank needs them whole.
@@ -61,8 +67,8 @@ class Reduction:
         None: a rank was not ready, and what was handed over is local again.
         """
         tails: list[Pending] | None = []
-        for bucket, local, own, pending in self._pending:
-            is_ready, grads = pending.wait(), bucket.grads
+        for bucket, grads, local, own, pending in self._pending:
+            is_ready = pending.wait()
             # What is held within this copy alone is added to there, and summed over copies as a whole.
             scope = min(grads.scope, self._scope)
             if scope is Scope.ALL:
@@ -75,7 +81,7 @@ class Reduction:
                 continue
             grads.scope = scope
             grads.add_reduced(local, own)
-            tails += self.unit.complete_sum(bucket, own, self._comm, self._number, self._what)
+            tails += self.unit.complete_sum(bucket, grads, own, self._comm, self._number, self._what)
         return tails
 
 
@@ -267,9 +273,9 @@ class Unit:
         for bucket in self.buckets:
             if bucket.grads.scope is Scope.COPY:
                 bucket.grads.scope = Scope.ALL
-                own = bucket.grads.own_shard()
-                self.reduce_copies(bucket, own, comm, number, what)
-                tails += self.complete_sum(bucket, own, comm, number, what)
+                if (grads := bucket.flat) is not None:
+                    self.reduce_copies(bucket, own := grads.own_shard(), comm, number, what)
+                    tails += self.complete_sum(bucket, grads, own, comm, number, what)
         return tails
 
     def reduce_copies(
@@ -281,11 +287,16 @@ class Unit:
         tag = Tag(number, bucket.number, what)
         return comm.reduce_copies(own, bucket.codec, self.scale, tag, is_ready=is_ready).wait()
 
-    def complete_sum(self, bucket: Bucket, own: Tensor, comm: Comm, number: int, what: str) -> list[Pending]:
-        """Note for the loss scale if a sum is not finite; begin to gather it where every rank needs all of it."""
-        grads = bucket.grads
+    def note_overflow(self, sums: Iterable[Tensor]) -> None:
+        """Note for the loss scale if one of the sums is not finite."""
         if self.loss_scale is not None and not self.loss_scale.has_overflowed:
-            self.loss_scale.has_overflowed = not grads.is_finite(own)
+            self.loss_scale.has_overflowed = not all(bool(one.isfinite().all()) for one in sums)
+
+    def complete_sum(
+        self, bucket: Bucket, grads: FlatGradients, own: Tensor, comm: Comm, number: int, what: str
+    ) -> list[Pending]:
+        """Note what the loss scale has to know of a sum; begin to gather it where every rank needs all of it."""
+        self.note_overflow(grads.parts_of(own))
         if grads.scope is Scope.COPY or not bucket.spec.updates_all or comm.mesh.shard_size == 1:
             return []
         return [comm.gather(grads.hold(), Tag(number, bucket.number, what), kind="reduce")]

@@ -195,6 +195,6 @@ class WholeStates:
             what = f"the state '{key}' of {bucket.spec.name}"
             tag = Tag(self._engine.order.next_number(), bucket.number, what)
             self._engine.comm.gather(full, tag, kind="state").wait()
-        views = bucket.grads.views_of(full)
+        views = bucket.places.views_of(full)
         parts = [(slot_of(m), views[slot_of(m).index].clone(memory_format=torch.preserve_format)) for m in masters]
         return [(slot, slot.form.join(part)) for slot, part in parts]

@@ -78,7 +78,7 @@ def _take_over(unit: Unit, plan: UnitPlan, forms: Mapping[int, Form], comm: Comm
     """Move a unit's parameters into its buckets, with rank 0's values, and release it. Collective: broadcast."""
     homes = {name: (bucket, index) for bucket in unit.buckets for index, name in enumerate(bucket.spec.names)}
     start = [bucket.start_values() for bucket in unit.buckets]
-    views = {bucket.number: bucket.grads.views_of(values) for bucket, values in zip(unit.buckets, start, strict=True)}
+    views = {bucket.number: bucket.places.views_of(values) for bucket, values in zip(unit.buckets, start, strict=True)}
     for name, parameter in plan.parameters:
         (bucket, index), form = homes[name], forms[id(parameter)]
         views[bucket.number][index].copy_(form.part(parameter.detach()))
@@ -103,7 +103,7 @@ def spread(bucket: Bucket, values: torch.Tensor, comm: Comm, what: str, kind: st
     Args:
         values: (full_numel,); each rank along the tensor axis has its own parts there, beside what all have alike.
     """
-    for parameter, view in zip(bucket.parameters, bucket.grads.views_of(values), strict=True):
+    for parameter, view in zip(bucket.parameters, bucket.places.views_of(values), strict=True):
         if slot_of(parameter).form.is_alike:
             comm.broadcast(view, what, kind)
     comm.broadcast(values, what, kind, is_part=True)

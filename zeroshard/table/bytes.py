@@ -68,7 +68,7 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
     buckets = [bucket for unit in units for bucket in unit.buckets]
     reduced = {bucket.number for unit in units for bucket in unit.reduced}
     parameters, masters, padding = kept_bytes(buckets)
-    gradients, more = _owned_bytes((b, b.gradients, b.formats.grad) for b in buckets if b.number in reduced)
+    gradients, more = (sum(b.gradient_bytes[part] for b in buckets if b.number in reduced) for part in (0, 1))
     states = counters = wide_bytes = 0
     for one in updates:
         wide_bytes = max(wide_bytes, one.numel_bytes(only_wide=True))

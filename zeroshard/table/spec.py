@@ -140,8 +140,14 @@ class BucketSpec:
 
     @cached_property
     def lands_on_sums(self) -> bool:
-        """Whether a gradient is added to what is held as it lands: this rank owns all, so that nothing is summed."""
-        return self.shard == self.full
+        """Whether a gradient is added to what is held as it lands: no other rank has anything to add."""
+        return self.layout.world_size == self.replicas == 1
+
+    @cached_property
+    def gradient_bytes(self) -> tuple[int, int]:
+        """Bytes of the gradients that this rank holds, as (of parameters, padding)."""
+        owned, padding = self.bytes_of(self.gradients, self.formats.grad)
+        return owned, 0 if self.lands_on_sums else padding
 
     @cached_property
     def is_gathered(self) -> bool:

@@ -1,0 +1,437 @@
+"""Gradients: from autograd's slots to what the optimizer reads.
+
+Owns the memory of gradients and their states (`core/states.py`). It must not know passes, hooks or what a user is shown
+of a gradient (`core/gradient.py`).
+
+Note: the life of a gradient
+    Autograd accumulates into its own slot; a hook moves the tensor out of it (`land`) and empties the slot. On one rank
+    that tensor is the gradient, in the memory that autograd gave it (`LooseGradients`). On several it moves into
+    `FlatGradients.local` (whole bucket); one that fills the bucket, as an embedding's, becomes `local` itself. A
+    reduction turns `local` into this rank's shard of the sum, which is added to `held`. Where whole gradients are kept,
+    `local` is `held` itself until something reduced lies there, so nothing is copied. Under `no_sync` `local` simply
+    stays, and the next backward adds to it. With the last gradient that `zero_grad` forgets, the memory of `held` goes
+    back to torch's allocator, for the activations of the next forward.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+
+from zeroshard.core.states import Own, Scope, Sum
+from zeroshard.table.spec import BucketSpec
+from zeroshard.table.trace import Ledger
+from zeroshard.torch_private import users_of_storage
+from zeroshard.wire.pool import Pool
+
+__all__ = ["FlatGradients", "Gradients", "Local", "LooseGradients", "Places"]
+
+Tensor = torch.Tensor
+
+HOT_NUMEL = 1 << 14
+"""Elements from which a gradient is summed as it lands, while it is in the cache, to learn whether it is finite."""
+
+
+@final
+class Places:
+    """Where the parameters of a bucket lie in a flat tensor of all of it: shapes, strides and offsets."""
+
+    def __init__(self, spec: BucketSpec, parameters: Sequence[Tensor]) -> None:
+        self.layout = spec.layout
+        self.shapes = [tuple(p.shape) for p in parameters]
+        # The order of dimensions that a parameter has of its own, where that is dense.
+        like = [torch.empty_like(p, device="meta", memory_format=torch.preserve_format) for p in parameters]
+        self.strides = [tuple(one.stride()) for one in like]
+
+    def views_of(self, full: Tensor) -> list[Tensor]:
+        """Return the parameters' views of a whole-bucket tensor, with the parameters' shapes and strides."""
+        places = zip(self.shapes, self.strides, self.layout.offsets, strict=True)
+        return [full.as_strided(shape, stride, offset) for shape, stride, offset in places]
+
+    def dense(self, index: int, value: Tensor) -> Tensor:
+        """Return a copy of a value of parameter `index` with the strides that the parameter has."""
+        made = torch.empty_strided(self.shapes[index], self.strides[index], dtype=value.dtype, device=value.device)
+        return made.copy_(value)
+
+    def flat(self, index: int, value: Tensor) -> Tensor:
+        """Return a copy of the elements of a value of parameter `index`, in the order in which the bucket has them."""
+        return self.dense(index, value).as_strided((value.numel(),), (1,))
+
+    def is_alone(self, index: int, grad: Tensor) -> bool:
+        """Tell whether `grad` is a plain tensor with the parameter's strides whose memory no other tensor shares."""
+        if type(grad) is not Tensor or grad.stride() != self.strides[index]:
+            return False
+        return grad.untyped_storage().nbytes() == grad.nbytes and users_of_storage(grad) == 1
+
+
+class Gradients(ABC):
+    """The gradients of one bucket."""
+
+    def __init__(self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger) -> None:
+        self.spec, self.dtype = spec, dtype
+        self._places, self._ledger = places, ledger
+        count = len(places.shapes)
+        self.own, self.sums = [Own.NONE] * count, [Sum.STALE] * count
+        """Of each parameter: the state of this rank's gradient, and of what is held."""
+        self.scope = Scope.ALL
+        """Over which ranks what is held was summed: over all, or within this rank's copy of the state."""
+
+    @property
+    def has_local(self) -> bool:
+        """Whether this rank holds gradients that were not reduced yet."""
+        return Own.LOCAL in self.own
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a gradient is held that some rank used."""
+        return Sum.USED in self.sums
+
+    def has_grad(self, index: int) -> bool:
+        """Tell whether there is a gradient: of some rank, or of this one while ranks have yet to agree."""
+        return self.sums[index] is Sum.USED or self.own[index] is not Own.NONE
+
+    def take_used(self, flags: Iterator[bool]) -> None:
+        """Take what ranks agreed on: of each parameter the next flag says whether some rank had a gradient."""
+        for index, (own, one) in enumerate(zip(self.own, self.sums, strict=True)):
+            is_used = next(flags)
+            if own is not Own.LOCAL:  # else it was frozen before its sum was made
+                self.own[index], self.sums[index] = Own.NONE, Sum.USED if is_used else one
+
+    def hand_over(self) -> None:
+        """Take all that landed for a part of the sum; a parameter without a gradient has a sum of nothing."""
+        self.own = [Own.SENT if own is Own.LOCAL else own for own in self.own]
+        self.sums = [Sum.UNUSED if one is Sum.STALE else one for one in self.sums]
+
+    @abstractmethod
+    def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
+        """Take one gradient of this rank, of any strides; add it to what is there unreduced.
+
+        Args:
+            scale: what the gradient is multiplied by, in the dtype of what is held.
+        """
+
+    @abstractmethod
+    def view(self, index: int) -> Tensor:
+        """Return the whole gradient of parameter `index`, with its shape, where this rank holds it."""
+
+    @abstractmethod
+    def part(self, index: int) -> Tensor:
+        """Return what the optimizer reads of parameter `index`: (numel of it that this rank updates,)."""
+
+    @abstractmethod
+    def own_part(self, index: int) -> Tensor:
+        """Return what this rank owns of the gradient of parameter `index`: (numel of it in this rank's shard,)."""
+
+    @abstractmethod
+    def parts(self, index: int) -> list[Tensor]:
+        """Return all that lies here of a gradient: its part of the sum, and what was not reduced yet."""
+
+    @abstractmethod
+    def put_shard(self, full: Tensor) -> None:
+        """Write this rank's shard of what is held to its place in (full_numel,)."""
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that hold gradients; user code may change them in place."""
+
+    @abstractmethod
+    def probes(self) -> list[Tensor]:
+        """Return tensors whose sum is a finite number only if all that this rank updates with is finite."""
+
+    @abstractmethod
+    def set_reduced(self, index: int, value: Tensor) -> None:
+        """Make `value`, equal on all ranks, the reduced gradient of parameter `index`."""
+
+    @abstractmethod
+    def clear(self, index: int) -> None:
+        """Forget the gradient of one parameter, reduced or not."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes held as (of parameters, padding)."""
+
+
+@final
+class LooseGradients(Gradients):
+    """Those of one rank: each stays the tensor that autograd made, since nothing is summed over ranks."""
+
+    def __init__(self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger) -> None:
+        super().__init__(spec, places, dtype, ledger)
+        self._held: list[Tensor | None] = [None] * len(self.own)
+        self._hot: dict[int, Tensor] = {}
+        """Sums of gradients that nobody could change since they landed."""
+
+    def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
+        """See `Gradients`."""
+        held = self._held[index]
+        if held is not None:
+            held.add_(grad if scale == 1.0 else grad.to(self.dtype), alpha=scale)
+        else:
+            is_taken = grad.dtype == self.dtype and self._places.is_alone(index, grad)
+            held = grad if is_taken else self._places.dense(index, grad.to(self.dtype))
+            self._hold(index, held if scale == 1.0 else held.mul_(scale))
+        if held.numel() >= HOT_NUMEL:
+            self._hot[index] = held.sum()
+        self.own[index] = Own.LOCAL
+
+    def _hold(self, index: int, held: Tensor) -> None:
+        self._held[index] = held
+        self._ledger.add("gradients", held.nbytes)
+
+    def view(self, index: int) -> Tensor:
+        """See `Gradients`."""
+        held = self._held[index]
+        assert held is not None, "a gradient is there that nobody computed"
+        self._hot.pop(index, None)
+        return held
+
+    def part(self, index: int) -> Tensor:
+        """See `Gradients`."""
+        return (view := self.view(index)).as_strided((view.numel(),), (1,))
+
+    own_part = part
+
+    def parts(self, index: int) -> list[Tensor]:
+        """See `Gradients`."""
+        return [self.part(index)]
+
+    def put_shard(self, full: Tensor) -> None:
+        """See `Gradients`."""
+        for view, held in zip(self._places.views_of(full), self._held, strict=True):
+            if held is not None:
+                view.copy_(held)
+
+    def tensors(self) -> list[Tensor]:
+        """See `Gradients`."""
+        return [held for held in self._held if held is not None]
+
+    def probes(self) -> list[Tensor]:
+        """See `Gradients`."""
+        return [self._hot.get(index, held) for index, held in enumerate(self._held) if held is not None]
+
+    def set_reduced(self, index: int, value: Tensor) -> None:
+        """See `Gradients`."""
+        self.clear(index)
+        self._hold(index, self._places.dense(index, value.to(self.dtype)))
+        self.sums[index] = Sum.USED
+
+    def clear(self, index: int) -> None:
+        """See `Gradients`."""
+        self.own[index], self.sums[index] = Own.NONE, Sum.STALE
+        if (held := self._held[index]) is not None:
+            self._ledger.add("gradients", -held.nbytes)
+            self._held[index] = None
+            self._hot.pop(index, None)
+        if not self.has_any:
+            self.scope = Scope.ALL
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """See `Gradients`."""
+        return sum(held.nbytes for held in self.tensors()), 0
+
+
+@dataclass(frozen=True)
+class Local:
+    """A rank's own gradients handed over for a reduction, with the states that they had then."""
+
+    full: Tensor
+    apart: Tensor | None
+    """Where this rank's shard of the sum goes, if neither `full` nor what is held may be written yet."""
+    views: list[Tensor]
+    own: list[Own]
+    sums: list[Sum]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no sum lies in what is held."""
+        return all(one is Sum.STALE for one in self.sums)
+
+
+@final
+class FlatGradients(Gradients):
+    """Those of several ranks: in flat tensors of the bucket, of which each rank holds its part of the sums."""
+
+    def __init__(
+        self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger, pool: Pool, device: torch.device
+    ) -> None:
+        super().__init__(spec, places, dtype, ledger)
+        self._layout, self._pool, self._device = spec.layout, pool, device
+        self._is_kept = spec.holds_whole_gradients and pool.memory.is_shared
+        """Whether other ranks read what is held where it lies; such memory cannot come and go."""
+        self.held: Tensor | None = None
+        self.local: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._under_way = 0
+        """Reductions whose sum is not there yet."""
+
+    def hold(self) -> Tensor:
+        """Return the buffer that gradients are held in, made at its first use, with any content."""
+        if self.held is None:
+            numel = self.spec.gradients[1] - self.spec.gradients[0]
+            if self._is_kept:
+                self.held = self._pool.memory.zeros(numel, self.dtype, self._device)
+            else:
+                self.held = torch.empty(numel, dtype=self.dtype, device=self._device)
+            self._ledger.add("gradients", self.nbytes[0])
+        return self.held
+
+    def _let_go(self) -> None:
+        """Give the memory of what is held back; it is needed again when gradients are, and activations are gone."""
+        if self.held is not None and not self._is_kept and self.local is not self.held and not self._under_way:
+            self._ledger.add("gradients", -self.nbytes[0])
+            self.held, self._views = None, []
+
+    def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
+        """See `Gradients`; it moves into `local`."""
+        if self.local is None:
+            if self.spec.adopts and scale == 1.0 and self._places.is_alone(index, grad):
+                # Autograd gave it up, and nothing else shares its memory.
+                self.local, self._views = grad.as_strided((grad.numel(),), (1,)), [grad]
+                self._pool.adopt(self.local)
+                self.own[index] = Own.LOCAL
+                return
+            self._begin_local()
+        view = self._views[index]
+        if self.own[index] is Own.LOCAL:
+            view.add_(grad if scale == 1.0 else grad.to(self.dtype), alpha=scale)
+        else:
+            view.copy_(grad)
+            if scale != 1.0:
+                view.mul_(scale)
+        self.own[index] = Own.LOCAL
+
+    def _begin_local(self) -> None:
+        is_first = all(one is Sum.STALE for one in self.sums)
+        if self.spec.holds_whole_gradients and is_first:
+            self.local = self.hold()
+        else:
+            self.local = self._pool.take(self._layout.full_numel, self.dtype, self._device)
+        self._views = self._places.views_of(self.local)
+
+    def take_local(self, copies: int = 1) -> "Local":
+        """Hand over this rank's gradients for a reduction, complete: zeros where this rank has no gradient.
+
+        What lands from now on lands anew, so that a late gradient never touches a message under way.
+
+        Args:
+            copies: of the state; one of several may not be ready when this one has its sum.
+        """
+        if self.local is None:
+            self._begin_local()
+        assert self.local is not None
+        for index, own in enumerate(self.own):
+            if own is not Own.LOCAL:
+                self._views[index].zero_()
+        local = Local(self.local, None, self._views, self.own, self.sums)
+        if copies > 1 and (not local.is_first or self.local is self.held):
+            local = replace(local, apart=self._pool.take(self._layout.shard_numel, self.dtype, self._device))
+        self.local = None
+        self._under_way += 1
+        self.hand_over()
+        return local
+
+    def take_back(self, local: "Local") -> None:
+        """Take back what was not reduced, because another rank was not ready; nothing landed meanwhile."""
+        assert self.local is None, "a gradient landed in a unit that was complete"
+        self._under_way -= 1
+        self.local, self._views, self.own, self.sums = local.full, local.views, local.own, local.sums
+        if local.apart is not None:
+            self._pool.give(local.apart)
+
+    def parts_of(self, own: Tensor) -> list[Tensor]:
+        """Return the parameters' parts of (stop - start,), this rank's shard; padding may hold anything."""
+        parts = (self._layout.overlap(index, *self.spec.shard) for index in range(len(self.own)))
+        first = self.spec.shard[0]
+        return [own[start - first : stop - first] for start, stop in parts]
+
+    def own_shard(self) -> Tensor:
+        """Return this rank's shard of what is held."""
+        return self._cut(*self.spec.shard)
+
+    def place_of_sum(self, local: "Local") -> Tensor:
+        """Return where this rank's shard of the sum goes: straight to what is held where no sum lies there yet."""
+        if local.apart is not None:
+            return local.apart
+        return self.own_shard() if local.is_first else local.full[slice(*self.spec.shard)]
+
+    def add_reduced(self, local: "Local", own: Tensor) -> Tensor:
+        """Add this rank's shard of the sum to what is held, where it does not lie there already; return `held`.
+
+        Invariant: what is left over from before `zero_grad` is overwritten, not added to.
+        """
+        held = self.hold()
+        self._under_way -= 1
+        is_in_place = local.full.data_ptr() == held.data_ptr()
+        if not local.is_first and not is_in_place:
+            for index, one in enumerate(local.sums):
+                if one is Sum.STALE:
+                    self.part(index).zero_()
+            self.own_shard().add_(own)
+        elif local.apart is not None:
+            self.own_shard().copy_(own)
+        if not is_in_place:
+            self._pool.give(local.full)
+        if local.apart is not None:
+            self._pool.give(local.apart)
+        return held
+
+    def _cut(self, start: int, stop: int) -> Tensor:
+        """Return elements of the bucket, as (start, stop), from what is held."""
+        return self.hold()[start - self.spec.gradients[0] : stop - self.spec.gradients[0]]
+
+    def view(self, index: int) -> Tensor:
+        """See `Gradients`."""
+        return self._places.views_of(self.hold())[index]
+
+    def part(self, index: int) -> Tensor:
+        """See `Gradients`."""
+        return self._cut(*self._layout.overlap(index, *self.spec.states))
+
+    def own_part(self, index: int) -> Tensor:
+        """See `Gradients`."""
+        return self._cut(*self._layout.overlap(index, *self.spec.shard))
+
+    def parts(self, index: int) -> list[Tensor]:
+        """See `Gradients`."""
+        is_local, is_used = self.own[index] is Own.LOCAL, self.sums[index] is Sum.USED
+        parts = [self.part(index)] if is_used and (self.local is not self.held or not is_local) else []
+        return [*parts, self._views[index]] if is_local else parts
+
+    def put_shard(self, full: Tensor) -> None:
+        """See `Gradients`."""
+        full[slice(*self.spec.shard)] = self.own_shard()
+
+    def tensors(self) -> list[Tensor]:
+        """See `Gradients`."""
+        return [] if self.held is None else [self.held]
+
+    def probes(self) -> list[Tensor]:
+        """See `Gradients`."""
+        return [self.held if self.spec.updates_all else self.own_shard()] if self.held is not None else []
+
+    def set_reduced(self, index: int, value: Tensor) -> None:
+        """See `Gradients`."""
+        flat, offset = self._places.flat(index, value.to(self.dtype)), self._layout.offsets[index]
+        start, stop = self._layout.overlap(index, *self.spec.states)
+        self.part(index).copy_(flat[start - offset : stop - offset] if stop > start else flat[:0])
+        self.sums[index] = Sum.USED
+
+    def clear(self, index: int) -> None:
+        """See `Gradients`."""
+        self.own[index], self.sums[index] = Own.NONE, Sum.STALE
+        if self.local is not None and not self.has_local:
+            if self.local is not self.held:
+                self._pool.give(self.local)
+            self.local = None
+        if not self.has_any:
+            self.sums, self.scope = [Sum.STALE] * len(self.sums), Scope.ALL
+            self._let_go()
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """See `Gradients`."""
+        return (0, 0) if self.held is None else self.spec.gradient_bytes
