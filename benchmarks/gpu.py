@@ -220,10 +220,6 @@ class Nobody:
         """Start a collective."""
         start()
 
-    def least(self, values: list[int], what: str) -> list[int]:
-        """Return what ranks that all say the same agree on."""
-        return values
-
 
 # -- measurements ----------------------------------------------------------------------------------------------------
 

@@ -119,6 +119,10 @@ class Asked:
             self.comm.pool.memory.zeros(numel, dtype, self.mesh.device) if shared else torch.zeros(numel, dtype=dtype)
         )
 
+    def cases(self) -> tuple[tuple[torch.dtype, Codec], ...]:
+        """Return what the transport can reduce: a backend that adds messages up cannot do so for every codec."""
+        return tuple(case for case in CASES if case[1].is_summable or self.name in IN_RANK_ORDER)
+
     def gathers(self) -> None:
         ranks, place = self.mesh.shard_ranks, self.mesh.shard_rank
         for number, size in enumerate(SIZES):
@@ -137,7 +141,7 @@ class Asked:
     def reductions(self) -> None:
         ranks, place = self.mesh.shard_ranks, self.mesh.shard_rank
         for number, size in enumerate(SIZES):
-            for held, codec in CASES if size < FEW else CASES[::3]:
+            for held, codec in self.cases() if size < FEW else self.cases()[::3]:
                 for shared, apart in ((True, True), (True, False), (False, True)):
                     full = self.memory(len(ranks) * size, held, shared=shared)
                     full.copy_(values(self.mesh.rank, full.numel(), held, number))
@@ -148,7 +152,7 @@ class Asked:
                     self.expect(pending.wait(), True, f"{what}: all were ready")
                     theirs = [values(rank, full.numel(), held, number).view(len(ranks), -1) for rank in ranks]
                     expected = fold([rows[place] for rows in theirs], codec, 0.5).to(held)
-                    if self.name in IN_RANK_ORDER or not codec.is_summable:
+                    if self.name in IN_RANK_ORDER:
                         self.expect(own, expected, what)
                     else:
                         step = torch.finfo(codec.dtype).eps * sum(rows[place].abs().max() for rows in theirs)
@@ -188,7 +192,7 @@ class Asked:
         ranks = self.mesh.replica_ranks
         if len(ranks) == 1:
             return
-        for held, codec in CASES:
+        for held, codec in self.cases():
             own = values(self.mesh.rank, 64 * len(ranks), held)
             before, what = self.comm.sent_bytes["replicate"], f"the sum over copies of {held} as {codec.name}"
             done = self.comm.reduce_copies(own, codec, 0.25, Tag(6, 0, what)).wait()
@@ -198,8 +202,7 @@ class Asked:
             self.expect(bool(torch.allclose(own, expected.to(held), rtol=step, atol=step)), True, what)
             sent = self.comm.sent_bytes["replicate"] - before
             # Where a backend adds messages up, the sums come back as messages, too.
-            is_native = self.name == "native" and codec.is_summable
-            summed_bytes = codec.nbytes(64) if is_native else 64 * held.itemsize
+            summed_bytes = codec.nbytes(64) if self.name == "native" else 64 * held.itemsize
             self.expect(sent, (codec.nbytes(64) + summed_bytes) * (len(ranks) - 1), f"bytes of {what}")
 
     def small_things(self) -> None:
@@ -247,6 +250,19 @@ def ask(name: str, replicas: int = 1) -> list[str]:
 @pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2)])
 def test_a_transport_does_what_the_engine_asks_for(name: str, world: int, replicas: int) -> None:
     assert run_ranks(ask, world, name, replicas, timeout_s=TIMEOUT_S) == [[]] * world
+
+
+def refused() -> str:
+    """Ask NCCL's code for a sum of messages that cannot be added up."""
+    asked = Asked("native", 1)
+    with pytest.raises(ValueError) as error:
+        asked.comm.reduce(torch.zeros(128), torch.zeros(64), Shifted(), 1.0, Tag(0, 0, ""))
+    return str(error.value)
+
+
+def test_a_codec_that_nccl_cannot_add_up_is_refused_by_name() -> None:
+    for rank, text in enumerate(run_ranks(refused, 2)):
+        assert text.startswith(f"[rank {rank}/2] NCCL adds messages up") and "'float32'" in text
 
 
 def wrong_sum(name: str) -> list[str]:

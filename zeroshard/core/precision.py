@@ -61,8 +61,8 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("param", "reduce", "grad", "master"):
             dtype = getattr(self, name)
-            is_codec = name == "reduce" and dtype in CODECS
-            if not (is_codec or dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+            is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            if not (is_float or dtype is None or (name == "reduce" and dtype in CODECS)):
                 raise TypeError(f"Precision({name}=...) takes a floating-point torch.dtype or None; got {dtype!r}.")
         if not isinstance(self.keep, tuple) or not all(isinstance(kind, type) for kind in self.keep):
             raise TypeError(f"Precision(keep=...) takes a tuple of module classes; got {self.keep!r}.")

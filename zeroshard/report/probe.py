@@ -1,7 +1,8 @@
 """What of the engine is timed, and how, while somebody looks.
 
-Owns the list of timed methods. The engine knows nothing of it and pays nothing for it: methods are replaced on the
-objects of one model, and put back. Read `Probe.attach` first; `core/engine.py` and `core/order.py` for what they do.
+Owns the list of timed methods, which refers to them as their classes have them, so that mypy finds one that is renamed.
+The engine knows nothing of it and pays nothing for it: the methods are replaced on the objects of one model, and put
+back. Read `Probe.attach` first; `core/engine.py` and `core/order.py` for what they do.
 
 Note: forward and backward
     The model's own work is what is left between events. Modules of units say when their forward begins and ends, the
@@ -17,11 +18,15 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
+from zeroshard.core.grads import FlatGradients, Gradients
 from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.core.order import Order
+from zeroshard.core.saved import SavedTensors
 from zeroshard.core.slot import slot_of
 from zeroshard.core.tree import find
-from zeroshard.core.unit import Reduction
+from zeroshard.core.unit import Reduction, Unit
 from zeroshard.report.timeline import (
     BACKWARD,
     COPIES,
@@ -35,8 +40,8 @@ from zeroshard.report.timeline import (
     Timeline,
 )
 from zeroshard.table.schedule import ROOT
-from zeroshard.table.trace import Event
 from zeroshard.torch_private import call_after_backward, graph_task
+from zeroshard.wire.comm import Comm
 
 __all__ = ["Probe"]
 
@@ -63,7 +68,8 @@ class Probe:
         self._undo = ExitStack()
         self._entered: list[tuple[nn.Module, tuple[str, str]]] = []
         self._is_in_backward = False
-        self._issued = NO_UNIT
+        self._names = {bucket.number: unit.name for unit in engine.units for bucket in unit.buckets}
+        """The unit of each bucket."""
 
     def attach(self) -> None:
         """Replace what is timed."""
@@ -74,7 +80,7 @@ class Probe:
             self._attach_bytes()
             self._watch_modules()
             for one in self._optimizers:
-                self._time(one.optimizer, "step", OPTIMIZER, before=self._begin_step)
+                self._time(one.optimizer, torch.optim.Optimizer.step, OPTIMIZER, before=self._begin_step)
             self._undo = undo.pop_all()
 
     def detach(self) -> None:
@@ -84,42 +90,41 @@ class Probe:
     def _attach_engine(self) -> None:
         """Time what the engine decides: in hooks, on parameters, at the ends of passes."""
         engine = self._engine
-        self._time(engine, "enter", HOOKS, self._unit_entered, before=self._begin_forward)
-        self._time(engine, "exit", HOOKS, after=self._end_forward)
-        self._time(engine, "landed", HOOKS, lambda parameter: self._name(slot_of(parameter).unit), before=self._land)
-        for name in ("demand", "_need_in_backward"):
-            self._time(engine, name, HOOKS, self._name)
-        self._time(engine, "_end_unit", HOOKS, lambda numbers: self._name(numbers[0]))
-        for name in ("_complete", "_end_backward"):
-            self._time(engine, name, HOOKS)
-        self._time(engine, "norms", OPTIMIZER)
-        self._time(engine.order, "publish", HOOKS)
-        saved = engine._saved
-        self._time(saved, "_need", HOOKS, self._name, before=self._need)
-        self._time(saved, "_pack", HOOKS)
-        self._time(saved, "_unpack", HOOKS)
-        self._replace(engine.order.trace, "add", lambda add: lambda event: self._note(event, add))
+        self._time(engine, Engine.enter, HOOKS, self._unit_entered, before=self._begin_forward)
+        self._time(engine, Engine.exit, HOOKS, after=self._end_forward)
+        self._time(engine, Engine.landed, HOOKS, lambda param: self._name(slot_of(param).unit), before=self._land)
+        for method in (Engine.demand, Engine._need_in_backward):
+            self._time(engine, method, HOOKS, self._name)
+        self._time(engine, Engine._end_unit, HOOKS, lambda numbers: self._name(numbers[0]))
+        for ends in (Engine._complete, Engine._end_backward):
+            self._time(engine, ends, HOOKS)
+        self._time(engine, Engine.norms, OPTIMIZER)
+        self._time(engine.order, Order.publish, HOOKS)
+        self._time(engine._saved, SavedTensors._pack, HOOKS)
+        self._time(engine._saved, SavedTensors._unpack, HOOKS, self._unit_unpacked, before=self._unpack)
 
     def _attach_bytes(self) -> None:
         """Time what moves bytes: units, buckets, reductions, messages."""
-        engine = self._engine
+        engine, comm = self._engine, self._engine.comm
         for unit in engine.units:
             owner = self._owner(unit.number)
-            self._time(unit, "start_gather", HOOKS, owner, label="gather")
-            self._time(unit, "wait", HOOKS, owner, label="await")
-            self._time(unit, "release", HOOKS, owner)
+            self._time(unit, Unit.start_gather, HOOKS, owner, label="gather")
+            self._time(unit, Unit.wait, HOOKS, owner, label="await")
+            self._time(unit, Unit.release, HOOKS, owner)
             for bucket in unit.buckets:
-                for name in ("open", "close", "follow_masters"):
-                    self._time(bucket, name, COPIES, owner)
-                for name in ("land", "take_local", "add_reduced"):
-                    self._time(bucket.grads, name, COPIES, owner)
-        self._time(engine.order, "_finish", COPIES, _unit_of_reduction, label="reduce")
-        for name in ("agree", "collect", "broadcast", "_wait"):
-            if hasattr(engine.comm, name):
-                self._time(engine.comm, name, WAITING)
-        self._time(engine.comm, "gather", SENDING, label="send")
-        self._time(engine.comm, "reduce", SENDING, lambda *args, **kwargs: self._issued, label="send")
-        self._time(engine.comm, "reduce_copies", SENDING, label="send")
+                for method in (Bucket.open, Bucket.close, Bucket.follow_masters):
+                    self._time(bucket, method, COPIES, owner)
+                self._time(bucket.grads, Gradients.land, COPIES, owner)
+                for sums in (FlatGradients.take_local, FlatGradients.add_reduced) if bucket.flat else ():
+                    self._time(bucket.flat, sums, COPIES, owner)
+        self._time(engine.order, Order._finish, COPIES, _unit_of_reduction, label="reduce")
+        for waits in (Comm.agree, Comm.collect, Comm.broadcast):
+            self._time(comm, waits, WAITING)
+        self._time(comm, Comm.gather, SENDING, label="send")
+        self._time(
+            comm, Comm.reduce, SENDING, lambda full, own, codec, scale, tag: self._names[tag.bucket], label="send"
+        )
+        self._time(comm, Comm.reduce_copies, SENDING, label="send")
 
     def _watch_modules(self) -> None:
         """See units that stay whole begin and end: the engine has no hooks on these."""
@@ -170,8 +175,9 @@ class Probe:
             self._timeline.rest(BACKWARD, unit)
             call_after_backward(self._end_backward)
 
-    def _need(self, number: int) -> None:
-        self._begin_backward(self._name(number))
+    def _unpack(self, packed: Any) -> None:
+        if (unit := self._unit_unpacked(packed)) is not None:
+            self._begin_backward(unit)
 
     def _land(self, parameter: Tensor) -> None:
         unit = self._name(slot_of(parameter).unit)
@@ -198,17 +204,16 @@ class Probe:
     def _unit_entered(self, module: nn.Module, name: str, units: tuple[int, ...], inputs: Any) -> str:
         return self._name(units[-1] if units else ROOT)
 
-    def _note(self, event: Event, add: Callable[[Event], None]) -> None:
-        """Keep whose turn it is: an event is added just before what it tells of begins."""
-        self._issued = event.unit
-        add(event)
+    def _unit_unpacked(self, packed: Any) -> str | None:
+        """Return the unit whose parameter was saved, None for other tensors."""
+        return self._name(packed.unit) if hasattr(packed, "unit") else None
 
     # -- replacing --------------------------------------------------------------------------------------------------
 
     def _time(
         self,
         target: object,
-        name: str,
+        method: Callable[..., Any],
         category: str,
         unit_of: UnitOf = _inherited,
         *,
@@ -216,38 +221,33 @@ class Probe:
         before: Callable[..., None] | None = None,
         after: Callable[..., None] | None = None,
     ) -> None:
-        """Make each call of a method a span.
+        """Make each call of a method of one object a span, until `detach`.
 
         Args:
+            method: as its class has it, so that a checker of types, and an import, find a name that is gone.
             unit_of: takes what the method takes and returns the unit.
             label: what the span is called, if not as the method.
             before: takes what the method takes, before the span begins; `after` when it is over.
         """
-        timeline, label = self._timeline, label or name.lstrip("_")
-
-        def around(call: Callable[..., Any]) -> Callable[..., Any]:
-            def timed(*args: Any, **kwargs: Any) -> Any:
-                if not timeline.is_running:
-                    # A graph that outlives the profile holds hooks that were made in it.
-                    return call(*args, **kwargs)
-                if before is not None:
-                    before(*args, **kwargs)
-                timeline.begin(label, category, unit_of(*args, **kwargs))
-                try:
-                    return call(*args, **kwargs)
-                finally:
-                    timeline.end()
-                    if after is not None:
-                        after(*args, **kwargs)
-
-            return timed
-
-        self._replace(target, name, around)
-
-    def _replace(self, target: object, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Put something around a method of one object until `detach`."""
+        timeline, name = self._timeline, method.__name__
+        label = label or name.lstrip("_")
         had, call = name in vars(target), getattr(target, name)
-        setattr(target, name, around(call))
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if not timeline.is_running:
+                # A graph that outlives the profile holds hooks that were made in it.
+                return call(*args, **kwargs)
+            if before is not None:
+                before(*args, **kwargs)
+            timeline.begin(label, category, unit_of(*args, **kwargs))
+            try:
+                return call(*args, **kwargs)
+            finally:
+                timeline.end()
+                if after is not None:
+                    after(*args, **kwargs)
+
+        setattr(target, name, timed)
         self._undo.callback(setattr, target, name, call) if had else self._undo.callback(delattr, target, name)
 
 

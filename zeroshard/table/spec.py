@@ -15,7 +15,7 @@ from typing import final
 from zeroshard.table.cells import Residency
 from zeroshard.table.layout import Layout
 
-__all__ = ["BucketSpec", "CODECS", "Formats", "Message", "Range", "UnitSpec", "itemsize", "message_of", "wire_bytes"]
+__all__ = ["BucketSpec", "CODECS", "Formats", "Message", "Range", "UnitSpec", "itemsize", "message_of"]
 
 Range = tuple[int, int]
 """Elements of a bucket, as (start, stop)."""
@@ -33,12 +33,6 @@ def message_of(codec: str, numel: int) -> Message:
         codec: the name of a dtype, whose messages are the elements themselves, or of an entry in `CODECS`.
     """
     return CODECS[codec](numel) if codec in CODECS else (numel, codec)
-
-
-def wire_bytes(codec: str, numel: int) -> int:
-    """Return the bytes of the message for `numel` elements."""
-    count, dtype = message_of(codec, numel)
-    return count * itemsize(dtype)
 
 
 def itemsize(dtype: str) -> int:
@@ -181,7 +175,8 @@ class BucketSpec:
             nbytes = numel * itemsize(self.formats.param)
         elif kind == "reduce":
             # Where every rank updates all, the sums are gathered, too.
-            nbytes = wire_bytes(self.formats.reduce, numel) + self.updates_all * numel * itemsize(self.formats.grad)
+            count, dtype = message_of(self.formats.reduce, numel)
+            nbytes = count * itemsize(dtype) + self.updates_all * numel * itemsize(self.formats.grad)
         return nbytes * (self.layout.world_size - 1)
 
 

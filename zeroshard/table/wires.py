@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import final
 
-from zeroshard.table.spec import CODECS, BucketSpec, Message, message_of
+from zeroshard.table.spec import BucketSpec, Message, message_of
 
 __all__ = ["HostWire", "Messages", "Native", "Silence", "Wire"]
 
@@ -77,17 +77,12 @@ class HostWire(Wire):
 @final
 @dataclass(frozen=True)
 class Native(Wire):
-    """A backend's own collectives: what is encoded, is encoded whole."""
+    """A backend's own collectives, of dtypes alone: what is converted, is converted whole."""
 
     def among_shards(self, bucket: BucketSpec) -> list[Message]:
-        return self._joined(bucket, bucket.layout.shard_numel, bucket.layout.world_size)
+        is_converted = bucket.formats.reduce != bucket.formats.grad
+        return [(bucket.layout.full_numel, bucket.formats.reduce)] * is_converted
 
     def among_copies(self, bucket: BucketSpec) -> list[Message]:
-        copies = bucket.replicas
-        return self._joined(bucket, bucket.layout.shard_numel // copies, copies) if copies > 1 else []
-
-    def _joined(self, bucket: BucketSpec, numel: int, ranks: int) -> list[Message]:
-        """Return a buffer for all messages that are sent; another for those that arrive, unless they arrive summed."""
-        codec = bucket.formats.reduce
-        count, dtype = message_of(codec, numel)
-        return [(ranks * count, dtype)] * (1 + (codec in CODECS)) if codec != bucket.formats.grad else []
+        is_converted = bucket.formats.reduce != bucket.formats.grad and bucket.replicas > 1
+        return [(bucket.layout.shard_numel, bucket.formats.reduce)] * is_converted

@@ -17,7 +17,7 @@ import torch
 
 from zeroshard.table.spec import message_of
 
-__all__ = ["BLOCK_NUMEL", "Codec", "Rounded", "sum_dtype", "sum_in_rank_order"]
+__all__ = ["BLOCK_NUMEL", "Codec", "Rounded", "sum_in_rank_order"]
 
 Tensor = torch.Tensor
 
@@ -101,16 +101,11 @@ class Rounded(Codec):
         return values.to(self.dtype).to(dtype)
 
 
-def sum_dtype(held: torch.dtype) -> torch.dtype:
-    """Return what sums of a dtype are made in: fp32 or better."""
-    return torch.promote_types(held, torch.float32)
-
-
 def sum_in_rank_order(ranks: Sequence[Iterable[Tensor]], scale: float, out: Tensor) -> None:
     """Leave scale * (values of rank 0 + values of rank 1 + ...) in `out`, which may be where one rank's values lie.
 
     Args:
-        ranks: of each, its values in blocks of BLOCK_NUMEL, in the dtype of sums.
+        ranks: of each, its values in blocks of BLOCK_NUMEL, all in one dtype, fp32 or better.
     """
     for result, total, *others, last in zip(out.split(BLOCK_NUMEL), *ranks, strict=True):
         for other in others:

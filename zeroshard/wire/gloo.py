@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Messages, Wire
-from zeroshard.wire.codec import Codec, sum_dtype, sum_in_rank_order
+from zeroshard.wire.codec import Codec, sum_in_rank_order
 from zeroshard.wire.comm import Pending, Tag
 from zeroshard.wire.linked import LinkedComm
 from zeroshard.wire.links import CONTROL, Links
@@ -49,17 +49,18 @@ class GlooComm(LinkedComm):
     def _gather(self, full: Tensor, ranks: Ranks, tag: Tag, kind: str) -> Pending:
         chunks, peers = full.view(len(ranks), -1), self._peers(ranks)
         own = chunks[ranks.index(self.mesh.rank)]
-        works = [self._receive(chunks[place], ranks[place], tag, Tag.GATHER) for place in peers]
-        works += [self._send(own, ranks[place], tag, Tag.GATHER) for place in peers]
+        works = [self._receive(chunks[place], ranks[place], tag.message(Tag.GATHER), tag.what) for place in peers]
+        works += [self._send(own, ranks[place], tag.message(Tag.GATHER), tag.what) for place in peers]
         self.sent_bytes[kind] += own.nbytes * len(peers)
         return Pending(lambda: self.links.wait(works, tag.what))
 
     def _reduce(
         self, full: Tensor | None, own: Tensor, ranks: Ranks, codec: Codec, scale: float, tag: Tag, kind: str
     ) -> Pending:
-        chunks, numel = None if full is None else full.view(len(ranks), -1), codec.message_numel(own.numel())
+        chunks, place = None if full is None else full.view(len(ranks), -1), ranks.index(self.mesh.rank)
+        numel, number = codec.message_numel(own.numel()), tag.message(Tag.REDUCE)
         taken = {peer: self.pool.take(numel, codec.dtype, own.device) for peer in self._peers(ranks)}
-        works = [self._receive(buffer, ranks[peer], tag, Tag.REDUCE) for peer, buffer in taken.items()]
+        works = [self._receive(buffer, ranks[peer], number, tag.what) for peer, buffer in taken.items()]
         if chunks is None:
             given = [self.pool.take(numel, codec.dtype, own.device)]
             given[0][:1].view(torch.uint8).fill_(255)
@@ -70,17 +71,17 @@ class GlooComm(LinkedComm):
             # What lies between parameters is anything, also the mark of a buffer that was used before.
             for chunk in filter(_is_marked, sent.values()):
                 chunk[:1] = float("nan")
-        works += [self._send(chunk, ranks[peer], tag, Tag.REDUCE) for peer, chunk in sent.items()]
+        works += [self._send(chunk, ranks[peer], number, tag.what) for peer, chunk in sent.items()]
         self.sent_bytes[kind] += codec.nbytes(own.numel()) * len(taken)
 
         def finish() -> bool:
             self.links.wait(works, tag.what)
             is_ready = chunks is not None and not any(map(_is_marked, taken.values()))
             if chunks is not None and is_ready:
-                dtype = sum_dtype(own.dtype)
+                dtype = torch.promote_types(own.dtype, torch.float32)
                 blocks = {peer: codec.decoded_blocks(message, dtype) for peer, message in taken.items()}
-                blocks[ranks.index(self.mesh.rank)] = codec.rounded_blocks(chunks[ranks.index(self.mesh.rank)], dtype)
-                sum_in_rank_order([blocks[place] for place in sorted(blocks)], scale, own)
+                blocks[place] = codec.rounded_blocks(chunks[place], dtype)
+                sum_in_rank_order([blocks[peer] for peer in range(len(ranks))], scale, own)
             for buffer in [*taken.values(), *given]:
                 self.pool.give(buffer)
             return is_ready
@@ -92,13 +93,11 @@ class GlooComm(LinkedComm):
         place = ranks.index(self.mesh.rank)
         return [(place + step) % len(ranks) for step in range(1, len(ranks))]
 
-    def _send(self, chunk: Tensor, peer: int, tag: Tag, kind: int) -> dist.Work:
-        number = tag.message(kind)
-        return self.links.start(lambda: dist.isend(chunk, group=self.group, tag=number, group_dst=peer), tag.what)
+    def _send(self, chunk: Tensor, peer: int, tag: int, what: str) -> dist.Work:
+        return self.links.start(lambda: dist.isend(chunk, group=self.group, tag=tag, group_dst=peer), what)
 
-    def _receive(self, chunk: Tensor, peer: int, tag: Tag, kind: int) -> dist.Work:
-        number = tag.message(kind)
-        return self.links.start(lambda: dist.irecv(chunk, group=self.group, tag=number, group_src=peer), tag.what)
+    def _receive(self, chunk: Tensor, peer: int, tag: int, what: str) -> dist.Work:
+        return self.links.start(lambda: dist.irecv(chunk, group=self.group, tag=tag, group_src=peer), what)
 
 
 def _is_marked(message: Tensor) -> bool:

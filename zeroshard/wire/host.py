@@ -19,7 +19,7 @@ import torch
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import HostWire
 from zeroshard.wire.board import WORDS
-from zeroshard.wire.codec import BLOCK_NUMEL, Codec, sum_dtype, sum_in_rank_order
+from zeroshard.wire.codec import BLOCK_NUMEL, Codec, sum_in_rank_order
 from zeroshard.wire.comm import Pending, Tag
 from zeroshard.wire.gloo import GlooComm
 from zeroshard.wire.links import Links
@@ -49,7 +49,7 @@ class HostComm(GlooComm):
         if (offset := memory.offset_of(full)) is None:
             return super().gather(full, tag, kind)
         self.sent_bytes[kind] += full.nbytes // size * (size - 1)
-        meeting = memory.meet(tag.place(Tag.GATHER), tag.about, offset)
+        meeting = memory.board.meet(tag.place(Tag.GATHER), tag.about, offset)
 
         def finish() -> None:
             self.links.wait([meeting], tag.what)
@@ -65,7 +65,7 @@ class HostComm(GlooComm):
     def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:
         self.sent_bytes["reduce"] += codec.nbytes(own.numel()) * (self.mesh.shard_size - 1)
         offset = NOT_READY if full is None else self._memory.offset_of(full)
-        meeting = self._memory.meet(tag.place(Tag.REDUCE), tag.about, NOWHERE if offset is None else offset)
+        meeting = self._memory.board.meet(tag.place(Tag.REDUCE), tag.about, NOWHERE if offset is None else offset)
 
         def finish() -> bool:
             self.links.wait([meeting], tag.what)
@@ -88,7 +88,7 @@ class HostComm(GlooComm):
                 self._all_have_read(tag, Tag.REDUCE)
                 for place in self._peers(self.mesh.shard_ranks):
                     rows[place, : result.numel()] = parts[place]
-                there = self._memory.meet(tag.place(Tag.REDUCE), tag.about, at)
+                there = self._memory.board.meet(tag.place(Tag.REDUCE), tag.about, at)
                 self.links.wait([there], tag.what)
                 self._add_up(there.offsets, rows, parts[self.mesh.shard_rank], codec, scale, result)
             self.pool.give(shown)
@@ -97,7 +97,7 @@ class HostComm(GlooComm):
 
     def _all_have_read(self, tag: Tag, kind: int) -> None:
         """Wait until nobody reads any more what this rank showed."""
-        self.links.wait([self._memory.meet(tag.place(kind, has_read=True), tag.about)], tag.what)
+        self.links.wait([self._memory.board.meet(tag.place(kind, has_read=True), tag.about)], tag.what)
 
     def _add_up(
         self, offsets: Mapping[int, int], rows: Tensor, mine: Tensor, codec: Codec, scale: float, out: Tensor
@@ -108,7 +108,7 @@ class HostComm(GlooComm):
             offsets: where the others show it, by place.
             rows: (N, n), what lies there: for each rank a row, of which the first `mine.numel()` elements count.
         """
-        dtype = sum_dtype(mine.dtype)
+        dtype = torch.promote_types(mine.dtype, torch.float32)
 
         def read(other: int) -> Iterator[Tensor]:
             shown = self._memory.of_peer(other, offsets[other], rows.numel(), rows.dtype).view_as(rows)
@@ -124,7 +124,7 @@ class HostComm(GlooComm):
             return super().agree(values, what)
         # At two places in turn: nobody comes to the next agreement but one before all have heard this one.
         self._agreements += 1
-        meeting = self._memory.meet(Tag.AGREEMENTS + self._agreements % 2, len(values), *values)
+        meeting = self._memory.board.meet(Tag.AGREEMENTS + self._agreements % 2, len(values), *values)
         self.links.wait([meeting], what)
         self.sent_bytes["agree"] += 8 * len(values)
         return [min(each) for each in zip(values, *meeting.numbers.values(), strict=True)]

@@ -11,7 +11,7 @@ from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Wire
 from zeroshard.wire.codec import Codec
 from zeroshard.wire.comm import Comm
-from zeroshard.wire.links import PART, Links
+from zeroshard.wire.links import CONTROL, PART, Links
 from zeroshard.wire.memory import Memory
 
 __all__ = ["LinkedComm"]
@@ -44,8 +44,11 @@ class LinkedComm(Comm):
         return message
 
     def agree(self, values: list[int], what: str) -> list[int]:
-        self.sent_bytes["agree"] += 8 * len(values)
-        return self.links.least(values, what)
+        tensor, group = torch.tensor(values, dtype=torch.int64), self.links.groups[CONTROL]
+        self.links.run(lambda: dist.all_reduce(tensor, dist.ReduceOp.MIN, group=group, async_op=True), what)
+        self.sent_bytes["agree"] += tensor.nbytes
+        found: list[int] = tensor.tolist()
+        return found
 
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         # gloo refuses tensors that are not contiguous, and some dtypes: bytes are always right.

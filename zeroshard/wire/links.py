@@ -11,7 +11,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn, final
 
-import torch
 import torch.distributed as dist
 
 from zeroshard.table.errors import RankMismatchError
@@ -99,14 +98,6 @@ class Links:
     def run(self, start: Callable[[], Any], what: str) -> None:
         """Start a collective and wait for it."""
         self.wait([self.start(start, what)], what)
-
-    def least(self, values: list[int], what: str) -> list[int]:
-        """Return the minimum over ranks of each number. Collective: all-reduce (minimum) of 8 bytes a number."""
-        tensor = torch.tensor(values, dtype=torch.int64)
-        group = self.groups[CONTROL]
-        self.run(lambda: dist.all_reduce(tensor, dist.ReduceOp.MIN, group=group, async_op=True), what)
-        found: list[int] = tensor.tolist()
-        return found
 
     def _explain(self, error: RuntimeError, what: str) -> RankMismatchError:
         self.watchdog.gives_up(what)

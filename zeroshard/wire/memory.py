@@ -34,7 +34,7 @@ from typing import Any, Final, final
 import torch
 
 from zeroshard.table.spec import Range
-from zeroshard.wire.board import BOARD_BYTES, Board, Meeting, is_supported
+from zeroshard.wire.board import BOARD_BYTES, Board, is_supported
 from zeroshard.wire.process import tell_forks
 
 __all__ = ["HostMemory", "MEMORIES", "Memory", "OwnMemory"]
@@ -133,7 +133,8 @@ class HostMemory(Memory):
             with suppress(OSError):  # limits of this process do not allow it
                 self._files = [_File.make(self._secret), _File.make(self._secret)]
         self._peers: list[_File] = []
-        self._board: Board | None = None
+        self.board: Board
+        """Where these ranks meet, after `join`."""
 
     @property
     def card(self) -> list[int]:
@@ -157,15 +158,10 @@ class HostMemory(Memory):
             ]
             pid, _, number, secret = cards[0]
             self._files = [own, common if self._place == 0 else _File.open(pid, number, secret)]
-            self._board = Board([peer.words for peer in self._peers], self._place, [card[0] for card in cards])
+            self.board = Board([peer.words for peer in self._peers], self._place, [card[0] for card in cards])
         except OSError:
             return False
         return True
-
-    def meet(self, place: int, about: int, *numbers: int) -> Meeting:
-        """Tell the others some numbers, and hear theirs; see `Board.meet`."""
-        assert self._board is not None, "join() comes first"
-        return self._board.meet(place, about, *numbers)
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Memory`."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Native
-from zeroshard.wire.codec import Codec, sum_dtype, sum_in_rank_order
+from zeroshard.wire.codec import Codec
 from zeroshard.wire.comm import Pending, Tag
 from zeroshard.wire.linked import LinkedComm
 from zeroshard.wire.links import Links
@@ -48,27 +48,22 @@ class NcclComm(LinkedComm):
 
     def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:
         assert full is not None, "NCCL sums what it is given"
-        self.sent_bytes["reduce"] += codec.nbytes(own.numel()) * (self.mesh.shard_size - 1)
-        if not codec.is_summable:
-            return self._exchange(REDUCES, self.mesh.shard_rank, full, own, codec, scale, tag)
-        sent = self.encoded(full, codec)
+        sent = self._summable(full, codec)
         part = sent.view(self.mesh.shard_size, -1)[self.mesh.shard_rank]
         work = self._reduce_scatter(part, sent, op=dist.ReduceOp.SUM, group=self.links.groups[REDUCES], async_op=True)
+        self.sent_bytes["reduce"] += codec.nbytes(own.numel()) * (self.mesh.shard_size - 1)
         return self._scaled(work, full, sent, part, own, scale, tag)
 
     def reduce_copies(self, own: Tensor, codec: Codec, scale: float, tag: Tag, *, is_ready: bool = True) -> Pending:
-        group, parts, others = self.links.groups[COPIES], own.view(self.mesh.replicas, -1), self.mesh.replicas - 1
-        self.sent_bytes["replicate"] += codec.nbytes(parts[0].numel()) * others
-        if codec.is_summable:
-            self.sent_bytes["replicate"] += codec.nbytes(parts[0].numel()) * others
-            sent = self.encoded(own, codec)
-            work = dist.all_reduce(sent, group=group, async_op=True)
-            return self._scaled(work, own, sent, sent, own, scale, tag)
-        place = self.mesh.replica_ranks.index(self.mesh.rank)
-        self._exchange(COPIES, place, own, parts[place], codec, scale, tag).wait()
-        self.sent_bytes["replicate"] += parts[place].nbytes * others
-        gathered = self._all_gather(own, parts[place], group=group, async_op=True)
-        return Pending(lambda: self.links.wait([gathered], tag.what))
+        sent = self._summable(own, codec)
+        work = dist.all_reduce(sent, group=self.links.groups[COPIES], async_op=True)
+        self.sent_bytes["replicate"] += 2 * sent.nbytes * (self.mesh.replicas - 1) // self.mesh.replicas
+        return self._scaled(work, own, sent, sent, own, scale, tag)
+
+    def _summable(self, values: Tensor, codec: Codec) -> Tensor:
+        if not codec.is_summable:
+            raise ValueError(f"{self.mesh} NCCL adds messages up, but not those of {codec.name!r}: use reduce=a dtype.")
+        return self.encoded(values, codec)
 
     def _scaled(
         self, work: dist.Work, values: Tensor, sent: Tensor, part: Tensor, own: Tensor, scale: float, tag: Tag
@@ -82,24 +77,5 @@ class NcclComm(LinkedComm):
             if sent is not values:
                 # Whoever takes it next writes to it on the stream that has waited for the collective.
                 self.pool.give(sent)
-
-        return Pending(finish)
-
-    def _exchange(
-        self, group: str, place: int, full: Tensor, own: Tensor, codec: Codec, scale: float, tag: Tag
-    ) -> Pending:
-        """Send each rank of a group the message for its chunk of `full`; sum those for this rank in `own`."""
-        chunks, numel, dtype = full.view(-1, own.numel()), codec.message_numel(own.numel()), sum_dtype(own.dtype)
-        sent, taken = (self.pool.take(len(chunks) * numel, codec.dtype, full.device).view(-1, numel) for _ in range(2))
-        for chunk, message in zip(chunks, sent, strict=True):
-            codec.encode(chunk, message)
-        work = dist.all_to_all_single(taken, sent, group=self.links.groups[group], async_op=True)
-
-        def finish() -> None:
-            self.links.wait([work], tag.what)
-            blocks = [codec.decoded_blocks(message, dtype) for message in taken]
-            sum_in_rank_order(blocks, scale, own)
-            self.pool.give(sent)
-            self.pool.give(taken)
 
         return Pending(finish)

@@ -3,7 +3,6 @@
 Owns the choice. Read `wire/comm.py` and `wire/codec.py` first.
 """
 
-import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -27,7 +26,6 @@ CODECS: Mapping[str, type[Codec]] = MappingProxyType({})
 """The codecs besides dtypes; `table/spec.py` has the sizes of each."""
 
 
-@functools.cache
 def codec_of(name: str) -> Codec:
     """Return what gradients are in messages where `Formats.reduce` is `name`."""
     return CODECS.get(name, Rounded)(name)

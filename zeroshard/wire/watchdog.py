@@ -186,21 +186,18 @@ class Watchdog:
             is_closed: whether a connection was closed, so that some process ended: if none says why, the rank is named
                 that said that it is done, or that gives no sign of life any more.
         """
-        try:
-            return self._find_cause(is_closed=is_closed)
-        except Exception:  # the store is gone
-            return self._status.known or "rank 0: its process is gone, and with it the store, which would tell why"
-
-    def _find_cause(self, *, is_closed: bool) -> str:
         status, end_s = self._status, time.monotonic() + PATIENCE_S
-        before = {rank: status.last_of(rank) for rank in range(status.world_size) if is_closed}
-        while is_closed and not status.cause() and time.monotonic() < end_s:
-            time.sleep(BEAT_S / 10)
-        for rank, last in before.items():
-            now = status.last_of(rank)
-            if rank != status.rank and (now == last or _words(now).startswith(ENDED)):
-                status.blame(rank, _end_of(now))
-        return status.cause()
+        try:
+            before = {rank: status.last_of(rank) for rank in range(status.world_size) if is_closed}
+            while is_closed and not status.cause() and time.monotonic() < end_s:
+                time.sleep(BEAT_S / 10)
+            for rank, last in before.items():
+                now = status.last_of(rank)
+                if rank != status.rank and (now == last or _words(now).startswith(ENDED)):
+                    status.blame(rank, _end_of(now))
+            return status.cause()
+        except Exception:  # the store is gone
+            return status.known or "rank 0: its process is gone, and with it the store, which would tell why"
 
     def report(self) -> str:
         """Return one line for each rank: what it does, and for how long."""
