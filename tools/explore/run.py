@@ -67,8 +67,8 @@ class Outcome:
 class Rank:
     """One rank: the engine and the optimizer, as far as they call `Order`."""
 
-    def __init__(self, world: World, number: int, program: Program) -> None:
-        self.number, self.program = number, program
+    def __init__(self, world: World, number: int, program: Program, *, keeps_states: bool) -> None:
+        self.number, self.program, self._keeps_states = number, program, keeps_states
         self.comm = FakeComm(world, number)
         self.faults: list[str] = []
         self.units = [
@@ -335,7 +335,8 @@ class Rank:
         self.landed = [0] * len(self.units)
         for unit in self.units:
             unit.held, unit.is_used = 0, False
-        self.states.append(state_of(self.order))
+        if self._keeps_states:
+            self.states.append(state_of(self.order))
 
 
 def _without_open(marks: list[int]) -> Path:
@@ -350,15 +351,18 @@ def _without_open(marks: list[int]) -> Path:
 # -- a run ------------------------------------------------------------------------------------------------------------
 
 
-def run(program: Program, crew: Crew, choose: Callable[[int], int] | None = None) -> Outcome:
+def run(
+    program: Program, crew: Crew, choose: Callable[[int], int] | None = None, *, keeps_states: bool = False
+) -> Outcome:
     """Run a program and judge it.
 
     Args:
         choose: who goes on; see `Crew.choose`. It decides nothing else.
+        keeps_states: whether the outcome has states.
     """
     transport = program.transport
     world = World(crew, program.ranks, is_in_place=transport == "host", can_postpone=transport != "nccl")
-    ranks = [Rank(world, number, program) for number in range(program.ranks)]
+    ranks = [Rank(world, number, program, keeps_states=keeps_states) for number in range(program.ranks)]
     crew.run([rank.work for rank in ranks], choose)
     faults = [fault for rank in ranks for fault in rank.faults]
     endings = {rank.ending for rank in ranks}

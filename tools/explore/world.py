@@ -16,7 +16,6 @@ Note: completion
 """
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +27,8 @@ __all__ = ["Crew", "FakeComm", "FakeReduction", "FakeUnit", "Stuck", "World"]
 LIMIT = 3000
 """Collectives of one rank in one run; more is a loop without an end."""
 Key = tuple[Any, ...]
+_CONTROL: Key = ("control",)
+"""The channel of small numbers, which holds one order for all."""
 Bits = int
 """Gradients: four bits a rank, which count how often it landed."""
 
@@ -201,38 +202,38 @@ class FakeComm:
     """The collectives of one rank, as far as `core/order.py` and the fake units use them."""
 
     def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank = world, rank
+        self.world, self.rank, self._crew = world, rank, world.crew
         self.can_postpone = world.can_postpone
         self.wire = SimpleNamespace(is_in_place=world.is_in_place)
         self.mesh: Any = _Mesh(rank, world.ranks)
         self.sequence: list[Key] = []
         """What this rank took part in, in its order."""
-        self._counts: Counter[Key] = Counter()
+        self._counts: dict[Key, int] = {}
 
     def _come(self, channel: Key, kind: Key, value: Any) -> _Collective:
-        count = self._counts[channel]
+        count = self._counts.get(channel, 0)
         self._counts[channel] = count + 1
-        self.sequence.append((*kind, *channel))
+        self.sequence.append((kind, channel))
         if len(self.sequence) > LIMIT:
             raise AssertionError("a loop without an end")
-        one = self.world.come(self.rank, (*channel, count), kind, value)
-        if self.world.crew.choose is not None and one.missing:
-            self.world.crew.give_way(self.rank)
+        one = self.world.come(self.rank, (channel, count), kind, value)
+        if self._crew.choose is not None and one.missing:
+            self._crew.give_way(self.rank)
         return one
 
     def agree(self, values: list[int], what: str) -> list[int]:
         """Return the minimum over ranks of each number."""
-        found: list[int] = self.world.wait(self.rank, self._come(("control",), ("agree", len(values)), values))
+        found: list[int] = self.world.wait(self.rank, self._come(_CONTROL, ("agree", len(values)), values))
         return found
 
     def texts(self, text: str, what: str) -> list[str]:
         """Return every rank's text."""
-        found: list[str] = self.world.wait(self.rank, self._come(("control",), ("texts",), text))
+        found: list[str] = self.world.wait(self.rank, self._come(_CONTROL, ("texts",), text))
         return found
 
     def collect(self, tensor: Any, what: str) -> list[Any]:
         """Return every rank's tensor."""
-        found: list[Any] = self.world.wait(self.rank, self._come(("control",), ("collect",), tensor))
+        found: list[Any] = self.world.wait(self.rank, self._come(_CONTROL, ("collect",), tensor))
         return found
 
     def gather(self, number: int, unit: int) -> FakePending:
