@@ -1,7 +1,7 @@
 """The order of collectives on simulated ranks: a part of what `tools/explore` runs by the million.
 
-`core/order.py` itself runs, on units that hold numbers and over collectives that are matched in memory. What must hold is
-in `tools/explore/run.py`. Faults that are planted in the protocol must be found, in seconds.
+`core/order.py` itself runs, on units that hold numbers and over collectives that are matched in memory. What must hold
+is in `tools/explore/run.py`. Faults that are planted in the protocol must be found, in seconds.
 """
 
 import inspect
