@@ -91,6 +91,8 @@ class Rank:
         """Of each step and unit: what landed here, what is held, and whether it is known as used."""
         self.peaks: Counter[str] = Counter()
         self.states: list[Hashable] = []
+        self.begins_at = 0
+        """The operation that is the first to be run."""
         self.ending = ""
         self._peak = 0
         self._forwards: list[Hashable] = []
@@ -122,6 +124,8 @@ class Rank:
     def _run(self) -> None:
         skips = ""
         for index, op in enumerate(self.program.ops):
+            if index < self.begins_at:
+                continue
             self._op, self._mark = index, 0
             if skips:
                 if op.kind == "step":
@@ -352,17 +356,26 @@ def _without_open(marks: list[int]) -> Path:
 
 
 def run(
-    program: Program, crew: Crew, choose: Callable[[int], int] | None = None, *, keeps_states: bool = False
+    program: Program,
+    crew: Crew,
+    choose: Callable[[int], int] | None = None,
+    *,
+    keeps_states: bool = False,
+    behind: Outcome | None = None,
 ) -> Outcome:
     """Run a program and judge it.
 
     Args:
         choose: who goes on; see `Crew.choose`. It decides nothing else.
         keeps_states: whether the outcome has states.
+        behind: the right outcome of the program's first operations, up to a step: only those behind them are run.
     """
     transport = program.transport
     world = World(crew, program.ranks, is_in_place=transport == "host", can_postpone=transport != "nccl")
     ranks = [Rank(world, number, program, keeps_states=keeps_states) for number in range(program.ranks)]
+    for rank, before in zip(ranks, behind.ranks if behind else (), strict=False):
+        vars(rank.order).update(_copied(before.order))
+        rank.begins_at = len(before.program.ops)
     crew.run([rank.work for rank in ranks], choose)
     faults = [fault for rank in ranks for fault in rank.faults]
     endings = {rank.ending for rank in ranks}
@@ -429,6 +442,12 @@ _NOT_DECIDING = frozenset(["_units", "_comm", "_changes", "trace", "_done", "_la
 def state_of(order: Any) -> Hashable:
     """Return all that an order between two steps decides by."""
     return tuple((name, _frozen(value)) for name, value in vars(order).items() if name not in _NOT_DECIDING)
+
+
+def _copied(order: Any) -> dict[str, Any]:
+    """Return what an order has between two steps, so that another can go on with it."""
+    kept = {name: value for name, value in vars(order).items() if name not in ("_units", "_comm", "_changes", "trace")}
+    return {name: type(value)(value) if isinstance(value, dict | list) else value for name, value in kept.items()}
 
 
 def _frozen(value: Any) -> Hashable:

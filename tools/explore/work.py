@@ -135,8 +135,9 @@ def _first(some: list[Program]) -> tuple[list[tuple[Program, bytes, bool]], Coun
 
 def _second(task: tuple[Class, Size]) -> Counts:
     counts = Counts()
+    first = _run(task[0].first, None)
     for program, weight in second_steps(*task):
-        counts.count(program, None, _run(program, None), weight)
+        counts.count(program, None, run(program, crew(), behind=first), weight)
         counts.kinds[f"2 steps, {_kind(program)}"] += 1
     return counts
 
