@@ -95,6 +95,7 @@ class Program:
     Args:
         units: how many, with the root.
         is_whole: whether parameters stay whole, as at stages 0 to 2.
+        copies: of the state, each over as many ranks.
     """
 
     ranks: int
@@ -103,6 +104,7 @@ class Program:
     failure: Failure | None = None
     transport: Transport = "messages"
     is_whole: bool = False
+    copies: int = 1
 
     def to_json(self) -> str:
         """Return it as one line, which `from_json` reads."""
@@ -230,7 +232,8 @@ def draw(seed: int, ranks: int = 0) -> Program:
             some = (_draw_some(r, ranks, units) for _ in SOME)
             ops.append(Op("backward" if is_last or r.random() < 0.5 else "local", (), *some))
         ops.append(Op("step"))
-    program = Program(ranks, units, tuple(ops), None, r.choice(TRANSPORTS), r.random() < 0.1)
+    copies = r.choice([1, 2]) if ranks in (4, 6) else 1
+    program = Program(ranks, units, tuple(ops), None, r.choice(TRANSPORTS), r.random() < 0.1, copies)
     if r.random() < 0.25:
         places = [at for at, op in enumerate(ops) if op.kind != "step"]
         failures = list(failures_in(program, r.choice(places)))
@@ -276,7 +279,7 @@ def _draw_some(r: random.Random, ranks: int, units: int) -> tuple[Path, ...]:
 
 def is_valid(program: Program) -> bool:
     """Tell whether a program is one: it steps at its end, its backwards have forwards, its failure has a place."""
-    if program.ranks < 2 or not program.ops or program.ops[-1].kind != "step":
+    if program.ranks < 2 or program.ranks % program.copies or not program.ops or program.ops[-1].kind != "step":
         return False
     has_forward, is_summed = False, True
     for op in program.ops:
@@ -342,5 +345,7 @@ def _smaller(program: Program) -> Iterator[Program]:
         yield replace(program, transport="messages")
     if program.is_whole:
         yield replace(program, is_whole=False)
+    if program.copies > 1:
+        yield replace(program, copies=1)
     if failure is not None and failure.mark:
         yield replace(program, failure=replace(failure, mark=failure.mark - 1))

@@ -371,7 +371,8 @@ def run(
         behind: the right outcome of the program's first operations, up to a step: only those behind them are run.
     """
     transport = program.transport
-    world = World(crew, program.ranks, is_in_place=transport == "host", can_postpone=transport != "nccl")
+    is_in_place, can_postpone = transport == "host", transport != "nccl"
+    world = World(crew, program.ranks, program.copies, is_in_place=is_in_place, can_postpone=can_postpone)
     ranks = [Rank(world, number, program, keeps_states=keeps_states) for number in range(program.ranks)]
     for rank, before in zip(ranks, behind.ranks if behind else (), strict=False):
         vars(rank.order).update(_copied(before.order))

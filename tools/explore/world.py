@@ -124,18 +124,25 @@ class World:
     """The collectives of one run, matched as messages with tags are.
 
     Args:
+        copies: of the state, each over as many ranks that follow one another.
         is_in_place: whether a sum is made where the others' gradients lie, so that its end is a meeting, too.
     """
 
-    def __init__(self, crew: Crew, ranks: int, *, is_in_place: bool = False, can_postpone: bool = True) -> None:
-        self.crew, self.ranks, self.is_in_place, self.can_postpone = crew, ranks, is_in_place, can_postpone
+    def __init__(
+        self, crew: Crew, ranks: int, copies: int = 1, *, is_in_place: bool = False, can_postpone: bool = True
+    ) -> None:
+        self.crew, self.ranks, self.copies = crew, ranks, copies
+        self.is_in_place, self.can_postpone = is_in_place, can_postpone
         self._collectives: dict[Key, _Collective] = {}
 
-    def come(self, rank: int, key: Key, kind: Key, value: Any) -> _Collective:
-        """Have a rank take part in the collective of this key. Ranks that mean different kinds there are never done."""
+    def come(self, rank: int, key: Key, kind: Key, value: Any, count: int) -> _Collective:
+        """Have one of `count` ranks take part in the collective of this key.
+
+        Ranks that mean different kinds by it are never done.
+        """
         one = self._collectives.get(key)
         if one is None:
-            one = self._collectives[key] = _Collective(kind, self.ranks)
+            one = self._collectives[key] = _Collective(kind, count)
         elif one.kind != kind:
             one.is_refused = True
         one.values[rank] = value
@@ -192,7 +199,7 @@ class FakePending:
         comm = self._comm
         result = comm.world.wait(comm.rank, self._one)
         if self._meets is not None:
-            comm.world.wait(comm.rank, comm.world.come(comm.rank, self._meets, ("read",), None))
+            comm.world.wait(comm.rank, comm.world.come(comm.rank, self._meets, ("read",), None, comm.shards))
             self._meets = None
         self.is_there = True
         return result
@@ -206,17 +213,20 @@ class FakeComm:
         self.can_postpone = world.can_postpone
         self.wire = SimpleNamespace(is_in_place=world.is_in_place)
         self.mesh: Any = _Mesh(rank, world.ranks)
+        self.shards = world.ranks // world.copies
+        """Ranks of one copy."""
+        self._copy, self._shard = ("copy", rank // self.shards), ("shard", rank % self.shards)
         self.sequence: list[Key] = []
         """What this rank took part in, in its order."""
         self._counts: dict[Key, int] = {}
 
-    def _come(self, channel: Key, kind: Key, value: Any) -> _Collective:
+    def _come(self, channel: Key, kind: Key, value: Any, among: Key = (), ranks: int = 0) -> _Collective:
         count = self._counts.get(channel, 0)
         self._counts[channel] = count + 1
         self.sequence.append((kind, channel))
         if len(self.sequence) > LIMIT:
             raise AssertionError("a loop without an end")
-        one = self.world.come(self.rank, (channel, count), kind, value)
+        one = self.world.come(self.rank, (channel, count, among), kind, value, ranks or self.world.ranks)
         if self._crew.choose is not None and one.missing:
             self._crew.give_way(self.rank)
         return one
@@ -238,14 +248,19 @@ class FakeComm:
 
     def gather(self, number: int, unit: int) -> FakePending:
         """Begin the gather of a unit in a pass."""
-        return FakePending(self, self._come(("gather", number, unit), ("gather",), None))
+        return FakePending(self, self._come(("gather", number, unit), ("gather",), None, self._copy, self.shards))
 
     def reduce(self, bits: Bits | None, number: int, unit: int) -> FakePending:
-        """Begin the reduction of a unit in a pass; None where this rank is not ready."""
+        """Begin the reduction of a unit in a pass, over one copy; None where this rank is not ready."""
         channel = ("reduce", number, unit)
-        one = self._come(channel, ("reduce",), bits)
-        meets = ("read", *channel[1:], self._counts[channel]) if self.world.is_in_place else None
+        one = self._come(channel, ("reduce",), bits, self._copy, self.shards)
+        meets = ("read", *channel[1:], self._counts[channel], self._copy) if self.world.is_in_place else None
         return FakePending(self, one, meets)
+
+    def reduce_copies(self, bits: Bits | None, number: int, unit: int) -> FakePending:
+        """Begin to sum over copies; None where one is not ready."""
+        channel = ("copies", number, unit)
+        return FakePending(self, self._come(channel, ("reduce",), bits, self._shard, self.world.copies))
 
 
 class _Mesh:
@@ -402,13 +417,15 @@ class FakeReduction:
     def __init__(
         self, unit: FakeUnit, comm: FakeComm, number: int, where: str, *, defers: bool, is_ready: bool
     ) -> None:
-        self.unit, self._number = unit, number
+        self.unit, self._comm, self._number = unit, comm, number
         self._given = unit.take_local() if is_ready else None
         self._pending = comm.reduce(self._given, number, unit.number)
 
     def finish(self) -> list[Any] | None:
         """Add the sum to what is held; None where a rank was not ready."""
         total: Bits | None = self._pending.wait()
+        if self._comm.world.copies > 1:
+            total = self._comm.reduce_copies(total, self._number, self.unit.number).wait()
         if total is None:
             self.unit.not_ready += 1
             if self._given is not None:
