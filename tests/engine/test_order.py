@@ -161,6 +161,15 @@ def test_gradients_are_summed_though_a_rank_raised_before_it_had_its_own() -> No
     assert (outcome.verdict, outcome.faults) == ("right", [])
 
 
+def test_what_one_copy_has_summed_and_another_has_not_is_recorded_alike() -> None:
+    # Gradients stay within copies first, so a copy learns of its own ranks alone whether they are ready for unit 2.
+    first = Op("forward", ((), (), (), flat([2, 2])))
+    second = Op("forward", ((), flat([1, 1]), flat([1]), flat([2])))
+    last = Op("backward", lost=((0,), (2,), (), (0,)))
+    outcome = run(Program(4, 3, (first, Op("copies"), second, last, Op("step")), copies=2), crew())
+    assert (outcome.verdict, outcome.faults) == ("right", [])
+
+
 # -- random and all programs ------------------------------------------------------------------------------------------
 
 

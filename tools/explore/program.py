@@ -47,14 +47,15 @@ class Op:
 
     Args:
         kind: "forward"; "evaluate", a forward without gradients; "backward" of the forwards since the last one;
-            "local", a backward under `no_sync`; "step", of the optimizer.
+            "local", a backward under `no_sync`, and "copies", one that leaves sums over copies to a later one; "step",
+            of the optimizer.
         paths: of a forward, by rank.
         late: of a backward, by rank: units whose gradients land after they were left.
         silent: of a backward, by rank: units that get no gradient though they were used.
         lost: of a backward, by rank: units of which autograd promises a gradient that does not come.
     """
 
-    kind: Literal["forward", "evaluate", "backward", "local", "step"]
+    kind: Literal["forward", "evaluate", "backward", "local", "copies", "step"]
     paths: tuple[Path, ...] = ()
     late: tuple[Path, ...] = ()
     silent: tuple[Path, ...] = ()
@@ -68,7 +69,7 @@ class Op:
     @property
     def is_backward(self) -> bool:
         """Whether gradients land in it."""
-        return self.kind in ("backward", "local")
+        return self.kind in ("backward", "local", "copies")
 
 
 @dataclass(frozen=True)
@@ -228,9 +229,10 @@ def draw(seed: int, ranks: int = 0) -> Program:
                 paths = r.choice(earlier) if earlier and r.random() < 0.4 else _draw_paths(r, ranks, units, is_alike)
                 earlier.append(paths)
                 ops.append(Op("forward", paths))
-            is_last = place == micro - 1
+            # Gradients that are summed over all ranks have none added that are not.
+            is_summed = place == micro - 1 or r.random() < 0.4
             some = (_draw_some(r, ranks, units) for _ in SOME)
-            ops.append(Op("backward" if is_last or r.random() < 0.5 else "local", (), *some))
+            ops.append(Op("backward" if is_summed else r.choice(["local", "copies"]), (), *some))
         ops.append(Op("step"))
     copies = r.choice([1, 2]) if ranks in (4, 6) else 1
     program = Program(ranks, units, tuple(ops), None, r.choice(TRANSPORTS), r.random() < 0.1, copies)
@@ -281,16 +283,19 @@ def is_valid(program: Program) -> bool:
     """Tell whether a program is one: it steps at its end, its backwards have forwards, its failure has a place."""
     if program.ranks < 2 or program.ranks % program.copies or not program.ops or program.ops[-1].kind != "step":
         return False
-    has_forward, is_summed = False, True
+    has_forward, is_summed, has_sums = False, True, False
     for op in program.ops:
         if op.kind == "forward":
             has_forward = True
         elif op.is_backward:
-            if not has_forward:
+            if not has_forward or (has_sums and op.kind == "copies"):
                 return False
             has_forward, is_summed = False, op.kind == "backward"
-        elif op.kind == "step" and not is_summed:
-            return False
+            has_sums |= is_summed
+        elif op.kind == "step":
+            if not is_summed:
+                return False
+            has_sums = False
     failure = program.failure
     if failure is None:
         return True

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from zeroshard.core.states import Scope
 from zeroshard.table.errors import RankMismatchError
 
 __all__ = ["Crew", "FakeComm", "FakeReduction", "FakeUnit", "Stuck", "World"]
@@ -297,7 +298,8 @@ class FakeUnit:
         self.local: Bits = 0
         """Gradients of this rank that were not reduced."""
         self.held: Bits = 0
-        """The sum of all ranks'."""
+        """The sum over the ranks of `scope`."""
+        self.scope = Scope.ALL
         self.sums: list[int] = []
         """The numbers of passes that made a sum."""
         self.not_ready = 0
@@ -359,13 +361,17 @@ class FakeUnit:
         return not self._expects(self.number)
 
     def start_reduction(
-        self, comm: FakeComm, number: int, where: str, *, defers: bool = False, is_ready: bool = True
+        self, comm: FakeComm, number: int, where: str, scope: Scope, *, is_ready: bool
     ) -> "FakeReduction":
         """Begin to sum its gradients."""
-        return FakeReduction(self, comm, number, where, defers=defers, is_ready=is_ready)
+        return FakeReduction(self, comm, number, scope, is_ready=is_ready)
 
     def finish_deferred(self, comm: FakeComm, number: int, where: str) -> list[Any]:
-        """Sum over copies of the state: there is one."""
+        """Sum over copies what earlier passes left to this one."""
+        if self.scope is Scope.COPY:
+            self.scope = Scope.ALL
+            if comm.world.copies > 1:
+                self.held = comm.reduce_copies(self.held, number, self.number).wait()
         return []
 
     def has_landed(self) -> list[bool]:
@@ -412,25 +418,27 @@ class FakeUnit:
 
 
 class FakeReduction:
-    """The reduction of one unit under way; the arguments are those of `zeroshard.core.unit.Reduction`."""
+    """The reduction of one unit under way, as `zeroshard.core.unit.Reduction` is."""
 
-    def __init__(
-        self, unit: FakeUnit, comm: FakeComm, number: int, where: str, *, defers: bool, is_ready: bool
-    ) -> None:
-        self.unit, self._comm, self._number = unit, comm, number
+    def __init__(self, unit: FakeUnit, comm: FakeComm, number: int, scope: Scope, *, is_ready: bool) -> None:
+        self.unit, self._comm, self._number, self._scope = unit, comm, number, scope
         self._given = unit.take_local() if is_ready else None
         self._pending = comm.reduce(self._given, number, unit.number)
 
     def finish(self) -> list[Any] | None:
         """Add the sum to what is held; None where a rank was not ready."""
         total: Bits | None = self._pending.wait()
-        if self._comm.world.copies > 1:
+        scope = min(self.unit.scope, self._scope)
+        if scope is Scope.ALL and self._comm.world.copies > 1:
             total = self._comm.reduce_copies(total, self._number, self.unit.number).wait()
         if total is None:
             self.unit.not_ready += 1
             if self._given is not None:
                 self.unit.take_back(self._given)
             return None
-        self.unit.held += total
-        self.unit.sums.append(self._number)
+        self.unit.scope = scope
+        if total or self._comm.world.copies == 1:
+            # A copy that has its sum takes part in the others' later ones with nothing.
+            self.unit.held += total
+            self.unit.sums.append(self._number)
         return []
