@@ -5,6 +5,7 @@ one sum in rank order, made when all ranks have theirs.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -333,3 +334,54 @@ def test_a_gradient_that_was_forgotten_stops_no_step(stage: int) -> None:
         assert {name for name, is_changed in changed.items() if is_changed} == {
             name for name in changed if name.startswith(("stem", "head", "blocks.0", "blocks.2"))
         }
+
+
+class Lost(torch.autograd.Function):
+    """What it returns wants a gradient, and what it is given never gets one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+class Losing(nn.Module):
+    """A scale that may lose its gradient, around a block that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor, *, is_first: bool) -> Tensor:
+        y = self.blocks[0](x) if is_first else x
+        return y * (Lost.apply(self.scale) if is_first else self.scale)
+
+
+def loses(stage: int) -> list[list[float]]:
+    """Train where autograd promises rank 0 a gradient that does not come; return the scale and its gradients."""
+    model = models.build(Losing)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    # A unit of its own, so that the scale is the only parameter of the root.
+    settings = zs.Settings(watchdog_s=WATCHDOG_S)
+    zero = zs.shard(model, optimizer, stage=stage, units=[nn.Linear], settings=settings)
+    found = []
+    for step in range(3):
+        x = models.randn(4, WIDTH, key=(step, zero.mesh.rank))
+        model(x, is_first=zero.mesh.rank == 0).sum().backward()
+        grad = model.scale.grad
+        found.append((grad.full_tensor() if hasattr(grad, "full_tensor") else grad).tolist())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_promised_gradient_that_does_not_come_keeps_no_sum_waiting(stage: int) -> None:
+    expected = [(models.randn(4, WIDTH, key=(step, 1)).sum(0) / 2).tolist() for step in range(3)]
+    for found in run_ranks(loses, 2, stage, timeout_s=TIMEOUT_S):
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, abs=1e-6)

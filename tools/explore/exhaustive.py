@@ -5,8 +5,8 @@ Owns which programs there are, and which need not be run. It must not know how o
 Note: what is not run
     What ranks do in a step depends on what each does in it and on what their orders decide by at its beginning
     (`run.state_of`). So all first steps are run, with each re-entry and each failure; of those that leave the same
-    state, one goes on with each second step, and counts for all of them. Where the ranks' states are equal, second
-    steps that differ by the names of ranks count once.
+    state, one goes on with each second step, and counts for all of them. Its first step is not run again each time.
+    Where the ranks' states are equal, second steps that differ by the names of ranks count once.
 """
 
 import itertools

@@ -47,14 +47,15 @@ class Op:
 
     Args:
         kind: "forward"; "evaluate", a forward without gradients; "backward" of the forwards since the last one;
-            "local", a backward under `no_sync`; "step", of the optimizer.
+            "local", a backward under `no_sync`, and "copies", one that leaves sums over copies to a later one; "step",
+            of the optimizer.
         paths: of a forward, by rank.
         late: of a backward, by rank: units whose gradients land after they were left.
         silent: of a backward, by rank: units that get no gradient though they were used.
         lost: of a backward, by rank: units of which autograd promises a gradient that does not come.
     """
 
-    kind: Literal["forward", "evaluate", "backward", "local", "step"]
+    kind: Literal["forward", "evaluate", "backward", "local", "copies", "step"]
     paths: tuple[Path, ...] = ()
     late: tuple[Path, ...] = ()
     silent: tuple[Path, ...] = ()
@@ -68,7 +69,7 @@ class Op:
     @property
     def is_backward(self) -> bool:
         """Whether gradients land in it."""
-        return self.kind in ("backward", "local")
+        return self.kind in ("backward", "local", "copies")
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Program:
     Args:
         units: how many, with the root.
         is_whole: whether parameters stay whole, as at stages 0 to 2.
+        copies: of the state, each over as many ranks.
     """
 
     ranks: int
@@ -103,6 +105,7 @@ class Program:
     failure: Failure | None = None
     transport: Transport = "messages"
     is_whole: bool = False
+    copies: int = 1
 
     def to_json(self) -> str:
         """Return it as one line, which `from_json` reads."""
@@ -226,11 +229,13 @@ def draw(seed: int, ranks: int = 0) -> Program:
                 paths = r.choice(earlier) if earlier and r.random() < 0.4 else _draw_paths(r, ranks, units, is_alike)
                 earlier.append(paths)
                 ops.append(Op("forward", paths))
-            is_last = place == micro - 1
+            # Gradients that are summed over all ranks have none added that are not.
+            is_summed = place == micro - 1 or r.random() < 0.4
             some = (_draw_some(r, ranks, units) for _ in SOME)
-            ops.append(Op("backward" if is_last or r.random() < 0.5 else "local", (), *some))
+            ops.append(Op("backward" if is_summed else r.choice(["local", "copies"]), (), *some))
         ops.append(Op("step"))
-    program = Program(ranks, units, tuple(ops), None, r.choice(TRANSPORTS), r.random() < 0.1)
+    copies = r.choice([1, 2]) if ranks in (4, 6) else 1
+    program = Program(ranks, units, tuple(ops), None, r.choice(TRANSPORTS), r.random() < 0.1, copies)
     if r.random() < 0.25:
         places = [at for at, op in enumerate(ops) if op.kind != "step"]
         failures = list(failures_in(program, r.choice(places)))
@@ -276,18 +281,21 @@ def _draw_some(r: random.Random, ranks: int, units: int) -> tuple[Path, ...]:
 
 def is_valid(program: Program) -> bool:
     """Tell whether a program is one: it steps at its end, its backwards have forwards, its failure has a place."""
-    if program.ranks < 2 or not program.ops or program.ops[-1].kind != "step":
+    if program.ranks < 2 or program.ranks % program.copies or not program.ops or program.ops[-1].kind != "step":
         return False
-    has_forward, is_summed = False, True
+    has_forward, is_summed, has_sums = False, True, False
     for op in program.ops:
         if op.kind == "forward":
             has_forward = True
         elif op.is_backward:
-            if not has_forward:
+            if not has_forward or (has_sums and op.kind == "copies"):
                 return False
             has_forward, is_summed = False, op.kind == "backward"
-        elif op.kind == "step" and not is_summed:
-            return False
+            has_sums |= is_summed
+        elif op.kind == "step":
+            if not is_summed:
+                return False
+            has_sums = False
     failure = program.failure
     if failure is None:
         return True
@@ -342,5 +350,7 @@ def _smaller(program: Program) -> Iterator[Program]:
         yield replace(program, transport="messages")
     if program.is_whole:
         yield replace(program, is_whole=False)
+    if program.copies > 1:
+        yield replace(program, copies=1)
     if failure is not None and failure.mark:
         yield replace(program, failure=replace(failure, mark=failure.mark - 1))

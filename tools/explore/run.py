@@ -7,12 +7,14 @@ Note: what must hold
     - Without a failure all ranks come to the end. With one they do, or each gets a `RankMismatchError`: at once, where
       ranks meet at different places, or from the watchdog, where nobody can go on.
     - No rank has made a step that another has not.
-    - Where all come to the end, all took part in the same collectives in the same order; each gradient is in one sum,
-      once; each pass sums a unit once, where ranks can say that they are not ready, and each time that one said so is
-      an event "postpone" in the trace; ranks know alike which units were used.
+    - Where all come to the end, all took part in the same collectives in the same order: ranks of one copy of the state
+      in all, ranks of several in what all ranks share. Each gradient is in one sum, once. Each pass sums a unit once,
+      where ranks can say that they are not ready, and each time that one said so is an event "postpone" in the trace.
+      Ranks know alike which units were used.
     - A unit that a rank uses is whole. At most two units besides the root, and those that outlast others, are: four
       where a rank left the record.
-    - A pass like the one before it of its kind agrees on nothing but its beginning and its end.
+    - Ranks have the same records. A pass like the two before it of its kind agrees on nothing but its beginning and
+      its end.
 """
 
 import random
@@ -22,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeroshard.core import order as order_module
+from zeroshard.core.states import Scope
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.schedule import ROOT, WINDOW, Record
 
@@ -67,8 +70,8 @@ class Outcome:
 class Rank:
     """One rank: the engine and the optimizer, as far as they call `Order`."""
 
-    def __init__(self, world: World, number: int, program: Program) -> None:
-        self.number, self.program = number, program
+    def __init__(self, world: World, number: int, program: Program, *, keeps_states: bool) -> None:
+        self.number, self.program, self._keeps_states = number, program, keeps_states
         self.comm = FakeComm(world, number)
         self.faults: list[str] = []
         self.units = [
@@ -91,6 +94,8 @@ class Rank:
         """Of each step and unit: what landed here, what is held, and whether it is known as used."""
         self.peaks: Counter[str] = Counter()
         self.states: list[Hashable] = []
+        self.begins_at = 0
+        """The operation that is the first to be run."""
         self.ending = ""
         self._peak = 0
         self._forwards: list[Hashable] = []
@@ -122,6 +127,8 @@ class Rank:
     def _run(self) -> None:
         skips = ""
         for index, op in enumerate(self.program.ops):
+            if index < self.begins_at:
+                continue
             self._op, self._mark = index, 0
             if skips:
                 if op.kind == "step":
@@ -182,14 +189,10 @@ class Rank:
         path, has_grad = op.paths[self.number], op.kind == "forward"
         self._pass_mark()
         self._complete()
-        if self.program.is_whole:
-            self._paths += [path] * has_grad
-            return
-        kind = "training" if has_grad else "no-grad"
-        self.order.barrier(f"the beginning of a {kind} forward")
-        key = ("forward", "", has_grad)
-        if has_grad:
-            self._forwards.append(key)
+        kind, key = "training" if has_grad else "no-grad", ("forward", "", has_grad)
+        if not self.program.is_whole:
+            self.order.barrier(f"the beginning of a {kind} forward")
+            self._forwards += [key] * has_grad
         pass_ = self.order.open("forward", key)
         self._enter(ROOT, has_grad=has_grad)
         open_: list[int] = []
@@ -241,14 +244,13 @@ class Rank:
         if not self._paths and not self._forwards:
             return
         late, silent, lost = (of[self.number] if of else () for of in (op.late, op.silent, op.lost))
-        calls = Counter(m for path in self._paths for m in path if m > 0) if self.program.is_whole else self._calls
-        marks = backward_marks(self._paths, calls, late, (*silent, *lost))
+        marks = backward_marks(self._paths, self._calls, late, (*silent, *lost))
         self._pass_mark()
         self._complete()
         self.to_land = {unit for kind, unit in marks if kind == "land"} | {*lost}
-        syncs = op.kind == "backward"
-        key = ("backward", tuple(self._forwards), syncs)
-        pass_ = self.order.open("backward", key, reduces=syncs, defers=False, expected=set(self._used))
+        scope = {"local": Scope.RANK, "copies": Scope.COPY, "backward": Scope.ALL}[op.kind]
+        key = ("backward", tuple(self._forwards), scope is not Scope.RANK)
+        pass_ = self.order.open("backward", key, scope=scope, expected=set(self._used))
         if ROOT in self._used:
             self.order.need(ROOT)
             self.units[ROOT].users = 1
@@ -266,8 +268,6 @@ class Rank:
                 self.landed[unit] += 1
                 self.units[unit].land()
                 self.order.land(unit)
-            elif self.program.is_whole:
-                continue
             elif kind == "need":
                 self.order.need(unit)
                 self.units[unit].users = 1
@@ -291,13 +291,13 @@ class Rank:
                 self._calls.clear()
                 self.to_land = set()
         self._count_peak(pass_, has_failed=has_failed)
-        if pass_.reduces and any(unit.has_local for unit in self.units):
+        if pass_.scope is not Scope.RANK and any(unit.has_local for unit in self.units):
             self._tell(f"gradients were left over by {pass_}")
         self._check_steady(pass_)
 
     def _check_steady(self, pass_: Any) -> None:
         """A pass like the one before it of its kind follows the record, if no failure changed it."""
-        if self.program.failure is not None or any(op.kind == "local" for op in self.program.ops):
+        if self.program.failure is not None or any(op.kind in ("local", "copies") for op in self.program.ops):
             return
         op = self.program.ops[self._op]
         like = self.program.ops[self._start_of(self._op) : self._op + 1]
@@ -321,7 +321,7 @@ class Rank:
 
     def _step(self) -> None:
         self._complete()
-        if any(unit.has_local for unit in self.units):
+        if any(unit.has_local or unit.scope is Scope.COPY for unit in self.units):
             # As `Engine.check_reduced` does.
             raise Refused
         for unit in self.units:
@@ -335,7 +335,8 @@ class Rank:
         self.landed = [0] * len(self.units)
         for unit in self.units:
             unit.held, unit.is_used = 0, False
-        self.states.append(state_of(self.order))
+        if self._keeps_states:
+            self.states.append(state_of(self.order))
 
 
 def _without_open(marks: list[int]) -> Path:
@@ -350,15 +351,28 @@ def _without_open(marks: list[int]) -> Path:
 # -- a run ------------------------------------------------------------------------------------------------------------
 
 
-def run(program: Program, crew: Crew, choose: Callable[[int], int] | None = None) -> Outcome:
+def run(
+    program: Program,
+    crew: Crew,
+    choose: Callable[[int], int] | None = None,
+    *,
+    keeps_states: bool = False,
+    behind: Outcome | None = None,
+) -> Outcome:
     """Run a program and judge it.
 
     Args:
         choose: who goes on; see `Crew.choose`. It decides nothing else.
+        keeps_states: whether the outcome has states.
+        behind: the right outcome of the program's first operations, up to a step: only those behind them are run.
     """
     transport = program.transport
-    world = World(crew, program.ranks, is_in_place=transport == "host", can_postpone=transport != "nccl")
-    ranks = [Rank(world, number, program) for number in range(program.ranks)]
+    is_in_place, can_postpone = transport == "host", transport != "nccl"
+    world = World(crew, program.ranks, program.copies, is_in_place=is_in_place, can_postpone=can_postpone)
+    ranks = [Rank(world, number, program, keeps_states=keeps_states) for number in range(program.ranks)]
+    for rank, before in zip(ranks, behind.ranks if behind else (), strict=False):
+        vars(rank.order).update(_copied(before.order))
+        rank.begins_at = len(before.program.ops)
     crew.run([rank.work for rank in ranks], choose)
     faults = [fault for rank in ranks for fault in rank.faults]
     endings = {rank.ending for rank in ranks}
@@ -384,11 +398,16 @@ def run(program: Program, crew: Crew, choose: Callable[[int], int] | None = None
 
 def _faults_at_the_end(program: Program, ranks: list[Rank]) -> list[str]:
     faults = []
-    first = ranks[0].comm.sequence
     for rank in ranks[1:]:
-        if (other := rank.comm.sequence) != first:
-            at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), "the end")
-            faults.append(f"ranks 0 and {rank.number} differ at collective {at}: {first[-3:]}, {other[-3:]}")
+        first = ranks[rank.number // rank.comm.shards * rank.comm.shards]
+        faults += _differences("", first, rank, first.comm.sequence, rank.comm.sequence)
+        both = [[one for one in of.comm.sequence if one[1][0] not in WITHIN_COPIES] for of in (ranks[0], rank)]
+        faults += _differences(" among all", ranks[0], rank, *both)
+    for rank in ranks[1:]:
+        for key, record in ranks[0].order._records.items():
+            other = rank.order._records.get(key)
+            if other is None or (other.requests, other.pinned) != (record.requests, record.pinned):
+                faults.append(f"ranks 0 and {rank.number} have other records of {key}: {record}, {other}")
     for step, of_ranks in enumerate(zip(*(rank.per_step for rank in ranks), strict=True)):
         for unit in range(program.units):
             expected = sum(landed[unit] << (4 * rank) for rank, (landed, _, _) in enumerate(of_ranks))
@@ -407,6 +426,15 @@ def _faults_at_the_end(program: Program, ranks: list[Rank]) -> list[str]:
     return faults
 
 
+def _differences(where: str, one: Rank, other: Rank, ones: list[Any], others: list[Any]) -> list[str]:
+    if ones == others:
+        return []
+    at = next((i for i, (a, b) in enumerate(zip(ones, others, strict=False)) if a != b), "the end")
+    return [f"ranks {one.number} and {other.number} differ at collective {at}{where}: {ones[-3:]}, {others[-3:]}"]
+
+
+WITHIN_COPIES = frozenset(["gather", "reduce"])
+"""Collectives of the ranks that share one copy of the state."""
 KEPT_STEPS = 2
 """Steps whose events the trace is sure to hold all of, with the one behind them."""
 
@@ -425,6 +453,12 @@ _NOT_DECIDING = frozenset(["_units", "_comm", "_changes", "trace", "_done", "_la
 def state_of(order: Any) -> Hashable:
     """Return all that an order between two steps decides by."""
     return tuple((name, _frozen(value)) for name, value in vars(order).items() if name not in _NOT_DECIDING)
+
+
+def _copied(order: Any) -> dict[str, Any]:
+    """Return what an order has between two steps, so that another can go on with it."""
+    kept = {name: value for name, value in vars(order).items() if name not in ("_units", "_comm", "_changes", "trace")}
+    return {name: type(value)(value) if isinstance(value, dict | list) else value for name, value in kept.items()}
 
 
 def _frozen(value: Any) -> Hashable:

@@ -92,8 +92,8 @@ def _kind_of(outcome: Outcome) -> set[str]:
     return {"".join(c for c in fault.split(": ", 1)[-1] if not c.isdigit())[:40] for fault in outcome.faults}
 
 
-def _run(program: Program, seed: int | None) -> Outcome:
-    return run(program, crew(), None if seed is None else chooser(seed))
+def _run(program: Program, seed: int | None, *, keeps_states: bool = False) -> Outcome:
+    return run(program, crew(), None if seed is None else chooser(seed), keeps_states=keeps_states)
 
 
 # -- all programs of a size -------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def exhaust(size: Size, jobs: int, told: Callable[[Counts, str], None]) -> Count
 def _first(some: list[Program]) -> tuple[list[tuple[Program, bytes, bool]], Counts]:
     counts, found = Counts(), []
     for program in some:
-        outcome = _run(program, None)
+        outcome = _run(program, None, keeps_states=True)
         counts.count(program, None, outcome)
         counts.kinds[f"1 step, {_kind(program)}"] += 1
         if outcome.verdict == "right":
@@ -135,8 +135,9 @@ def _first(some: list[Program]) -> tuple[list[tuple[Program, bytes, bool]], Coun
 
 def _second(task: tuple[Class, Size]) -> Counts:
     counts = Counts()
+    first = _run(task[0].first, None)
     for program, weight in second_steps(*task):
-        counts.count(program, None, _run(program, None), weight)
+        counts.count(program, None, run(program, crew(), behind=first), weight)
         counts.kinds[f"2 steps, {_kind(program)}"] += 1
     return counts
 

@@ -16,11 +16,11 @@ Note: completion
 """
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from zeroshard.core.states import Scope
 from zeroshard.table.errors import RankMismatchError
 
 __all__ = ["Crew", "FakeComm", "FakeReduction", "FakeUnit", "Stuck", "World"]
@@ -28,6 +28,8 @@ __all__ = ["Crew", "FakeComm", "FakeReduction", "FakeUnit", "Stuck", "World"]
 LIMIT = 3000
 """Collectives of one rank in one run; more is a loop without an end."""
 Key = tuple[Any, ...]
+_CONTROL: Key = ("control",)
+"""The channel of small numbers, which holds one order for all."""
 Bits = int
 """Gradients: four bits a rank, which count how often it landed."""
 
@@ -123,18 +125,25 @@ class World:
     """The collectives of one run, matched as messages with tags are.
 
     Args:
+        copies: of the state, each over as many ranks that follow one another.
         is_in_place: whether a sum is made where the others' gradients lie, so that its end is a meeting, too.
     """
 
-    def __init__(self, crew: Crew, ranks: int, *, is_in_place: bool = False, can_postpone: bool = True) -> None:
-        self.crew, self.ranks, self.is_in_place, self.can_postpone = crew, ranks, is_in_place, can_postpone
+    def __init__(
+        self, crew: Crew, ranks: int, copies: int = 1, *, is_in_place: bool = False, can_postpone: bool = True
+    ) -> None:
+        self.crew, self.ranks, self.copies = crew, ranks, copies
+        self.is_in_place, self.can_postpone = is_in_place, can_postpone
         self._collectives: dict[Key, _Collective] = {}
 
-    def come(self, rank: int, key: Key, kind: Key, value: Any) -> _Collective:
-        """Have a rank take part in the collective of this key. Ranks that mean different kinds there are never done."""
+    def come(self, rank: int, key: Key, kind: Key, value: Any, count: int) -> _Collective:
+        """Have one of `count` ranks take part in the collective of this key.
+
+        Ranks that mean different kinds by it are never done.
+        """
         one = self._collectives.get(key)
         if one is None:
-            one = self._collectives[key] = _Collective(kind, self.ranks)
+            one = self._collectives[key] = _Collective(kind, count)
         elif one.kind != kind:
             one.is_refused = True
         one.values[rank] = value
@@ -191,7 +200,7 @@ class FakePending:
         comm = self._comm
         result = comm.world.wait(comm.rank, self._one)
         if self._meets is not None:
-            comm.world.wait(comm.rank, comm.world.come(comm.rank, self._meets, ("read",), None))
+            comm.world.wait(comm.rank, comm.world.come(comm.rank, self._meets, ("read",), None, comm.shards))
             self._meets = None
         self.is_there = True
         return result
@@ -201,50 +210,58 @@ class FakeComm:
     """The collectives of one rank, as far as `core/order.py` and the fake units use them."""
 
     def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank = world, rank
+        self.world, self.rank, self._crew = world, rank, world.crew
         self.can_postpone = world.can_postpone
         self.wire = SimpleNamespace(is_in_place=world.is_in_place)
         self.mesh: Any = _Mesh(rank, world.ranks)
+        self.shards = world.ranks // world.copies
+        """Ranks of one copy."""
+        self._copy, self._shard = ("copy", rank // self.shards), ("shard", rank % self.shards)
         self.sequence: list[Key] = []
         """What this rank took part in, in its order."""
-        self._counts: Counter[Key] = Counter()
+        self._counts: dict[Key, int] = {}
 
-    def _come(self, channel: Key, kind: Key, value: Any) -> _Collective:
-        count = self._counts[channel]
+    def _come(self, channel: Key, kind: Key, value: Any, among: Key = (), ranks: int = 0) -> _Collective:
+        count = self._counts.get(channel, 0)
         self._counts[channel] = count + 1
-        self.sequence.append((*kind, *channel))
+        self.sequence.append((kind, channel))
         if len(self.sequence) > LIMIT:
             raise AssertionError("a loop without an end")
-        one = self.world.come(self.rank, (*channel, count), kind, value)
-        if self.world.crew.choose is not None and one.missing:
-            self.world.crew.give_way(self.rank)
+        one = self.world.come(self.rank, (channel, count, among), kind, value, ranks or self.world.ranks)
+        if self._crew.choose is not None and one.missing:
+            self._crew.give_way(self.rank)
         return one
 
     def agree(self, values: list[int], what: str) -> list[int]:
         """Return the minimum over ranks of each number."""
-        found: list[int] = self.world.wait(self.rank, self._come(("control",), ("agree", len(values)), values))
+        found: list[int] = self.world.wait(self.rank, self._come(_CONTROL, ("agree", len(values)), values))
         return found
 
     def texts(self, text: str, what: str) -> list[str]:
         """Return every rank's text."""
-        found: list[str] = self.world.wait(self.rank, self._come(("control",), ("texts",), text))
+        found: list[str] = self.world.wait(self.rank, self._come(_CONTROL, ("texts",), text))
         return found
 
     def collect(self, tensor: Any, what: str) -> list[Any]:
         """Return every rank's tensor."""
-        found: list[Any] = self.world.wait(self.rank, self._come(("control",), ("collect",), tensor))
+        found: list[Any] = self.world.wait(self.rank, self._come(_CONTROL, ("collect",), tensor))
         return found
 
     def gather(self, number: int, unit: int) -> FakePending:
         """Begin the gather of a unit in a pass."""
-        return FakePending(self, self._come(("gather", number, unit), ("gather",), None))
+        return FakePending(self, self._come(("gather", number, unit), ("gather",), None, self._copy, self.shards))
 
     def reduce(self, bits: Bits | None, number: int, unit: int) -> FakePending:
-        """Begin the reduction of a unit in a pass; None where this rank is not ready."""
+        """Begin the reduction of a unit in a pass, over one copy; None where this rank is not ready."""
         channel = ("reduce", number, unit)
-        one = self._come(channel, ("reduce",), bits)
-        meets = ("read", *channel[1:], self._counts[channel]) if self.world.is_in_place else None
+        one = self._come(channel, ("reduce",), bits, self._copy, self.shards)
+        meets = ("read", *channel[1:], self._counts[channel], self._copy) if self.world.is_in_place else None
         return FakePending(self, one, meets)
+
+    def reduce_copies(self, bits: Bits | None, number: int, unit: int) -> FakePending:
+        """Begin to sum over copies; None where one is not ready."""
+        channel = ("copies", number, unit)
+        return FakePending(self, self._come(channel, ("reduce",), bits, self._shard, self.world.copies))
 
 
 class _Mesh:
@@ -281,7 +298,8 @@ class FakeUnit:
         self.local: Bits = 0
         """Gradients of this rank that were not reduced."""
         self.held: Bits = 0
-        """The sum of all ranks'."""
+        """The sum over the ranks of `scope`."""
+        self.scope = Scope.ALL
         self.sums: list[int] = []
         """The numbers of passes that made a sum."""
         self.not_ready = 0
@@ -343,13 +361,17 @@ class FakeUnit:
         return not self._expects(self.number)
 
     def start_reduction(
-        self, comm: FakeComm, number: int, where: str, *, defers: bool = False, is_ready: bool = True
+        self, comm: FakeComm, number: int, where: str, scope: Scope, *, is_ready: bool
     ) -> "FakeReduction":
         """Begin to sum its gradients."""
-        return FakeReduction(self, comm, number, where, defers=defers, is_ready=is_ready)
+        return FakeReduction(self, comm, number, scope, is_ready=is_ready)
 
     def finish_deferred(self, comm: FakeComm, number: int, where: str) -> list[Any]:
-        """Sum over copies of the state: there is one."""
+        """Sum over copies what earlier passes left to this one."""
+        if self.scope is Scope.COPY:
+            self.scope = Scope.ALL
+            if comm.world.copies > 1:
+                self.held = comm.reduce_copies(self.held, number, self.number).wait()
         return []
 
     def has_landed(self) -> list[bool]:
@@ -396,23 +418,27 @@ class FakeUnit:
 
 
 class FakeReduction:
-    """The reduction of one unit under way; the arguments are those of `zeroshard.core.unit.Reduction`."""
+    """The reduction of one unit under way, as `zeroshard.core.unit.Reduction` is."""
 
-    def __init__(
-        self, unit: FakeUnit, comm: FakeComm, number: int, where: str, *, defers: bool, is_ready: bool
-    ) -> None:
-        self.unit, self._number = unit, number
+    def __init__(self, unit: FakeUnit, comm: FakeComm, number: int, scope: Scope, *, is_ready: bool) -> None:
+        self.unit, self._comm, self._number, self._scope = unit, comm, number, scope
         self._given = unit.take_local() if is_ready else None
         self._pending = comm.reduce(self._given, number, unit.number)
 
     def finish(self) -> list[Any] | None:
         """Add the sum to what is held; None where a rank was not ready."""
         total: Bits | None = self._pending.wait()
+        scope = min(self.unit.scope, self._scope)
+        if scope is Scope.ALL and self._comm.world.copies > 1:
+            total = self._comm.reduce_copies(total, self._number, self.unit.number).wait()
         if total is None:
             self.unit.not_ready += 1
             if self._given is not None:
                 self.unit.take_back(self._given)
             return None
-        self.unit.held += total
-        self.unit.sums.append(self._number)
+        self.unit.scope = scope
+        if total or self._comm.world.copies == 1:
+            # A copy that has its sum takes part in the others' later ones with nothing.
+            self.unit.held += total
+            self.unit.sums.append(self._number)
         return []

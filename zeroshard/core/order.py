@@ -62,7 +62,7 @@ class Pass:
     postponed: set[int] = field(default_factory=set)
     """Units whose reduction a rank was not ready for."""
     waiting: set[int] = field(default_factory=set)
-    """Of these, the ones that are not summed yet; the same on all ranks."""
+    """Of these, the ones that are not summed yet; the same on all ranks that share a copy of the state."""
     marks: list[Mark] = field(default_factory=list)
     agreed: list[tuple[Literal["gather", "reduce"], int, bool]] = field(default_factory=list)
     expected: set[int] = field(default_factory=set)
@@ -179,10 +179,9 @@ class Order:
                 if self._units[unit].has_local:
                     self._ask("reduce", unit, False)
         change = self._agree_on_use(pass_)
-        # Whoever was not ready may have no gradients after all, and asks for nothing: now all ranks are closing.
-        for unit in sorted(pass_.waiting):
-            pass_.agreed.append(("reduce", unit, False))
-            self._do([("reduce", unit)])
+        # Whoever was not ready may have no gradients after all, and asks for nothing: now all ranks are closing. Where
+        # sums stay within copies, another copy may have had its sum before, so the record knows nothing of this one.
+        self._do([("reduce", unit) for unit in sorted(pass_.waiting)])
         self._finish_all()
         if pass_.scope is Scope.ALL:
             for one in self._units:
