@@ -553,7 +553,7 @@ def main() -> None:
         sys.exit("\n".join(gone))
     with tempfile.TemporaryDirectory(prefix="zeroshard-planted-") as name:
         tests = sorted({bug.test for bug in bugs})
-        status = run_tests(copy_to(Path(name, "right")), tests, LIMIT_S * len(tests))
+        status = run_tests(copy_to(Path(name, "right")), tests, LIMIT_S * len(tests), is_shown=True)
         if status != PASSED:
             sys.exit(f"without a bug the tests end with status {status}")
         found = {bug.name: look_for(bug, Path(name)) for bug in bugs}
@@ -583,14 +583,16 @@ def copy_to(folder: Path) -> Path:
     return folder
 
 
-def run_tests(folder: Path, tests: Sequence[str], limit_s: float, *options: str) -> int:
+def run_tests(folder: Path, tests: Sequence[str], limit_s: float, *options: str, is_shown: bool = False) -> int:
     """Run tests of a copy and return pytest's exit status, or `STOPPED`."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *tests]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    output = None if is_shown else subprocess.DEVNULL
     try:
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=limit_s).returncode
+        done = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, timeout=limit_s)
     except subprocess.TimeoutExpired:
         return STOPPED
+    return done.returncode
 
 
 if __name__ == "__main__":

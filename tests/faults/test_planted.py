@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.planted import BUGS, CHECKPOINT, ENGINE, ROOT, Bug, look_for, plant, run_tests
+from tools.planted import BUGS, CHECKPOINT, ENGINE, PASSED, ROOT, STOPPED, Bug, look_for, plant, run_tests
 
-PASSED, STOPPED = 0, -1
 # Of files: a flush is dropped, the rename comes too early, a range ends one too early. Of the engine: an order, memory,
 # a rank that waits for ever, messages that are mixed up. The tool plants all.
 FAST = {
