@@ -18,8 +18,6 @@ from tests import models
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 from zeroshard.testing import run_ranks
 
-from .test_unused import Routed
-
 Route = list[int]
 DEPTH = 4
 PROGRAMS = 4
@@ -45,7 +43,7 @@ def draw(seed: int, world: int) -> list[list[tuple[bool, list[Route]]]]:
 
 def build(stage: int, shares: bool, seed: int, replicas: int = 1) -> tuple[nn.Module, torch.optim.Optimizer, zs.Zero]:
     """Return a model of blocks that each are a unit, and what trains it."""
-    model = models.build(Routed, depth=DEPTH)
+    model = models.build(models.Routed, depth=DEPTH)
     optimizer = models.adamw(model) if seed % 2 else torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     zero = zs.shard(
         model,
