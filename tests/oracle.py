@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 import zeroshard as zs
 from tools.settled import settled
+from zeroshard.table.stages import STAGES as ROWS
 from zeroshard.testing import run_ranks
 from zeroshard.wire.host import HostComm
 
@@ -222,7 +223,7 @@ class Sharded(Run):
         which = optimizers[0] if len(optimizers) == 1 else list(optimizers) or None
         options = {"watchdog_s": WATCHDOG_S, **self._options, **options}
         self.zeros.append(zs.shard(model, which, stage=self.stage, **settled(options)))
-        _assert_heard(self.zeros[-1], model, options)
+        assert_heard(self.zeros[-1], model, self.stage, **options)
         self.models.append(model)
         self.optimizers.extend(optimizers)
 
@@ -251,8 +252,11 @@ class Sharded(Run):
         return self.zeros[-1].grad_norm(p)
 
 
-def _assert_heard(zero: zs.Zero, model: nn.Module, options: Mapping[str, Any]) -> None:
+def assert_heard(zero: zs.Zero, model: nn.Module, stage: int, **options: Any) -> None:
     """Require options that change no number to have had their effect: a comparison of numbers would not miss them."""
+    assert zero.residency == ROWS[stage], f"stage {stage}: {zero.residency}"
+    if isinstance(options.get("mesh"), int):
+        assert zero.mesh.replicas == options["mesh"], f"{zero.mesh.replicas} copies"
     if "shared_memory" in options and zero.mesh.world_size > 1:
         assert isinstance(zero._engine.comm, HostComm) == options["shared_memory"], type(zero._engine.comm)
     units = {unit.name for unit in zero.units}
@@ -368,7 +372,7 @@ def engine_run(case: Case, stage: int, **options: Any) -> dict[str, Any]:
     model = case.build()
     optimizer = case.optimizer(model)
     zero = zs.shard(model, optimizer, stage=stage, **settled({"watchdog_s": WATCHDOG_S, **options}))
-    _assert_heard(zero, model, options)
+    assert_heard(zero, model, stage, **options)
     losses = _loop(case, model, optimizer)
     with zero.gathered(states=True):
         return {"losses": losses, "parameters": _parameters(model), "states": _copied(optimizer.state_dict())}

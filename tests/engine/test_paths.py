@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from tests import models
-from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, assert_heard
 from zeroshard.testing import run_ranks
 
 Route = list[int]
@@ -53,6 +53,7 @@ def build(stage: int, shares: bool, seed: int, replicas: int = 1) -> tuple[nn.Mo
         mesh=replicas,
         settings=zs.Settings(shared_memory=shares, watchdog_s=WATCHDOG_S),
     )
+    assert_heard(zero, model, stage, shared_memory=shares, units=model.blocks, mesh=replicas)
     return model, optimizer, zero
 
 
