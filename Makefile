@@ -13,9 +13,9 @@ export OMP_NUM_THREADS ?= 1
 train: $(STAMP)
 	$(VENV)/bin/zeroshard train $(ARGS)
 
-# Three at once: tests with several ranks wait more than they compute.
+# Three at once: tests with several ranks wait more than they compute. The slowest are listed: CONTRIBUTING.md.
 test: $(STAMP)
-	$(VENV)/bin/pytest -n 3 $(ARGS)
+	$(VENV)/bin/pytest -n 3 --dist worksteal --durations=25 $(ARGS)
 
 # Kills a training at random; ARGS='--minutes 60' for longer (docs/reliability.md).
 torture: $(STAMP)

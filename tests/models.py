@@ -1,5 +1,6 @@
 """Small models, one per structure that the engine must handle. They know nothing of the engine."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +29,10 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """A linear layer, blocks, and a linear layer: the plainest model with units."""
 
-    def __init__(self, depth: int = 3, width: int = WIDTH) -> None:
+    def __init__(self, depth: int = 3, width: int = WIDTH, kind: Callable[[int], nn.Module] = Block) -> None:
         super().__init__()
         self.stem = nn.Linear(5, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(kind(width) for _ in range(depth))
         self.head = nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,6 +40,47 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Routed(Stack):
+    """A stack that runs the blocks it is told to run, in that order; `spare` is never used."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__(depth)
+        self.spare = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, route: Sequence[int]) -> Tensor:
+        x = self.stem(x)
+        for index in route:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+class EvenBlock(nn.Module):
+    """Two weights without biases, square unless it is wider or narrower between them."""
+
+    def __init__(self, width: int, inner: int = 0) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, inner or width, bias=False)
+        self.second = nn.Linear(inner or width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(x).relu())
+
+
+class Even(nn.Module):
+    """A stack of square weights: where a weight is whole cache lines for each number of ranks, nothing is padded."""
+
+    def __init__(self, depth: int = 4, width: int = 48) -> None:
+        super().__init__()
+        self.stem = nn.Linear(width, width, bias=False)
+        self.blocks = nn.ModuleList(EvenBlock(width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 class Attention(nn.Module):
@@ -79,7 +121,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(kind: Any, *args: Any, **kwargs: Any) -> Any:
+def build(kind: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Build a model with the same initial parameters on every call."""
     seed(1234)
     return kind(*args, **kwargs)

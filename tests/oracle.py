@@ -13,6 +13,7 @@ Note: what plain data parallelism is here
 """
 
 import contextlib
+import copy
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,9 @@ from torch.optim import Optimizer
 
 import zeroshard as zs
 from tools.settled import settled
+from zeroshard.table.stages import STAGES as ROWS
 from zeroshard.testing import run_ranks
+from zeroshard.wire.host import HostComm
 
 STAGES: Final = (0, 1, 2, 3)
 WORLDS: Final = (1, 2, 3, 4)
@@ -228,6 +231,7 @@ class Sharded(Run):
         which = optimizers[0] if len(optimizers) == 1 else list(optimizers) or None
         options = {"watchdog_s": WATCHDOG_S, **self._options, **options}
         self.zeros.append(zs.shard(model, which, stage=self.stage, **settled(options)))
+        assert_heard(self.zeros[-1], model, self.stage, **options)
         self.models.append(model)
         self.optimizers.extend(optimizers)
 
@@ -256,6 +260,25 @@ class Sharded(Run):
         return self.zeros[-1].grad_norm(p)
 
 
+def assert_heard(zero: zs.Zero, model: nn.Module, stage: int, **options: Any) -> None:
+    """Require options that change no number to have had their effect: a comparison of numbers would not miss them."""
+    assert zero.residency == ROWS[stage], f"stage {stage}: {zero.residency}"
+    if isinstance(options.get("mesh"), int):
+        assert zero.mesh.replicas == options["mesh"], f"{zero.mesh.replicas} copies"
+    if "shared_memory" in options and zero.mesh.world_size > 1:
+        assert isinstance(zero._engine.comm, HostComm) == options["shared_memory"], type(zero._engine.comm)
+    units = {unit.name for unit in zero.units}
+    owned = [name for name, _ in model.named_parameters()]  # each under the first of its names
+    for name, module in model.named_modules():
+        if any(_names(one, module) for one in options.get("units") or ()):
+            has_parameters = any(one.startswith(f"{name}." if name else "") for one in owned)
+            assert name in units or not has_parameters, f"'{name}' is no unit; units: {sorted(units)}"
+
+
+def _names(unit: object, module: nn.Module) -> bool:
+    return unit is module or type(module) is unit or type(module).__name__ == unit
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A plain training loop as data, for the oracles that must own the loop themselves.
@@ -265,40 +288,88 @@ class Case:
         loss: of a model and a (step, rank).
         optimizer: of the model.
         steps: number of optimizer steps.
+        clip: the norm that gradients are clipped to before each step, if any.
     """
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int, int], Tensor]
     optimizer: Callable[[nn.Module], Optimizer]
     steps: int = 10
+    clip: float | None = None
 
 
-def single_run(case: Case, world: int) -> dict[str, Any]:
-    """Train in this process alone: the ranks' gradients in turn, summed in rank order, scaled by one over N."""
-    model = case.build()
-    optimizer = case.optimizer(model)
+@dataclasses.dataclass(frozen=True)
+class Casts:
+    """Mixed precision in one process.
+
+    Args:
+        param: dtype of the parameters and inputs of forward and backward; outputs are float32, and buffers stay.
+        wire: dtype that each rank's gradients are rounded to before they are summed in float32.
+        scale: factor of the loss. The engine scales where gradients enter the model's outputs; a power of two is exact
+            in the loss, too.
+    """
+
+    param: torch.dtype
+    wire: torch.dtype = torch.float32
+    scale: float = 1.0
+
+    def model_of(self, masters: nn.Module) -> nn.Module:
+        """Return a copy that computes in `param`."""
+        model = copy.deepcopy(masters)
+        for p in model.parameters():
+            p.data = p.data.to(self.param)
+        model.register_forward_pre_hook(lambda _, inputs: tuple(x.to(self.param) for x in inputs))
+        model.register_forward_hook(lambda _, inputs, output: output.float())
+        return model
+
+
+def single_run(
+    case: Case, world: int, casts: Casts | None = None, after_step: Callable[[nn.Module], None] = lambda _: None
+) -> dict[str, Any]:
+    """Train in this process alone: the ranks' gradients in turn, summed in rank order, scaled by one over N.
+
+    Args:
+        casts: train in mixed precision; the parameters returned are those of forward and backward.
+        after_step: called with the model after each step.
+    """
+    masters = case.build()
+    model = masters if casts is None else casts.model_of(masters)
+    optimizer = case.optimizer(masters)
     losses: list[list[float]] = [[] for _ in range(world)]
+    norms: list[float] = []
     for step in range(case.steps):
         grads: list[dict[str, Tensor]] = []
         for rank in range(world):
             loss = case.loss(model, step, rank)
-            loss.backward()
+            (loss if casts is None else loss * casts.scale).backward()
             losses[rank].append(loss.item())
-            grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+            grads.append({name: _sent(p.grad, casts) for name, p in model.named_parameters() if p.grad is not None})
             model.zero_grad()
-        for name, p in model.named_parameters():
+        for name, p in masters.named_parameters():
             held = [grad.get(name) for grad in grads]
             if any(grad is not None for grad in held):
                 p.grad = sum_in_order([torch.zeros_like(p) if grad is None else grad for grad in held])
+        if case.clip is not None:
+            norms.append(nn.utils.clip_grad_norm_(masters.parameters(), case.clip).item())
         optimizer.step()
         optimizer.zero_grad()
-    return {"losses": losses, "parameters": _parameters(model), "states": _copied(optimizer.state_dict())}
+        with torch.no_grad():
+            for low, high in zip(model.parameters(), masters.parameters(), strict=True):
+                if low is not high:
+                    low.copy_(high)
+        after_step(model)
+    states = _copied(optimizer.state_dict())
+    return {"losses": losses, "norms": norms, "parameters": _parameters(model), "states": states}
 
 
-def ddp_run(case: Case) -> dict[str, Any]:
+def _sent(grad: Tensor, casts: Casts | None) -> Tensor:
+    return grad if casts is None else (grad.float() / casts.scale).to(casts.wire).float()
+
+
+def ddp_run(case: Case, **options: Any) -> dict[str, Any]:
     """Train this rank under torch's DistributedDataParallel."""
     model = case.build()
-    ddp = nn.parallel.DistributedDataParallel(model)
+    ddp = nn.parallel.DistributedDataParallel(model, **options)
     optimizer = case.optimizer(model)
     losses = _loop(case, ddp, optimizer)
     return {"losses": losses, "parameters": _parameters(model), "states": _copied(optimizer.state_dict())}
@@ -309,6 +380,7 @@ def engine_run(case: Case, stage: int, **options: Any) -> dict[str, Any]:
     model = case.build()
     optimizer = case.optimizer(model)
     zero = zs.shard(model, optimizer, stage=stage, **settled({"watchdog_s": WATCHDOG_S, **options}))
+    assert_heard(zero, model, stage, **options)
     losses = _loop(case, model, optimizer)
     with zero.gathered(states=True):
         return {"losses": losses, "parameters": _parameters(model), "states": _copied(optimizer.state_dict())}
@@ -321,6 +393,8 @@ def _loop(case: Case, model: nn.Module, optimizer: Optimizer) -> list[float]:
         loss = case.loss(model, step, rank)
         loss.backward()
         losses.append(loss.item())
+        if case.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
         optimizer.zero_grad()
     return losses

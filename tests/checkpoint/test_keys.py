@@ -70,7 +70,9 @@ def round_trip(folder: str, keys: list[Any], shared: bool = True) -> None:
 def test_any_key_is_saved_and_loaded(tmp_path: Path) -> None:
     for shared in (True, False):
         run_ranks(round_trip, 2, str(tmp_path / f"a-{shared}"), KEYS, shared, timeout_s=TIMEOUT_S)
-    for path in (tmp_path / "a-True").glob("*.safetensors"):
+    paths = list((tmp_path / "a-True").glob("*.safetensors"))
+    assert paths
+    for path in paths:
         with safe_open(path, "np") as file:  # what any other program reads them with
             assert list(file.keys())
 

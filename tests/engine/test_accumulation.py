@@ -182,19 +182,6 @@ def test_accumulation(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
 
 
-class Branches(nn.Module):
-    """Two blocks, of which a call runs one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(5, models.WIDTH)
-        self.blocks = nn.ModuleList(models.Block() for _ in range(2))
-        self.head = nn.Linear(models.WIDTH, 3)
-
-    def forward(self, x: Tensor, which: int = 0) -> Tensor:
-        return self.head(self.blocks[which](self.stem(x)))
-
-
 def zero_by(model: nn.Module, optimizer: Optimizer, how: str) -> None:
     """Clear the gradients in one of the ways that loops do."""
     if how == "p.grad = None":
@@ -210,11 +197,11 @@ HOWS = ["model, None", "model, zeros", "optimizer, None", "optimizer, zeros", "p
 
 def zeroed(run: Run, how: str) -> None:
     """Run block 0, then block 1: with zeros block 0 goes on moving by its momentum and decay, with None it rests."""
-    model = models.build(Branches)
+    model = models.build(models.Routed, depth=2)
     optimizer = models.adamw(model)
     run.shard(model, optimizer)
     for step, which in enumerate((0, 1, 1, 0)):
-        loss = model(models.features(step, run.rank), which).square().mean()
+        loss = model(models.features(step, run.rank), [which]).square().mean()
         run.backward(loss)
         optimizer.step()
         zero_by(model, optimizer, how)
@@ -322,12 +309,12 @@ def test_gradients_that_wait_are_not_used_because_their_parameters_were_frozen(s
 
 
 def grads_tell_the_truth(run: Run) -> None:
-    model = models.build(Branches)
+    model = models.build(models.Routed, depth=2)
     optimizer = models.adamw(model)
     run.shard(model, optimizer)
     run.record(before=[p.grad is None for p in model.parameters()])
     for step in range(2):
-        run.backward(model(models.features(step, run.rank), 0).square().mean())
+        run.backward(model(models.features(step, run.rank), [0]).square().mean())
         run.record(
             is_none=[p.grad is None for p in model.parameters()],
             shapes=[None if p.grad is None else tuple(p.grad.shape) for p in model.parameters()],

@@ -1,38 +1,12 @@
 """torch.compile around blocks and around the model: the same numbers, one graph a block, no recompilation later."""
 
 import pytest
-import torch
-from torch import nn
 
 import zeroshard as zs
+from tests import models
 from zeroshard.testing import run_ranks
 
 STEPS = 5
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 32)
-        self.down = nn.Linear(32, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(16, 16)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(16, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def train(stage: int, what: str, when: str) -> tuple[list[float], list[int]]:
@@ -42,8 +16,7 @@ def train(stage: int, what: str, when: str) -> tuple[list[float], list[int]]:
 
     torch._dynamo.reset()
     counters.clear()
-    torch.manual_seed(0)
-    model = Net()
+    model = models.build(models.Stack)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     # The inductor backend would need a C++ compiler; graphs and guards are Dynamo's and the same with any backend.
     targets = {"nothing": [], "blocks": list(model.blocks), "model": [model]}[what]
@@ -59,7 +32,7 @@ def train(stage: int, what: str, when: str) -> tuple[list[float], list[int]]:
         compile_targets()
     losses, graphs = [], []
     for step in range(STEPS):
-        loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss = model(models.features(step, rank=0)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

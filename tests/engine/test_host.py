@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from tests import models
-from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, assert_same
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, assert_heard, assert_same
 from tools.settled import settled
 from zeroshard.testing import run_ranks
 from zeroshard.wire.board import is_supported
@@ -213,6 +213,7 @@ def look_up(stage: int, options: dict[str, Any], user: int | None) -> dict[str, 
     zero = zs.shard(
         model, optimizer, stage=stage, units=[model.table, model.out], **settled({"watchdog_s": WATCHDOG_S, **options})
     )
+    assert_heard(zero, model, stage, **options)
     for step in range(3):
         x = torch.full((8, WIDTH), 0.1 * (step + dist.get_rank()))
         is_first = step % 2 == 0

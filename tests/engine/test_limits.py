@@ -37,9 +37,10 @@ def train(stage: int, shared_memory: bool, start: dict[str, int]) -> Observed:
         settings=zs.Settings(shared_memory=shared_memory, watchdog_s=WATCHDOG_S),
     )
     average = zero.ema(0.9)
-    zero._engine.order._count = start["passes"]
-    if shared_memory and start["meetings"]:
-        set_meetings(zero, start["meetings"])
+    order = zero._engine.order
+    assert 0 <= order._count < NEAR, "the counter of passes has another name"
+    order._count = start["passes"]
+    near = set_meetings(zero, start["meetings"]) if shared_memory and start["meetings"] else []
     seen: Observed = []
     for step in range(STEPS):
         loss = models.stack_loss(model, step, dist.get_rank())
@@ -54,11 +55,16 @@ def train(stage: int, shared_memory: bool, start: dict[str, int]) -> Observed:
             states = {key: dict(state) for key, state in optimizer.state_dict()["state"].items()}
         assert zero.agree(True, f"step {step}")
         seen.append((loss.item(), whole, weights, states))
+    assert order._count > start["passes"] + NEAR, "the passes did not cross their limit"
+    if near:
+        assert any(zero._engine.comm._memory._board._counts[place] < NEAR * STEPS for place in near), (
+            "no meetings crossed their limit"
+        )
     return seen
 
 
-def set_meetings(zero: zs.Zero, count: int) -> None:
-    """Let all ranks have met `count` times at each place of the board where they met at all, and agreed as often."""
+def set_meetings(zero: zs.Zero, count: int) -> list[int]:
+    """Let all ranks have met `count` times at each place of the board where they met at all; return the places."""
     comm = zero._engine.comm
     board = comm._memory._board
     dist.barrier()
@@ -67,6 +73,7 @@ def set_meetings(zero: zs.Zero, count: int) -> None:
         own, first = board._words[board._rank], WORDS * place
         own[first] = count << ABOUT_BITS | own[first] & ABOUT
     dist.barrier()
+    return list(board._counts)
 
 
 def across_limits(stage: int) -> list[str]:

@@ -27,33 +27,6 @@ BYTES = 4
 STATE_BYTES = 8  # two moments in fp32; in fp32 the parameters are their own master weights
 
 
-class EvenBlock(nn.Module):
-    """Two weights, square unless it is wider or narrower between them."""
-
-    def __init__(self, width: int = EVEN) -> None:
-        super().__init__()
-        self.first = nn.Linear(EVEN, width, bias=False)
-        self.second = nn.Linear(width, EVEN, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(self.first(x).relu())
-
-
-class Even(nn.Module):
-    """A stack of square weights."""
-
-    def __init__(self, depth: int = 4) -> None:
-        super().__init__()
-        self.stem = nn.Linear(EVEN, EVEN, bias=False)
-        self.blocks = nn.ModuleList(EvenBlock() for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def even_loss(model: nn.Module, step: int, rank: int, micro: int = 0) -> Tensor:
     return model(randn(3, EVEN, key=(11, step, rank, micro))).square().mean()
 
@@ -97,13 +70,13 @@ def measure(kind: type[nn.Module], loss: Callable[..., Tensor], stage: int) -> t
 @pytest.mark.parametrize("stage", STAGES)
 def test_resident_bytes_are_exact_on_each_rank(stage: int, world: int) -> None:
     for rank, (numel, resident, _, predicted) in enumerate(
-        run_ranks(measure, world, Even, even_loss, stage, timeout_s=TIMEOUT_S)
+        run_ranks(measure, world, models.Even, even_loss, stage, timeout_s=TIMEOUT_S)
     ):
         for column, each in factors(stage, world).items():
             where = f"[rank {rank}/{world}] {column}"
             assert resident[column] == round(each * numel), f"{where}: {resident[column]}, formula {each * numel}"
             assert predicted[column] == resident[column], f"{where}: predicted {predicted[column]}"
-        steps = 4 * len(list(Even().parameters()))  # AdamW's step counter of each parameter
+        steps = 4 * len(list(models.Even().parameters()))  # AdamW's step counter of each parameter
         assert resident["padding"] <= steps, f"padding {resident['padding']} bytes in a model that needs none"
         assert predicted["padding"] == resident["padding"]
 
@@ -128,7 +101,7 @@ def test_resident_bytes_are_exact_over_all_ranks_padding_aside(stage: int, world
 def measure_storages(stage: int) -> tuple[int, int, int]:
     """Return numel, and the bytes of parameters and states that live in this process, counted without the engine."""
     run = Sharded(stage, {"shared_memory": False})
-    model, optimizer = train(run, Even, 2)
+    model, optimizer = train(run, models.Even, 2)
     numel = sum(p.numel() for p in model.parameters())
     masters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim > 0]
@@ -155,7 +128,7 @@ def test_storages_hold_what_the_ledger_says(stage: int) -> None:
 def whole_units(stage: int) -> tuple[list[int], dict[str, int], dict[str, int], int]:
     """Return how many blocks are whole at each call of a hook, peak and predicted bytes, and a block's bytes."""
     run = Sharded(stage, {"shared_memory": False})
-    model = models.build(Even, depth=8)
+    model = models.build(models.Even, depth=8)
     counts: list[int] = []
 
     def count(*args: Any) -> None:
@@ -171,7 +144,7 @@ def whole_units(stage: int) -> tuple[list[int], dict[str, int], dict[str, int], 
         even_loss(model, step, run.rank).backward()
         optimizer.step()
         optimizer.zero_grad()
-    block_bytes = sum(p.numel() for p in EvenBlock().parameters()) * BYTES
+    block_bytes = sum(p.numel() for p in models.EvenBlock(EVEN).parameters()) * BYTES
     memory = run.zeros[0].memory()
     return counts, memory.peak_bytes, memory.predicted_bytes, block_bytes
 
@@ -238,7 +211,7 @@ def test_the_trace_shows_two_units_and_names_those_that_stay(world: int) -> None
 def grow(stage: int) -> list[tuple[int, int, int]]:
     """Return bytes of tensors, number of objects and peak bytes, at some of a hundred steps."""
     run = Sharded(stage)
-    model = models.build(Even, depth=2)
+    model = models.build(models.Even, depth=2)
     optimizer = models.adamw(model)
     run.shard(model, optimizer)
     found = []
@@ -274,7 +247,7 @@ def test_nothing_grows_over_a_hundred_steps(stage: int) -> None:
 def unreduced(stage: int) -> list[dict[str, int]]:
     """Return resident bytes before a backward, after one under `no_sync`, and after the reduction."""
     run = Sharded(stage)
-    model = models.build(Even)
+    model = models.build(models.Even)
     optimizer = models.adamw(model)
     run.shard(model, optimizer)
     zero = run.zeros[0]
@@ -292,7 +265,7 @@ def unreduced(stage: int) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_memory_shows_what_no_sync_keeps(stage: int) -> None:
-    numel = sum(p.numel() for p in Even().parameters())
+    numel = sum(p.numel() for p in models.Even().parameters())
     for before, during, after in run_ranks(unreduced, 2, stage, timeout_s=TIMEOUT_S):
         assert during["transient"] >= numel * BYTES, f"{during}, with whole gradients of {numel} elements"
         assert during["transient"] > before["transient"]
@@ -302,7 +275,7 @@ def test_memory_shows_what_no_sync_keeps(stage: int) -> None:
 def forget(stage: int, options: dict[str, Any], is_clipped: bool) -> list[tuple[int, int]]:
     """Return bytes with gradients, without, and so on: of gradients by the engine, of all tensors by their storages."""
     run = Sharded(stage, options)
-    model = models.build(Even)
+    model = models.build(models.Even)
     optimizer = models.adamw(model)
     run.shard(model, optimizer)
     found = []
@@ -330,7 +303,7 @@ def test_zero_grad_gives_the_memory_of_gradients_back(stage: int, shares_memory:
     options = {"shared_memory": shares_memory}
     for found in run_ranks(forget, 2, stage, options, is_clipped, timeout_s=TIMEOUT_S):
         for (held, with_them), (left, without) in zip(found[2::2], found[3::2], strict=True):
-            assert held == factors(stage, 2)["gradients"] * sum(p.numel() for p in Even().parameters())
+            assert held == factors(stage, 2)["gradients"] * sum(p.numel() for p in models.Even().parameters())
             if shares_memory and stage < 2:
                 assert left == held, "other ranks read whole gradients where they lie, so these stay"
             else:
@@ -340,7 +313,7 @@ def test_zero_grad_gives_the_memory_of_gradients_back(stage: int, shares_memory:
 
 def test_a_whole_gradient_that_the_user_keeps_outlives_zero_grad() -> None:
     run = Sharded(0)
-    model = models.build(Even)
+    model = models.build(models.Even)
     optimizer = models.adamw(model)
     run.shard(model, optimizer)
     even_loss(model, 0, 0).backward()
@@ -370,12 +343,12 @@ def test_a_pooled_buffer_fits_or_is_replaced(free: list[int], numel: int, use: i
     assert choose_buffer(free, numel) == (use, replace)
 
 
-class Mixed(Even):
+class Mixed(models.Even):
     """Blocks of three sizes, so that no two neighbours want buffers of one size."""
 
     def __init__(self) -> None:
         super().__init__(depth=0)
-        self.blocks = nn.ModuleList(EvenBlock(EVEN + 16 * (place % 3)) for place in range(7))
+        self.blocks = nn.ModuleList(models.EvenBlock(EVEN, EVEN + 16 * (place % 3)) for place in range(7))
 
 
 def pooled(options: dict[str, Any]) -> tuple[int, int, int]:
@@ -389,7 +362,7 @@ def pooled(options: dict[str, Any]) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_units_of_about_one_size_share_buffers(world: int) -> None:
-    largest = BYTES * sum(p.numel() for p in EvenBlock(EVEN + 32).parameters())
+    largest = BYTES * sum(p.numel() for p in models.EvenBlock(EVEN, EVEN + 32).parameters())
     stem = BYTES * EVEN * EVEN
     for kept, most, predicted in run_ranks(pooled, world, {"shared_memory": True}, timeout_s=TIMEOUT_S):
         assert kept == largest + stem, "one unit's gradients, and what the stem's are shown in"
@@ -402,7 +375,7 @@ def test_units_of_about_one_size_share_buffers(world: int) -> None:
 def traffic(stage: int, micros: int, is_unsynced: bool) -> tuple[int, list[int], int, int]:
     """Return the model's bytes, what each of three steps sent for parameters and gradients, and what was predicted."""
     run = Sharded(stage)
-    model = models.build(Even)
+    model = models.build(models.Even)
     whole = sum(p.numel() for p in model.parameters()) * BYTES
     optimizer = models.adamw(model)
     run.shard(model, optimizer)
@@ -463,7 +436,7 @@ def wire_bytes(stage: int) -> tuple[int, int]:
     import torch.distributed as dist
 
     run = Sharded(stage, {"shared_memory": False})
-    model = models.build(Even)
+    model = models.build(models.Even)
     optimizer = models.adamw(model)
     run.shard(model, optimizer)
     zero = run.zeros[0]
@@ -524,7 +497,7 @@ def test_padding_of_a_gpt2_xl_block_at_512_ranks_is_under_a_thousandth() -> None
 def frozen(stage: int) -> tuple[int, int, Any]:
     """Return the numel of all and of trainable parameters, and resident bytes, of a model with a frozen block."""
     run = Sharded(stage)
-    model = models.build(Even)
+    model = models.build(models.Even)
     model.blocks[0].requires_grad_(False)
     numels = [(p.numel(), p.requires_grad) for p in model.parameters()]
     optimizer = models.adamw(model)

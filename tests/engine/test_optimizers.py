@@ -328,7 +328,10 @@ class Lion(Optimizer):
 
 
 class Decayed(Lion):
-    """An element-wise optimizer that is promised to be one, so that nothing probes it."""
+    """An element-wise optimizer that is promised to be one: no trial can build another, so none may be made."""
+
+    def __init__(self, params: Any, lr: float, *, untold: str) -> None:
+        super().__init__(params, lr)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -347,7 +350,7 @@ def probed(run: Run) -> None:
 
 def promised(run: Run) -> None:
     model = models.build(models.Stack)
-    optimizer = Decayed(model.parameters(), lr=1e-2)
+    optimizer = Decayed(model.parameters(), lr=1e-2, untold="")
     run.shard(model, optimizer, elementwise=True)
     train(run, model, optimizer)
 

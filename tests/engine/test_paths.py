@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from tests import models
-from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, assert_heard
 from zeroshard.testing import run_ranks
-
-from .test_unused import Routed
 
 Route = list[int]
 DEPTH = 4
@@ -45,7 +43,7 @@ def draw(seed: int, world: int) -> list[list[tuple[bool, list[Route]]]]:
 
 def build(stage: int, shares: bool, seed: int, replicas: int = 1) -> tuple[nn.Module, torch.optim.Optimizer, zs.Zero]:
     """Return a model of blocks that each are a unit, and what trains it."""
-    model = models.build(Routed, depth=DEPTH)
+    model = models.build(models.Routed, depth=DEPTH)
     optimizer = models.adamw(model) if seed % 2 else torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     zero = zs.shard(
         model,
@@ -55,6 +53,7 @@ def build(stage: int, shares: bool, seed: int, replicas: int = 1) -> tuple[nn.Mo
         mesh=replicas,
         settings=zs.Settings(shared_memory=shares, watchdog_s=WATCHDOG_S),
     )
+    assert_heard(zero, model, stage, shared_memory=shares, units=model.blocks, mesh=replicas)
     return model, optimizer, zero
 
 

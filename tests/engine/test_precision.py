@@ -9,43 +9,35 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard as zs
+from tests import models
+from tests.oracle import Case, Casts, assert_same, single_run
 from zeroshard.testing import RankFailure, run_ranks
 
 STEPS = 4
 FIXED_SCALE = 256.0
 
 
-class Block(nn.Module):
+class Block(models.Block):
+    """A block with a buffer, which no cast of the parameters may round."""
+
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 3 * width)
-        self.down = nn.Linear(3 * width, width)
+        super().__init__(width)
         self.register_buffer("shift", torch.full((width,), 0.1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x)))) + self.shift.to(x.dtype)
+        return super().forward(x) + self.shift.to(x.dtype)
 
 
-class Net(nn.Module):
-    def __init__(self, width: int = 12) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
-        self.head = nn.Linear(width, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def build() -> models.Stack:
+    return models.build(models.Stack, kind=Block)
 
 
-def build() -> Net:
-    torch.manual_seed(0)
-    return Net()
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    return model(models.features(step, rank)).square().mean()
 
 
-def features(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(5, 12, generator=torch.Generator().manual_seed(100 * step + rank))
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def world() -> tuple[int, int]:
@@ -59,7 +51,7 @@ def sharded(stage: int, precision: str | zs.Precision) -> tuple[list[float], dic
     zero = zs.shard(model, optimizer, stage=stage, precision=precision, settings=zs.Settings(watchdog_s=5))
     losses = []
     for step in range(STEPS):
-        loss = model(features(step, rank)).square().mean()
+        loss = loss_of(model, step, rank)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -69,36 +61,7 @@ def sharded(stage: int, precision: str | zs.Precision) -> tuple[list[float], dic
         return losses, {n: p.detach().clone() for n, p in model.named_parameters()}, reduced
 
 
-def oracle(
-    world_size: int, param: torch.dtype, wire: torch.dtype, *, scale: float | None
-) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    """Train on one process: each rank's gradients in `param`, rounded to `wire`, summed in fp32 in rank order."""
-    masters, compute = build(), build().to(param)
-    for name, buffer in masters.named_buffers():
-        compute.get_buffer(name).data = buffer.clone()
-    optimizer = torch.optim.AdamW(masters.parameters(), lr=0.01)
-    losses: list[list[float]] = []
-    for step in range(STEPS):
-        with torch.no_grad():
-            for low, high in zip(compute.parameters(), masters.parameters(), strict=True):
-                low.copy_(high)
-        sums: list[torch.Tensor] = []
-        losses.append([])
-        for rank in range(world_size):
-            compute.zero_grad()
-            loss = compute(features(step, rank).to(param)).float().square().mean()
-            # The engine scales where gradients enter the model's outputs; a factor of two is exact in the loss, too.
-            (loss * (scale or 1.0)).backward()
-            grads = [(p.grad.float() / (scale or 1.0)).to(wire).float() for p in compute.parameters()]
-            sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
-            losses[-1].append(loss.item())
-        for parameter, total in zip(masters.parameters(), sums, strict=True):
-            parameter.grad = total * (1.0 / world_size)
-        optimizer.step()
-    with torch.no_grad():
-        for low, high in zip(compute.parameters(), masters.parameters(), strict=True):
-            low.copy_(high)
-    return losses, {n: p.detach() for n, p in compute.named_parameters()}
+CASE = Case(build, loss_of, adamw, STEPS)
 
 
 def all_stages(precision: str | zs.Precision) -> list[tuple[list[float], dict[str, torch.Tensor], list[str]]]:
@@ -109,25 +72,24 @@ def all_stages(precision: str | zs.Precision) -> list[tuple[list[float], dict[st
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_training_equals_a_single_process_that_casts_alike(name: str, world_size: int) -> None:
     param = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
-    expected_losses, expected = oracle(world_size, param, torch.float32, scale=FIXED_SCALE if name == "fp16" else None)
+    expected = single_run(CASE, world_size, Casts(param, scale=FIXED_SCALE if name == "fp16" else 1.0))
     choice = zs.Precision(param=param, loss_scale=FIXED_SCALE) if name == "fp16" else name
     results = run_ranks(all_stages, world_size, choice, process_group=world_size > 1)
     for rank, by_stage in enumerate(results):
         for losses, parameters, wire in by_stage:
-            assert losses == [of_step[rank] for of_step in expected_losses]
+            assert losses == expected["losses"][rank]
             assert wire == ["float32"]
-            for key, value in expected.items():
-                assert torch.equal(parameters[key], value), key
+            assert_same(expected["parameters"], parameters)
 
 
 def test_the_wire_has_the_dtype_asked_for() -> None:
     choice = zs.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
-    expected_losses, expected = oracle(2, torch.bfloat16, torch.bfloat16, scale=None)
+    expected = single_run(CASE, 2, Casts(torch.bfloat16, wire=torch.bfloat16))
     for rank, by_stage in enumerate(run_ranks(all_stages, 2, choice)):
         for losses, parameters, wire in by_stage:
             assert wire == ["bfloat16"]
-            assert losses == [of_step[rank] for of_step in expected_losses]
-            assert all(torch.equal(parameters[key], value) for key, value in expected.items())
+            assert losses == expected["losses"][rank]
+            assert_same(expected["parameters"], parameters)
 
 
 PAPER = zs.Precision(param=torch.bfloat16, grad=torch.bfloat16, master=torch.float32)
@@ -310,7 +272,7 @@ def with_grad_scaler(stage: int) -> tuple[list[float], list[float]]:
     losses, scales = [], []
     for step in range(STEPS):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(features(step, rank)).float().square().mean()
+            loss = model(models.features(step, rank)).float().square().mean()
         scaler.scale(loss * (float("inf") if (step, rank) == (1, 1) else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -367,7 +329,11 @@ def writeback_keeps_masters() -> bool:
         model.head.bias.fill_(2.0)
     after = [m.detach() for g in optimizer.param_groups for m in g["params"]]
     names = [n for n, _ in build().named_parameters()]
-    return all(torch.equal(a, b) or n == "head.bias" for n, a, b in zip(names, before, after, strict=True))
+    with zero.gathered():
+        is_written = bool((model.head.bias == 2.0).all())
+    return is_written and all(
+        torch.equal(a, b) or n == "head.bias" for n, a, b in zip(names, before, after, strict=True)
+    )
 
 
 def test_writing_back_rounds_no_master_that_was_not_changed() -> None:

@@ -133,5 +133,10 @@ def test_what_lies_between_parameters_is_never_read() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("target", [lose_later_sums, lose_late_gradients])
 def test_a_planted_bug_is_found_within_sixty_programs(target: Callable[..., None]) -> None:
-    verdicts = examine([(draw(seed, 2),) for seed in range(60)], 2, target=target)
-    assert "wrong" in {one.kind for one in verdicts}
+    # A dozen at a time: most bugs show in the first, and then the others need not run.
+    kinds = (
+        one.kind
+        for first in range(0, 60, 12)
+        for one in examine([(draw(seed, 2),) for seed in range(first, first + 12)], 2, target=target)
+    )
+    assert "wrong" in kinds

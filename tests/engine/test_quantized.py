@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from tests import models
-from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, randint, randn
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Case, randint, randn, single_run
 from tools.settled import settled
 from zeroshard.testing import run_ranks
 
@@ -70,23 +70,13 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 def alone() -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """Train in one process on both ranks' data; return the values after each step, and the average at the end."""
-    model, seen, average = Model(), [], {}
-    optimizer = models.adamw(model)
-    for step in range(2):
-        grads = []
-        for rank in range(2):
-            loss_of(model, step, rank).backward()
-            grads.append([p.grad for p in model.parameters()])
-            optimizer.zero_grad()
-        for p, first, second in zip(model.parameters(), *grads, strict=True):
-            p.grad = None if first is None else (first + second) * 0.5
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(values(model))
-        trained = {name: seen[-1][name] for name, p in model.named_parameters() if p.requires_grad}
+    seen: list[dict[str, Tensor]] = []
+    single_run(Case(Model, loss_of, models.adamw, steps=2), 2, after_step=lambda model: seen.append(values(model)))
+    average: dict[str, Tensor] = {}
+    for found in seen:
+        trained = {name: found[name] for name, p in Model().named_parameters() if p.requires_grad}
         average = {name: torch.lerp(average.get(name, value), value, 0.5) for name, value in trained.items()}
-    average = {**seen[-1], **average}
-    return seen, average
+    return seen, {**seen[-1], **average}
 
 
 def train(

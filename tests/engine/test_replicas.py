@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard as zs
+from tests import models
 from tests.oracle import assert_same
 from zeroshard.testing import RankFailure, run_ranks
 
@@ -15,34 +16,12 @@ BLOCKS = 2
 NUMEL = BLOCKS * (2 * 32 * 32) + 32 * 32  # every tensor and shard below is a multiple of 64 bytes: no padding
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(32, 32, bias=False)
-        self.b = nn.Linear(32, 32, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.b(torch.tanh(self.a(x)))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.head = nn.Linear(32, 32, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def train(
     stage: int, mesh: DeviceMesh | int = 1
 ) -> tuple[list[float], dict[str, torch.Tensor], dict[str, int], dict[str, int], float]:
     rank = dist.get_rank()
     torch.manual_seed(rank)  # rank 0's values must win
-    model = Net().double()
+    model = models.Even(BLOCKS, width=32).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, settings=zs.Settings(watchdog_s=5))
     losses = []
@@ -103,7 +82,7 @@ def test_replicas_are_an_axis_of_a_mesh() -> None:
 
 
 def uneven() -> None:
-    model = Net()
+    model = models.Even(BLOCKS, width=32)
     zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=2, settings=zs.Settings(watchdog_s=5))
 
 
@@ -116,7 +95,7 @@ def test_replicas_that_leave_no_shards_are_refused(world_size: int, words: str) 
 def accumulate(stage: int, is_deferred: bool) -> tuple[dict[str, torch.Tensor], int]:
     """Train with three micro-batches a step; return the parameters and the bytes sent between copies."""
     torch.manual_seed(0)
-    model = Net().double()
+    model = models.Even(BLOCKS, width=32).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     zero = zs.shard(model, optimizer, stage=stage, mesh=2, settings=zs.Settings(watchdog_s=5))
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -130,7 +109,7 @@ def accumulate(stage: int, is_deferred: bool) -> tuple[dict[str, torch.Tensor], 
                     optimizer.step()
             else:
                 # The last one leaves a block out: what was deferred of it must be summed all the same.
-                (model if micro_batch < 2 else nn.Sequential(model.head))(x).square().mean().backward()
+                (model if micro_batch < 2 else nn.Sequential(model.stem))(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     with zero.gathered():
@@ -153,7 +132,7 @@ def test_sums_over_copies_can_wait_for_the_last_micro_batch(stage: int) -> None:
 
 
 def defer_too_late() -> None:
-    model = Net()
+    model = models.Even(BLOCKS, width=32)
     zero = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=2, settings=zs.Settings(watchdog_s=5))
     with pytest.raises(ValueError, match="'all' or 'replicate'; got 'shard'"), zero.no_sync("shard"):
         pass

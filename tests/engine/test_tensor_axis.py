@@ -20,12 +20,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import zeroshard as zs
-from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, assert_same, randn
+from tests import oracle
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Casts, assert_same, randn, single_run
 from zeroshard.testing import RankFailure, run_ranks
 
 WORLD = 4
 WIDTH, HEADS, BLOCKS = 16, 4, 2
 STEPS = 4
+CLIP = 0.5
 AXES = ("shard", "tensor")
 
 
@@ -124,7 +126,7 @@ def train(name: str, stage: int, axes: tuple[str, ...] = AXES) -> Trained:
     for step in range(STEPS):
         loss = loss_of(model, step, mesh.get_local_rank("shard"), case.dtype)
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -136,31 +138,21 @@ def train(name: str, stage: int, axes: tuple[str, ...] = AXES) -> Trained:
         return Trained(losses, norms, {key: whole(p) for key, p in model.named_parameters()})
 
 
-def oracle(name: str) -> list[Trained]:
+def alone(name: str) -> list[Trained]:
     """Train in one process, and return what each place along "shard" should see."""
     case = CASES[name]
-    masters = build().to(case.dtype)
-    model = copy.deepcopy(masters).bfloat16() if case.precision == "bf16" else masters
-    compute = next(model.parameters()).dtype
-    optimizer = case.optimizer(list(masters.parameters()))
-    losses: list[list[float]] = [[], []]
-    norms = []
-    for step in range(STEPS):
-        total = [torch.zeros_like(p) for p in masters.parameters()]
-        for place in range(2):
-            loss = loss_of(model, step, place, compute)
-            for one, grad in zip(total, torch.autograd.grad(loss, list(model.parameters())), strict=True):
-                one += grad / 2
-            losses[place].append(loss.item())
-        for p, grad in zip(masters.parameters(), total, strict=True):
-            p.grad = grad
-        norms.append(float(torch.nn.utils.clip_grad_norm_(masters.parameters(), 0.5)))
-        optimizer.step()
-        with torch.no_grad():
-            for p, master in zip(model.parameters(), masters.parameters(), strict=True):
-                p.copy_(master)
-    parameters = {key: p.detach().clone() for key, p in model.named_parameters()}
-    return [Trained(seen, norms, parameters) for seen in losses]
+    found = single_run(
+        oracle.Case(
+            build=lambda: build().to(case.dtype),
+            loss=lambda model, step, place: loss_of(model, step, place, case.dtype),
+            optimizer=lambda model: case.optimizer(list(model.parameters())),
+            steps=STEPS,
+            clip=CLIP,
+        ),
+        2,
+        Casts(torch.bfloat16) if case.precision == "bf16" else None,
+    )
+    return [Trained(losses, found["norms"], found["parameters"]) for losses in found["losses"]]
 
 
 def all_stages(name: str) -> list[Trained]:
@@ -175,7 +167,7 @@ def assert_close(expected: Trained, actual: Trained, tolerance: float, where: st
 
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_a_single_process(name: str) -> None:
-    expected = oracle(name)
+    expected = alone(name)
     by_rank = run_ranks(all_stages, WORLD, name, timeout_s=TIMEOUT_S)
     for rank, results in enumerate(by_rank):
         for stage, actual in enumerate(results):
@@ -191,7 +183,7 @@ def tensor_first() -> list[Trained]:
 
 
 def test_axes_may_come_in_any_order() -> None:
-    expected = oracle("sgd")
+    expected = alone("sgd")
     for rank, results in enumerate(run_ranks(tensor_first, WORLD, timeout_s=TIMEOUT_S)):
         for actual in results:
             assert_close(expected[rank % 2], actual, 1e-6, f"[rank {rank}/{WORLD}]")

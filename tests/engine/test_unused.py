@@ -18,26 +18,9 @@ from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, WORLDS, Run, assert_matc
 from zeroshard.testing import run_ranks
 
 
-class Routed(nn.Module):
-    """A stack that runs the blocks it is told to run, in that order."""
-
-    def __init__(self, depth: int = 4) -> None:
-        super().__init__()
-        self.stem = nn.Linear(5, WIDTH)
-        self.blocks = nn.ModuleList(models.Block() for _ in range(depth))
-        self.head = nn.Linear(WIDTH, 3)
-        self.spare = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor, route: list[int]) -> Tensor:
-        x = self.stem(x)
-        for index in route:
-            x = self.blocks[index](x)
-        return self.head(x)
-
-
 def routed(run: Run, route: Callable[[int, int], list[int]], steps: int = 4) -> None:
     """Train a routed model and record which gradients are None at each step."""
-    model = models.build(Routed)
+    model = models.build(models.Routed)
     optimizer = models.adamw(model)
     run.shard(model, optimizer)
     for step in range(steps):
@@ -131,7 +114,7 @@ def a_backward_that_ends_early_on_some_ranks(run: Run) -> None:
 
 def accumulated_over_branches(run: Run) -> None:
     """A block that only the second micro-batch of one rank uses."""
-    model = models.build(Routed)
+    model = models.build(models.Routed)
     optimizer = models.adamw(model)
     run.shard(model, optimizer)
     for step in range(3):
@@ -144,7 +127,7 @@ def accumulated_over_branches(run: Run) -> None:
 
 def accumulated_over_branches_without_sync(run: Run) -> None:
     """Blocks that only unreduced micro-batches use: they must reach the reduction all the same."""
-    model = models.build(Routed)
+    model = models.build(models.Routed)
     optimizer = models.adamw(model)
     run.shard(model, optimizer)
     for step in range(3):
@@ -308,7 +291,7 @@ def test_the_routes_leave_some_parameters_unused() -> None:
 
 def forgets(stage: int) -> tuple[str, dict[str, bool]]:
     """Get a gradient that is no number, forget it, and go on without its block: which parameters changed, by name."""
-    model = models.build(Routed)
+    model = models.build(models.Routed)
     optimizer = models.adamw(model)
     zero = zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     x = models.features(0, zero.mesh.rank)

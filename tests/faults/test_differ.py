@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard as zs
-from tests.oracle import STAGES, randn, seed
+from tests import models
+from tests.oracle import STAGES, Case, assert_same, ddp_run, engine_run, randn, seed
 from zeroshard.testing import RankFailure, run_ranks
 
 from .job import Net, loss_of, make
@@ -188,38 +189,30 @@ class Experts(nn.Module):
         return self.experts[chosen](torch.tanh(self.first(x)))
 
 
-def train_experts(model: nn.Module, optimizer: torch.optim.Optimizer, choices: list[list[int]], rank: int) -> None:
-    for step, chosen in enumerate(choices):
-        model(randn(4, 6, key=(1, step, rank)), chosen[rank]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+CHOICES = [[0, 1], [1, 0], [2, 2], [0, 2]]
+"""By step, the expert that each rank uses."""
 
 
-def with_experts(stage: int, choices: list[list[int]]) -> dict[str, Tensor]:
-    """Train where ranks choose experts of their own. Runs on a rank."""
-    seed(3)
-    model = Experts()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    zero = zs.shard(model, optimizer, stage=stage, units=[nn.Linear], settings=zs.Settings(watchdog_s=10.0))
-    train_experts(model, optimizer, choices, zero.mesh.rank)
-    return whole(model, zero)
+def experts() -> Experts:
+    return models.build(Experts)
 
 
-def with_experts_in_ddp(choices: list[list[int]]) -> dict[str, Tensor]:
-    """Do the same with DistributedDataParallel. Runs on a rank."""
-    seed(3)
-    model = nn.parallel.DistributedDataParallel(Experts(), find_unused_parameters=True)
-    train_experts(model, torch.optim.AdamW(model.parameters(), lr=0.01), choices, dist.get_rank())
-    return {name: value.clone() for name, value in model.module.state_dict().items()}
+def loss_of_experts(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(randn(4, 6, key=(1, step, rank)), CHOICES[step][rank]).square().mean()
+
+
+EXPERTS = Case(experts, loss_of_experts, models.adamw, steps=len(CHOICES))
+
+
+def with_experts(stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train where ranks choose experts of their own, sharded and with DistributedDataParallel. Runs on a rank."""
+    return engine_run(EXPERTS, stage, units=[nn.Linear]), ddp_run(EXPERTS, find_unused_parameters=True)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_that_use_different_experts_train_as_ddp_does(stage: int) -> None:
-    choices = [[0, 1], [1, 0], [2, 2], [0, 2]]
-    ours, theirs = run_ranks(with_experts, 2, stage, choices), run_ranks(with_experts_in_ddp, 2, choices)
-    for rank in range(2):
-        for name, value in theirs[rank].items():
-            assert torch.equal(ours[rank][name], value), name
+    for ours, theirs in run_ranks(with_experts, 2, stage):
+        assert_same(theirs, ours)
 
 
 def swallow(where: str) -> Any:
