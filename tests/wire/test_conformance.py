@@ -304,12 +304,12 @@ def reuse(name: str) -> list[str]:
     for number in range(2):
         full = asked.memory(64 * len(ranks), torch.float32, shared=True)
         full.view(len(ranks), -1)[place] = values(place, 64, key=number)
-        asked.comm.gather(full, tag_of(number, 0), "a gather", "state").wait()
+        asked.comm.gather(full, Tag(number, 0, "a gather"), "state").wait()
         expected = torch.cat([values(rank, 64, key=number) for rank in ranks])
         asked.expect(full, expected, f"gather {number}")
         full.copy_(values(place, full.numel(), key=number))
         own = torch.zeros(64)
-        pending = asked.comm.reduce(full, own, torch.float32, 1.0, tag_of(number, 1), "a reduction")
+        pending = asked.comm.reduce(full, own, Rounded("float32"), 1.0, Tag(number, 1, "a reduction"))
         if place == 0:
             time.sleep(LATE_S)
         pending.wait()
