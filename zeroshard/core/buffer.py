@@ -21,9 +21,8 @@ from zeroshard.core.grads import FlatGradients, Gradients, LooseGradients, Place
 from zeroshard.core.precision import Dtypes
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
-from zeroshard.wire.memory import MEMORIES
 from zeroshard.wire.pool import Pool
-from zeroshard.wire.transports import codec_of
+from zeroshard.wire.transports import MEMORIES, codec_of
 
 __all__ = ["Bucket"]
 

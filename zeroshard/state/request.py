@@ -26,8 +26,8 @@ from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
 from zeroshard.table.stages import DEFAULT_STAGE, name_of_row, row_of_stage
 from zeroshard.wire.comm import Tag
-from zeroshard.wire.memory import MEMORIES
 from zeroshard.wire.mesh import Mesh
+from zeroshard.wire.transports import MEMORIES
 
 __all__ = ["Described", "Optimizers", "Request", "check_bucket_count", "check_optimizers", "describe"]
 

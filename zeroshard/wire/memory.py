@@ -26,9 +26,8 @@ import os
 import secrets
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
@@ -37,7 +36,7 @@ from zeroshard.table.spec import Range
 from zeroshard.wire.board import BOARD_BYTES, Board, is_supported
 from zeroshard.wire.process import tell_forks
 
-__all__ = ["HostMemory", "MEMORIES", "Memory", "OwnMemory"]
+__all__ = ["HostMemory", "Memory", "OwnMemory"]
 
 Tensor = torch.Tensor
 
@@ -106,10 +105,6 @@ class OwnMemory(Memory):
         if storage.resizable():
             storage.resize_(0)
         return storage.resizable()
-
-
-MEMORIES: Mapping[str, Callable[[], Memory]] = MappingProxyType({"device": OwnMemory})
-"""Memory for what this rank alone reads, by the word of a cell."""
 
 
 @final

@@ -1,9 +1,9 @@
-"""Which transport the ranks of a mesh get, and which codec a name stands for. The only place that knows them all.
+"""Which transport the ranks of a mesh get, and what the names of codecs and memories stand for.
 
-Owns the choice. Read `wire/comm.py` and `wire/codec.py` first.
+Owns the choice: the only place that knows them all. Read `wire/comm.py` and `wire/codec.py` first.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -16,14 +16,17 @@ from zeroshard.wire.comm import Comm, SoloComm
 from zeroshard.wire.gloo import GlooComm
 from zeroshard.wire.host import HostComm
 from zeroshard.wire.links import PART, Links
-from zeroshard.wire.memory import HostMemory
+from zeroshard.wire.memory import HostMemory, Memory, OwnMemory
 from zeroshard.wire.mesh import Mesh
 from zeroshard.wire.nccl import NcclComm
 
-__all__ = ["codec_of", "make_comm"]
+__all__ = ["MEMORIES", "codec_of", "make_comm"]
 
 CODECS: Mapping[str, type[Codec]] = MappingProxyType({})
 """The codecs besides dtypes; `table/spec.py` has the sizes of each."""
+
+MEMORIES: Mapping[str, Callable[[], Memory]] = MappingProxyType({"device": OwnMemory})
+"""Memory for what this rank alone reads, by the word of a cell."""
 
 
 def codec_of(name: str) -> Codec:
