@@ -296,7 +296,6 @@ RULES: dict[Rule, frozenset[str]] = {
             "zeroshard.wire.comm",
             "zeroshard.wire.gloo",
             "zeroshard.wire.linked",
-            "zeroshard.wire.links",
             "zeroshard.wire.nccl",
             "zeroshard.testing",
         ]

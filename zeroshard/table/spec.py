@@ -154,14 +154,10 @@ class BucketSpec:
         return self.is_updated and self.is_whole and not self.updates_all and self.layout.full_numel > 0
 
     @cached_property
-    def fills(self) -> bool:
-        """Whether one parameter is the whole bucket, without padding."""
-        return len(self.names) == 1 and self.layout.numel == self.layout.full_numel
-
-    @cached_property
     def adopts(self) -> bool:
         """Whether autograd's gradient itself can be what is reduced: nothing is padded, nothing converted."""
-        return self.fills and not self.holds_whole_gradients and self.formats.param == self.formats.grad
+        is_one = len(self.names) == 1 and self.layout.numel == self.layout.full_numel
+        return is_one and not self.holds_whole_gradients and self.formats.param == self.formats.grad
 
     def bytes_of(self, held: Range, dtype: str) -> tuple[int, int]:
         """Return the bytes of a range of the bucket as (of parameters, padding)."""

@@ -48,22 +48,19 @@ class NcclComm(LinkedComm):
 
     def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:
         assert full is not None, "NCCL sums what it is given"
-        sent = self._summable(full, codec)
+        if not codec.is_summable:
+            raise ValueError(f"{self.mesh} NCCL adds messages up, but not those of {codec.name!r}: use reduce=a dtype.")
+        sent = self.encoded(full, codec)
         part = sent.view(self.mesh.shard_size, -1)[self.mesh.shard_rank]
         work = self._reduce_scatter(part, sent, op=dist.ReduceOp.SUM, group=self.links.groups[REDUCES], async_op=True)
         self.sent_bytes["reduce"] += codec.nbytes(own.numel()) * (self.mesh.shard_size - 1)
         return self._scaled(work, full, sent, part, own, scale, tag)
 
     def reduce_copies(self, own: Tensor, codec: Codec, scale: float, tag: Tag, *, is_ready: bool = True) -> Pending:
-        sent = self._summable(own, codec)
+        sent = self.encoded(own, codec)
         work = dist.all_reduce(sent, group=self.links.groups[COPIES], async_op=True)
         self.sent_bytes["replicate"] += 2 * sent.nbytes * (self.mesh.replicas - 1) // self.mesh.replicas
         return self._scaled(work, own, sent, sent, own, scale, tag)
-
-    def _summable(self, values: Tensor, codec: Codec) -> Tensor:
-        if not codec.is_summable:
-            raise ValueError(f"{self.mesh} NCCL adds messages up, but not those of {codec.name!r}: use reduce=a dtype.")
-        return self.encoded(values, codec)
 
     def _scaled(
         self, work: dist.Work, values: Tensor, sent: Tensor, part: Tensor, own: Tensor, scale: float, tag: Tag

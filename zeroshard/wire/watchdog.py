@@ -201,16 +201,13 @@ class Watchdog:
 
     def report(self) -> str:
         """Return one line for each rank: what it does, and for how long."""
+        status, unknown = self._status, "0\n0.0\nhas published nothing yet"
         try:
-            self._status.tell("report")
-            return "\n".join(map(self._line, range(self._status.world_size)))
+            status.tell("report")
+            told = [(status.last_of(rank) or unknown).split("\n", 2) for rank in range(status.world_size)]
+            return "\n".join(f"  rank {rank}: {text} ({seconds} s)" for rank, (_, seconds, text) in enumerate(told))
         except Exception:  # the store is gone
             return "  (the store that ranks publish it to is gone)"
-
-    def _line(self, rank: int) -> str:
-        unknown = "0\n0.0\nhas published nothing yet"
-        _, seconds, text = (self._status.last_of(rank) or unknown).split("\n", 2)
-        return f"  rank {rank}: {text} ({seconds} s)"
 
 
 def _words(published: str) -> str:
