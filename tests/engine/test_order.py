@@ -20,7 +20,7 @@ from tools.explore.run import Outcome, chooser, order_module, run
 from tools.explore.work import crew, exhaust, randomly, shrink
 from zeroshard.table.schedule import ROOT, Schedule
 
-PARTS, PROGRAMS = 3, 2000
+PARTS, PROGRAMS = 4, 2500
 """Random programs in each part: what 40 seconds of a processor allow."""
 
 
