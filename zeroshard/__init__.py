@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zeroshard.checkpoint.load import Loaded
     from zeroshard.checkpoint.verify import latest, list_checkpoints
-    from zeroshard.core.precision import Precision
     from zeroshard.core.version import VERSION as __version__
     from zeroshard.handle import Zero, shard
     from zeroshard.report.profile import Profile
     from zeroshard.state.arrival import ends_by_signal
     from zeroshard.state.average import Average
+    from zeroshard.state.precision import Precision
     from zeroshard.state.start import init, texts_across_ranks
     from zeroshard.table.cells import Replicated, Residency, Sharded
     from zeroshard.table.errors import CheckpointError, RankMismatchError, printable
@@ -65,7 +65,7 @@ _MODULES = MappingProxyType(
         "Loaded": "zeroshard.checkpoint.load",
         "Memory": "zeroshard.table.trace",
         "Mesh": "zeroshard.wire.mesh",
-        "Precision": "zeroshard.core.precision",
+        "Precision": "zeroshard.state.precision",
         "Profile": "zeroshard.report.profile",
         "RankMismatchError": "zeroshard.table.errors",
         "Replicated": "zeroshard.table.cells",

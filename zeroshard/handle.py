@@ -25,7 +25,6 @@ from zeroshard.checkpoint.save import Saver
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.parameter import PlainForm
-from zeroshard.core.precision import Precision
 from zeroshard.core.slot import Form
 from zeroshard.core.states import Scope
 from zeroshard.core.unit import Unit
@@ -39,6 +38,7 @@ from zeroshard.state.equal import check_equal, facts_of, facts_of_optimizer, tel
 from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
 from zeroshard.state.materialize import InitFn
+from zeroshard.state.precision import Precision
 from zeroshard.state.request import Described, Optimizers, Request, check_optimizers, describe
 from zeroshard.state.start import accepted_by_all, everybody_at
 from zeroshard.state.summary import summarize, warn_if_whole

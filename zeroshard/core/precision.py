@@ -1,7 +1,7 @@
-"""Which numbers are kept in which precision, and how casts and loss scales follow from it.
+"""Which numbers are kept in which precision, and the loss scale that follows from it.
 
-Owns the choice of dtypes, the casts at the model's edges and the dynamic loss scale. It must not know buckets or
-passes.
+Owns the dtypes of a bucket, rounding at random and the dynamic loss scale. It must not know buckets or passes;
+`state/precision.py` has what the user chooses.
 
 Note: where a value is rounded
     Master weights and the optimizer's states are in `master` (fp32). Parameters that modules compute with are those
@@ -14,74 +14,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
 
-from zeroshard.table.spec import CODECS, Formats
-from zeroshard.torch_private import BatchNorm
+from zeroshard.table.spec import Formats
 
-__all__ = ["LossScale", "Precision", "precision_of", "round_at_random"]
+__all__ = ["Dtypes", "LossScale", "round_at_random"]
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes of a model's training state; None means: as the parameters are.
-
-    Args:
-        param: what modules compute with.
-        reduce: gradients on the wire, a dtype or the name of a codec; by default as they are held.
-        grad: gradients held between micro-batches.
-        master: the weights that the optimizer updates.
-        keep: module classes whose parameters stay as they are; their inputs are cast to these, their outputs back.
-        loss_scale: "dynamic", a fixed number, or None: then scaling is the caller's (torch.amp.GradScaler) or not
-            needed.
-        rounding: how updated masters are rounded to `master`. "stochastic" is for masters in bfloat16, which would
-            lose small updates otherwise: they are updated in fp32, and rounded up or down with the chance that is
-            right on average; states stay in fp32, and an update takes 4 bytes more for each element meanwhile.
-
-    ```python
-    import torch, zeroshard as zs
-
-    paper = zs.Precision(param=torch.bfloat16, grad=torch.bfloat16, master=torch.float32)  # 16 bytes a parameter
-    model = torch.nn.Linear(4, 4)
-    zero = zs.shard(model, torch.optim.AdamW(model.parameters()), precision=paper)
-    assert model.weight.dtype == torch.bfloat16
-    ```
-    """
-
-    param: torch.dtype | None = None
-    reduce: torch.dtype | str | None = None
-    grad: torch.dtype | None = None
-    master: torch.dtype | None = None
-    keep: tuple[type[nn.Module], ...] = (BatchNorm,)
-    loss_scale: Literal["dynamic"] | float | None = None
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-
-    def __post_init__(self) -> None:
-        for name in ("param", "reduce", "grad", "master"):
-            dtype = getattr(self, name)
-            is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-            if not (is_float or dtype is None or (name == "reduce" and dtype in CODECS)):
-                raise TypeError(f"Precision({name}=...) takes a floating-point torch.dtype or None; got {dtype!r}.")
-        if not isinstance(self.keep, tuple) or not all(isinstance(kind, type) for kind in self.keep):
-            raise TypeError(f"Precision(keep=...) takes a tuple of module classes; got {self.keep!r}.")
-        is_number = isinstance(self.loss_scale, int | float) and 0 < self.loss_scale < float("inf")
-        if self.loss_scale is not None and self.loss_scale != "dynamic" and not is_number:
-            raise ValueError(f"loss_scale must be 'dynamic', a positive number or None; got {self.loss_scale!r}.")
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"rounding must be 'nearest' or 'stochastic'; got {self.rounding!r}.")
-        if self.rounding == "stochastic" and self.master != torch.bfloat16:
-            raise ValueError(f"rounding='stochastic' needs master=torch.bfloat16; got master={self.master}.")
-
-    def dtypes_of(self, dtype: torch.dtype, *, is_kept: bool) -> "Dtypes":
-        """Return the dtypes for a parameter that has `dtype` in the model."""
-        # One byte is what weights are quantized to, with scales beside them: a cast would undo it.
-        if is_kept or self.param is None or not dtype.is_floating_point or dtype.itemsize == 1:
-            return Dtypes(dtype, dtype, dtype, dtype)
-        grad = self.grad or torch.promote_types(self.param, torch.float32)
-        master = self.master or torch.promote_types(dtype, torch.float32)
-        return Dtypes(self.param, self.reduce or grad, grad, master, self.rounding == "stochastic")
 
 
 @dataclass(frozen=True)
@@ -118,24 +56,6 @@ def round_at_random(wide: Tensor, first: int, seed: int) -> Tensor:
     # bfloat16 is the upper half of fp32: adding up to one unit in the last place kept, then cutting, rounds.
     bits = wide.view(torch.int32) + (noise >> 40 & 0xFFFF).to(torch.int32)
     return torch.where(wide.isfinite(), (bits & -0x10000).view(torch.float32), wide).to(torch.bfloat16)
-
-
-def precision_of(choice: str | Precision) -> Precision:
-    """Return the precision that a name stands for.
-
-    Raises:
-        ValueError: there is no such name.
-    """
-    if isinstance(choice, Precision):
-        return choice
-    named = {
-        "fp32": Precision(),
-        "bf16": Precision(param=torch.bfloat16),
-        "fp16": Precision(param=torch.float16, loss_scale="dynamic"),
-    }
-    if not isinstance(choice, str) or choice not in named:
-        raise ValueError(f"precision must be one of {', '.join(named)} or a zs.Precision; got {choice!r}.")
-    return named[choice]
 
 
 class LossScale:

@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.core.parameter import ShardedParameter
-from zeroshard.core.precision import Dtypes, Precision, precision_of
+from zeroshard.core.precision import Dtypes
 from zeroshard.core.slot import Form
 from zeroshard.state.admission import admit
 from zeroshard.state.materialize import InitFn, Weights, check_source
+from zeroshard.state.precision import Precision, precision_of
 from zeroshard.state.start import check_seconds
 from zeroshard.state.units import UnitPlan, plan_units
 from zeroshard.table.cells import Residency

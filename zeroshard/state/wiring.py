@@ -1,6 +1,7 @@
 """Where the engine's hooks hang on a model.
 
-Owns registration; `core/hooks.py` has the hooks. Read it first.
+Owns registration, and the refusal of whole states where there is none; `core/hooks.py` has the other hooks. Read
+it first.
 
 Note: order
     The pre-hook is prepended, so that the user's own hooks find the parameters there; the post-hook is registered last
@@ -9,17 +10,17 @@ Note: order
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from zeroshard.core.engine import Engine
-from zeroshard.core.hooks import CastIn, CastOut, Enter, Exit, Landed, RefuseLoad, RefuseSave, Registered
-from zeroshard.core.precision import Precision
+from zeroshard.core.hooks import Enter, Exit, Hook, Landed, Registered
 from zeroshard.core.slot import slot_of
 from zeroshard.state.duplicate import copy_plain
 from zeroshard.state.heads import AddInPlace
+from zeroshard.state.precision import CastIn, CastOut, Precision
 from zeroshard.state.units import UnitPlan, registered
 
 __all__ = ["wire"]
@@ -113,3 +114,36 @@ def _wrap(
         return output if casts is None else casts[1](model, args, kwargs, output)
 
     return run
+
+
+@final
+class RefuseSave(Hook):
+    """Before a module's `state_dict`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Raise unless parameters are whole."""
+        if self._engine.gathered is None:
+            raise RuntimeError(
+                f"{self._engine.mesh} state_dict() outside gathered() would not hold the whole parameters on every "
+                "stage and rank. Use `with zero.gathered():` around it, on every rank, or zero.save(path) for a "
+                "checkpoint."
+            )
+
+
+@final
+class RefuseLoad(Hook):
+    """Before a module's `load_state_dict`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Raise unless what is loaded reaches the shards."""
+        if self._engine.gathered is None or not self._engine.gathered.writeback:
+            raise RuntimeError(
+                f"{self._engine.mesh} load_state_dict() here would not reach the shards. Use `with "
+                "zero.gathered(writeback=True):` around it, on every rank, or zero.load(path)."
+            )

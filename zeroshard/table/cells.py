@@ -14,10 +14,6 @@ from zeroshard.table.layout import Layout, plan_layout
 __all__ = ["Activations", "Cell", "Kept", "Replicated", "Residency", "Sharded"]
 
 
-PROBE = plan_layout([2], 64, 2)
-"""A bucket of two elements on two ranks: what a cell answers of it tells cells apart."""
-
-
 class Cell(ABC):
     """One cell of the table."""
 
@@ -123,8 +119,7 @@ class Residency:
         for name, kind in columns:
             if not isinstance(cell := getattr(self, name), kind):
                 raise TypeError(f"Residency({name}=...) takes a cell such as zs.Sharded(); got {cell!r}.")
-        kept = [[c.kept_range(PROBE, rank) for c in (self.states, self.gradients, self.parameters)] for rank in (0, 1)]
-        if not all(_covers(b, a) and _covers(c, b) for a, b, c in kept):
+        if not all(_covers(b, a) and _covers(c, b) for a, b, c in map(self._kept, (0, 1))):
             raise ValueError(
                 f"Residency(states={self.states}, gradients={self.gradients}, parameters={self.parameters}): a rank "
                 "must keep the gradient of each element whose state it keeps, and the parameter of each element whose "
@@ -135,7 +130,12 @@ class Residency:
     @property
     def is_cut(self) -> bool:
         """Whether a rank may update a part of a parameter."""
-        return self.states.kept_range(PROBE, 0) != (0, PROBE.full_numel)
+        return self._kept(0)[0] != (0, 2)
+
+    def _kept(self, rank: int) -> list[tuple[int, int]]:
+        """Return what a rank keeps of a bucket of two elements on two ranks, by column."""
+        probe = plan_layout([2], 64, 2)
+        return [cell.kept_range(probe, rank) for cell in (self.states, self.gradients, self.parameters)]
 
 
 def _covers(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
