@@ -4,6 +4,17 @@ Owns the state of one sharded model and answers its hooks (`core/hooks.py`) and 
 decides what a call means for the pass under way and leaves the rest to `core/order.py`. Read that and `core/unit.py`
 first.
 
+Note: a step
+    Forward. The model's entry (`Engine.enter`) completes what an exception left open, has the ranks meet, and opens a
+    pass. Each module's entry has its unit made whole (`Order.need`), which issues the gathers that fit in the window
+    behind it; its exit lets the unit go (`Order.leave`). What autograd saves meanwhile goes through `core/saved.py`.
+    Backward. The first event in it (`_enter_backward`) opens a pass, and a callback of autograd's closes it. Unpacking
+    a saved parameter makes its unit whole again. Autograd hands each gradient to `Engine.landed`, which moves it into
+    its bucket (`Gradients.land`); with the last one of a unit, `Order.land` reduces the unit if its turn has come
+    (`Unit.start_reduction`). `Order.close` reduces what is left, agrees on which parameters some rank used, and waits.
+    Update. Before it ranks vote and meet (`Order.settle`); the user's optimizer then updates this rank's slices, and
+    `ShardedOptimizer` has updated parameters gathered where they stay whole (`Order.publish`). `zero_grad` forgets the
+    gradients (`Gradients.clear`).
 Note: hints
     Hooks on the gradients of a unit's outputs and inputs say when its backward begins and ends. They are hints: a loss
     taken from inside a unit, or a returned view changed in place, bypasses them. Nothing is wrong without them:

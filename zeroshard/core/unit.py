@@ -1,6 +1,7 @@
 """One unit: the parameters that are gathered and reduced together, and what happens to them in order of events.
 
 Owns the unit's buckets and the state of its gather. It decides nothing: `core/order.py` says when, `wire/comm.py` how.
+"Note: a step" in `core/engine.py` has the whole.
 
 Note: the life of a unit at stage 3
     1. released: its storage is empty, its parameters are of the raising class.
