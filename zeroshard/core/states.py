@@ -1,6 +1,6 @@
 """The states of a unit and of a gradient, each with what it costs in memory.
 
-Owns the words alone. Who changes a state says when: `core/unit.py` of units, `core/buffer.py` of gradients.
+Owns the words alone. `core/unit.py` changes the states of units, `core/grads.py` those of gradients.
 """
 
 from enum import Enum, IntEnum, auto
@@ -25,7 +25,7 @@ class Own(Enum):
     NONE = auto()
     """No gradient came since ranks last agreed on who used what: no memory."""
     LOCAL = auto()
-    """It lies in `GradientBuffer.local`, which has the size of the whole bucket."""
+    """It lies in `FlatGradients.local`, which has the size of the whole bucket."""
     SENT = auto()
     """A reduction has it, and the memory it lies in; ranks have not agreed yet."""
 
@@ -33,7 +33,7 @@ class Own(Enum):
 class Sum(Enum):
     """What is held of one parameter's gradient: this rank's elements of the sum over ranks.
 
-    The memory is that of `GradientBuffer.held`, for the whole bucket together; it goes when the last sum is forgotten.
+    The memory is that of `FlatGradients.held`, for the whole bucket together; it goes when the last sum is forgotten.
     """
 
     STALE = auto()
