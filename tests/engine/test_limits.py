@@ -57,7 +57,7 @@ def train(stage: int, shared_memory: bool, start: dict[str, int]) -> Observed:
         seen.append((loss.item(), whole, weights, states))
     assert order._count > start["passes"] + NEAR, "the passes did not cross their limit"
     if near:
-        assert any(zero._engine.comm._memory._board._counts[place] < NEAR * STEPS for place in near), (
+        assert any(zero._engine.comm._memory.board._counts[place] < NEAR * STEPS for place in near), (
             "no meetings crossed their limit"
         )
     return seen
@@ -66,7 +66,7 @@ def train(stage: int, shared_memory: bool, start: dict[str, int]) -> Observed:
 def set_meetings(zero: zs.Zero, count: int) -> list[int]:
     """Let all ranks have met `count` times at each place of the board where they met at all; return the places."""
     comm = zero._engine.comm
-    board = comm._memory._board
+    board = comm._memory.board
     dist.barrier()
     for place in list(board._counts):
         board._counts[place] = count
