@@ -119,10 +119,16 @@ class Bucket:
             self.shard.copy_(self.own)
 
     def follow_masters(self) -> None:
-        """Round the masters into the parameters that this rank keeps."""
+        """Round the masters into the parameters that this rank keeps; `count_update` follows, once all are whole."""
+        self.updates += 1
         if self.spec.has_masters:
             with torch.no_grad():
                 self._rounded.copy_(self.masters)
+
+    def count_update(self) -> None:
+        """Let autograd know of an update, where it is autograd that checks tensors of parameters that stay whole."""
+        if self.spec.is_whole:
+            self.changes.count_update()
 
     def master_range(self, index: int) -> tuple[int, int]:
         """Return the elements of parameter `index` that this rank updates, as (start, stop) in the bucket."""
@@ -132,8 +138,3 @@ class Bucket:
         """Return what the optimizer updates of parameter `index`: a flat view, possibly of 0 elements."""
         start, stop = self.master_range(index)
         return self.masters[start - self.spec.states[0] : stop - self.spec.states[0]]
-
-    @property
-    def is_published(self) -> bool:
-        """Whether updated parameters must be gathered after a step."""
-        return self.has_states and self.spec.is_published

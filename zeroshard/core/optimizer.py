@@ -22,7 +22,7 @@ from zeroshard.core.precision import LossScale, round_at_random
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
-from zeroshard.wire.comm import Pending, Tag
+from zeroshard.wire.comm import Pending
 
 __all__ = ["ShardedOptimizer", "cut_state", "is_cut"]
 
@@ -147,20 +147,16 @@ class ShardedOptimizer:
         buckets = {id(slot.bucket): slot.bucket for slot in touched}
         for bucket in buckets.values():
             bucket.follow_masters()
-            bucket.updates += 1
-        numbers = sorted({slot.unit for slot in touched if slot.bucket.is_published})
+        numbers = sorted({slot.unit for slot in touched if slot.bucket.spec.is_published})
         number = engine.order.next_number()
 
         def start(unit: Unit) -> list[Pending]:
             what = f"the updated parameters of {unit} after step {self.steps}"
-            published = [bucket for bucket in unit.buckets if bucket.is_published]
-            return [engine.comm.gather(bucket.full, Tag(number, bucket.number, what)) for bucket in published]
+            return unit.publish(engine.comm, number, what, "gather")
 
         engine.order.publish(numbers, start)
-        # Saved tensors of parameters that stay whole are checked by autograd itself.
         for bucket in buckets.values():
-            if bucket.spec.is_whole:
-                bucket.changes.count_update()
+            bucket.count_update()
 
     def _raise_not_finite(self, scale: LossScale | None) -> None:
         mine = next((slot_of(m).name for m in self.masters if m.grad is not None and not m.grad.isfinite().all()), "")

@@ -232,6 +232,15 @@ class Unit:
         for parameter, classes in zip(self.parameters, self._classes, strict=True):
             parameter.__class__ = classes[presence is Presence.RELEASED]
 
+    def publish(self, comm: Comm, number: int, what: str, kind: str, *, is_forced: bool = False) -> list[Pending]:
+        """Begin to gather updated parameters that are kept whole, and updated in parts.
+
+        Args:
+            is_forced: those that no optimizer updates, too.
+        """
+        due = [b for b in self.buckets if b.spec.is_published and (is_forced or b.has_states)]
+        return [comm.gather(bucket.full, Tag(number, bucket.number, what), kind) for bucket in due]
+
     # -- gradients --------------------------------------------------------------------------------------------------
 
     @property

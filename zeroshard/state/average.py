@@ -139,7 +139,6 @@ class Average:
     def _follow(self) -> None:
         for bucket in self._buckets:
             bucket.follow_masters()
-            bucket.updates += 1
 
 
 def count_averages(memory: Memory, averages: Iterable[Average]) -> Memory:

@@ -4,7 +4,6 @@ Owns that exchange. It must not know who changed the masters. Read `core/buffer.
 """
 
 from zeroshard.core.engine import Engine
-from zeroshard.wire.comm import Tag
 
 __all__ = ["follow_masters"]
 
@@ -20,8 +19,7 @@ def follow_masters(engine: Engine) -> None:
     for unit in engine.units:
         for bucket in unit.buckets:
             bucket.follow_masters()
-            bucket.updates += 1
-            if bucket.spec.is_published:
-                engine.comm.gather(bucket.full, Tag(number, bucket.number, f"new values of {unit}"), "state").wait()
-            if bucket.spec.is_whole:
-                bucket.changes.count_update()
+        for pending in unit.publish(engine.comm, number, f"new values of {unit}", "state", is_forced=True):
+            pending.wait()
+        for bucket in unit.buckets:
+            bucket.count_update()
