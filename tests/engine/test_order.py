@@ -296,7 +296,7 @@ def test_a_planted_fault_is_found_and_shrunk(
     less, outcome = shrink(program, seed)
     assert outcome.faults
     assert less.ranks <= 3
-    assert len(less.ops) <= 8
+    assert len(less.ops) <= 2 * less.units + 4
     assert cli.main(["--replay", less.to_json(), "--choices", str(seed)]) == 1
     assert outcome.faults[0] in capsys.readouterr().out
 

@@ -112,7 +112,7 @@ class _Told:
             "states": len(counts.states),
             "collectives": counts.collectives,
             "seconds": round(time.monotonic() - self._begin_s, 1),
-            "verdicts": dict(sorted(counts.verdicts.items())),
+            "verdicts, of each program as of the one that was run for it": dict(sorted(counts.verdicts.items())),
             "runs by kind": dict(sorted(counts.kinds.items())),
             "most units at once": dict(sorted(counts.peaks.items())),
             "wrong": [{"program": json.loads(text), "seed": seed, "fault": fault} for text, seed, fault in counts.bad],

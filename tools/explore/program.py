@@ -234,6 +234,10 @@ def draw(seed: int, ranks: int = 0) -> Program:
             some = (_draw_some(r, ranks, units) for _ in SOME)
             ops.append(Op("backward" if is_summed else r.choice(["local", "copies"]), (), *some))
         ops.append(Op("step"))
+    if r.random() < 0.1:
+        # Passes that are alike, until the record has all of them.
+        paths = _draw_paths(r, ranks, units, is_alike)
+        ops = [*ops, *[Op("forward", paths), Op("backward")] * (units + 2), Op("step")]
     copies = r.choice([1, 2]) if ranks in (4, 6) else 1
     program = Program(ranks, units, tuple(ops), None, r.choice(TRANSPORTS), r.random() < 0.1, copies)
     if r.random() < 0.25:

@@ -13,8 +13,8 @@ Note: what must hold
       Ranks know alike which units were used.
     - A unit that a rank uses is whole. At most two units besides the root, and those that outlast others, are: four
       where a rank left the record.
-    - Ranks have the same records. A pass like the two before it of its kind agrees on nothing but its beginning and
-      its end.
+    - Ranks have the same records. A pass like those before it, as many as there are units, agrees on nothing but its
+      beginning and its end: each that left the record taught it something.
 """
 
 import random
@@ -37,8 +37,6 @@ PEAKS = {"followed": WINDOW, "agreed": WINDOW, "left": 2 * WINDOW}
 """Units that may be whole besides the root and those that outlast others, by kind of pass: it follows its record, it
 has none, or some rank left it. In the last two, what others ask for and this rank will still need comes on top."""
 FAULTY = "fault"
-LEARNS = 2
-"""Passes in a row after which a pass like them follows the record."""
 
 
 class Planned(Exception):
@@ -296,7 +294,7 @@ class Rank:
         self._check_steady(pass_)
 
     def _check_steady(self, pass_: Any) -> None:
-        """A pass like the one before it of its kind follows the record, if no failure changed it."""
+        """A pass like those before it of its kind follows the record, if no failure changed it."""
         if self.program.failure is not None or any(op.kind in ("local", "copies") for op in self.program.ops):
             return
         op = self.program.ops[self._op]
@@ -304,7 +302,7 @@ class Rank:
         before, times = self._last.get(pass_.key, (None, 0))
         times = (times + 1) * (before == like)
         self._last[pass_.key] = (like, times)
-        if times >= LEARNS and pass_.agreed:
+        if times >= self.program.units and pass_.agreed:
             self._tell(f"{op.kind} was as the {times} before it, and ranks agreed on {pass_.agreed}")
 
     def _start_of(self, at: int) -> int:
