@@ -91,7 +91,8 @@ def test_a_profile_adds_up(stage: int, world: int, tmp_path: Path) -> None:
         assert sum(found["seconds"].values()) == pytest.approx(found["wall_s"], rel=1e-12)
         for category in CATEGORIES:
             assert sum(unit[category] for unit in found["units"].values()) == pytest.approx(found["seconds"][category])
-            assert found["seconds"][category] > 0
+            # One rank sends nothing: its gradients stay where autograd made them.
+            assert (found["seconds"][category] > 0) == (world > 1 or category != "sending")
         check_slices(found["slices"], found["wall_s"])
         check_counts(found)
         check_units(found)
