@@ -380,6 +380,8 @@ class FakeUnit:
 
     def take_used(self, flags: Iterator[bool]) -> None:
         """Take which parameters some rank used."""
+        if self.local:
+            self._told(f"gradients of {self} were taken for summed, and are not")
         self.is_used |= next(flags)
         self._has_landed = False
 

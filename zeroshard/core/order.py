@@ -179,10 +179,6 @@ class Order:
                 if self._units[unit].has_local:
                     self._ask("reduce", unit, False)
         change = self._agree_on_use(pass_)
-        # Whoever was not ready may have no gradients after all, and asks for nothing: now all ranks are closing. Where
-        # sums stay within copies, another copy may have had its sum before, so the record knows nothing of this one.
-        self._do([("reduce", unit) for unit in sorted(pass_.waiting)])
-        self._finish_all()
         if pass_.scope is Scope.ALL:
             for one in self._units:
                 self._tails += one.finish_deferred(self._comm, pass_.number, str(pass_))
@@ -198,7 +194,7 @@ class Order:
         self._keep_changes(*change, str(pass_))
 
     def _agree_on_use(self, pass_: Pass) -> tuple[int, int]:
-        """Wait until no rank needs this pass any more; agree on which parameters some rank used.
+        """Wait until no rank needs this pass any more; make the last sums; agree on which parameters some rank used.
 
         Returns: the least and the greatest checksum of what ranks changed in place.
         """
@@ -207,6 +203,10 @@ class Order:
             return self.barrier(f"the end of {pass_}", checksum) if self._is_sharded else (0, 0)
         mine = [flag for unit in self._units for flag in unit.has_landed()]
         least, greatest = self.barrier(f"the end of {pass_}", zlib.crc32(bytes(mine), checksum))
+        # Whoever was not ready may have no gradients after all, and asks for nothing: now all ranks are closing. Where
+        # sums stay within copies, another copy may have had its sum before, so the record knows nothing of this one.
+        self._do([("reduce", unit) for unit in sorted(pass_.waiting)])
+        self._finish_all()
         if least == greatest:
             agreed, least, greatest = mine, checksum, checksum
         else:
