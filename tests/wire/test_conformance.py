@@ -315,7 +315,7 @@ def reuse(name: str) -> list[str]:
         pending.wait()
         full.fill_(9.0)
         parts = [values(rank, full.numel(), key=number).view(len(ranks), -1)[place] for rank in ranks]
-        asked.expect(bool(torch.allclose(own, fold(parts, torch.float32, 1.0))), True, f"reduction {number}")
+        asked.expect(bool(torch.allclose(own, fold(parts, Rounded("float32"), 1.0))), True, f"reduction {number}")
     return asked.wrong
 
 
