@@ -89,7 +89,7 @@ def lose_later_sums(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
     add_reduced: Any = FlatGradients.add_reduced
 
     def add_once(self: FlatGradients, local: Local, own: Tensor) -> Tensor:
-        return add_reduced(self, dataclasses.replace(local, sums=[Sum.STALE] * len(local.sums)), own)
+        return add_reduced(self, dataclasses.replace(local, sums=[Sum.STALE] * len(local.sums), is_first=True), own)
 
     FlatGradients.add_reduced = add_once  # type: ignore[method-assign]
     work(tasks, folder)

@@ -30,6 +30,10 @@ __all__ = ["FlatGradients", "Gradients", "Local", "LooseGradients", "Places"]
 
 Tensor = torch.Tensor
 
+# Python looks a member up in its class at each use, which shows in models of a thousand small parameters.
+NONE, LOCAL, SENT = Own
+STALE, UNUSED, USED = Sum
+
 HOT_NUMEL = 1 << 14
 """Elements from which a gradient is summed as it lands, while it is in the cache, to learn whether it is finite."""
 
@@ -73,7 +77,7 @@ class Gradients(ABC):
         self.spec, self.dtype = spec, dtype
         self._places, self._ledger = places, ledger
         count = len(places.shapes)
-        self.own, self.sums = [Own.NONE] * count, [Sum.STALE] * count
+        self.own, self.sums = [NONE] * count, [STALE] * count
         """Of each parameter: the state of this rank's gradient, and of what is held."""
         self.scope = Scope.ALL
         """Over which ranks what is held was summed: over all, or within this rank's copy of the state."""
@@ -81,28 +85,27 @@ class Gradients(ABC):
     @property
     def has_local(self) -> bool:
         """Whether this rank holds gradients that were not reduced yet."""
-        return Own.LOCAL in self.own
+        return LOCAL in self.own
 
     @property
     def has_any(self) -> bool:
         """Whether a gradient is held that some rank used."""
-        return Sum.USED in self.sums
+        return USED in self.sums
 
     def has_grad(self, index: int) -> bool:
         """Tell whether there is a gradient: of some rank, or of this one while ranks have yet to agree."""
-        return self.sums[index] is Sum.USED or self.own[index] is not Own.NONE
+        return self.sums[index] is USED or self.own[index] is not NONE
 
     def take_used(self, flags: Iterator[bool]) -> None:
         """Take what ranks agreed on: of each parameter the next flag says whether some rank had a gradient."""
-        for index, (own, one) in enumerate(zip(self.own, self.sums, strict=True)):
-            is_used = next(flags)
-            if own is not Own.LOCAL:  # else it was frozen before its sum was made
-                self.own[index], self.sums[index] = Own.NONE, Sum.USED if is_used else one
+        for index, (own, is_used) in enumerate(zip(self.own, flags, strict=False)):
+            if own is not LOCAL:  # else it was frozen before its sum was made
+                self.own[index], self.sums[index] = NONE, USED if is_used else self.sums[index]
 
     def hand_over(self) -> None:
         """Take all that landed for a part of the sum; a parameter without a gradient has a sum of nothing."""
-        self.own = [Own.SENT if own is Own.LOCAL else own for own in self.own]
-        self.sums = [Sum.UNUSED if one is Sum.STALE else one for one in self.sums]
+        self.own = [SENT if own is LOCAL else own for own in self.own]
+        self.sums = [UNUSED if one is STALE else one for one in self.sums]
 
     @abstractmethod
     def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
@@ -175,7 +178,7 @@ class LooseGradients(Gradients):
             self._hold(index, held if scale == 1.0 else held.mul_(scale))
         if held.numel() >= HOT_NUMEL:
             self._hot[index] = held.sum()
-        self.own[index] = Own.LOCAL
+        self.own[index] = LOCAL
 
     def _hold(self, index: int, held: Tensor) -> None:
         self._held[index] = held
@@ -216,11 +219,11 @@ class LooseGradients(Gradients):
         """See `Gradients`."""
         self.clear(index)
         self._hold(index, self._places.dense(index, value.to(self.dtype)))
-        self.sums[index] = Sum.USED
+        self.sums[index] = USED
 
     def clear(self, index: int) -> None:
         """See `Gradients`."""
-        self.own[index], self.sums[index] = Own.NONE, Sum.STALE
+        self.own[index], self.sums[index] = NONE, STALE
         if (held := self._held[index]) is not None:
             self._ledger.add("gradients", -held.nbytes)
             self._held[index] = None
@@ -244,11 +247,8 @@ class Local:
     views: list[Tensor]
     own: list[Own]
     sums: list[Sum]
-
-    @property
-    def is_first(self) -> bool:
-        """Whether no sum lies in what is held."""
-        return all(one is Sum.STALE for one in self.sums)
+    is_first: bool
+    """Whether no sum lies in what is held."""
 
 
 @final
@@ -267,6 +267,11 @@ class FlatGradients(Gradients):
         self._views: list[Tensor] = []
         self._under_way = 0
         """Reductions whose sum is not there yet."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no sum lies in what is held."""
+        return self.sums.count(STALE) == len(self.sums)
 
     def hold(self) -> Tensor:
         """Return the buffer that gradients are held in, made at its first use, with any content."""
@@ -292,21 +297,20 @@ class FlatGradients(Gradients):
                 # Autograd gave it up, and nothing else shares its memory.
                 self.local, self._views = grad.as_strided((grad.numel(),), (1,)), [grad]
                 self._pool.adopt(self.local)
-                self.own[index] = Own.LOCAL
+                self.own[index] = LOCAL
                 return
             self._begin_local()
         view = self._views[index]
-        if self.own[index] is Own.LOCAL:
+        if self.own[index] is LOCAL:
             view.add_(grad if scale == 1.0 else grad.to(self.dtype), alpha=scale)
         else:
             view.copy_(grad)
             if scale != 1.0:
                 view.mul_(scale)
-        self.own[index] = Own.LOCAL
+        self.own[index] = LOCAL
 
     def _begin_local(self) -> None:
-        is_first = all(one is Sum.STALE for one in self.sums)
-        if self.spec.holds_whole_gradients and is_first:
+        if self.spec.holds_whole_gradients and self.is_first:
             self.local = self.hold()
         else:
             self.local = self._pool.take(self._layout.full_numel, self.dtype, self._device)
@@ -324,9 +328,9 @@ class FlatGradients(Gradients):
             self._begin_local()
         assert self.local is not None
         for index, own in enumerate(self.own):
-            if own is not Own.LOCAL:
+            if own is not LOCAL:
                 self._views[index].zero_()
-        local = Local(self.local, None, self._views, self.own, self.sums)
+        local = Local(self.local, None, self._views, self.own, self.sums, self.is_first)
         if copies > 1 and (not local.is_first or self.local is self.held):
             local = replace(local, apart=self._pool.take(self._layout.shard_numel, self.dtype, self._device))
         self.local = None
@@ -342,11 +346,11 @@ class FlatGradients(Gradients):
         if local.apart is not None:
             self._pool.give(local.apart)
 
-    def parts_of(self, own: Tensor) -> list[Tensor]:
-        """Return the parameters' parts of (stop - start,), this rank's shard; padding may hold anything."""
+    def parts_of(self, own: Tensor) -> Iterator[Tensor]:
+        """Yield the parameters' parts of (stop - start,), this rank's shard; padding may hold anything."""
         parts = (self._layout.overlap(index, *self.spec.shard) for index in range(len(self.own)))
         first = self.spec.shard[0]
-        return [own[start - first : stop - first] for start, stop in parts]
+        return (own[start - first : stop - first] for start, stop in parts)
 
     def own_shard(self) -> Tensor:
         """Return this rank's shard of what is held."""
@@ -368,7 +372,7 @@ class FlatGradients(Gradients):
         is_in_place = local.full.data_ptr() == held.data_ptr()
         if not local.is_first and not is_in_place:
             for index, one in enumerate(local.sums):
-                if one is Sum.STALE:
+                if one is STALE:
                     self.part(index).zero_()
             self.own_shard().add_(own)
         elif local.apart is not None:
@@ -397,7 +401,7 @@ class FlatGradients(Gradients):
 
     def parts(self, index: int) -> list[Tensor]:
         """See `Gradients`."""
-        is_local, is_used = self.own[index] is Own.LOCAL, self.sums[index] is Sum.USED
+        is_local, is_used = self.own[index] is LOCAL, self.sums[index] is USED
         parts = [self.part(index)] if is_used and (self.local is not self.held or not is_local) else []
         return [*parts, self._views[index]] if is_local else parts
 
@@ -418,17 +422,17 @@ class FlatGradients(Gradients):
         flat, offset = self._places.flat(index, value.to(self.dtype)), self._layout.offsets[index]
         start, stop = self._layout.overlap(index, *self.spec.states)
         self.part(index).copy_(flat[start - offset : stop - offset] if stop > start else flat[:0])
-        self.sums[index] = Sum.USED
+        self.sums[index] = USED
 
     def clear(self, index: int) -> None:
         """See `Gradients`."""
-        self.own[index], self.sums[index] = Own.NONE, Sum.STALE
-        if self.local is not None and not self.has_local:
+        was_local, self.own[index], self.sums[index] = self.own[index] is LOCAL, NONE, STALE
+        if was_local and self.local is not None and not self.has_local:
             if self.local is not self.held:
                 self._pool.give(self.local)
             self.local = None
         if not self.has_any:
-            self.sums, self.scope = [Sum.STALE] * len(self.sums), Scope.ALL
+            self.sums, self.scope = [STALE] * len(self.sums), Scope.ALL
             self._let_go()
 
     @property

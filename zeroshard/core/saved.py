@@ -85,10 +85,8 @@ class SavedTensors:
         # Autograd saves a DTensor as it is; the bytes are those of its local tensor.
         inner = local_of(tensor)
         found = self._by_storage.get(storage_of(inner)) if inner.layout is torch.strided else None
-        if found is None and self._treatments:
-            return self._treat(tensor.detach())
         if found is None:
-            return _Saved(tensor.detach(), version_of(tensor))
+            return self._treat(tensor.detach()) if self._treatments else _Saved(tensor.detach(), version_of(tensor))
         unit, bucket = found
         return _FromBucket(tensor.detach(), version_of(tensor), unit, bucket, bucket.updates)
 

@@ -254,7 +254,8 @@ class Unit:
 
     def has_landed(self) -> list[bool]:
         """Tell of each parameter whether a gradient of it came since ranks last agreed on who used what."""
-        return [own is not Own.NONE for bucket in self.buckets for own in bucket.grads.own]
+        none = Own.NONE
+        return [own is not none for bucket in self.buckets for own in bucket.grads.own]
 
     def take_used(self, flags: Iterator[bool]) -> None:
         """Take what ranks agreed on: the next flags tell of its parameters whether some rank used them."""

@@ -8,7 +8,7 @@ buckets from these records, and the planner, which builds nothing, read the same
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import final
 
@@ -35,6 +35,7 @@ def message_of(codec: str, numel: int) -> Message:
     return CODECS[codec](numel) if codec in CODECS else (numel, codec)
 
 
+@cache
 def itemsize(dtype: str) -> int:
     """Return the bytes of an element of a dtype."""
     bits = re.search(r"\d+", dtype)
