@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, TIMEOUT_S, WORLDS, Run, Sharded, assert_matches
 from zeroshard.testing import run_ranks
@@ -344,3 +345,37 @@ def norms_of_single_grads(run: Run) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_norm_of_one_grad_is_that_of_the_whole(world: int) -> None:
     assert_matches(norms_of_single_grads, world)
+
+
+def by_a_reference_from_before(grad: Tensor, parameter: nn.Parameter) -> None:
+    grad[0, 0] = float("inf")
+
+
+def by_data(grad: Tensor, parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.data[0, 0] = float("nan")
+
+
+def by_the_gradient(grad: Tensor, parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad[0, 0] = float("nan")
+
+
+@pytest.mark.parametrize("reads_first", [True, False])
+@pytest.mark.parametrize("change", [by_a_reference_from_before, by_data, by_the_gradient], ids=lambda one: one.__name__)
+def test_one_rank_looks_again_at_gradients_that_were_changed_after_they_landed(
+    change: Callable[[Tensor, nn.Parameter], None], reads_first: bool
+) -> None:
+    model = nn.Linear(256, 256)  # above HOT_NUMEL
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zs.shard(model, optimizer)
+    model(torch.ones(1, 256)).sum().backward()
+    grad = model.weight.grad if reads_first else torch.zeros(1, 1)
+    model(torch.ones(1, 256)).sum().backward()
+    if not reads_first and change is by_a_reference_from_before:
+        grad = model.weight.grad
+    change(grad, model.weight)
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="'weight' is not finite; nothing was changed"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)

@@ -164,8 +164,8 @@ class LooseGradients(Gradients):
     def __init__(self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger) -> None:
         super().__init__(spec, places, dtype, ledger)
         self._held: list[Tensor | None] = [None] * len(self.own)
-        self._hot: dict[int, Tensor] = {}
-        """Sums of gradients that nobody could change since they landed."""
+        self._hot: dict[int, Tensor | None] = {}
+        """Sums of gradients that nobody could change since they landed; None of those that somebody was shown."""
 
     def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
         """See `Gradients`."""
@@ -176,7 +176,7 @@ class LooseGradients(Gradients):
             is_taken = grad.dtype == self.dtype and self._places.is_alone(index, grad)
             held = grad if is_taken else self._places.dense(index, grad.to(self.dtype))
             self._hold(index, held if scale == 1.0 else held.mul_(scale))
-        if held.numel() >= HOT_NUMEL:
+        if held.numel() >= HOT_NUMEL and self._hot.get(index, held) is not None:
             self._hot[index] = held.sum()
         self.own[index] = LOCAL
 
@@ -188,7 +188,7 @@ class LooseGradients(Gradients):
         """See `Gradients`."""
         held = self._held[index]
         assert held is not None, "a gradient is there that nobody computed"
-        self._hot.pop(index, None)
+        self._hot[index] = None
         return held
 
     def part(self, index: int) -> Tensor:
@@ -213,7 +213,8 @@ class LooseGradients(Gradients):
 
     def probes(self) -> list[Tensor]:
         """See `Gradients`."""
-        return [self._hot.get(index, held) for index, held in enumerate(self._held) if held is not None]
+        hot = ((self._hot.get(index), held) for index, held in enumerate(self._held) if held is not None)
+        return [held if total is None else total for total, held in hot]
 
     def set_reduced(self, index: int, value: Tensor) -> None:
         """See `Gradients`."""
@@ -224,10 +225,9 @@ class LooseGradients(Gradients):
     def clear(self, index: int) -> None:
         """See `Gradients`."""
         self.own[index], self.sums[index] = NONE, STALE
-        if (held := self._held[index]) is not None:
-            self._ledger.add("gradients", -held.nbytes)
-            self._held[index] = None
-            self._hot.pop(index, None)
+        self._hot.pop(index, None)
+        held, self._held[index] = self._held[index], None
+        self._ledger.add("gradients", 0 if held is None else -held.nbytes)
         if not self.has_any:
             self.scope = Scope.ALL
 
