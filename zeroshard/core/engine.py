@@ -94,7 +94,7 @@ class Engine:
         self.mesh, self.comm, self.units, self.ledger = mesh, comm, units, ledger
         self.slots: dict[str, Slot] = {}
         self.order = Order(units, comm)
-        self.is_sharded = any(not unit.spec.is_whole for unit in units)
+        self.is_sharded = self.order.is_sharded
         self.has_frames = self.is_sharded or bool(treatments)
         """Whether modules that hold units tell of their forwards: only then their hooks hang."""
         self.gathered: Gathered | None = None

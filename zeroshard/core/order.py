@@ -83,7 +83,8 @@ class Order:
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
         self._units, self._comm = units, comm
         self._changes = [change for unit in units for change in unit.changes]
-        self._is_sharded = any(not unit.spec.is_whole for unit in units)
+        self.is_sharded = any(not unit.spec.is_whole for unit in units)
+        """Whether parameters are gathered for use."""
         self.current: Pass | None = None
         self.steps = 0
         self.has_stepped = False
@@ -110,7 +111,7 @@ class Order:
     ) -> Pass:
         """Begin a pass; the one before must be closed."""
         self._begin_step()
-        if phase == "backward" or self._is_sharded:
+        if phase == "backward" or self.is_sharded:
             # Any rank may make passes of its own that send nothing, and messages of the others keep their numbers.
             self._count += 1
         record = self._records.get(key)
@@ -200,7 +201,7 @@ class Order:
         """
         checksum = checksum_of(self._changes)
         if pass_.scope is Scope.RANK:
-            return self.barrier(f"the end of {pass_}", checksum) if self._is_sharded else (0, 0)
+            return self.barrier(f"the end of {pass_}", checksum) if self.is_sharded else (0, 0)
         mine = [flag for unit in self._units for flag in unit.has_landed()]
         least, greatest = self.barrier(f"the end of {pass_}", zlib.crc32(bytes(mine), checksum))
         # Whoever was not ready may have no gradients after all, and asks for nothing: now all ranks are closing. Where

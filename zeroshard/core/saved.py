@@ -96,12 +96,13 @@ class SavedTensors:
             value = treatment.pack(value, unit)
         return value
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, _Saved):
-            for treatment in reversed(self._treatments):
-                packed = treatment.unpack(packed)
-            packed = _Saved(packed, version_of(packed))
-        assert isinstance(packed, _Saved)
+    def _untreat(self, value: Any) -> _Saved:
+        for treatment in reversed(self._treatments):
+            value = treatment.unpack(value)
+        return _Saved(value, version_of(value))
+
+    def _unpack(self, kept: Any) -> Tensor:
+        packed = kept if isinstance(kept, _Saved) else self._untreat(kept)
         if isinstance(packed, _FromBucket) and packed.bucket.updates != packed.updates:
             raise RuntimeError(
                 f"The parameters of '{packed.bucket.spec.name}' changed {packed.bucket.updates - packed.updates} "
