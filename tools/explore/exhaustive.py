@@ -5,7 +5,8 @@ Owns which programs there are, and which need not be run. It must not know how o
 Note: what is not run
     What ranks do in a step depends on what each does in it and on what their orders decide by at its beginning
     (`run.state_of`). So all first steps are run, with each re-entry and each failure; of those that leave the same
-    state, one goes on with each second step, and counts for all of them. Its first step is not run again each time.
+    state, one of these programs continues with each second step, and is counted for all of them. The first step is not
+    run again each time.
     Where the ranks' states are equal, second steps that differ by the names of ranks count once.
 """
 
@@ -66,7 +67,7 @@ def first_steps(size: Size) -> Iterator[Program]:
 
 
 def second_steps(one: Class, size: Size) -> Iterator[tuple[Program, int]]:
-    """Yield the programs that go on with each second step, and for how many each stands."""
+    """Yield the programs that continue with each second step, and how many programs each stands for."""
     for paths, again in _combinations(size, is_ordered=not one.is_symmetric):
         program = replace(one.first, ops=one.first.ops + _step(paths))
         if not again:

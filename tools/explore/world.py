@@ -4,13 +4,13 @@ Owns the turns, the matching of collectives and the state of units. It must not 
 Read `zeroshard/core/order.py` first: everything here is what that module talks to.
 
 Note: turns
-    Each rank is a thread, and one of them runs at a time: a rank goes on until it waits for a collective that others
+    Each rank is a thread, and one of them runs at a time: a rank runs until it waits for a collective that others
     have not come to, and hands over to a rank that can go on. Which one is a choice (`Crew.choose`), so a run repeats
     exactly. Where no rank can go on, those that wait get the error that the watchdog would raise.
 Note: completion
     A rank learns nothing of a collective but by waiting for it, and what it learns (a minimum, a sum, that a rank is
     not ready) is the same whenever the collective ends. So each rank does the same things in any order of completions,
-    and the order only decides who goes on first. What differs between transports is what a wait waits for: that all
+    and the order only decides which rank runs first. What differs between transports is what a wait waits for: that all
     ranks have come (messages, NCCL), or that all have also come to the wait (the sums in the memory of a host, which
     others read meanwhile). Both are simulated.
 """

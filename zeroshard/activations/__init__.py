@@ -19,7 +19,7 @@ def treatments_of(cell: Activations) -> list[Treatment]:
     """Return a cell's treatments, in the order in which tensors go through them.
 
     Raises:
-        ValueError: there is no treatment of a name that the cell gives.
+        ValueError: the cell names a treatment that is not in `TREATMENTS`.
     """
     for name in cell.treatments:
         if name not in TREATMENTS:

@@ -109,7 +109,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
-        """Take one gradient of this rank, of any strides; add it to what is there unreduced.
+        """Take one gradient of this rank, of any strides; add it to gradients of this rank that were not reduced yet.
 
         Args:
             scale: what the gradient is multiplied by, in the dtype of what is held.

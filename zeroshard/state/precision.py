@@ -82,7 +82,7 @@ def precision_of(choice: str | Precision) -> Precision:
     """Return the precision that a name stands for.
 
     Raises:
-        ValueError: there is no such name.
+        ValueError: no precision has this name.
     """
     if isinstance(choice, Precision):
         return choice

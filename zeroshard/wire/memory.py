@@ -75,7 +75,7 @@ class Memory(ABC):
 
     def rest(self, full: Tensor) -> None:
         """Let go of what an open home costs as long as nobody reads it; it is there, as it was, when somebody does."""
-        return  # there is no second place from which it could come back
+        return  # the values are in this memory alone, and would be lost
 
 
 @final
