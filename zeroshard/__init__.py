@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zeroshard.state.average import Average
     from zeroshard.state.precision import Precision
     from zeroshard.state.start import init, texts_across_ranks
+    from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned, Recomputed
     from zeroshard.table.cells import Replicated, Residency, Sharded
     from zeroshard.table.errors import CheckpointError, RankMismatchError, printable
     from zeroshard.table.settings import Settings
@@ -28,15 +29,20 @@ if TYPE_CHECKING:
     from zeroshard.wire.mesh import Mesh
 
 __all__ = [
+    "Activations",
     "Average",
     "CheckpointError",
+    "Compressed",
     "Event",
     "Loaded",
     "Memory",
     "Mesh",
+    "Offloaded",
+    "Partitioned",
     "Precision",
     "Profile",
     "RankMismatchError",
+    "Recomputed",
     "Replicated",
     "Residency",
     "Settings",
@@ -59,15 +65,20 @@ __all__ = [
 
 _MODULES = MappingProxyType(
     {
+        "Activations": "zeroshard.table.activations",
         "Average": "zeroshard.state.average",
         "CheckpointError": "zeroshard.table.errors",
+        "Compressed": "zeroshard.table.activations",
         "Event": "zeroshard.table.trace",
         "Loaded": "zeroshard.checkpoint.load",
         "Memory": "zeroshard.table.trace",
         "Mesh": "zeroshard.wire.mesh",
+        "Offloaded": "zeroshard.table.activations",
+        "Partitioned": "zeroshard.table.activations",
         "Precision": "zeroshard.state.precision",
         "Profile": "zeroshard.report.profile",
         "RankMismatchError": "zeroshard.table.errors",
+        "Recomputed": "zeroshard.table.activations",
         "Replicated": "zeroshard.table.cells",
         "Residency": "zeroshard.table.cells",
         "Settings": "zeroshard.table.settings",

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.activations import treatments_of
+from zeroshard.activations import recompute_units, treatment_of
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
 from zeroshard.core.engine import Engine
@@ -31,6 +31,7 @@ from zeroshard.core.unit import Unit
 from zeroshard.core.version import VERSION
 from zeroshard.report.profile import Profile
 from zeroshard.state import accounting
+from zeroshard.state.activations import ActivationsLike
 from zeroshard.state.admission import state_cost
 from zeroshard.state.average import Average, count_averages
 from zeroshard.state.copies import check_copies
@@ -89,7 +90,8 @@ def shard(
     optimizer: Optimizers = None,
     *,
     stage: int | None = None,
-    residency: Residency | None = None,
+    residency: Residency | str | None = None,
+    activations: ActivationsLike = None,
     precision: str | Precision = "fp32",
     units: Sequence[object] | None = None,
     mesh: DeviceMesh | int | None = None,
@@ -107,7 +109,11 @@ def shard(
             here, unit by unit, as `model.apply(initializer)` would give them in one process.
         optimizer: the optimizer or optimizers of the model, or None: then hand it to `zero.attach()` once it is built.
         stage: 0 to 3, a row of the residency table by name; 3 by default.
-        residency: a row of one's own, instead of `stage`.
+        residency: a row of one's own, instead of `stage`, or the name of one of the ZeRO paper's, "C1" to "C5".
+        activations: what happens between forward and backward to what autograd saves, the table's fourth column:
+            names such as "recompute" or "recompute+partition+offload" (docs/activations.md has all), cells such as
+            `zs.Recomputed(every=4)`, a sequence of them, or a mapping from patterns of unit names to these. By default
+            activations are kept.
         precision: "fp32" (all as it is), "bf16", "fp16" (with a dynamic loss scale), or a `Precision`.
         units: what is gathered and reduced together: modules, classes or class names; by default blocks are found in
             lists, sequences and dictionaries of modules, also nested, and small ones joined.
@@ -150,7 +156,9 @@ def shard(
     assert loss.item() < before
     ```
     """
-    asked = Request(model, optimizer, stage, residency, precision, units, mesh, reduction, weights, settings)
+    asked = Request(
+        model, optimizer, stage, residency, activations, precision, units, mesh, reduction, weights, settings
+    )
     return shard_over(asked, current_mesh(), make_comm)
 
 
@@ -163,13 +171,14 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     with everybody_at("zs.shard()", joined, settings.watchdog_s, settings.heartbeat_s):
         with accepted_by_all(joined, "zs.shard()"):
             described = describe(asked, joined, _forms_of)
-            treatments = treatments_of(described.row.activations)
         comm = make_comm(described.mesh, settings, ledger)
     check_equal(described.mesh, comm, facts_of(described, VERSION))
     check_torch()
-    engine = build(described, comm, ledger, treatments)
+    cell, plans = described.row.activations, described.plans
+    engine = build(described, comm, ledger, treatment_of(cell, plans))
     zero = Zero(engine, described)
-    wire(engine, described.model, described.plans, settings.forward_methods, described.precision)
+    hooks = wire(engine, described.model, plans, settings.forward_methods, described.precision)
+    recompute_units(cell, engine, plans, hooks)
     warn_if_whole(described.mesh, engine.units, described.plans)
     return zero
 

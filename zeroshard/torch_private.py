@@ -14,6 +14,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -35,6 +36,8 @@ __all__ = [
     "foreach_lerp_",
     "foreach_norm",
     "graph_task",
+    "innermost_hooks",
+    "is_called_by_checkpoint",
     "is_inside_reentrant_checkpoint",
     "local_of",
     "nodes_before",
@@ -160,13 +163,35 @@ def _foreach_types() -> Iterator[list[type]]:
             yield module._foreach_supported_types
 
 
+def is_called_by_checkpoint() -> bool:
+    """Tell whether activation checkpointing has a tensor packed or unpacked; asked in a saved-tensor hook itself.
+
+    Of a module that it recomputes it saves the inputs, and nothing else, past its own hooks.
+    """
+    frame = sys._getframe(2)
+    if _is_of(frame, "torch/autograd/function.py"):
+        # Up to torch 2.12 it saves them in a node of autograd, whose `apply` is Python.
+        frame = frame.f_back or frame
+    return _is_of(frame, "torch/utils/checkpoint.py")
+
+
+def _is_of(frame: FrameType, path: str) -> bool:
+    return frame.f_code.co_filename.replace("\\", "/").endswith(path)
+
+
+def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the pair of saved-tensor hooks that autograd runs here, the innermost one."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
+
 def is_inside_reentrant_checkpoint() -> bool:
     """Tell whether a reentrant checkpoint is recomputing: its backward function is then on this thread's stack."""
     frame = sys._getframe()
     while (caller := frame.f_back) is not None:
         frame = caller
         if frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith("checkpoint.py"):
-            return frame.f_code.co_filename.replace("\\", "/").endswith("torch/utils/checkpoint.py")
+            return _is_of(frame, "torch/utils/checkpoint.py")
     return False
 
 
@@ -239,6 +264,27 @@ def _tests_reentrant_checkpoint() -> bool:
     return seen == [False, True]
 
 
+def _tests_inputs_of_checkpoint() -> bool:
+    seen: list[bool] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(is_called_by_checkpoint())
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        seen.append(is_called_by_checkpoint())
+        return tensor
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        product = checkpoint(torch.sin, x * x, use_reentrant=False) * x
+        found = innermost_hooks()
+    product.sum().backward()
+    # Two factors each time, and one input in between.
+    expected = [False, False, True, False, False]
+    return seen == 2 * expected and found == (pack, unpack) and innermost_hooks() is None
+
+
 class _Seen(torch.Tensor):
     names: list[str]
 
@@ -303,6 +349,7 @@ def _tests_foreach() -> bool:
 _TESTS: Final = (
     ("the number, the nodes or the callbacks of a backward pass", _tests_autograd),
     ("torch.utils.checkpoint with use_reentrant=True", _tests_reentrant_checkpoint),
+    ("how torch.utils.checkpoint saves inputs", _tests_inputs_of_checkpoint),
     (f"torch.amp.GradScaler's use of {SCALER_CHECK}", _tests_scaler),
     ("torch._C._storage_Use_Count, or the identity of a storage", _tests_storage),
     ("Tensor._version", _tests_version),

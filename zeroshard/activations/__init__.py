@@ -1,28 +1,54 @@
-"""Treatments of activations, by the names that cells of the activations column give.
+"""Treatments of activations: what happens, between forward and backward, to the tensors that autograd saves.
 
-Owns the list. Each treatment is a module beside this one and a `Treatment` of `core/saved.py`, which runs the chain.
+Owns the names that the caller of `shard()` writes, and which treatment a cell asks for. `table/activations.py` has the
+cells, `recompute.py` the recomputation, `chain.py` the rest.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+from torch import nn
+
+from zeroshard.activations.chain import Chained, Link
+from zeroshard.activations.recompute import recompute
+from zeroshard.core.engine import Engine
+from zeroshard.core.hooks import Enter, Exit
 from zeroshard.core.saved import Treatment
-from zeroshard.table.cells import Activations
+from zeroshard.state.blocks import is_leaf
+from zeroshard.state.units import UnitPlan
+from zeroshard.table.activations import Activations, Recomputed, Treated
+from zeroshard.table.schedule import ROOT
 
-__all__ = ["TREATMENTS", "treatments_of"]
+__all__ = ["LINKS", "recompute_units", "treatment_of"]
 
-TREATMENTS: Mapping[str, Callable[[], Treatment]] = MappingProxyType({})
-"""What makes a treatment, by name. Activations are kept so far: there is none."""
+LINKS: Mapping[type[Treated], Callable[[Treated], Link]] = MappingProxyType({})
+"""What makes the link for a cell."""
 
 
-def treatments_of(cell: Activations) -> list[Treatment]:
-    """Return a cell's treatments, in the order in which tensors go through them.
+def treatment_of(cell: Activations, plans: Sequence[UnitPlan]) -> Treatment | None:
+    """Return what is done with the tensors that autograd saves; None where activations are kept."""
+    if not any(cell.chains):
+        return None
+    made: dict[Treated, Link] = {}
+    links: dict[int, list[Link]] = {}
+    for number, plan in enumerate(plans):
+        for link in cell.of_unit(plan.name):
+            if type(link) in LINKS:
+                links.setdefault(number, []).append(made.setdefault(link, LINKS[type(link)](link)))
+    return Chained(links)
 
-    Raises:
-        ValueError: the cell names a treatment that is not in `TREATMENTS`.
+
+def recompute_units(
+    cell: Activations, engine: Engine, plans: Sequence[UnitPlan], hooks: Mapping[nn.Module, tuple[Enter, Exit]]
+) -> None:
+    """Have the modules of units recomputed where a cell asks for it.
+
+    The root and units of a single layer are left alone: they would run again for what they keep anyway.
     """
-    for name in cell.treatments:
-        if name not in TREATMENTS:
-            known = ", ".join(TREATMENTS) or "none"
-            raise ValueError(f"The activations cell '{cell}' asks for '{name}'; known treatments: {known}.")
-    return [TREATMENTS[name]() for name in cell.treatments]
+    modules = []
+    for number, plan in enumerate(plans):
+        how = next((link for link in cell.of_unit(plan.name) if isinstance(link, Recomputed)), None)
+        if how is not None and number != ROOT:
+            blocks = plan.blocks or (plan.module,)
+            modules += [(module, how) for module in blocks if [*module.children()] and not is_leaf(module)]
+    recompute(modules, hooks, engine.saved)

@@ -23,7 +23,7 @@ Note: hints
 
 import sys
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -85,17 +85,17 @@ class Engine:
     """The state of one sharded model.
 
     Args:
-        treatments: what is done with each tensor that autograd saves, in this order.
+        treatment: what is done with the tensors that autograd saves.
     """
 
     def __init__(
-        self, mesh: Mesh, comm: Comm, units: list[Unit], ledger: Ledger, treatments: Sequence[Treatment] = ()
+        self, mesh: Mesh, comm: Comm, units: list[Unit], ledger: Ledger, treatment: Treatment | None = None
     ) -> None:
         self.mesh, self.comm, self.units, self.ledger = mesh, comm, units, ledger
         self.slots: dict[str, Slot] = {}
         self.order = Order(units, comm)
         self.is_sharded = self.order.is_sharded
-        self.has_frames = self.is_sharded or bool(treatments)
+        self.has_frames = self.is_sharded or treatment is not None
         """Whether modules that hold units tell of their forwards: only then their hooks hang."""
         self.gathered: Gathered | None = None
         self.scope = Scope.ALL
@@ -110,7 +110,7 @@ class Engine:
         self._norms: dict[tuple[float, torch.dtype | None], dict[str, Tensor]] = {}
         self._norms_version = 0
         buckets = [(unit.number, bucket) for unit in units for bucket in unit.buckets]
-        self._saved = SavedTensors(buckets, self._need_in_backward, treatments, self._unit_under_way)
+        self.saved = SavedTensors(buckets, self._need_in_backward, treatment, self._unit_under_way)
 
     def take_slots(self, slots: Iterable[Slot]) -> None:
         """Know the parameters, in registration order, and let them know this engine."""
@@ -160,6 +160,7 @@ class Engine:
         """End a module's forward: release its units, and in the outermost one end the pass."""
         if self.gathered is not None or not self._frames or self._frames[-1].module is not module:
             return
+        unit = self._unit_under_way()
         frame = self._frames.pop()
         has_failed = sys.exception() is not frame.exception
         for number in frame.taken:
@@ -177,6 +178,7 @@ class Engine:
                 self._frames[0].between = number
             elif not self.units[number].users:
                 self.order.leave(number)
+        self.saved.treat(unit, outputs)
         if frame.has_grad:
             self._hint_begin(frame.units, outputs)
         if not self._frames:
@@ -193,7 +195,7 @@ class Engine:
             # Forwards without a backward would make ever new keys; the last ones tell kinds apart well enough.
             self._forwards = [*self._forwards[1 - KEPT_FORWARDS :], key]
         # Also without gradients: code inside may enable them, as models of forces do.
-        frame.saved = self._saved.context()
+        frame.saved = self.saved.context()
         try:
             frame.saved.__enter__()
         except RuntimeError as error:
@@ -237,6 +239,7 @@ class Engine:
                 if frame.saved is not None:
                     frame.saved.__exit__(None, None, None)
             self._frames = []
+            self.saved.forget()
             for unit in self.units:
                 unit.users = 0
             self._close(self.order.current)

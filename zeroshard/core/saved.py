@@ -3,8 +3,8 @@
 Owns the only pair of saved-tensor hooks, around each outermost forward pass: of nested pairs autograd runs the
 innermost alone. Every tensor that autograd saves from a bucket is packed with its unit, and unpacking has the unit
 gathered first; this holds for whatever graph the user builds, where hooks on gradients are only hints. All other
-tensors go through the chain of treatments. These hooks switch off autograd's own version check, so what is kept as it
-is carries what is needed to check it here.
+tensors lie in boxes, which a treatment sees when the forward that saved them is over. These hooks switch off autograd's
+own version check, so what is kept carries what is needed to check it here.
 
 Note: derivatives of derivatives
     A backward with `create_graph=True` saves tensors, too, and begins where no hook of a module can see it. So a node
@@ -12,7 +12,6 @@ Note: derivatives of derivatives
     thread anew for each node, so they end with the node. No other node saves a tensor of a bucket.
 """
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,16 +20,23 @@ from typing import Any
 import torch
 
 from zeroshard.core.buffer import Bucket
-from zeroshard.torch_private import graph_task, local_of, storage_of, version_of
+from zeroshard.torch_private import (
+    graph_task,
+    innermost_hooks,
+    is_called_by_checkpoint,
+    local_of,
+    storage_of,
+    version_of,
+)
 
-__all__ = ["SavedTensors", "Treatment"]
+__all__ = ["Box", "SavedTensors", "Treatment"]
 
 Tensor = torch.Tensor
 
 
 @dataclass(slots=True)
 class _Saved:
-    tensor: Tensor
+    value: Any
     version: int
 
 
@@ -41,20 +47,36 @@ class _FromBucket(_Saved):
     updates: int
 
 
+@dataclass(slots=True)
+class Box(_Saved):
+    """What is kept of a tensor that autograd saved, if it is not a parameter's.
+
+    Args:
+        value: the tensor, or what a treatment put in its place.
+        version: of the tensor as autograd saved it.
+        is_input: whether it is an input of a module that activation checkpointing recomputes.
+        treatment: what made the value, and makes the tensor of it again.
+    """
+
+    is_input: bool
+    treatment: "Treatment | None" = None
+
+
 class Treatment(ABC):
-    """What is done with activations between forward and backward: a link of a chain."""
+    """What is done with activations between forward and backward."""
 
     @abstractmethod
-    def pack(self, value: Any, unit: int) -> Any:
-        """Return what is kept of a tensor that autograd saves in the forward of a unit.
+    def treat(self, boxes: Sequence[Box], unit: int, outputs: Any) -> None:
+        """Change the values of boxes, and name the treatment in those.
 
         Args:
-            value: what the treatment before this one returned; a tensor in the first one.
+            boxes: what autograd saved in one forward of a unit, which is over, in order.
+            outputs: what that forward returned.
         """
 
     @abstractmethod
-    def unpack(self, packed: Any) -> Any:
-        """Return what `pack` was given, with the same bits."""
+    def restore(self, box: Box) -> Tensor:
+        """Return the tensor that autograd saved, with the same bits; the box may be asked again."""
 
 
 class SavedTensors:
@@ -63,7 +85,7 @@ class SavedTensors:
     Args:
         buckets: (unit, bucket) pairs.
         need: makes a unit whole; called while a backward pass unpacks.
-        treatments: of activations, in the order of packing.
+        treatment: of activations, if there is one.
         unit_under_way: tells which unit's forward runs.
     """
 
@@ -71,60 +93,70 @@ class SavedTensors:
         self,
         buckets: list[tuple[int, Bucket]],
         need: Callable[[int], None],
-        treatments: Sequence[Treatment],
+        treatment: Treatment | None,
         unit_under_way: Callable[[], int],
     ) -> None:
         self._by_storage = {storage_of(bucket.full): (unit, bucket) for unit, bucket in buckets}
-        self._need, self._treatments, self._unit_under_way = need, tuple(treatments), unit_under_way
+        self._need, self._treatment, self._unit_under_way = need, treatment, unit_under_way
+        self._boxes: dict[int, list[Box]] = {}
+        """What forwards under way have saved, by unit, until they are over."""
 
     def context(self) -> Any:
         """Return the context manager that packs what is saved inside it."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
+    def is_innermost(self) -> bool:
+        """Tell whether what autograd saves here goes through these hooks."""
+        hooks = innermost_hooks()
+        return hooks is not None and hooks[0] == self._pack
+
+    def treat(self, unit: int, outputs: Any) -> None:
+        """Treat what the forward of a unit has saved, which is over."""
+        if self._treatment is not None and (boxes := self._boxes.pop(unit, None)):
+            self._treatment.treat(boxes, unit, outputs)
+
+    def forget(self) -> None:
+        """Leave untreated what an unfinished forward has saved."""
+        self._boxes.clear()
+
     def _pack(self, tensor: Tensor) -> Any:
         # Autograd saves a DTensor as it is; the bytes are those of its local tensor.
         inner = local_of(tensor)
         found = self._by_storage.get(storage_of(inner)) if inner.layout is torch.strided else None
-        if found is None:
-            return self._treat(tensor.detach()) if self._treatments else _Saved(tensor.detach(), version_of(tensor))
-        unit, bucket = found
-        return _FromBucket(tensor.detach(), version_of(tensor), unit, bucket, bucket.updates)
+        if found is not None:
+            unit, bucket = found
+            return _FromBucket(tensor.detach(), version_of(tensor), unit, bucket, bucket.updates)
+        if self._treatment is None or graph_task() != -1:
+            return _Saved(tensor.detach(), version_of(tensor))
+        box = Box(tensor.detach(), version_of(tensor), is_called_by_checkpoint())
+        self._boxes.setdefault(self._unit_under_way(), []).append(box)
+        return box
 
-    def _treat(self, value: Any) -> Any:
-        unit = self._unit_under_way()
-        for treatment in self._treatments:
-            value = treatment.pack(value, unit)
-        return value
-
-    def _untreat(self, value: Any) -> _Saved:
-        for treatment in reversed(self._treatments):
-            value = treatment.unpack(value)
-        return _Saved(value, version_of(value))
-
-    def _unpack(self, kept: Any) -> Tensor:
-        packed = kept if isinstance(kept, _Saved) else self._untreat(kept)
+    def _unpack(self, packed: _Saved) -> Tensor:
+        treatment = packed.treatment if isinstance(packed, Box) else None
         if isinstance(packed, _FromBucket) and packed.bucket.updates != packed.updates:
             raise RuntimeError(
                 f"The parameters of '{packed.bucket.spec.name}' changed {packed.bucket.updates - packed.updates} "
                 "time(s) between this forward pass and its backward (an optimizer step or gathered(writeback=True)), "
                 "so its gradients would be wrong. Call backward() before the step, or run the forward pass again."
             )
-        if version_of(packed.tensor) != packed.version:
+        if treatment is None and version_of(packed.value) != packed.version:
             where = f" of '{packed.bucket.spec.name}'" if isinstance(packed, _FromBucket) else ""
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a {packed.tensor.dtype} tensor{where} of shape {tuple(packed.tensor.shape)} is at version "
-                f"{version_of(packed.tensor)}; the forward pass saved version {packed.version}. Clone it before "
+                f"a {packed.value.dtype} tensor{where} of shape {tuple(packed.value.shape)} is at version "
+                f"{version_of(packed.value)}; the forward pass saved version {packed.version}. Clone it before "
                 "changing it."
             )
         if isinstance(packed, _FromBucket):
             self._need(packed.unit)
         if torch.is_grad_enabled() and graph_task() != -1:
-            if sys._getframe(1).f_code.co_filename.replace("\\", "/").endswith("torch/utils/checkpoint.py"):
+            if is_called_by_checkpoint():
                 # What it recomputes is handed to nodes past these hooks, and they would save it past them.
                 raise RuntimeError(
                     "create_graph=True through activation checkpointing is not supported where parameters are sharded. "
                     "Leave checkpointing out of what is differentiated twice, or keep parameters whole (stage 2)."
                 )
             self.context().__enter__()
-        return packed.tensor
+        found: Tensor = packed.value if treatment is None else treatment.restore(packed)  # type: ignore[arg-type]
+        return found

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["find", "map_floating"]
+__all__ = ["find", "map_floating", "map_tensors"]
 
 _T = TypeVar("_T")
 
@@ -31,17 +31,24 @@ def find(value: Any, *kinds: type[_T]) -> list[_T]:
 
 def map_floating(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a value with `change` applied to each floating-point tensor in it."""
-    if isinstance(value, torch.Tensor):
-        return change(value) if value.is_floating_point() else value
+    return map_tensors(value, lambda tensor: change(tensor) if tensor.is_floating_point() else tensor)
+
+
+def map_tensors(value: Any, change: Callable[[Any], Any], kind: type[Any] = torch.Tensor) -> Any:
+    """Return a value with `change` applied to each tensor in it, or to each object of another class."""
+    if isinstance(value, kind):
+        return change(value)
     if isinstance(value, (list, tuple)):
-        items = [map_floating(item, change) for item in value]
+        items = [map_tensors(item, change, kind) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, MutableMapping):
         changed = copy.copy(value)
         for key, item in value.items():
-            changed[key] = map_floating(item, change)
+            changed[key] = map_tensors(item, change, kind)
         return changed
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: map_floating(getattr(value, f.name), change) for f in dataclasses.fields(value) if f.init}
+        fields = {
+            f.name: map_tensors(getattr(value, f.name), change, kind) for f in dataclasses.fields(value) if f.init
+        }
         return dataclasses.replace(value, **fields)
     return value

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.precision import Dtypes
 from zeroshard.core.slot import Form
+from zeroshard.state.activations import ActivationsLike, activations_of
 from zeroshard.state.admission import admit
 from zeroshard.state.materialize import InitFn, Weights, check_source
 from zeroshard.state.precision import Precision, precision_of
@@ -25,7 +26,7 @@ from zeroshard.state.start import check_seconds
 from zeroshard.state.units import UnitPlan, plan_units
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
-from zeroshard.table.stages import DEFAULT_STAGE, name_of_row, row_of_stage
+from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, row_of_stage
 from zeroshard.wire.comm import Tag
 from zeroshard.wire.mesh import Mesh
 from zeroshard.wire.transports import MEMORIES
@@ -47,7 +48,8 @@ class Request:
     model: nn.Module
     optimizer: Optimizers = None
     stage: int | None = None
-    residency: Residency | None = None
+    residency: Residency | str | None = None
+    activations: ActivationsLike = None
     precision: str | Precision = "fp32"
     units: Sequence[object] | None = None
     mesh: DeviceMesh | int | None = None
@@ -130,13 +132,21 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
 
 def _row(request: Request) -> Residency:
     """Return the row of the residency table that two of the arguments ask for."""
-    stage, residency = request.stage, request.residency
+    stage, residency, cell = request.stage, request.residency, activations_of(request.activations)
     if residency is None:
-        return row_of_stage(DEFAULT_STAGE if stage is None else stage)
+        return dataclasses.replace(row_of_stage(DEFAULT_STAGE if stage is None else stage), activations=cell)
     if stage is not None:
         raise ValueError(f"Give stage= or residency=, not both; got stage={stage} and {residency}.")
+    if isinstance(residency, str):
+        if residency not in CONFIGURATIONS:
+            raise ValueError(f"residency={residency!r}: a zs.Residency, or one of {', '.join(CONFIGURATIONS)}.")
+        residency = CONFIGURATIONS[residency]
     if not isinstance(residency, Residency):
-        raise TypeError(f"residency must be a zs.Residency; got {residency!r}. stage= takes a number.")
+        raise TypeError(f"residency must be a zs.Residency; got {residency!r}.")
+    if request.activations is not None:
+        if any(residency.activations.chains):
+            raise ValueError(f"Give activations= or a row that has them, not both; got {cell} and {residency}.")
+        residency = dataclasses.replace(residency, activations=cell)
     for column, known in (("states", MEMORIES), ("gradients", ["device"]), ("parameters", ["device"])):
         if (cell := getattr(residency, column)).memory not in known:
             raise ValueError(

@@ -4,7 +4,7 @@ Owns the steps from a description to units. `state/request.py` has checked every
 ranks, so that a refusal leaves the model as it was.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -29,7 +29,7 @@ from zeroshard.wire.pool import Pool
 __all__ = ["build", "spread"]
 
 
-def build(described: Described, comm: Comm, ledger: Ledger, treatments: Sequence[Treatment]) -> Engine:
+def build(described: Described, comm: Comm, ledger: Ledger, treatment: Treatment | None) -> Engine:
     """Take a model over, unit by unit, and return its engine, which no hook calls yet.
 
     Collective: broadcast of parameters and buffers from rank 0; every rank must call.
@@ -45,7 +45,7 @@ def build(described: Described, comm: Comm, ledger: Ledger, treatments: Sequence
         _take_over(made[number], described.plans[number], described.forms, comm)
     for name, tensor in model.named_buffers():
         comm.broadcast(tensor.data, f"buffer '{name}'", "start")
-    engine = Engine(described.mesh, comm, [made[number] for number in range(len(made))], ledger, treatments)
+    engine = Engine(described.mesh, comm, [made[number] for number in range(len(made))], ledger, treatment)
     engine.take_slots(slot_of(parameter) for parameter in model.parameters())
     if described.precision.loss_scale is not None:
         engine.use_loss_scale(LossScale(described.precision.loss_scale))

@@ -28,8 +28,11 @@ __all__ = ["wire"]
 
 def wire(
     engine: Engine, model: nn.Module, plans: Sequence[UnitPlan], methods: Sequence[str], precision: Precision
-) -> None:
-    """Hang the hooks: every module whose forward needs units that come and go, and the model itself."""
+) -> dict[nn.Module, tuple[Enter, Exit]]:
+    """Hang the hooks: every module whose forward needs units that come and go, and the model itself.
+
+    Returns: the hooks of each module's forward.
+    """
     entries: dict[nn.Module, tuple[str, tuple[int, ...]]] = {model: ("", ())}
     for unit, plan in zip(engine.units, plans, strict=True):
         # Elsewhere no module needs an event but the model itself, whose entry checks and completes passes.
@@ -37,7 +40,7 @@ def wire(
             known = entries.get(module, ("", ()))[1]
             entries[module] = (name, (*known, unit.number))
     own = registered(model)
-    _hang(engine, model, entries, own, methods, precision)
+    return _hang(engine, model, entries, own, methods, precision)
 
 
 def _hang(
@@ -47,16 +50,17 @@ def _hang(
     own: Sequence[Registered],
     forward_methods: Sequence[str],
     precision: Precision,
-) -> None:
-    """Register all hooks of a model.
+) -> dict[nn.Module, tuple[Enter, Exit]]:
+    """Register all hooks of a model; return those of each module's forward.
 
     Args:
         entries: modules whose forward needs units: the module's name and the units' numbers.
         own: what the model must find unchanged.
         forward_methods: methods of the model that compute as forward does.
     """
+    hooks = {}
     for module, (name, units) in entries.items():
-        enter, leave = Enter(engine, name, units, own if module is model else ()), Exit(engine)
+        enter, leave = hooks[module] = Enter(engine, name, units, own if module is model else ()), Exit(engine)
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave, with_kwargs=True, always_call=True)
         if module is model:
@@ -78,6 +82,7 @@ def _hang(
         module.register_state_dict_pre_hook(refuse_save)
         module.register_load_state_dict_pre_hook(refuse_load)
     model.__dict__["__deepcopy__"] = functools.partial(copy_plain, model, tuple(forward_methods))
+    return hooks
 
 
 def _hang_casts(engine: Engine, model: nn.Module, precision: Precision) -> tuple[CastIn, CastOut] | None:

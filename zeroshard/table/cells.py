@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Literal, final
 
+from zeroshard.table.activations import Activations
 from zeroshard.table.layout import Layout, plan_layout
 
-__all__ = ["Activations", "Cell", "Kept", "Replicated", "Residency", "Sharded"]
+__all__ = ["Cell", "Replicated", "Residency", "Sharded"]
 
 
 class Cell(ABC):
@@ -73,27 +74,6 @@ class Sharded(Cell):
     __str__ = Cell.__str__
 
 
-class Activations(ABC):
-    """One cell of the activations column: what is done with the tensors that autograd saves."""
-
-    word: str
-    treatments: tuple[str, ...] = ()
-    """Names of what each tensor goes through in the forward pass, and backwards in the backward pass."""
-
-    def __str__(self) -> str:
-        return self.word
-
-
-@final
-@dataclass(frozen=True)
-class Kept(Activations):
-    """Activations stay where the forward pass left them."""
-
-    word = "kept"
-
-    __str__ = Activations.__str__
-
-
 @dataclass(frozen=True)
 class Residency:
     """A row of the table: one cell for each column.
@@ -112,7 +92,7 @@ class Residency:
     states: Cell = field(default_factory=Replicated)
     gradients: Cell = field(default_factory=Replicated)
     parameters: Cell = field(default_factory=Replicated)
-    activations: Activations = field(default_factory=Kept)
+    activations: Activations = field(default_factory=Activations)
 
     def __post_init__(self) -> None:
         columns = (("states", Cell), ("gradients", Cell), ("parameters", Cell), ("activations", Activations))

@@ -6,9 +6,10 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from dataclasses import replace
 from types import MappingProxyType
 
-from zeroshard.table.cells import Kept, Residency, Sharded
+from zeroshard.table.activations import Activations, Offloaded, Partitioned, Recomputed
+from zeroshard.table.cells import Residency, Sharded
 
-__all__ = ["DEFAULT_STAGE", "STAGES", "name_of_row", "row_of_stage"]
+__all__ = ["CONFIGURATIONS", "DEFAULT_STAGE", "STAGES", "name_of_row", "row_of_stage"]
 
 STAGES = MappingProxyType(
     {
@@ -19,6 +20,17 @@ STAGES = MappingProxyType(
     }
 )
 
+_CHECKPOINTS = Recomputed()
+CONFIGURATIONS = MappingProxyType(
+    {
+        "C1": replace(STAGES[1], activations=Activations((_CHECKPOINTS,))),
+        "C2": replace(STAGES[1], activations=Activations((_CHECKPOINTS, Partitioned()))),
+        "C3": replace(STAGES[2], activations=Activations((_CHECKPOINTS,))),
+        "C4": replace(STAGES[2], activations=Activations((_CHECKPOINTS, Partitioned()))),
+        "C5": replace(STAGES[2], activations=Activations((_CHECKPOINTS, Partitioned(), Offloaded()))),
+    }
+)
+"""The configurations that the paper measures (table 3). C_B and M_D, which all of them have, are not cells."""
 
 DEFAULT_STAGE = 3
 """What `shard()` does where nothing is said: everything sharded."""
@@ -52,4 +64,4 @@ def name_of_row(row: Residency) -> str:
             break
     else:
         name = f"states {row.states}, gradients {row.gradients}, parameters {row.parameters}"
-    return name if row.activations == Kept() else f"{name}, activations {row.activations}"
+    return name if row.activations == Activations() else f"{name}, activations {row.activations}"

@@ -1,0 +1,68 @@
+"""What the caller of `shard()` writes about activations, and the cell that follows.
+
+Owns the names of treatments. `table/activations.py` has the cells that they stand for.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from zeroshard.table.activations import Activations, Chain, Compressed, Offloaded, Partitioned, Recomputed, Treated
+
+__all__ = ["ActivationsLike", "NAMED", "activations_of"]
+
+NAMED: Mapping[str, Chain] = MappingProxyType(
+    {
+        "keep": (),
+        "recompute": (Recomputed(),),
+        "recompute-sqrt": (Recomputed(every="sqrt"),),
+        "recompute-rest": (Recomputed(keeps="products"),),
+        "partition": (Partitioned(),),
+        "compress": (Compressed(),),
+        "compress-bf16": (Compressed("bf16"),),
+        "compress-fp8": (Compressed("fp8"),),
+        "compress-int8": (Compressed("int8"),),
+        "offload": (Offloaded(),),
+    }
+)
+"""Treatments by the names that users write, joined by "+"."""
+
+Asked = str | Treated | Sequence[str | Treated]
+ActivationsLike = Activations | Asked | Mapping[str, Asked] | None
+"""What the caller of `shard()` may write."""
+
+
+def activations_of(asked: ActivationsLike) -> Activations:
+    """Return the cell for what a caller writes.
+
+    Raises:
+        ValueError: a name that is not in `NAMED`, or treatments that do not go together.
+        TypeError: something that is neither a name nor a cell.
+
+    ```python
+    from zeroshard.state.activations import activations_of
+    from zeroshard.table.activations import Recomputed
+
+    assert activations_of("recompute").chain == (Recomputed(),)
+    assert activations_of({"blocks.*": "recompute"}).of_unit("head") == ()
+    ```
+    """
+    if isinstance(asked, Activations):
+        return asked
+    if isinstance(asked, Mapping):
+        return Activations(units=tuple((pattern, _chain_of(one)) for pattern, one in asked.items()))
+    return Activations(_chain_of(asked) if asked is not None else ())
+
+
+def _chain_of(asked: Asked) -> Chain:
+    chain: list[Treated] = []
+    for one in [asked] if isinstance(asked, str | Treated) else asked:
+        if isinstance(one, Treated):
+            chain.append(one)
+        elif isinstance(one, str):
+            for name in one.split("+"):
+                if name not in NAMED:
+                    raise ValueError(f"activations={one!r}: there is no treatment '{name}'; known: {', '.join(NAMED)}.")
+                chain += NAMED[name]
+        else:
+            raise TypeError(f"activations= takes names and cells such as zs.Recomputed(); got {one!r}.")
+    return tuple(chain)

@@ -1,0 +1,158 @@
+"""The activations column of the residency table: what happens, between forward and backward, to what autograd saves.
+
+Owns the cells as data, and which of them go together. What they do is in `activations/`. Read `table/cells.py` first.
+"""
+
+from abc import ABC
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, final
+
+__all__ = [
+    "Activations",
+    "Chain",
+    "Compressed",
+    "Offloaded",
+    "Partitioned",
+    "Recomputed",
+    "Treated",
+]
+
+
+class Treated(ABC):
+    """One link of what is done with activations, the tensors that autograd saves."""
+
+    word: str
+
+    def __str__(self) -> str:
+        return self.word
+
+
+@final
+@dataclass(frozen=True)
+class Recomputed(Treated):
+    """Modules keep their inputs alone, and run once more in the backward pass.
+
+    Args:
+        every: inputs are kept of each so many modules only, and those between them run again together. "sqrt" is the
+            root of their count, where what is kept and what is recomputed at a time are about even.
+        keeps: "inputs", or "products": the results of matrix products, convolutions and attention are kept, too, and
+            the rest is recomputed from them.
+
+    Source: Chen et al. 2016 (every); Korthikanti et al. 2022 (products).
+    """
+
+    every: int | Literal["sqrt"] = 1
+    keeps: Literal["inputs", "products"] = "inputs"
+    word = "recomputed"
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.every, int) and not isinstance(self.every, bool) and self.every > 0
+        if not (is_number or self.every == "sqrt") or self.keeps not in ("inputs", "products"):
+            raise ValueError(f"{self!r}: every must be at least 1 or 'sqrt', keeps 'inputs' or 'products'.")
+        if self.every != 1 and self.keeps == "products":
+            raise ValueError(f"{self!r}: where products are kept, every module keeps its inputs, too (every=1).")
+
+    def __str__(self) -> str:
+        every = "" if self.every == 1 else f" every {self.every}"
+        return f"{self.word}{every}{' but for products' * (self.keeps == 'products')}"
+
+
+@final
+@dataclass(frozen=True)
+class Partitioned(Treated):
+    """Of the inputs of recomputed modules each rank along the tensor axis keeps its part.
+
+    Source: Rajbhandari et al. 2020, section 6.1 (P_a).
+    """
+
+    word = "partitioned"
+
+    __str__ = Treated.__str__
+
+
+@final
+@dataclass(frozen=True)
+class Compressed(Treated):
+    """What is kept takes fewer bits.
+
+    Args:
+        rest: what happens to tensors that no lossless encoding makes smaller: None keeps them; "bf16", "fp8" and "int8"
+            round them, the last two with a scale for each block.
+
+    Source: Jain et al. 2018 (Gist).
+    """
+
+    rest: Literal["bf16", "fp8", "int8"] | None = None
+    word = "compressed"
+
+    def __post_init__(self) -> None:
+        if self.rest not in (None, "bf16", "fp8", "int8"):
+            raise ValueError(f"Compressed(rest=) must be None, 'bf16', 'fp8' or 'int8'; got {self.rest!r}.")
+
+    def __str__(self) -> str:
+        return self.word if self.rest is None else f"{self.word}, rest {self.rest}"
+
+
+@final
+@dataclass(frozen=True)
+class Offloaded(Treated):
+    """What is kept lies in memory of the host until shortly before it is used.
+
+    Args:
+        fraction: of the bytes; the rest, what is used first, stays on the device.
+    """
+
+    fraction: float = 1.0
+    word = "offloaded"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"Offloaded(fraction=) must be above 0 and at most 1; got {self.fraction!r}.")
+
+    def __str__(self) -> str:
+        return self.word if self.fraction == 1 else f"{self.fraction:.0%} {self.word}"
+
+
+ORDER = (Recomputed, Partitioned, Compressed, Offloaded)
+Chain = tuple[Treated, ...]
+"""Treatments in the order in which a tensor goes through them."""
+
+
+@final
+@dataclass(frozen=True)
+class Activations:
+    """A cell of the activations column: what happens between forward and backward to what autograd saves.
+
+    Args:
+        chain: of every unit that `units` does not name; () keeps activations as they are.
+        units: pairs of a pattern of unit names, with the wildcards of a shell, and the chain of these units; the first
+            that fits counts.
+    """
+
+    chain: Chain = ()
+    units: tuple[tuple[str, Chain], ...] = ()
+
+    def __post_init__(self) -> None:
+        for chain in self.chains:
+            if (places := [ORDER.index(type(link)) for link in chain]) != sorted(set(places)):
+                words = "+".join(kind.word for kind in ORDER)
+                raise ValueError(f"activations {_words(chain)}: give each treatment once, in the order {words}.")
+            if 1 in places and 0 not in places:
+                raise ValueError("Only inputs of recomputed modules can be partitioned: 'recompute+partition'.")
+
+    @property
+    def chains(self) -> tuple[Chain, ...]:
+        """All chains in it."""
+        return (self.chain, *(chain for _, chain in self.units))
+
+    def of_unit(self, name: str) -> Chain:
+        """Return the chain of a unit."""
+        return next((chain for pattern, chain in self.units if fnmatchcase(name, pattern)), self.chain)
+
+    def __str__(self) -> str:
+        return ", ".join([_words(self.chain), *(f"{name} {_words(chain)}" for name, chain in self.units)])
+
+
+def _words(chain: Chain) -> str:
+    return "+".join(map(str, chain)) or "kept"
