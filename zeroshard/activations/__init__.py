@@ -6,26 +6,32 @@ cells, `recompute.py` the recomputation, `chain.py` the rest.
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 
 from zeroshard.activations.chain import Chained, Link
+from zeroshard.activations.partition import Partition
 from zeroshard.activations.recompute import recompute
 from zeroshard.core.engine import Engine
 from zeroshard.core.hooks import Enter, Exit
 from zeroshard.core.saved import Treatment
 from zeroshard.state.blocks import is_leaf
 from zeroshard.state.units import UnitPlan
-from zeroshard.table.activations import Activations, Recomputed, Treated
+from zeroshard.table.activations import Activations, Partitioned, Recomputed, Treated
 from zeroshard.table.schedule import ROOT
+from zeroshard.table.trace import Ledger
+from zeroshard.wire.comm import Comm
 
 __all__ = ["LINKS", "recompute_units", "treatment_of"]
 
-LINKS: Mapping[type[Treated], Callable[[Treated], Link]] = MappingProxyType({})
-"""What makes the link for a cell."""
+LINKS: Mapping[type[Treated], Callable[[Any, Comm], Link]] = MappingProxyType(
+    {Partitioned: lambda cell, comm: Partition(comm)}
+)
+"""What makes the link for a cell, and for the collectives of the model."""
 
 
-def treatment_of(cell: Activations, plans: Sequence[UnitPlan]) -> Treatment | None:
+def treatment_of(cell: Activations, plans: Sequence[UnitPlan], comm: Comm, ledger: Ledger) -> Treatment | None:
     """Return what is done with the tensors that autograd saves; None where activations are kept."""
     if not any(cell.chains):
         return None
@@ -34,8 +40,8 @@ def treatment_of(cell: Activations, plans: Sequence[UnitPlan]) -> Treatment | No
     for number, plan in enumerate(plans):
         for link in cell.of_unit(plan.name):
             if type(link) in LINKS:
-                links.setdefault(number, []).append(made.setdefault(link, LINKS[type(link)](link)))
-    return Chained(links)
+                links.setdefault(number, []).append(made.setdefault(link, LINKS[type(link)](link, comm)))
+    return Chained(links, ledger)
 
 
 def recompute_units(

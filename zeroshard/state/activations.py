@@ -55,7 +55,7 @@ def activations_of(asked: ActivationsLike) -> Activations:
 
 def _chain_of(asked: Asked) -> Chain:
     chain: list[Treated] = []
-    for one in [asked] if isinstance(asked, str | Treated) else asked:
+    for one in asked if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]:
         if isinstance(one, Treated):
             chain.append(one)
         elif isinstance(one, str):
