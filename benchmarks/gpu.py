@@ -166,7 +166,7 @@ def build(entrant: Entrant, ranks: int, sizes: Sizes) -> Running:
 
 
 def _emulated(mesh: zs.Mesh, settings: zs.Settings, ledger: Ledger) -> NcclComm:
-    return NcclComm(Nobody(mesh), ledger)  # type: ignore[arg-type]
+    return NcclComm(Nobody(mesh), ledger, settings.wire_bytes)  # type: ignore[arg-type]
 
 
 def _fully_shard(model: nn.Module, blocks: Sequence[nn.Module], stage: int, device: str) -> None:

@@ -12,9 +12,11 @@ from torch import Tensor
 
 import zeroshard as zs
 from benchmarks.gpu import Nobody, fake_ranks
+from zeroshard.table.settings import WIRE_BYTES
+from zeroshard.table.spec import BLOCK_NUMEL
 from zeroshard.table.trace import Ledger
 from zeroshard.testing import run_ranks
-from zeroshard.wire.codec import BLOCK_NUMEL, Codec, Rounded
+from zeroshard.wire.codec import Codec, Rounded
 from zeroshard.wire.comm import Comm, SoloComm, Tag
 from zeroshard.wire.links import Links
 from zeroshard.wire.mesh import Mesh, current_mesh
@@ -26,6 +28,8 @@ SIZES = (1, 7, 64, (1 << 20) + 3)
 """Elements of a shard; the last is a few more than are shown at once in memory of the host."""
 FEW = 1 << 10
 """Shards of more elements are tried in fp32 alone."""
+LATE = 2 * BLOCK_NUMEL + 64
+"""What a rank is not ready for: several pieces, where a transport sends in pieces."""
 KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 
 
@@ -66,8 +70,12 @@ class GlooLinks(Links):  # type: ignore[misc]
         super().new_group(name, "gloo", *axes)
 
 
-def messages(mesh: Mesh, ledger: Ledger) -> Comm:
-    return make_comm(mesh, zs.Settings(watchdog_s=20.0, shared_memory=False), ledger)
+def messages(mesh: Mesh, ledger: Ledger, wire_bytes: int = WIRE_BYTES) -> Comm:
+    return make_comm(mesh, zs.Settings(watchdog_s=20.0, shared_memory=False, wire_bytes=wire_bytes), ledger)
+
+
+def pieces(mesh: Mesh, ledger: Ledger) -> Comm:
+    return messages(mesh, ledger, 1)
 
 
 def host(mesh: Mesh, ledger: Ledger) -> Comm:
@@ -76,12 +84,22 @@ def host(mesh: Mesh, ledger: Ledger) -> Comm:
     return comm
 
 
-def native(mesh: Mesh, ledger: Ledger) -> Comm:
-    return NcclComm(GlooLinks(mesh, 20.0, 20.0), ledger)
+def native(mesh: Mesh, ledger: Ledger, wire_bytes: int = WIRE_BYTES) -> Comm:
+    return NcclComm(GlooLinks(mesh, 20.0, 20.0), ledger, wire_bytes)
 
 
-MAKERS: dict[str, Callable[[Mesh, Ledger], Comm]] = {"messages": messages, "host": host, "native": native}
-IN_RANK_ORDER = ("messages", "host")
+def native_pieces(mesh: Mesh, ledger: Ledger) -> Comm:
+    return native(mesh, ledger, 1)
+
+
+MAKERS: dict[str, Callable[[Mesh, Ledger], Comm]] = {
+    "messages": messages,
+    "messages in pieces": pieces,
+    "host": host,
+    "native": native,
+    "native in pieces": native_pieces,
+}
+IN_RANK_ORDER = ("messages", "messages in pieces", "host")
 """Whose sums have an order that is known."""
 
 
@@ -167,9 +185,9 @@ class Asked:
             return
         ranks, place = self.mesh.shard_ranks, self.mesh.shard_rank
         for late in range(len(ranks)):
-            full = self.memory(len(ranks) * 64, torch.float32, shared=True)
+            full = self.memory(len(ranks) * LATE, torch.float32, shared=True)
             full.copy_(values(self.mesh.rank, full.numel()))
-            own, kept = torch.zeros(64), full.clone()
+            own, kept = torch.zeros(LATE), full.clone()
             given = None if place == late else full
             found = self.comm.reduce(given, own, Rounded("float32"), 1.0, Tag(late, 0, "a late reduction")).wait()
             self.expect(found, False, f"place {late} was not ready")
@@ -202,7 +220,7 @@ class Asked:
             self.expect(bool(torch.allclose(own, expected.to(held), rtol=step, atol=step)), True, what)
             sent = self.comm.sent_bytes["replicate"] - before
             # Where a backend adds messages up, the sums come back as messages, too.
-            summed_bytes = codec.nbytes(64) if self.name == "native" else 64 * held.itemsize
+            summed_bytes = 64 * held.itemsize if self.name in IN_RANK_ORDER else codec.nbytes(64)
             self.expect(sent, (codec.nbytes(64) + summed_bytes) * (len(ranks) - 1), f"bytes of {what}")
 
     def small_things(self) -> None:
@@ -339,7 +357,7 @@ def test_one_process_changes_nothing() -> None:
 def test_emulated_ranks_count_and_shape_as_real_ones() -> None:
     mesh = Mesh(0, 4, 0, torch.device("cpu"), (("shard", 4),))
     with fake_ranks(4):
-        comm = NcclComm(Nobody(mesh), Ledger())  # type: ignore[arg-type]
+        comm = NcclComm(Nobody(mesh), Ledger(), WIRE_BYTES)  # type: ignore[arg-type]
         full, own = values(0, 256), torch.zeros(64)
         assert comm.gather(full, Tag(0, 0, "")).wait()
         assert comm.reduce(full, own, Rounded("bfloat16"), 1.0, Tag(0, 0, "")).wait()

@@ -6,7 +6,10 @@ Owns `Settings`, a field for each option of `shard()` that is not an argument of
 from dataclasses import dataclass
 from typing import final
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "WIRE_BYTES"]
+
+WIRE_BYTES = 1 << 25
+"""Smaller buffers make pieces that wait for one another; larger ones were no faster (docs/benchmarks.md)."""
 
 
 @final
@@ -21,6 +24,9 @@ class Settings:
         shared_memory: False has ranks send messages even where a copy of the state lies on one host, with gloo on the
             CPU: there they read each other's memory by default, which is faster and gives the same bits.
         elementwise: True vouches for optimizers that are not known to update each element by itself; None tries them.
+        wire_bytes: of the buffers that one reduction by messages may take, or one conversion for NCCL: a larger unit
+            travels in pieces, so that no buffer grows with the model or its largest unit. A piece has 65,536 elements
+            at least.
         forward_methods: methods of the model, besides `forward`, that compute with its parameters.
 
     ```python
@@ -35,4 +41,5 @@ class Settings:
     heartbeat_s: float = 30.0
     shared_memory: bool = True
     elementwise: bool | None = None
+    wire_bytes: int = WIRE_BYTES
     forward_methods: tuple[str, ...] = ()

@@ -15,12 +15,15 @@ from typing import final
 from zeroshard.table.cells import Residency
 from zeroshard.table.layout import Layout
 
-__all__ = ["BucketSpec", "CODECS", "Formats", "Message", "Range", "UnitSpec", "itemsize", "message_of"]
+__all__ = ["BLOCK_NUMEL", "BucketSpec", "CODECS", "Formats", "Message", "Range", "UnitSpec", "itemsize", "message_of"]
 
 Range = tuple[int, int]
 """Elements of a bucket, as (start, stop)."""
 Message = tuple[int, str]
 """A flat tensor: elements, and their dtype by torch's name."""
+
+BLOCK_NUMEL = 1 << 16
+"""Elements that are encoded, and added up, at once."""
 
 CODECS: Mapping[str, Callable[[int], Message]] = MappingProxyType({})
 """The codecs besides dtypes, by name: each returns the message for a number of elements."""

@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import final
 
-from zeroshard.table.spec import BucketSpec, Message, message_of
+from zeroshard.table.settings import WIRE_BYTES
+from zeroshard.table.spec import BLOCK_NUMEL, BucketSpec, Message, itemsize, message_of
 
 __all__ = ["HostWire", "Messages", "Native", "Silence", "Wire"]
 
@@ -17,6 +18,19 @@ class Wire(ABC):
 
     is_in_place: bool = False
     """Whether ranks of one copy read each other's memory: nothing is received in buffers, nothing is on its way."""
+    wire_bytes: int = WIRE_BYTES
+    """Of the buffers that one exchange may take."""
+
+    def piece_numel(self, numel: int, codec: str, messages: int) -> int:
+        """Return how many of the elements that a rank owns are exchanged at once.
+
+        Args:
+            codec: as in `Formats.reduce`.
+            messages: buffers that each of them takes a place in.
+        """
+        count, dtype = message_of(codec, BLOCK_NUMEL)
+        blocks = self.wire_bytes // max(1, messages * count * itemsize(dtype))
+        return min(numel, max(1, blocks) * BLOCK_NUMEL)
 
     @abstractmethod
     def among_shards(self, bucket: BucketSpec) -> list[Message]:
@@ -33,13 +47,13 @@ class Wire(ABC):
 
     def among_copies(self, bucket: BucketSpec) -> list[Message]:
         """Return the buffers of a sum over copies of the state: by messages, pieces of a shard."""
-        return _exchanged(bucket, bucket.layout.shard_numel // bucket.replicas, bucket.replicas)
+        return self.exchanged(bucket, bucket.layout.shard_numel // bucket.replicas, bucket.replicas)
 
-
-def _exchanged(bucket: BucketSpec, numel: int, ranks: int) -> list[Message]:
-    """Return a buffer for each message that arrives, and for each that is encoded before it is sent."""
-    is_encoded = bucket.formats.reduce != bucket.formats.grad
-    return [message_of(bucket.formats.reduce, numel)] * (ranks - 1) * (1 + is_encoded)
+    def exchanged(self, bucket: BucketSpec, numel: int, ranks: int) -> list[Message]:
+        """Return a buffer for each message that arrives, and for each that is encoded before it is sent."""
+        codec = bucket.formats.reduce
+        messages = (ranks - 1) * (1 + (codec != bucket.formats.grad))
+        return [message_of(codec, self.piece_numel(numel, codec, messages))] * messages
 
 
 @final
@@ -56,8 +70,10 @@ class Silence(Wire):
 class Messages(Wire):
     """Point to point."""
 
+    wire_bytes: int = WIRE_BYTES
+
     def among_shards(self, bucket: BucketSpec) -> list[Message]:
-        return _exchanged(bucket, bucket.layout.shard_numel, bucket.layout.world_size)
+        return self.exchanged(bucket, bucket.layout.shard_numel, bucket.layout.world_size)
 
 
 @final
@@ -66,6 +82,7 @@ class HostWire(Wire):
     """Memory of the host: only what lies elsewhere is copied to where all see it, `shown_numel` elements at a time."""
 
     shown_numel: int
+    wire_bytes: int = WIRE_BYTES
     is_in_place = True
 
     def among_shards(self, bucket: BucketSpec) -> list[Message]:
@@ -77,12 +94,16 @@ class HostWire(Wire):
 @final
 @dataclass(frozen=True)
 class Native(Wire):
-    """A backend's own collectives, of dtypes alone: what is converted, is converted whole."""
+    """A backend's own collectives, of dtypes alone: what is converted, is converted in pieces."""
+
+    wire_bytes: int = WIRE_BYTES
 
     def among_shards(self, bucket: BucketSpec) -> list[Message]:
-        is_converted = bucket.formats.reduce != bucket.formats.grad
-        return [(bucket.layout.full_numel, bucket.formats.reduce)] * is_converted
+        return self._converted(bucket, bucket.layout.shard_numel, bucket.layout.world_size)
 
     def among_copies(self, bucket: BucketSpec) -> list[Message]:
-        is_converted = bucket.formats.reduce != bucket.formats.grad and bucket.replicas > 1
-        return [(bucket.layout.shard_numel, bucket.formats.reduce)] * is_converted
+        return self._converted(bucket, bucket.layout.shard_numel, 1) if bucket.replicas > 1 else []
+
+    def _converted(self, bucket: BucketSpec, numel: int, rows: int) -> list[Message]:
+        codec = bucket.formats.reduce
+        return [] if codec == bucket.formats.grad else [(rows * self.piece_numel(numel, codec, rows), codec)]

@@ -11,18 +11,15 @@ Note: blocks
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, final
+from typing import final
 
 import torch
 
-from zeroshard.table.spec import message_of
+from zeroshard.table.spec import BLOCK_NUMEL, message_of
 
-__all__ = ["BLOCK_NUMEL", "Codec", "Rounded", "sum_in_rank_order"]
+__all__ = ["Codec", "Rounded", "sum_in_rank_order"]
 
 Tensor = torch.Tensor
-
-BLOCK_NUMEL: Final = 1 << 16
-"""Elements that are encoded, and added up, at once."""
 
 
 class Codec(ABC):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.table.trace import Ledger
-from zeroshard.table.wires import Messages, Wire
+from zeroshard.table.wires import Wire
 from zeroshard.wire.codec import Codec, sum_in_rank_order
 from zeroshard.wire.comm import Pending, Tag
 from zeroshard.wire.linked import LinkedComm
@@ -31,8 +31,8 @@ Ranks = tuple[int, ...]
 class GlooComm(LinkedComm):
     """Tagged point-to-point for shards, gloo's own collectives for small things. See "Note: gloo"."""
 
-    def __init__(self, links: Links, ledger: Ledger, wire: Wire | None = None, memory: Memory | None = None) -> None:
-        super().__init__(links, ledger, CONTROL, wire or Messages(), memory)
+    def __init__(self, links: Links, ledger: Ledger, wire: Wire, memory: Memory | None = None) -> None:
+        super().__init__(links, ledger, CONTROL, wire, memory)
         self.can_postpone = True
 
     def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
@@ -58,8 +58,21 @@ class GlooComm(LinkedComm):
     def _reduce(
         self, full: Tensor | None, own: Tensor, ranks: Ranks, codec: Codec, scale: float, tag: Tag, kind: str
     ) -> Pending:
-        chunks, place = None if full is None else full.view(len(ranks), -1), ranks.index(self.mesh.rank)
-        numel, number = codec.message_numel(own.numel()), tag.message(Tag.REDUCE)
+        chunks = None if full is None else full.view(len(ranks), -1)
+        self.sent_bytes[kind] += codec.nbytes(own.numel()) * (len(ranks) - 1)
+
+        def start(piece: slice) -> Pending:
+            part = None if chunks is None else chunks[:, piece]
+            return self._reduce_piece(part, own[piece], ranks, codec, scale, tag)
+
+        # Each rank hears from all others in the first piece, so all know there whether the rest is exchanged.
+        messages = (len(ranks) - 1) * (1 if codec.is_message(own) else 2)
+        return self.in_pieces(own.numel(), codec, messages, start)
+
+    def _reduce_piece(
+        self, chunks: Tensor | None, own: Tensor, ranks: Ranks, codec: Codec, scale: float, tag: Tag
+    ) -> Pending:
+        place, numel, number = ranks.index(self.mesh.rank), codec.message_numel(own.numel()), tag.message(Tag.REDUCE)
         taken = {peer: self.pool.take(numel, codec.dtype, own.device) for peer in self._peers(ranks)}
         works = [self._receive(buffer, ranks[peer], number, tag.what) for peer, buffer in taken.items()]
         if chunks is None:
@@ -73,7 +86,6 @@ class GlooComm(LinkedComm):
             for chunk in filter(_is_marked, sent.values()):
                 chunk[:1] = float("nan")
         works += [self._send(chunk, ranks[peer], number, tag.what) for peer, chunk in sent.items()]
-        self.sent_bytes[kind] += codec.nbytes(own.numel()) * len(taken)
 
         def finish() -> bool:
             self.links.wait(works, tag.what)

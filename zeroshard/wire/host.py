@@ -16,10 +16,11 @@ from typing import final
 
 import torch
 
+from zeroshard.table.spec import BLOCK_NUMEL
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import HostWire
 from zeroshard.wire.board import WORDS
-from zeroshard.wire.codec import BLOCK_NUMEL, Codec, sum_in_rank_order
+from zeroshard.wire.codec import Codec, sum_in_rank_order
 from zeroshard.wire.comm import Pending, Tag
 from zeroshard.wire.gloo import GlooComm
 from zeroshard.wire.links import Links
@@ -41,8 +42,8 @@ NOWHERE, NOT_READY = -1, -2
 class HostComm(GlooComm):
     """Exchange in memory that the ranks of each copy share; messages between copies. See "Note: the host"."""
 
-    def __init__(self, links: Links, ledger: Ledger, memory: HostMemory) -> None:
-        super().__init__(links, ledger, HostWire(SHOWN_NUMEL), memory)
+    def __init__(self, links: Links, ledger: Ledger, memory: HostMemory, wire_bytes: int) -> None:
+        super().__init__(links, ledger, HostWire(SHOWN_NUMEL, wire_bytes), memory)
         self._memory, self._agreements = memory, 0
 
     def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:

@@ -4,13 +4,15 @@ Owns agreements, broadcasts and all-gathers of what is not a shard. It must not 
 `wire/comm.py` and `wire/links.py` first.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Wire
 from zeroshard.wire.codec import Codec
-from zeroshard.wire.comm import Comm
+from zeroshard.wire.comm import Comm, Pending
 from zeroshard.wire.links import CONTROL, PART, Links
 from zeroshard.wire.memory import Memory
 
@@ -42,6 +44,20 @@ class LinkedComm(Comm):
         message = self.pool.take(codec.message_numel(values.numel()), codec.dtype, values.device)
         codec.encode(values, message)
         return message
+
+    def in_pieces(self, numel: int, codec: Codec, messages: int, start: Callable[[slice], Pending]) -> Pending:
+        """Begin an exchange of `numel` elements that each rank owns, in pieces of at most `wire_bytes`.
+
+        The first piece is under way at once, the others while somebody waits; none follows where a rank is not ready.
+
+        Args:
+            messages: as in `Wire.piece_numel`.
+            start: begins one piece.
+        """
+        size = max(1, self.wire.piece_numel(numel, codec.name, messages))
+        pieces = [slice(at, min(at + size, numel)) for at in range(0, max(1, numel), size)]
+        first = start(pieces[0])
+        return Pending(lambda: first.wait() and all(start(piece).wait() for piece in pieces[1:]))
 
     def agree(self, values: list[int], what: str) -> list[int]:
         tensor, group = torch.tensor(values, dtype=torch.int64), self.links.groups[CONTROL]

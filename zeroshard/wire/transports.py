@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from zeroshard.table.settings import Settings
 from zeroshard.table.trace import Ledger
+from zeroshard.table.wires import Messages
 from zeroshard.wire.codec import Codec, Rounded
 from zeroshard.wire.comm import Comm, SoloComm
 from zeroshard.wire.gloo import GlooComm
@@ -43,13 +44,13 @@ def make_comm(mesh: Mesh, settings: Settings, ledger: Ledger) -> Comm:
     if len(mesh.tensor_ranks) > 1:
         links.new_group(PART, backend, "replicate", "shard")
     if backend == "nccl":
-        return NcclComm(links, ledger)
-    messages = GlooComm(links, ledger)
+        return NcclComm(links, ledger, settings.wire_bytes)
+    messages = GlooComm(links, ledger, Messages(settings.wire_bytes))
     is_wanted = settings.shared_memory and mesh.shard_size > 1
     memory = _share_host(messages, is_wanted) if mesh.device.type == "cpu" else None
     if memory is None:
         return messages
-    comm = HostComm(links, ledger, memory)
+    comm = HostComm(links, ledger, memory, settings.wire_bytes)
     comm.sent_bytes.update(messages.sent_bytes)
     return comm
 
