@@ -39,11 +39,10 @@ def activations_of(asked: ActivationsLike) -> Activations:
         TypeError: something that is neither a name nor a cell.
 
     ```python
-    from zeroshard.state.activations import activations_of
-    from zeroshard.table.activations import Recomputed
+    import zeroshard as zs
 
-    assert activations_of("recompute").chain == (Recomputed(),)
-    assert activations_of({"blocks.*": "recompute"}).of_unit("head") == ()
+    assert zs.activations_of("recompute").chain == (zs.Recomputed(),)
+    assert zs.activations_of({"blocks.*": "recompute"}).of_unit("head") == ()
     ```
     """
     if isinstance(asked, Activations):
