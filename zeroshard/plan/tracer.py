@@ -135,6 +135,8 @@ def _run(
     steps: int,
 ) -> None:
     optimizer = make(model.parameters()) if make is not None else None
+    if optimizer is not None:
+        recorder.kernels.prepare(optimizer)
     for _ in range(steps):
         for _ in range(micro_batches):
             _pass(recorder, step, model, inputs)
@@ -177,7 +179,7 @@ class _Recorder(DispatchMode):
     def __init__(self, kernels: Personality, units: Sequence[str]) -> None:
         super().__init__()
         self.phase = Phase.BEFORE
-        self._kernels, self._units = kernels, tuple(units)
+        self.kernels, self._units = kernels, tuple(units)
         # Events, by column: bytes, storage, phase, module, operation.
         self._events: list[tuple[int, int, Phase, str, str]] = []
         self._operation = ""
@@ -252,7 +254,7 @@ class _Recorder(DispatchMode):
         )
         spans = sorted([*self._spans, *_backward_spans(events, frozenset(self._units))], key=lambda span: span.start)
         return Trace(
-            events, saved, tuple(spans), self._units, MappingProxyType(dict(self._edges)), self._kernels.name
+            events, saved, tuple(spans), self._units, MappingProxyType(dict(self._edges)), self.kernels.name
         )
 
     # -- storages -----------------------------------------------------------------------------------------------------
@@ -345,10 +347,10 @@ class _Recorder(DispatchMode):
         if is_backward and func is torch.ops.aten.add.Tensor and self._is_sum_in_place(*args):
             out = torch.ops.aten.add_.Tensor(*args)
         else:
-            out = self._kernels.run(func, args, kwargs)
+            out = self.kernels.run(func, args, kwargs)
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
             self._note(tensor, _TEMPORARY[self.phase])
-        if nbytes := self._kernels.workspace(func, args, out):
+        if nbytes := self.kernels.workspace(func, args, out):
             number = len(self._categories)
             module = self.module
             self._categories.append(_TEMPORARY[self.phase])
@@ -383,7 +385,7 @@ class _Recorder(DispatchMode):
         """Answer an optimizer that reads how many steps it has made."""
         if self.phase is not Phase.UPDATE:
             raise _unreadable(self.module, f"{self._operation} of a tensor of shape {tuple(tensor.shape)}")
-        return torch.ones((), dtype=tensor.dtype).tolist() if False else (1.0 if tensor.is_floating_point() else 1)
+        return 1.0 if tensor.is_floating_point() else tensor.dtype is torch.bool or 1
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
