@@ -67,11 +67,13 @@ def trace_step(
     personality: str = "cpu",
     micro_batches: int = 1,
     steps: int = 1,
+    reads: Callable[[Tensor], bool | int | float] | None = None,
 ) -> Trace:
     """Run training steps of a model on tensors without memory, and return what would be allocated.
 
     The model is left as it was: while the trace runs it has fake parameters and buffers. Gradients that it has are not
-    counted. Nothing is computed; a model that reads values of tensors cannot be traced.
+    counted. Nothing is computed, so a model that reads a value of a tensor, as `if x.sum() > 0:` does, is told by
+    `reads` what to go on with. A model that behaves differently when its tensors are fake is traced as it behaves then.
 
     Args:
         step: called with the model and the inputs, returns the loss; the trace runs its backward.
@@ -82,6 +84,8 @@ def trace_step(
         personality: whose kernels to stand for, "cpu" or "cuda".
         micro_batches: forwards and backwards of a step, each with the same inputs.
         steps: how many are traced; the first one has no gradients and no states of the optimizer before it.
+        reads: called with the tensor of one element whose value the model reads, returns the value. What an optimizer
+            reads is 1: of its step counters.
 
     Raises:
         ValueError: there is no such unit or personality, or a count below 1.
@@ -105,7 +109,7 @@ def trace_step(
     if missing := [name for name in units if name not in names]:
         raise ValueError(f"The model has no module called {', '.join(map(repr, missing))}.")
     kernels = PERSONALITIES[personality]()
-    recorder = _Recorder(kernels, units)
+    recorder = _Recorder(kernels, units, reads)
     with ExitStack() as stack:
         stack.enter_context(fake_tensors())
         fakes = Fakes()
@@ -163,7 +167,8 @@ def _pass(recorder: "_Recorder", step: Callable[..., Tensor], model: nn.Module, 
 def _unreadable(module: str, what: str) -> RuntimeError:
     where = f"module {module!r}" if module else "the model"
     return RuntimeError(
-        f"A trace has no values, but {where} reads some ({what}). Trace a model, or a branch of it, that does not."
+        f"A trace has no values, but {where} reads some ({what}). Say by reads= what the value is, e.g. "
+        "reads=lambda tensor: True; a shape that depends on values cannot be traced."
     )
 
 
@@ -174,10 +179,12 @@ class _Recorder(DispatchMode):
     Args:
         kernels: whose they are.
         units: names of modules.
+        reads: answers what the model reads.
     """
 
-    def __init__(self, kernels: Personality, units: Sequence[str]) -> None:
+    def __init__(self, kernels: Personality, units: Sequence[str], reads: Callable[[Tensor], Any] | None) -> None:
         super().__init__()
+        self._reads = reads
         self.phase = Phase.BEFORE
         self.kernels, self._units = kernels, tuple(units)
         # Events, by column: bytes, storage, phase, module, operation.
@@ -337,15 +344,16 @@ class _Recorder(DispatchMode):
         is_backward = self.phase is Phase.BACKWARD and not torch.is_grad_enabled()
         if func is torch.ops.prim.device.default:
             if is_backward:  # autograd looks at what a node returned
-                self._results[id(args[0])] = weakref.ref(args[0])
+                self._note_result(args[0])
             return func(*args, **kwargs)
         self._operation = str(func)
         if is_backward and self._recomputed:
             self._end_recomputation()
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._value(args[0])
-        if is_backward and func is torch.ops.aten.add.Tensor and self._is_sum_in_place(*args):
-            out = torch.ops.aten.add_.Tensor(*args)
+        if is_backward and func is torch.ops.aten.add.Tensor and all(map(self._is_result, args)):
+            out = (torch.ops.aten.add_ if self._is_sum_in_place(*args) else torch.ops.aten.add).Tensor(*args)
+            self._note_result(out)
         else:
             out = self.kernels.run(func, args, kwargs)
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
@@ -360,18 +368,20 @@ class _Recorder(DispatchMode):
             self._event(-nbytes, number, module)
         return out
 
-    def _is_sum_in_place(self, first: Tensor, second: Any, **_: Any) -> bool:
+    def _is_sum_in_place(self, first: Tensor, second: Tensor) -> bool:
         """Tell whether autograd would add a gradient to another one in place, if they were not fake."""
-        if not all(isinstance(one, Tensor) and self._is_result(one) for one in (first, second)):
-            return False
+        users = count_users(first)
         if self._unshared < 0:
-            self._unshared = count_users(first)
-        is_plain = first.shape == second.shape and first.dtype == second.dtype and _is_dense(first)
-        return is_plain and count_users(first) == self._unshared and users_of_storage(first) == 1
+            self._unshared = users
+        is_alone = users == self._unshared and users_of_storage(first) == 1
+        return is_alone and _is_dense(first) and first.shape == second.shape and first.dtype == second.dtype
 
-    def _is_result(self, tensor: Tensor) -> bool:
-        known = self._results.get(id(tensor))
-        return known is not None and known() is tensor
+    def _note_result(self, tensor: Tensor) -> None:
+        self._results[id(tensor)] = weakref.ref(tensor)
+
+    def _is_result(self, one: Any) -> bool:
+        known = self._results.get(id(one))
+        return known is not None and known() is one
 
     def _end_recomputation(self) -> None:
         """What outlives a forward inside a backward is kept for that backward."""
@@ -381,11 +391,13 @@ class _Recorder(DispatchMode):
                 self._categories[number] = Category.ACTIVATION
         self._recomputed.clear()
 
-    def _value(self, tensor: Tensor) -> int | float | bool:
-        """Answer an optimizer that reads how many steps it has made."""
-        if self.phase is not Phase.UPDATE:
+    def _value(self, tensor: Tensor) -> Any:
+        """Answer what reads the value of a tensor."""
+        if self.phase is Phase.UPDATE:
+            return 1.0 if tensor.is_floating_point() else tensor.dtype is torch.bool or 1
+        if self._reads is None:
             raise _unreadable(self.module, f"{self._operation} of a tensor of shape {tuple(tensor.shape)}")
-        return 1.0 if tensor.is_floating_point() else tensor.dtype is torch.bool or 1
+        return self._reads(tensor)
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
