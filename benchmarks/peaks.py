@@ -1,21 +1,33 @@
 """The most memory that a step takes from torch's CPU allocator, from the profiler's record of each allocation.
 
-    python -m benchmarks.peaks
+    python -m benchmarks.peaks --depth 6 --batch 4
 
 Owns the measurement that predictions are judged by. It is exact: every block, those that a kernel takes for itself
-included, from the first parameter on. Shows it beside `zeroshard.plan.tracer`.
+included, from the first parameter on. As a program it shows a step of the GPT of `zeroshard.train.models.gpt` beside
+what `zeroshard.plan.tracer` predicts, with blocks kept, recomputed and selectively recomputed.
 """
 
+import argparse
+import functools
 import json
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+import torch
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-__all__ = ["Block", "Measured", "measure_peak"]
+from zeroshard.plan.events import Trace
+from zeroshard.plan.saved import KEPT_OPERATIONS, TREATMENTS
+from zeroshard.plan.tracer import trace_step
+from zeroshard.train.models.gpt import GPT, GPTConfig
+
+__all__ = ["Block", "Measured", "measure_gpt", "measure_peak", "trace_gpt", "treat"]
 
 
 @final
@@ -87,3 +99,81 @@ def _add_up(events: list[dict[str, Any]]) -> Measured:
         if live > peak_bytes:
             peak_bytes, at = live, blocks[-1].operations
     return Measured(peak_bytes, at, tuple(blocks))
+
+
+# -- the step that both sides run -------------------------------------------------------------------------------------
+
+
+def treat(blocks: list[nn.Module], treatment: str) -> None:
+    """Have the forward of each block recomputed in the backward, wholly or but for products and attention."""
+    if treatment == "kept":
+        return
+    contexts: dict[str, Any] = {}
+    if treatment == "selective":
+        kept = [functools.reduce(getattr, name.split(".")[1:], torch.ops.aten) for name in KEPT_OPERATIONS]
+        contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)}
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+
+
+def make_gpt(config: GPTConfig, batch: int, treatment: str) -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """Return a model and a batch of tokens and targets."""
+    model = GPT(config)
+    treat(list(model.blocks), treatment)
+    size = (batch, config.context)
+    return model, (torch.randint(config.vocabulary, size), torch.randint(config.vocabulary, size))
+
+
+def measure_gpt(config: GPTConfig, batch: int, treatment: str, steps: int = 1) -> Measured:
+    """Measure steps of AdamW on a GPT."""
+
+    def run() -> tuple[GPT, torch.optim.Optimizer]:
+        model, inputs = make_gpt(config, batch, treatment)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model(*inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    return measure_peak(run)
+
+
+def trace_gpt(config: GPTConfig, batch: int, treatment: str, steps: int = 1, personality: str = "cpu") -> Trace:
+    """Trace the same steps."""
+    with torch.device("meta"):
+        model, inputs = make_gpt(config, batch, treatment)
+    units = [f"blocks.{index}" for index in range(config.depth)]
+    return trace_step(
+        lambda model, *inputs: model(*inputs),
+        model,
+        inputs,
+        optimizer=torch.optim.AdamW,
+        units=units,
+        steps=steps,
+        personality=personality,
+    )
+
+
+def main() -> None:
+    """Print what is predicted beside what is measured."""
+    parser = argparse.ArgumentParser()
+    for name, default in (("depth", 6), ("context", 512), ("vocabulary", 256), ("batch", 4), ("steps", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    sizes = parser.parse_args()
+    config = GPTConfig(sizes.depth, sizes.context, sizes.vocabulary)
+    for treatment in TREATMENTS:
+        measured = measure_gpt(config, sizes.batch, treatment, sizes.steps)
+        start_s = time.perf_counter()
+        trace = trace_gpt(config, sizes.batch, treatment, sizes.steps)
+        trace_s = time.perf_counter() - start_s
+        peak = trace.peak
+        print(
+            f"{treatment:10} measured {measured.peak_bytes / 1e6:9.3f} MB, predicted {peak.nbytes / 1e6:9.3f} MB "
+            f"({peak.nbytes / measured.peak_bytes - 1:+.3%}) in {trace_s:.1f} s; "
+            f"{peak.phase}, {peak.module}, {peak.operation}; measured at {' > '.join(measured.at[-2:])}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # sees each operation below autograd
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "nodes_before",
     "raw_data",
     "raw_local",
+    "run_backward",
     "running_node_number",
     "set_local",
     "set_slot",
@@ -65,8 +66,6 @@ Tensor = torch.Tensor
 
 BatchNorm: Final = torch.nn.modules.batchnorm._BatchNorm
 """The class of all batch norms."""
-DispatchMode: Final = TorchDispatchMode
-"""The class of contexts that see each operation below autograd."""
 DisabledFunction: Final = torch._C._disabled_torch_function_impl
 """As `__torch_function__`: a subclass whose operations run as those of plain tensors."""
 NoSubclasses: Final = torch._C.DisableTorchFunctionSubclass
@@ -146,13 +145,21 @@ def count_users(tensor: Tensor) -> int:
 
 def next_node_number() -> int:
     """Return the number that the next node of a graph made by this thread will have."""
-    found: int = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    found: int = torch._C._autograd._get_sequence_nr()
     return found
+
+
+def run_backward(loss: Tensor) -> None:
+    """Run the backward of a loss; unlike in `loss.backward()`, modes that see functions stay active meanwhile."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def running_node_number() -> int | None:
     """Return the number of the node whose backward runs on this thread; None outside, and where it has none."""
-    node = torch._C._current_autograd_node()
+    node: Any = torch._C._current_autograd_node()
     if node is None:
         return None
     found: int = node._sequence_nr()
@@ -379,14 +386,14 @@ def _tests_tracing() -> bool:
     """Fake tensors have no memory, operations of a backward are seen, and belong to the node that runs them."""
     seen: list[tuple[str, int | None]] = []
 
-    class _Listener(TorchDispatchMode):
-        def __torch_dispatch__(  # type: ignore[override]
+    class _Listener(DispatchMode):
+        def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
             seen.append((str(func), running_node_number()))
             return func(*args, **(kwargs or {}))
 
-    with fake_tensors(), _Listener():
+    with fake_tensors(), _Listener():  # type: ignore[no-untyped-call]
         weight = torch.ones(2**60, requires_grad=True)
         first = next_node_number()
         weight.exp().sum().backward()

@@ -11,12 +11,12 @@ Note: two places where a device shows
     on the processor.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Final, final
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,7 @@ class Personality(ABC):
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer choose the implementation that it would choose on the device."""
+        return
 
     @abstractmethod
     def workspace(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
@@ -88,15 +89,21 @@ class _Rewriting(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
-            # The mode does not see what a function of torch calls, so for this one the names that it uses are exchanged.
-            changed = {name: self._functions[one] for name, one in vars(F).items() if _is_in(one, self._functions)}
-            with mock.patch.multiple(F, **changed):
+            # The mode does not see what a function of torch calls: the names that this one uses are exchanged.
+            with _exchanged_names(self._functions):
                 return func(*args, **kwargs)
         return self._functions.get(func, func)(*args, **kwargs)
 
 
-def _is_in(one: Any, functions: Mapping[Any, Any]) -> bool:
-    return callable(one) and getattr(one, "__hash__", None) is not None and one in functions
+@contextlib.contextmanager
+def _exchanged_names(functions: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Have names in `torch.nn.functional` stand for other functions."""
+    own = {name: one for name, one in vars(F).items() if callable(one) and one in functions}
+    vars(F).update({name: functions[one] for name, one in own.items()})
+    try:
+        yield
+    finally:
+        vars(F).update(own)
 
 
 # -- CPU --------------------------------------------------------------------------------------------------------------
@@ -126,7 +133,7 @@ def _flash_splits(query: Tensor, key: Tensor) -> tuple[int, int, bool]:
 def _cpu_flash(args: tuple[Any, ...], out: Any) -> int:
     query, key = args[:2]
     rows, columns, is_half = _flash_splits(query, key)
-    numel = rows * columns + 2 * rows + rows * query.shape[3]
+    numel = rows * columns + 2 * rows + rows * int(query.shape[3])
     return torch.get_num_threads() * (4 * numel + 2 * rows * columns * is_half)
 
 
@@ -230,9 +237,7 @@ def _attention(
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return out[..., :width] if width % 8 else out  # type: ignore[no-any-return]
     if not is_4d or query.dtype not in (*_HALVES, torch.float32):
-        return _ATTENTION(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa and key.shape[1] != query.shape[1]:
         key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
     if attn_mask is not None:
