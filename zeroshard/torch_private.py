@@ -387,9 +387,7 @@ def _tests_tracing() -> bool:
     seen: list[tuple[str, int | None]] = []
 
     class _Listener(DispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
             seen.append((str(func), running_node_number()))
             return func(*args, **(kwargs or {}))
 

@@ -1,6 +1,7 @@
 """Tables of saved bytes are what a trace of the same blocks finds, for every term of them."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def traced_bytes(block: str, shape: Shape, treatment: str, personality: str, ite
     if treatment != "kept":
         kept = [functools.reduce(getattr, name.split(".")[1:], torch.ops.aten) for name in KEPT_OPERATIONS]
         contexts = functools.partial(create_selective_checkpoint_contexts, kept)
-        options = {"context_fn": contexts} if treatment == "selective" else {}
+        options: dict[str, Any] = {"context_fn": contexts} if treatment == "selective" else {}
         run = functools.partial(checkpoint, run, use_reentrant=False, **options)
     return trace_step(lambda _, x: run(x).sum(), model, [x], personality=personality).saved_bytes()
 
@@ -58,7 +59,7 @@ def test_a_table_is_what_a_trace_finds(block: str, personality: str, itemsize: i
 
 
 def test_the_gpt2_block_is_that_of_the_paper() -> None:
-    """34 bytes of b s h (Korthikanti et al. 2022, equation 1, without the scores that flash attention does not keep)."""
+    """34 bytes of b s h: Korthikanti et al. 2022, equation 1, without the scores, which are not kept here."""
     shape = Shape(batch=8, sequence=2048, hidden=4096, heads=32)
     elements = 8 * 2048 * 4096
     assert saved_bytes("gpt2", shape) == 34 * elements + 8 * 2048 * (16 + 4 * 32) + 24
@@ -67,9 +68,9 @@ def test_the_gpt2_block_is_that_of_the_paper() -> None:
 
 
 def test_what_has_no_table_is_refused() -> None:
-    for arguments in (("bert",), ("gpt2", BASE, "offloaded"), ("gpt2", BASE, "kept", "cuda", 4)):
+    for block, treatment, itemsize in (("bert", "kept", 2), ("gpt2", "offloaded", 2), ("gpt2", "kept", 4)):
         with pytest.raises(ValueError, match=r"There is no table for .* There is: gpt2 on cuda \(2\)"):
-            saved_bytes(arguments[0], *(arguments[1:] or (BASE,)))  # type: ignore[arg-type]
+            saved_bytes(block, BASE, treatment, "cuda", itemsize)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from zeroshard.plan.personality import Personality
 from zeroshard.torch_private import (
     DispatchMode,
     count_users,
+    graph_task,
     next_node_number,
     running_node_number,
     storage_of,
@@ -212,7 +213,7 @@ class Recorder(DispatchMode):
         self._makers.append((self.phase, module))
         self._live[key] = (weakref.ref(storage, lambda _: self._gone(key, number, nbytes)), number, nbytes)
         self._event(nbytes, number, module)
-        if self.phase is Phase.BACKWARD and torch.is_grad_enabled():
+        if self.phase is Phase.BACKWARD and torch.is_grad_enabled() and graph_task() >= 0:
             self._recomputed.append(number)
 
     def _gone(self, key: int, number: int, nbytes: int) -> None:

@@ -85,10 +85,12 @@ def trace_step(
         recorder.calibrate()
         stack.enter_context(kernels.rewriting())
         try:
-            _run(recorder, step, model, given, optimizer, micro_batches, steps)
+            kept = _run(recorder, step, model, given, optimizer, micro_batches, steps)
         except fake_errors() as error:
             raise unreadable(recorder.module, str(error)) from error
-        return recorder.result()
+        trace = recorder.result()
+        del kept  # states live to the end of the trace
+        return trace
 
 
 def _run(
@@ -99,7 +101,8 @@ def _run(
     make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
     micro_batches: int,
     steps: int,
-) -> None:
+) -> torch.optim.Optimizer | None:
+    """Run the steps and return the optimizer."""
     optimizer = make(model.parameters()) if make is not None else None
     if optimizer is not None:
         recorder.kernels.prepare(optimizer)
@@ -113,6 +116,7 @@ def _run(
                 tensors_in([list(state.values()) for state in optimizer.state.values()]), Category.OPTIMIZER
             )
         model.zero_grad(set_to_none=True)
+    return optimizer
 
 
 def _pass(recorder: Recorder, step: Callable[..., Tensor], model: nn.Module, inputs: tuple[Any, ...]) -> None:
