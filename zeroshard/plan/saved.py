@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, final
 
-__all__ = ["KEPT_OPERATIONS", "SAVED", "TREATMENTS", "Shape", "Table", "Term", "saved_bytes"]
+__all__ = ["KEPT_OPERATIONS", "SAVED", "Shape", "TREATMENTS", "Table", "Term", "saved_bytes"]
 
 
 @final
@@ -196,6 +196,7 @@ def saved_bytes(block: str, shape: Shape, treatment: str = "kept", personality: 
     Raises:
         ValueError: there is no table for these.
 
+    >>> from zeroshard.plan.saved import Shape, saved_bytes
     >>> shape = Shape(batch=1, sequence=1024, hidden=768, heads=12)
     >>> round(saved_bytes("gpt2", shape) / (1024 * 768), 2)
     34.08

@@ -56,6 +56,7 @@ def trace_step(
         RuntimeError: the model reads values of tensors.
 
     >>> import torch
+    >>> from zeroshard.plan.tracer import trace_step
     >>> with torch.device("meta"):
     ...     model = torch.nn.Linear(1024, 1024, bias=False)
     >>> trace = trace_step(lambda model, x: model(x).sum(), model, [torch.empty(8, 1024, device="meta")])
