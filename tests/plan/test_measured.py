@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from benchmarks.peaks import Measured, measure_gpt, measure_peak, trace_gpt
 from zeroshard.plan.events import Trace
+from zeroshard.plan.saved import Shape
 from zeroshard.plan.tracer import trace_step
 from zeroshard.train.models.gpt import GPTConfig
+
+from .blocks import GPT2Block, LlamaBlock
 
 B, S, H = 4, 64, 128
 MIB = 2**18  # elements of 4 bytes
@@ -124,6 +127,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "language": lambda: Language(is_tied=False),
     "language, tied": lambda: Language(is_tied=True),
     "sums": Sums,
+    "gpt2 block": lambda: GPT2Block(Shape(B, S, H, heads=4)),
+    "llama block": lambda: LlamaBlock(Shape(B, S, H, heads=4, kv_heads=2)),
 }
 
 

@@ -283,15 +283,21 @@ def test_a_real_and_a_meta_model_have_the_same_trace() -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    model = nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(S))
+    model = nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(S), nn.Dropout())
+    random = torch.get_rng_state()
     objects = [*model.parameters(), *model.buffers()]
     values = [one.clone() for one in objects]
     x = torch.randn(B, S, H)
     trace_step(total, model, [x], optimizer=torch.optim.AdamW)
+    after_trace = torch.get_rng_state()
     after = [*model.parameters(), *model.buffers()]
     assert all(one is other for one, other in zip(objects, after, strict=True))
     assert all(torch.equal(one, value) for one, value in zip(after, values, strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
+    # Making x took random numbers, the trace none.
+    torch.set_rng_state(random)
+    torch.randn(B, S, H)
+    assert torch.equal(torch.get_rng_state(), after_trace)
     assert not model[0]._forward_hooks
     assert not model[0]._forward_pre_hooks
 
@@ -348,8 +354,10 @@ class Branching(nn.Module):
 
 def test_a_value_that_is_read_is_named_or_answered() -> None:
     model, x = nn.Sequential(Branching()), torch.empty(B, S, H)
+    weight = next(model.parameters())
     with pytest.raises(RuntimeError, match=r"module '0' reads some .*Say by reads="):
         trace_step(total, model, [x])
+    assert next(model.parameters()) is weight  # also after an error
     yes, no = (
         trace_step(total, model, [x], reads=answer).saved_bytes() for answer in (lambda _: True, lambda _: False)
     )
@@ -364,6 +372,16 @@ def test_a_torch_that_numbers_nodes_otherwise_is_named(monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match=r"has changed .*the number of the running node"):
         traced(nn.Linear(H, H))
     torch_private.check_tracing.cache_clear()
+
+
+def test_tensors_of_other_classes_are_named() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    model = nn.Sequential(nn.Linear(H, H))
+    model[0].weight = Special(torch.empty(H, H))
+    with pytest.raises(TypeError, match=r"0\.weight is a Special"):
+        trace_step(total, model, [torch.empty(B, S, H)])
 
 
 def test_a_peak_of_no_phase_is_refused() -> None:
