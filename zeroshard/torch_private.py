@@ -1,7 +1,8 @@
 """Names of torch that are private, each behind one of ours, with a test of what is expected of it.
 
 Owns every use of them in the package. It must not know parameters, passes or transports. A release of torch that
-changes one makes the first `shard()` of a process raise, by name, before anything is changed.
+changes one makes the first `shard()` of a process raise, by name, before anything is changed; what only a trace of
+memory uses is tested by the first trace.
 
 Note: what a change would do
     Most names are loud: without them nothing runs. Three would be silent, and are tested by what they are for: the

@@ -156,7 +156,7 @@ class Trace:
 
     Args:
         events: in order; an event's `order` is its index.
-        saved: what the forward kept for the backward, each storage once.
+        saved: what each forward kept for its backward, each storage once; of all steps that were traced.
         spans: runs of units, in the order in which they began.
         units: names of modules whose bytes were asked for.
         edges: (bytes of inputs, bytes of outputs) of each unit that ran.

@@ -141,7 +141,9 @@ def _cpu_flash_backward(args: tuple[Any, ...], out: Any) -> int:
     grad, query, key = args[:3]
     rows, columns, is_half = _flash_splits(query, key)
     copied = 0 if grad.transpose(1, 2).is_contiguous() else grad.nbytes
-    return int(copied + torch.get_num_threads() * 2 * rows * columns * (6 if is_half else 4))
+    # Scores and their gradients, both copied once more in half precision, and a sum of each row.
+    each = 2 * rows * columns * (6 if is_half else 4) + 4 * rows
+    return int(copied + torch.get_num_threads() * each)
 
 
 def _cpu_layer_norm_backward(args: tuple[Any, ...], out: Any) -> int:

@@ -180,6 +180,7 @@ class Recorder(DispatchMode):
         """Note a tensor that autograd saves."""
         number = self._number(tensor)
         if number is not None and self._categories[number] not in (Category.PARAMETER, Category.BUFFER):
+            # Also an input: it is kept from one module to the other, whoever else holds it.
             self._saved.setdefault(number, self.module)
             if self._categories[number] is Category.FORWARD:
                 self._categories[number] = Category.ACTIVATION
@@ -241,7 +242,7 @@ class Recorder(DispatchMode):
             self._end_recomputation()
         if func is aten._local_scalar_dense.default:
             return self._value(args[0])
-        if is_backward and func is aten.add.Tensor and all(map(self._is_result, args)):
+        if is_backward and func is aten.add.Tensor and not kwargs and all(map(self._is_result, args)):
             out = (aten.add_ if self._is_sum_in_place(*args) else aten.add).Tensor(*args)
             self._note_result(out)
         else:
