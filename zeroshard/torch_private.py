@@ -1,7 +1,8 @@
 """Names of torch that are private, each behind one of ours, with a test of what is expected of it.
 
 Owns every use of them in the package. It must not know parameters, passes or transports. A release of torch that
-changes one makes the first `shard()` of a process raise, by name, before anything is changed.
+changes one makes the first `shard()` of a process raise, by name, before anything is changed; what only a trace of
+memory uses is tested by the first trace.
 
 Note: what a change would do
     Most names are loud: without them nothing runs. Three would be silent, and are tested by what they are for: the
@@ -19,11 +20,14 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # sees each operation below autograd
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
     "BatchNorm",
     "DisabledFunction",
+    "DispatchMode",
     "NoFunctionTransforms",
     "NoSubclasses",
     "SCALER_CHECK",
@@ -32,7 +36,11 @@ __all__ = [
     "call_after_backward",
     "check_dtensor",
     "check_torch",
+    "check_tracing",
+    "count_users",
     "default_store",
+    "fake_errors",
+    "fake_tensors",
     "foreach_lerp_",
     "foreach_norm",
     "graph_task",
@@ -40,13 +48,18 @@ __all__ = [
     "is_called_by_checkpoint",
     "is_inside_reentrant_checkpoint",
     "local_of",
+    "map_tensors",
+    "next_node_number",
     "nodes_before",
     "raw_data",
     "raw_local",
+    "run_backward",
+    "running_node_number",
     "set_local",
     "set_slot",
     "slot_grad",
     "storage_of",
+    "tensors_in",
     "users_of_storage",
     "version_of",
     "will_run",
@@ -112,6 +125,60 @@ def users_of_storage(tensor: Tensor) -> int:
     storage = tensor.untyped_storage()
     # One use is that of the storage object here.
     return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def fake_tensors() -> Any:
+    """Return a context in which tensors have shapes and no memory; real ones that meet them become fake."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # a second to import
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_errors() -> tuple[type[Exception], ...]:
+    """Return what fake tensors raise where a program asks for values, or for shapes that depend on them."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def count_users(tensor: Tensor) -> int:
+    """Return how many references to a tensor torch counts, those of the asking program among them."""
+    found: int = tensor._use_count()  # type: ignore[attr-defined]
+    return found
+
+
+def next_node_number() -> int:
+    """Return the number that the next node of a graph made by this thread will have."""
+    found: int = torch._C._autograd._get_sequence_nr()
+    return found
+
+
+def run_backward(loss: Tensor) -> None:
+    """Run the backward of a loss; unlike in `loss.backward()`, modes that see functions stay active meanwhile."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def running_node_number() -> int | None:
+    """Return the number of the node whose backward runs on this thread; None outside, and where it has none."""
+    node: Any = torch._C._current_autograd_node()
+    if node is None:
+        return None
+    found: int = node._sequence_nr()
+    # What accumulates a gradient comes after all others, by a number that no other node has.
+    return found if found < 2**63 else None
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in a value of nested containers, in order."""
+    return [one for one in pytree.tree_leaves(value) if isinstance(one, Tensor)]
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value of nested containers with `change` applied to each tensor in it."""
+    return pytree.tree_map_only(Tensor, change, value)
 
 
 def without_storage(
@@ -213,6 +280,22 @@ def check_torch() -> None:
             raise _changed(name) from error
         if not is_right:
             raise _changed(name)
+
+
+@functools.cache
+def check_tracing() -> None:
+    """Test once a process that torch's private names do what a trace expects of them.
+
+    Raises:
+        RuntimeError: one is missing, or does something else.
+    """
+    try:
+        with torch.enable_grad():
+            is_right = _tests_tracing()
+    except Exception as error:
+        raise _changed("what a trace uses") from error
+    if not is_right:
+        raise _changed("the number of the running node, or torch's fake tensors")
 
 
 def check_dtensor(tensor: Tensor) -> None:
@@ -344,6 +427,22 @@ def _tests_wrapper() -> bool:
 def _tests_foreach() -> bool:
     norms = foreach_norm([torch.tensor([3.0, 4.0])], 2.0, dtype=torch.float32)
     return float(norms[0]) == 5.0 and all(torch.Tensor in types for types in _foreach_types())
+
+
+def _tests_tracing() -> bool:
+    """Fake tensors have no memory, operations of a backward are seen, and belong to the node that runs them."""
+    seen: list[tuple[str, int | None]] = []
+
+    class _Listener(DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            seen.append((str(func), running_node_number()))
+            return func(*args, **(kwargs or {}))
+
+    with fake_tensors(), _Listener():  # type: ignore[no-untyped-call]
+        weight = torch.ones(2**60, requires_grad=True)
+        first = next_node_number()
+        weight.exp().sum().backward()
+    return ("aten.exp.default", None) in seen and ("aten.mul.Tensor", first) in seen
 
 
 _TESTS: Final = (

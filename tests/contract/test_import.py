@@ -140,6 +140,13 @@ def test_the_table_imports_without_torch() -> None:
     ]
 
 
+def test_what_the_planner_knows_imports_without_torch() -> None:
+    names = ["zeroshard.plan", "zeroshard.plan.events", "zeroshard.plan.saved"]
+    assert run(BLOCKED.format(blocked=("torch", "numpy", "safetensors"), names=names)) == [
+        f"IMPORTED {name}" for name in names
+    ]
+
+
 def test_a_blocked_extra_is_found() -> None:
     with pytest.raises(AssertionError, match="No module named 'typer'"):
         run(BLOCKED.format(blocked=HEAVY, names=["typer"]))

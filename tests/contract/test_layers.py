@@ -29,8 +29,8 @@ LAYERS = (
     "train",
     "cli",
 )
-# The planner runs without an engine: it reads the table that the engine runs on.
-PLAN_READS = ("table", "plan")
+# The planner runs without an engine: it reads the table that the engine runs on, and traces with torch's fake tensors.
+PLAN_READS = ("table", "torch_private", "plan")
 # The product does not use its test helper.
 TEST_ONLY = "testing"
 # The main job is a program like any user's: it imports the names that the package exports, and itself.
@@ -148,6 +148,7 @@ def test_a_planted_import_is_found(name: str, text: str, message: str) -> None:
     ("name", "text"),
     [
         ("zeroshard.plan.memory", "from zeroshard.table import layout\nfrom zeroshard.table.stages import STAGES"),
+        ("zeroshard.plan.tracer", "from zeroshard.torch_private import fake_tensors"),
         ("zeroshard.train.loop", "import zeroshard as zs\nfrom zeroshard.train.run import Run\nzs.shard(zs.Mesh)"),
         ("zeroshard.cli", "from zeroshard.train.loop import train"),
         ("zeroshard.core.unit", "from . import engine\nfrom .buffer import Bucket"),

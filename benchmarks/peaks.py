@@ -1,0 +1,179 @@
+"""The most memory that a step takes from torch's CPU allocator, from the profiler's record of each allocation.
+
+    python -m benchmarks.peaks --depth 6 --batch 4
+
+Owns the measurement that predictions are judged by. It is exact: every block, those that a kernel takes for itself
+included, from the first parameter on. As a program it shows a step of the GPT of `zeroshard.train.models.gpt` beside
+what `zeroshard.plan.tracer` predicts, with blocks kept, recomputed and selectively recomputed.
+"""
+
+import argparse
+import functools
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from zeroshard.plan.events import Trace
+from zeroshard.plan.saved import KEPT_OPERATIONS, TREATMENTS
+from zeroshard.plan.tracer import trace_step
+from zeroshard.train.models.gpt import GPT, GPTConfig
+
+__all__ = ["Block", "Measured", "measure_gpt", "measure_peak", "trace_gpt", "treat"]
+
+
+@final
+@dataclass(frozen=True)
+class Block:
+    """One allocation, or the end of one.
+
+    Args:
+        nbytes: bytes; negative where memory is given back.
+        operations: that ran, outermost first.
+    """
+
+    nbytes: int
+    operations: tuple[str, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Measured:
+    """What a run took from the allocator.
+
+    Args:
+        peak_bytes: live at the highest moment.
+        at: the operations that ran then, outermost first.
+        blocks: everything in order.
+    """
+
+    peak_bytes: int
+    at: tuple[str, ...]
+    blocks: tuple[Block, ...]
+
+
+def measure_peak(run: Callable[[], Any]) -> Measured:
+    """Measure what a function allocates on the CPU; what exists before is not counted.
+
+    The profiler does not report the end of a block that it has not seen begin, so `run` makes everything: the model,
+    the inputs and the optimizer.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        kept = run()
+    del kept
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return _add_up(events)
+
+
+def _add_up(events: list[dict[str, Any]]) -> Measured:
+    moments: list[tuple[float, int, int, dict[str, Any]]] = []
+    for index, event in enumerate(events):
+        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0:
+            moments.append((event["ts"], 1, event["args"]["Ev Idx"], event))
+        elif event.get("ph") == "X" and event.get("cat") in ("cpu_op", "user_annotation"):
+            moments.append((event["ts"], 0, index, event))
+    moments.sort(key=lambda moment: moment[:3])
+    running: list[dict[str, Any]] = []
+    blocks: list[Block] = []
+    live = peak_bytes = 0
+    at: tuple[str, ...] = ()
+    for ts, is_memory, _, event in moments:
+        running = [one for one in running if one["ts"] + one["dur"] >= ts]
+        if not is_memory:
+            running.append(event)
+            continue
+        nbytes = int(event["args"]["Bytes"])
+        blocks.append(Block(nbytes, tuple(one["name"] for one in running)))
+        live += nbytes
+        if live > peak_bytes:
+            peak_bytes, at = live, blocks[-1].operations
+    return Measured(peak_bytes, at, tuple(blocks))
+
+
+# -- the step that both sides run -------------------------------------------------------------------------------------
+
+
+def treat(blocks: list[nn.Module], treatment: str) -> None:
+    """Have the forward of each block recomputed in the backward, wholly or but for products and attention."""
+    if treatment == "kept":
+        return
+    contexts: dict[str, Any] = {}
+    if treatment == "selective":
+        kept = [functools.reduce(getattr, name.split(".")[1:], torch.ops.aten) for name in KEPT_OPERATIONS]
+        contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)}
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+
+
+def make_gpt(config: GPTConfig, batch: int, treatment: str) -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """Return a model and a batch of tokens and targets."""
+    model = GPT(config)
+    treat(list(model.blocks), treatment)
+    size = (batch, config.context)
+    return model, (torch.randint(config.vocabulary, size), torch.randint(config.vocabulary, size))
+
+
+def measure_gpt(config: GPTConfig, batch: int, treatment: str, steps: int = 1) -> Measured:
+    """Measure steps of AdamW on a GPT."""
+
+    def run() -> tuple[GPT, torch.optim.Optimizer]:
+        model, inputs = make_gpt(config, batch, treatment)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model(*inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    return measure_peak(run)
+
+
+def trace_gpt(config: GPTConfig, batch: int, treatment: str, steps: int = 1, personality: str = "cpu") -> Trace:
+    """Trace the same steps."""
+    with torch.device("meta"):
+        model, inputs = make_gpt(config, batch, treatment)
+    units = [f"blocks.{index}" for index in range(config.depth)]
+    return trace_step(
+        lambda model, *inputs: model(*inputs),
+        model,
+        inputs,
+        optimizer=torch.optim.AdamW,
+        units=units,
+        steps=steps,
+        personality=personality,
+    )
+
+
+def main() -> None:
+    """Print what is predicted beside what is measured."""
+    parser = argparse.ArgumentParser()
+    for name, default in (("depth", 6), ("context", 512), ("vocabulary", 256), ("batch", 4), ("steps", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    sizes = parser.parse_args()
+    config = GPTConfig(sizes.depth, sizes.context, sizes.vocabulary)
+    for treatment in TREATMENTS:
+        measured = measure_gpt(config, sizes.batch, treatment, sizes.steps)
+        start_s = time.perf_counter()
+        trace = trace_gpt(config, sizes.batch, treatment, sizes.steps)
+        trace_s = time.perf_counter() - start_s
+        peak = trace.peak
+        print(
+            f"{treatment:10} measured {measured.peak_bytes / 1e6:9.3f} MB, predicted {peak.nbytes / 1e6:9.3f} MB "
+            f"({peak.nbytes / measured.peak_bytes - 1:+.3%}) in {trace_s:.1f} s; "
+            f"{peak.phase}, {peak.module}, {peak.operation}; measured at {' > '.join(measured.at[-2:])}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""What would fit: memory of a training step before it runs. Read `tracer.py`, then `events.py`.
+
+Must not know the engine. The modules that only hold data or do arithmetic on it import without torch.
+"""
+
+__all__: list[str] = []

@@ -1,0 +1,361 @@
+"""What is seen of a step that runs on tensors without memory: storages, modules, what is kept.
+
+Owns the observation. Must not know what runs the step (`tracer.py`), nor how kernels of a device differ
+(`personality.py`); what the events mean is in `events.py`, read that first.
+
+Note: how a step is observed
+    A dispatch mode sees each operation below autograd. A storage that it has not seen is an event, and a weak reference
+    to it makes the other one. In a forward, hooks tell which module runs. In a backward each node of the graph has a
+    number, and as numbers are given in order, each module has had a range of them.
+    What a forward keeps is found in two ways: saved-tensor hooks name the module that saves, and what outlives the
+    forward is kept by something, whoever it is. The second is needed because saved-tensor hooks do not chain: those of
+    activation checkpointing hide what is saved inside. In a backward, operations that run with gradients enabled are a
+    recomputation, and what outlives it is an activation.
+
+Note: what fake tensors change
+    Where two gradients of one tensor meet, autograd adds in place if nothing else uses the first, but never if it is a
+    fake tensor. The mode recognises these sums and adds in place where autograd would. It asks for the same: that one
+    reference to the first tensor exists, and one tensor on its storage.
+"""
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.plan.events import Category, Event, Phase, Saved, Span, Trace, unit_of
+from zeroshard.plan.personality import Personality
+from zeroshard.torch_private import (
+    DispatchMode,
+    count_users,
+    graph_task,
+    next_node_number,
+    running_node_number,
+    storage_of,
+    tensors_in,
+    users_of_storage,
+)
+
+__all__ = ["Recorder", "unreadable"]
+
+aten: Final = torch.ops.aten
+
+_TEMPORARY: Final = MappingProxyType(
+    {
+        Phase.BEFORE: Category.INPUT,
+        Phase.FORWARD: Category.FORWARD,
+        Phase.BACKWARD: Category.BACKWARD,
+        Phase.UPDATE: Category.UPDATE,
+    }
+)
+
+
+def unreadable(module: str, what: str) -> RuntimeError:
+    """Return the error for a module that reads values."""
+    where = f"module {module!r}" if module else "the model"
+    return RuntimeError(
+        f"A trace has no values, but {where} reads some ({what}). Say by reads= what the value is, e.g. "
+        "reads=lambda tensor: True; a shape that depends on values cannot be traced."
+    )
+
+
+@final
+class Recorder(DispatchMode):
+    """Sees all operations of a trace.
+
+    Args:
+        kernels: whose they are.
+        units: names of modules.
+        reads: answers what the model reads.
+    """
+
+    def __init__(self, kernels: Personality, units: Sequence[str], reads: Callable[[Tensor], Any] | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._reads = reads
+        self.phase = Phase.BEFORE
+        self.kernels, self._units = kernels, tuple(units)
+        # Events, by column: bytes, storage, phase, module, operation.
+        self._events: list[tuple[int, int, Phase, str, str]] = []
+        self._operation = ""
+        self._categories: list[Category] = []
+        self._makers: list[tuple[Phase, str]] = []
+        self._live: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # by storage: reference, number, bytes
+        self._saved: dict[int, str] = {}
+        self._recomputed: list[int] = []
+        self._stack: list[str] = []
+        self._last = ""
+        self._node_numbers: list[int] = []
+        self._node_modules: list[str] = []
+        self._results: dict[int, weakref.ref[Tensor]] = {}
+        self._unshared = -1
+        self._hooks: list[Any] = []
+        self._spans: list[Span] = []
+        self._edges: dict[str, tuple[int, int]] = {}
+
+    # -- before and after ---------------------------------------------------------------------------------------------
+
+    def begin(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
+        """Note what is there before the step, and listen to the modules."""
+        self.phase = Phase.BEFORE
+        for prefix, module in model.named_modules():
+            self._stack = [prefix]
+            for parameter in module.parameters(recurse=False):
+                self._note(parameter, Category.PARAMETER)
+                if parameter.requires_grad:
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+            for value in [*module.buffers(recurse=False), *(v for v in vars(module).values() if isinstance(v, Tensor))]:
+                self._note(value, Category.BUFFER)
+            self._hooks += [
+                module.register_forward_pre_hook(partial(self._enter, prefix), prepend=True, with_kwargs=True),
+                module.register_forward_hook(partial(self._leave, prefix), always_call=True),
+            ]
+        self._stack = []
+        for tensor in inputs:
+            self._note(tensor, Category.INPUT)
+
+    def end(self) -> None:
+        """Leave the modules alone."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def calibrate(self) -> None:
+        """Learn what number of references an unshared tensor has when its sum with another is seen here."""
+        events, self._unshared = len(self._events), -1
+        self.phase = Phase.BACKWARD
+        x = torch.empty(1, requires_grad=True)
+        y = x * 1.0
+        (y.sin() + y.cos()).sum().backward()
+        del x, y
+        del self._events[events:]
+        numbers = {event[1] for event in self._events}
+        del self._categories[len(numbers) :], self._makers[len(numbers) :]
+        self._results.clear()
+        self._recomputed.clear()
+        self.phase, self._last = Phase.BEFORE, ""
+
+    def result(self) -> Trace:
+        """Return what was seen so far."""
+        events = tuple(
+            Event(order, nbytes, number, self._categories[number], phase, module, operation)
+            for order, (nbytes, number, phase, module, operation) in enumerate(self._events)
+        )
+        sizes = {event.storage: event.nbytes for event in events if event.nbytes > 0}
+        saved = tuple(
+            Saved(sizes[number], number, module, self._makers[number][1], self._categories[number])
+            for number, module in self._saved.items()
+            if number in sizes
+        )
+        spans = sorted([*self._spans, *_backward_spans(events, frozenset(self._units))], key=lambda span: span.start)
+        return Trace(events, saved, tuple(spans), self._units, MappingProxyType(dict(self._edges)), self.kernels.name)
+
+    # -- storages -----------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> str:
+        """The innermost module that runs, or whose backward does."""
+        if self._stack:
+            return self._stack[-1]
+        if self.phase is Phase.BACKWARD:
+            number = running_node_number()
+            if number is not None and self._node_numbers:
+                self._last = self._node_modules[max(0, bisect_right(self._node_numbers, number) - 1)]
+            return self._last  # what accumulates belongs to the node that made the gradient
+        return ""
+
+    def assign(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Say what the storages of some tensors are for."""
+        for tensor in tensors:
+            number = self._number(tensor)
+            # A state may be the parameter itself, as in an averaged model.
+            if number is not None and self._categories[number] not in (Category.PARAMETER, Category.BUFFER):
+                self._categories[number] = category
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        """Note a tensor that autograd saves."""
+        number = self._number(tensor)
+        if number is not None and self._categories[number] not in (Category.PARAMETER, Category.BUFFER):
+            # Also an input: it is kept from one module to the other, whoever else holds it.
+            self._saved.setdefault(number, self.module)
+            if self._categories[number] is Category.FORWARD:
+                self._categories[number] = Category.ACTIVATION
+        return tensor
+
+    def end_forward(self, loss: Tensor) -> None:
+        """Note what outlives the forward though no hook saw it saved."""
+        result = self._number(loss)
+        for _, number, _ in self._live.values():
+            if self._categories[number] is Category.FORWARD and number != result:
+                self._categories[number] = Category.ACTIVATION
+                self._saved.setdefault(number, self._makers[number][1])
+
+    def _number(self, tensor: Tensor) -> int | None:
+        found = self._live.get(storage_of(tensor))
+        return None if found is None else found[1]
+
+    def _note(self, tensor: Tensor, category: Category) -> None:
+        """Note a tensor's storage, if it is a new one or has another size than before."""
+        storage = tensor.untyped_storage()
+        key, nbytes = storage_of(tensor), storage.nbytes()
+        known = self._live.get(key)
+        if known is not None:
+            if known[2] == nbytes:
+                return
+            category = self._categories[known[1]]
+            self._gone(key, known[1], known[2])
+        number = len(self._categories)
+        module = self.module
+        self._categories.append(category)
+        self._makers.append((self.phase, module))
+        self._live[key] = (weakref.ref(storage, lambda _: self._gone(key, number, nbytes)), number, nbytes)
+        self._event(nbytes, number, module)
+        if self.phase is Phase.BACKWARD and torch.is_grad_enabled() and graph_task() >= 0:
+            self._recomputed.append(number)
+
+    def _gone(self, key: int, number: int, nbytes: int) -> None:
+        known = self._live.get(key)
+        if known is not None and known[1] == number:  # else it was resized, and has another number since
+            del self._live[key]
+            self._event(-nbytes, number, self.module)
+
+    def _event(self, nbytes: int, number: int, module: str) -> None:
+        self._events.append((nbytes, number, self.phase, module, self._operation))
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_backward = self.phase is Phase.BACKWARD and not torch.is_grad_enabled()
+        if func is torch.ops.prim.device.default:
+            if is_backward:  # autograd looks at what a node returned
+                self._note_result(args[0])
+            return func(*args, **kwargs)
+        self._operation = str(func)
+        if is_backward and self._recomputed:
+            self._end_recomputation()
+        if func is aten._local_scalar_dense.default:
+            return self._value(args[0])
+        if is_backward and func is aten.add.Tensor and not kwargs and all(map(self._is_result, args)):
+            out = (aten.add_ if self._is_sum_in_place(*args) else aten.add).Tensor(*args)
+            self._note_result(out)
+        else:
+            out = self.kernels.run(func, args, kwargs)
+        for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
+            self._note(tensor, _TEMPORARY[self.phase])
+        if nbytes := self.kernels.workspace(func, args, out):
+            number = len(self._categories)
+            module = self.module
+            self._categories.append(_TEMPORARY[self.phase])
+            self._makers.append((self.phase, module))
+            self._operation += " (workspace)"
+            self._event(nbytes, number, module)
+            self._event(-nbytes, number, module)
+        return out
+
+    def _is_sum_in_place(self, first: Tensor, second: Tensor) -> bool:
+        """Tell whether autograd would add a gradient to another one in place, if they were not fake."""
+        users = count_users(first)
+        if self._unshared < 0:
+            self._unshared = users
+        is_alone = users == self._unshared and users_of_storage(first) == 1
+        return is_alone and _is_dense(first) and first.shape == second.shape and first.dtype == second.dtype
+
+    def _note_result(self, tensor: Tensor) -> None:
+        self._results[id(tensor)] = weakref.ref(tensor)
+
+    def _is_result(self, one: Any) -> bool:
+        known = self._results.get(id(one))
+        return known is not None and known() is one
+
+    def _end_recomputation(self) -> None:
+        """What outlives a forward inside a backward is kept for that backward."""
+        live = {number for _, number, _ in self._live.values()}
+        for number in self._recomputed:
+            if number in live and self._categories[number] is Category.BACKWARD:
+                self._categories[number] = Category.ACTIVATION
+        self._recomputed.clear()
+
+    def _value(self, tensor: Tensor) -> Any:
+        """Answer what reads the value of a tensor."""
+        if self.phase is Phase.UPDATE:
+            return 1.0 if tensor.is_floating_point() else tensor.dtype is torch.bool or 1
+        if self._reads is None:
+            raise unreadable(self.module, f"{self._operation} of a tensor of shape {tuple(tensor.shape)}")
+        return self._reads(tensor)
+
+    # -- modules ------------------------------------------------------------------------------------------------------
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._stack.append(name)
+        self._mark()
+        if name in self._units and self.phase is Phase.FORWARD:
+            given = self._numbers((args, kwargs))
+            for number in given:
+                # What activation checkpointing saves around a unit is the unit's.
+                if self._saved.get(number, name) != name and _is_inside(name, self._saved[number]):
+                    self._saved[number] = name
+            self._edges.setdefault(name, (sum(given.values()), 0))
+            self._spans.append(Span(name, Phase.FORWARD, len(self._events), -1))
+
+    def _leave(self, name: str, module: nn.Module, args: Any, result: Any) -> None:
+        self._stack.pop()
+        self._mark()
+        if name in self._units and self.phase is Phase.FORWARD:
+            inputs, outputs = self._edges[name]
+            self._edges[name] = (inputs, outputs or sum(self._numbers(result).values()))
+            index = max(i for i, s in enumerate(self._spans) if s.unit == name and s.stop < 0)
+            self._spans[index] = Span(name, Phase.FORWARD, self._spans[index].start, len(self._events))
+
+    def _mark(self) -> None:
+        """Have the nodes of the graph that are made from now on belong to the innermost module."""
+        self._node_numbers.append(next_node_number())
+        self._node_modules.append(self._stack[-1] if self._stack else "")
+
+    def _numbers(self, value: Any) -> dict[int, int]:
+        """Return the bytes of the tensors in a value, parameters and buffers aside, by number of the storage."""
+        found: dict[int, int] = {}
+        for tensor in tensors_in(value):
+            number = self._number(tensor)
+            if number is not None and self._categories[number] not in (Category.PARAMETER, Category.BUFFER):
+                found[number] = max(found.get(number, 0), tensor.nbytes)
+        return found
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.assign([parameter.grad], Category.GRADIENT)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Tell whether a tensor's elements fill its storage range without gaps and overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _is_inside(name: str, ancestor: str) -> bool:
+    return not ancestor or name.startswith(f"{ancestor}.")
+
+
+def _backward_spans(events: Sequence[Event], units: frozenset[str]) -> list[Span]:
+    """Return the runs of events in a backward that belong to one unit."""
+    found: list[Span] = []
+    for event in events:
+        if event.phase is not Phase.BACKWARD:
+            continue
+        unit = unit_of(event.module, units)
+        if found and found[-1].unit == unit and found[-1].stop == event.order:
+            found[-1] = Span(unit, Phase.BACKWARD, found[-1].start, event.order + 1)
+        else:
+            found.append(Span(unit, Phase.BACKWARD, event.order, event.order + 1))
+    return found

@@ -1,0 +1,134 @@
+"""One training step without memory: which storages appear, when they are gone, and what they are for.
+
+Owns the run of a step on fake tensors. Must not know ranks or sharding, nor what is seen and how (`recorder.py`).
+`events.py` has what a trace returns.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.plan.events import Category, Phase, Trace
+from zeroshard.plan.fake import Fakes, exchanged
+from zeroshard.plan.personality import PERSONALITIES
+from zeroshard.plan.recorder import Recorder, unreadable
+from zeroshard.torch_private import check_tracing, fake_errors, fake_tensors, run_backward, tensors_in
+
+__all__ = ["trace_step"]
+
+
+def trace_step(
+    step: Callable[..., Tensor],
+    model: nn.Module,
+    inputs: Sequence[Any] = (),
+    *,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    units: Sequence[str] = (),
+    personality: str = "cpu",
+    micro_batches: int = 1,
+    steps: int = 1,
+    reads: Callable[[Tensor], bool | int | float] | None = None,
+) -> Trace:
+    """Run training steps of a model on tensors without memory, and return what would be allocated.
+
+    The model is left as it was: while the trace runs it has fake parameters and buffers. Gradients that it has are not
+    counted. Nothing is computed, so a model that reads a value of a tensor, as `if x.sum() > 0:` does, is told by
+    `reads` what to go on with. A model that behaves differently when its tensors are fake is traced as it behaves then.
+
+    Args:
+        step: called with the model and the inputs, returns the loss; the trace runs its backward.
+        model: with parameters on any device, "meta" included.
+        inputs: tensors on any device, or containers of them.
+        optimizer: makes the optimizer from the parameters, e.g. `torch.optim.AdamW`; without one nothing is updated.
+        units: names of modules whose bytes are summed up.
+        personality: whose kernels to stand for, "cpu" or "cuda".
+        micro_batches: forwards and backwards of a step, each with the same inputs.
+        steps: how many are traced; the first one has no gradients and no states of the optimizer before it.
+        reads: called with the tensor of one element whose value the model reads, returns the value. What an optimizer
+            reads is 1: of its step counters.
+
+    Raises:
+        ValueError: there is no such unit or personality, or a count below 1.
+        TypeError: `step` does not return a loss, or the model has tensors that cannot be fake.
+        RuntimeError: the model reads values of tensors.
+
+    >>> import torch
+    >>> from zeroshard.plan.tracer import trace_step
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Linear(1024, 1024, bias=False)
+    >>> trace = trace_step(lambda model, x: model(x).sum(), model, [torch.empty(8, 1024, device="meta")])
+    >>> trace.peak.by_category["gradient"], trace.saved_bytes()
+    (4194304, 32768)
+    """
+    check_tracing()
+    if personality not in PERSONALITIES:
+        raise ValueError(f"Personality {personality!r} is not known; there are {', '.join(PERSONALITIES)}.")
+    for name, count in (("micro_batches", micro_batches), ("steps", steps)):
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}.")
+    names = {name for name, _ in model.named_modules()}
+    if missing := [name for name in units if name not in names]:
+        raise ValueError(f"The model has no module called {', '.join(map(repr, missing))}.")
+    kernels = PERSONALITIES[personality]()
+    recorder = Recorder(kernels, units, reads)
+    with ExitStack() as stack:
+        stack.enter_context(fake_tensors())
+        fakes = Fakes()
+        stack.enter_context(exchanged(model, fakes))
+        given = fakes.of_all(tuple(inputs))
+        fakes.forget_storages()
+        recorder.begin(model, tensors_in(given))
+        stack.callback(recorder.end)
+        stack.enter_context(recorder)
+        recorder.calibrate()
+        stack.enter_context(kernels.rewriting())
+        try:
+            kept = _run(recorder, step, model, given, optimizer, micro_batches, steps)
+        except fake_errors() as error:
+            raise unreadable(recorder.module, str(error)) from error
+        trace = recorder.result()
+        del kept  # states live to the end of the trace
+        return trace
+
+
+def _run(
+    recorder: Recorder,
+    step: Callable[..., Tensor],
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+    micro_batches: int,
+    steps: int,
+) -> torch.optim.Optimizer | None:
+    """Run the steps and return the optimizer."""
+    optimizer = make(model.parameters()) if make is not None else None
+    if optimizer is not None:
+        recorder.kernels.prepare(optimizer)
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            _pass(recorder, step, model, inputs)
+        recorder.phase = Phase.UPDATE
+        if optimizer is not None:
+            optimizer.step()
+            recorder.assign(
+                tensors_in([list(state.values()) for state in optimizer.state.values()]), Category.OPTIMIZER
+            )
+        model.zero_grad(set_to_none=True)
+    return optimizer
+
+
+def _pass(recorder: Recorder, step: Callable[..., Tensor], model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Run one forward and its backward."""
+    recorder.phase = Phase.FORWARD
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(recorder.packed, lambda tensor: tensor):
+        loss = step(model, *inputs)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(f"step must return the loss, a tensor of one element that has a graph; got {what}.")
+    recorder.end_forward(loss)
+    recorder.phase = Phase.BACKWARD
+    # Inside `loss.backward()` the mode that rewrites functions is left, and would not see a recomputation.
+    run_backward(loss)
