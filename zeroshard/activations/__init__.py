@@ -13,9 +13,8 @@ from torch import nn
 from zeroshard.activations.chain import Chained, Link
 from zeroshard.activations.partition import Partition
 from zeroshard.activations.recompute import recompute
-from zeroshard.core.engine import Engine
 from zeroshard.core.hooks import Enter, Exit
-from zeroshard.core.saved import Treatment
+from zeroshard.core.saved import SavedTensors, Treatment
 from zeroshard.state.blocks import is_leaf
 from zeroshard.state.units import UnitPlan
 from zeroshard.table.activations import Activations, Partitioned, Recomputed, Treated
@@ -45,7 +44,7 @@ def treatment_of(cell: Activations, plans: Sequence[UnitPlan], comm: Comm, ledge
 
 
 def recompute_units(
-    cell: Activations, engine: Engine, plans: Sequence[UnitPlan], hooks: Mapping[nn.Module, tuple[Enter, Exit]]
+    cell: Activations, plans: Sequence[UnitPlan], hooks: Mapping[nn.Module, tuple[Enter, Exit]], saved: SavedTensors
 ) -> None:
     """Have the modules of units recomputed where a cell asks for it.
 
@@ -57,4 +56,4 @@ def recompute_units(
         if how is not None and number != ROOT:
             blocks = plan.blocks or (plan.module,)
             modules += [(module, how) for module in blocks if [*module.children()] and not is_leaf(module)]
-    recompute(modules, hooks, engine.saved)
+    recompute(modules, hooks, saved)
