@@ -6,22 +6,24 @@ cells, `recompute.py` the recomputation, `chain.py` the rest.
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 
 from zeroshard.activations.chain import Chained, Link
+from zeroshard.activations.compress import Compress
 from zeroshard.activations.recompute import recompute
 from zeroshard.core.engine import Engine
 from zeroshard.core.hooks import Enter, Exit
 from zeroshard.core.saved import Treatment
 from zeroshard.state.blocks import is_leaf
 from zeroshard.state.units import UnitPlan
-from zeroshard.table.activations import Activations, Recomputed, Treated
+from zeroshard.table.activations import Activations, Compressed, Recomputed, Treated
 from zeroshard.table.schedule import ROOT
 
 __all__ = ["LINKS", "recompute_units", "treatment_of"]
 
-LINKS: Mapping[type[Treated], Callable[[Treated], Link]] = MappingProxyType({})
+LINKS: Mapping[type[Treated], Callable[[Any], Link]] = MappingProxyType({Compressed: lambda cell: Compress(cell.rest)})
 """What makes the link for a cell."""
 
 
