@@ -3,6 +3,7 @@
 Owns the model alone. Source: He et al., "Deep Residual Learning for Image Recognition", 2015, table 1.
 """
 
+import itertools
 from typing import cast, final
 
 import torch.nn.functional as F
@@ -46,8 +47,7 @@ class ResNet18(nn.Module):
         self.pool = nn.MaxPool2d(3, 2, 1)
         widths = (64, 64, 64, 128, 128, 256, 256, 512, 512)
         self.blocks = nn.ModuleList(
-            Block(before, width, 2 if before != width else 1)
-            for before, width in zip(widths[:-1], widths[1:], strict=True)
+            Block(before, width, 2 if before != width else 1) for before, width in itertools.pairwise(widths)
         )
         self.head = nn.Linear(512, classes)
 

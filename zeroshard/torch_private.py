@@ -114,8 +114,9 @@ def edge_of(node: Any, position: int) -> Any:
 
 def saved_by(node: Any) -> list[tuple[str, Any]]:
     """Return what saved-tensor hooks packed for a node, each with the name of its place there."""
-    found = []
-    for name in _places_of(type(node)):
+    found: list[tuple[str, Any]] = []
+    cls: Any = type(node)
+    for name in _places_of(cls):
         try:
             raw = getattr(node, _RAW + name)
             found += [(name, one.data) for one in (raw if isinstance(raw, tuple) else (raw,)) if one is not None]

@@ -12,6 +12,7 @@ Note: what gets which encoding
       where this is smaller by a fifth; its square and its casts are derived from these values;
     - of a max pool's input nothing, since its gradient follows from the indices, and of each index a byte;
     - booleans as bits; on a CPU also factors with one value besides zero, as dropout there makes them;
+    - of a copy of attention's result with dimensions swapped nothing, on a CPU, where equality is checked first;
     - of views that keep much larger memory alive which nobody else uses, their own elements;
     - the rest as it is, or rounded on request: inputs of products, convolutions, norms and point-wise functions whose
       gradient is bounded in their error, and inputs of recomputed modules, from 1,024 elements on. Results of softmax,
@@ -27,7 +28,7 @@ Note: no wait for the device
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -41,6 +42,7 @@ from zeroshard.activations.compress_codes import (
     Copied,
     Derived,
     Nonzero,
+    Swapped,
     Whole,
     count_nonzero,
     flat_of,
@@ -51,7 +53,7 @@ from zeroshard.activations.compress_codes import (
     pattern_of,
     window_of,
 )
-from zeroshard.activations.compress_nodes import Need, Use, Uses
+from zeroshard.activations.compress_nodes import Need, Origin, Rearranged, Use, Uses
 from zeroshard.activations.compress_rounded import Rounded, RoundedTo, round_to
 from zeroshard.core.tree import find
 from zeroshard.torch_private import storage_of, users_of_storage, version_of
@@ -109,6 +111,26 @@ class _Memory:
 
 
 @final
+class _Known:
+    """What is known of the tensors of one forward while it is treated.
+
+    Args:
+        sources: by identity of a tensor, from which elements it follows, and by which steps.
+    """
+
+    def __init__(self, memories: Iterable[_Memory]) -> None:
+        # Held here, so that nothing else takes their identity.
+        pairs = ((one.held.value, (one, memory)) for memory in memories for one in memory.ones)
+        self.originals = {id(tensor): (tensor, *rest) for tensor, rest in pairs}
+        self.sources: dict[int, tuple[Nonzero | Whole, tuple[Any, ...]]] = {}
+
+    def note(self, ones: Sequence[_One], source: Nonzero | Whole, steps: tuple[Any, ...]) -> None:
+        """Note what tensors follow from."""
+        for one in ones:
+            self.sources[id(one.held.value)] = source, steps
+
+
+@final
 class Compress(Link):
     """The link of `Compressed`.
 
@@ -147,7 +169,7 @@ class Compress(Link):
         self._uses.forget_dead()
         for memory in memories.values():
             memory.measure()
-        known: dict[int, Any] = {}
+        known = _Known(memories.values())
         with torch.no_grad():
             for index, memory in enumerate(memories.values()):
                 self._encode(memory, known, (unit, index))
@@ -168,7 +190,7 @@ class Compress(Link):
                 self._capacities[place] = count
         self._awaited = waiting
 
-    def _encode(self, memory: _Memory, known: dict[int, Any], place: tuple[int, int]) -> None:
+    def _encode(self, memory: _Memory, known: "_Known", place: tuple[int, int]) -> None:
         ones = memory.ones
         if any(one.need.kind == "opaque" for one in ones):
             memory.code = "opaque"
@@ -183,10 +205,11 @@ class Compress(Link):
             memory.code = (
                 self._encode_places(memory, rest)
                 or self._encode_signs(rest)
+                or self._encode_copy(memory, rest, known)
                 or self._encode_nonzero(memory, rest, known, place)
                 or self._encode_two_valued(memory, rest)
                 or self._encode_views(memory, rest)
-                or self._round(memory, rest, known)
+                or self._round(memory, rest)
                 or "kept"
             )
 
@@ -218,38 +241,53 @@ class Compress(Link):
             _put(self, one, Bits(pack_bits(mask), flat.dtype, form_of(one.held.value), low, high))
         return "signs"
 
-    def _encode_nonzero(self, memory: _Memory, rest: Sequence[_One], known: dict[int, Any], place: Any) -> str:
+    def _encode_nonzero(self, memory: _Memory, rest: Sequence[_One], known: "_Known", place: Any) -> str:
         """Keep the values that are not zero of a ReLU's result, once; or derive a tensor from what was kept so."""
-        origins = [one.use.origin for one in rest if one.use is not None and one.use.origin is not None]
+        origins = [one.use.origin for one in rest if one.use is not None and isinstance(one.use.origin, Origin)]
         region = memory.region() if origins else None
         if region is None or not region.is_floating_point() or any(one.need.kind in _SIGNS[1:] for one in rest):
             return ""
         for origin in origins:
-            if origin.steps and origin.root in known and version_of(region) == 0:
-                source, steps = known[origin.root]
+            if origin.steps and origin.root in known.sources and version_of(region) == 0:
+                source, steps = known.sources[origin.root]
                 if source.numel == region.numel():
                     return self._share(rest, source, (*steps, *origin.steps), known, "derived")
         if any("square" in origin.steps for origin in origins):
             return ""
-        source = self._compact(flat_of(region), place)
-        if source is not None:
-            return self._share(rest, source, (), known, "nonzero")
+        if (compacted := self._compact(flat_of(region), place)) is not None:
+            return self._share(rest, compacted, (), known, "nonzero")
         if not memory.is_shared and self._rest is None:
             # It stays as it is; its square need not.
-            self._know(rest, Whole(flat_of(region)), (), known)
+            known.note(rest, Whole(flat_of(region)), ())
         return ""
 
-    def _share(self, rest: Sequence[_One], source: Any, steps: tuple[Any, ...], known: Any, name: str) -> str:
-        self._know(rest, source, steps, known)
+    def _share(
+        self, rest: Sequence[_One], source: Nonzero | Whole, steps: tuple[Any, ...], known: _Known, name: str
+    ) -> str:
+        known.note(rest, source, steps)
+        # The bits tell a ReLU enough, and come back faster, unless there is -0.0 among the values.
+        has_signs = isinstance(source, Nonzero) and not steps and _is_read_freely(source.values)
+        has_signs = has_signs and not bool(torch.signbit(source.values).any())
         for one in rest:
-            _put(self, one, Derived(source, steps, form_of(one.held.value)))
+            form, dtype = form_of(one.held.value), one.held.value.dtype
+            if has_signs and one.need.kind == "nonzero" and isinstance(source, Nonzero):
+                _put(self, one, Bits(source.packed, dtype, form, 0.0, 1.0))
+            else:
+                _put(self, one, Derived(source, steps, form))
         return name
 
-    def _know(self, rest: Sequence[_One], source: Any, steps: tuple[Any, ...], known: dict[int, Any]) -> None:
-        for one in rest:
-            known[id(one.held.value)] = source, steps
-        # Nobody may take the identity of a tensor that `known` names while others of the unit are under way.
-        known.setdefault(0, []).extend(one.held.value for one in rest)
+    def _encode_copy(self, memory: _Memory, rest: Sequence[_One], known: _Known) -> str:
+        """Keep nothing of a copy, where that can be checked without waiting for a device."""
+        origin = rest[0].use.origin if rest[0].use is not None else None
+        if len(rest) > 1 or not isinstance(origin, Rearranged) or origin.root not in known.originals:
+            return ""
+        tensor: Tensor = rest[0].held.value
+        root, one, source = known.originals[origin.root]
+        if memory.is_shared or source.is_shared or not is_compact(tensor) or not _is_read_freely(tensor):
+            return ""
+        if not torch.equal(flat_of(tensor), root.transpose(*origin.dims).contiguous().view(-1)):
+            return ""
+        return _put(self, rest[0], Swapped(one.held.value, origin.dims, form_of(tensor)))
 
     def _compact(self, flat: Tensor, place: tuple[int, int]) -> Nonzero | None:
         mask = pattern_of(flat)
@@ -301,7 +339,7 @@ class Compress(Link):
                 _put(self, one, Copied(flat.clone() if form.offset is not None else flat, form))
         return "views"
 
-    def _round(self, memory: _Memory, rest: Sequence[_One], known: Mapping[int, Any]) -> str:
+    def _round(self, memory: _Memory, rest: Sequence[_One]) -> str:
         region = memory.region() if self._rest is not None else None
         if region is None or not all(self._can_round(one, memory) for one in rest):
             return ""
@@ -355,7 +393,7 @@ def _other_value(flat: Tensor) -> float | None:
     return None if bool(is_negative_zero) else float(high)
 
 
-def _count(memories: Any) -> dict[str, tuple[int, int]]:
+def _count(memories: Iterable[_Memory]) -> dict[str, tuple[int, int]]:
     before: Counter[str] = Counter()
     after: Counter[str] = Counter()
     seen: set[int] = set()

@@ -21,7 +21,7 @@ from zeroshard.core.saved import Box
 from zeroshard.core.tree import find
 from zeroshard.torch_private import edge_of, nodes_before, note_visit, saved_by, setting_of
 
-__all__ = ["Need", "Origin", "Use", "Uses"]
+__all__ = ["Need", "Origin", "Rearranged", "Use", "Uses"]
 
 Tensor = torch.Tensor
 
@@ -97,12 +97,25 @@ class Origin:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Rearranged:
+    """Of which tensor a tensor seems to be a contiguous copy, with two dimensions swapped.
+
+    Args:
+        root: identifies that tensor as a node saved it.
+    """
+
+    root: int
+    dims: tuple[int, int]
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Use:
     """One tensor that a node saved.
 
     Args:
         node: its name, and the name of the place of the tensor there.
-        origin: where the tensor comes from, if it follows from the result of a ReLU.
+        origin: where the tensor comes from, if it follows from the result of a ReLU, or is a copy of another one.
         has_edge: whether it needs a gradient, and so was made inside the graph.
         can_round: whether errors in it are bounded errors of gradients.
     """
@@ -110,7 +123,7 @@ class Use:
     node: str
     place: str
     need: Need
-    origin: Origin | None = None
+    origin: Origin | Rearranged | None = None
     has_edge: bool = True
     can_round: bool = False
 
@@ -185,10 +198,12 @@ def _use(node: Any, name: str, place: str, tensor: Tensor) -> Use:
     return Use(name, place, _VALUES, _origin(made_by, tensor.dtype), made_by is not None, can_round)
 
 
-def _origin(node: Any, dtype: torch.dtype) -> Origin | None:
-    """Return which result of a ReLU the output of a node follows from."""
+def _origin(node: Any, dtype: torch.dtype) -> Origin | Rearranged | None:
+    """Return which result of a ReLU the output of a node follows from, or what it is a copy of."""
     steps: tuple[Any, ...] = ()
     node = _behind_views(node)
+    if node is not None and node.name() == "CloneBackward0":
+        return _copied(edge_of(node, 0))
     if node is not None and node.name() == "ToCopyBackward0":
         steps, node = (dtype,), _behind_views(edge_of(node, 0))
     if node is None:
@@ -198,6 +213,17 @@ def _origin(node: Any, dtype: torch.dtype) -> Origin | None:
     if not _is_square(node) or (root := _root(node, "self")) is None:
         return None
     return Origin(root, ("square", *steps))
+
+
+def _copied(node: Any) -> Rearranged | None:
+    """Return what is copied, if it is the saved result of attention, as after `transpose().reshape()`."""
+    if node is None or node.name() != "TransposeBackward0" or (maker := edge_of(node, 0)) is None:
+        return None
+    root = _root(maker, "output") if _INPUTS.get(maker.name()) is _ATTENTION else None
+    dims = [setting_of(node, name) for name in ("dim0", "dim1")]
+    # Negative ones come as unsigned numbers.
+    first, second = (dim - 2**64 if dim >= 2**63 else dim for dim in dims)
+    return Rearranged(root, (first, second)) if root is not None else None
 
 
 def _is_square(node: Any) -> bool:
