@@ -102,7 +102,7 @@ def costs(make: Callable[[], nn.Module], batch: Batch, steps: int = 9) -> dict[s
         models[how] = model, zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=0, activations=how)
     seconds: dict[str, list[float]] = {how: [] for how in HOW}
     for _, how in itertools.product(range(steps), HOW):
-        model, zero = models[how]
+        model, _ = models[how]
         begin = time.perf_counter()
         model(*batch).backward()
         seconds[how].append(time.perf_counter() - begin)

@@ -122,6 +122,9 @@ class _Known:
         # Held here, so that nothing else takes their identity.
         pairs = ((one.held.value, (one, memory)) for memory in memories for one in memory.ones)
         self.originals = {id(tensor): (tensor, *rest) for tensor, rest in pairs}
+        origins = (one.use.origin for _, one, _ in self.originals.values() if one.use is not None)
+        self.roots = {origin.root for origin in origins if isinstance(origin, Origin) and origin.steps}
+        """Tensors whose elements are wanted, since others follow from them."""
         self.sources: dict[int, tuple[Nonzero | Whole, tuple[Any, ...]]] = {}
 
     def note(self, ones: Sequence[_One], source: Nonzero | Whole, steps: tuple[Any, ...]) -> None:
@@ -190,7 +193,7 @@ class Compress(Link):
                 self._capacities[place] = count
         self._awaited = waiting
 
-    def _encode(self, memory: _Memory, known: "_Known", place: tuple[int, int]) -> None:
+    def _encode(self, memory: _Memory, known: _Known, place: tuple[int, int]) -> None:
         ones = memory.ones
         if any(one.need.kind == "opaque" for one in ones):
             memory.code = "opaque"
@@ -204,7 +207,7 @@ class Compress(Link):
         elif memory.nbytes >= _SMALL_BYTES:
             memory.code = (
                 self._encode_places(memory, rest)
-                or self._encode_signs(rest)
+                or self._encode_signs(rest, known)
                 or self._encode_copy(memory, rest, known)
                 or self._encode_nonzero(memory, rest, known, place)
                 or self._encode_two_valued(memory, rest)
@@ -221,8 +224,10 @@ class Compress(Link):
         code = window_of(rest[0].held.value, need.settings[-1][0], need.settings[:-1])
         return _put(self, rest[0], code) if code is not None else ""
 
-    def _encode_signs(self, rest: Sequence[_One]) -> str:
+    def _encode_signs(self, rest: Sequence[_One], known: _Known | None = None) -> str:
         """Keep one bit an element of what is read by ReLUs and their like alone."""
+        if known is not None and any(id(one.held.value) in known.roots for one in rest):
+            return ""
         if not all(one.need.kind in _SIGNS and is_compact(one.held.value) for one in rest):
             return ""
         half = (torch.float16, torch.bfloat16)
@@ -236,12 +241,13 @@ class Compress(Link):
             elif need.kind == "positive":
                 mask, low, high = flat > 0, 0.0, 1.0
             else:
-                mask = ((flat <= need.low) | (flat >= need.high)).logical_not_()
+                # Of NaN torch's own kernels make this or that, by the place in memory.
+                mask = (flat > need.low) & (flat < need.high)
                 low, high = need.low, (need.low + need.high) / 2
             _put(self, one, Bits(pack_bits(mask), flat.dtype, form_of(one.held.value), low, high))
         return "signs"
 
-    def _encode_nonzero(self, memory: _Memory, rest: Sequence[_One], known: "_Known", place: Any) -> str:
+    def _encode_nonzero(self, memory: _Memory, rest: Sequence[_One], known: _Known, place: Any) -> str:
         """Keep the values that are not zero of a ReLU's result, once; or derive a tensor from what was kept so."""
         origins = [one.use.origin for one in rest if one.use is not None and isinstance(one.use.origin, Origin)]
         region = memory.region() if origins else None

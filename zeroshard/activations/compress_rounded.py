@@ -8,7 +8,7 @@ Note: bounds
 
     - bf16: |x - y| <= |x| / 256, for |x| from 2**-126 to 3.38e38, and to nearest even. Larger x become infinite.
     - fp8 (e4m3): |x - y| <= max(|x| / 16, m / 416 / 1024), times 1 + 2**-20 for the rounding of the scale.
-    - int8: |x - y| <= m / 252, times 1 + 2**-16 likewise.
+    - int8: |x - y| <= m / 252, times 1 + 2**-14 likewise.
 
     The last two hold where m is at least 1e-35; smaller blocks are off by at most 1e-38 more. The largest finite values
     of a block become 416 and 126, one code below the end, which stands for infinity.
