@@ -111,7 +111,7 @@ def test_inputs_of_recomputed_modules_are_rounded_on_request(how: str, is_same: 
     pairs = list(zip(train("keep"), train(how), strict=True))
     assert len(pairs) == 4
     assert all(torch.equal(one, other) for one, other in pairs) == is_same
-    assert all(torch.allclose(one, other, rtol=0.05, atol=0.05 * float(one.abs().max())) for one, other in pairs)
+    assert all(torch.allclose(one, other, rtol=0.0, atol=0.1 * float(one.abs().max())) for one, other in pairs)
 
 
 def test_recomputed_units_and_compression_go_together() -> None:

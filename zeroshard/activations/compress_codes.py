@@ -260,7 +260,9 @@ class Nonzero:
             self.spare.look()
             if self.spare.dense is not None:
                 return _take(steps, self.spare.dense)
-        values = _take(steps, self.values)
+        found = _take(steps, self.values)
+        # As integers, since moving floating-point numbers may change which NaN they are.
+        values = found.view(_INTEGERS(found.element_size()))
         made = values.new_empty(self.packed.numel() * 8)
         table = _table(torch.bool, self.packed.device, 0, 1).view(torch.int64)
         is_cpu = values.device.type == "cpu"
@@ -270,7 +272,7 @@ class Nonzero:
             mask = table.view(-1).index_select(0, part).view(torch.bool)
             places, known = _places(mask, known, is_cpu)
             torch.index_select(values, 0, places, out=made[begin : begin + chunk])
-        return made[: self.numel]
+        return made[: self.numel].view(found.dtype)
 
 
 def _take(steps: Sequence[Any], values: Tensor) -> Tensor:
@@ -297,13 +299,14 @@ def nonzero_values(flat: Tensor, mask: Tensor, capacity: int) -> Tensor:
         capacity: how many values there is room for; what does not fit is left out.
     """
     is_cpu = flat.device.type == "cpu"
+    dtype, flat = flat.dtype, flat.view(_INTEGERS(flat.element_size()))
     values = flat.new_empty(capacity + 2)
     chunk, known = (_CHUNK if is_cpu else max(flat.numel(), 1)), 0
     for begin in range(0, flat.numel(), chunk):
         places, known = _places(mask[begin : begin + chunk], known, is_cpu)
         values.scatter_(0, places.clamp_(max=capacity + 1).long(), flat[begin : begin + chunk])
     values[0] = 0
-    return values
+    return values.view(dtype)
 
 
 @final
