@@ -75,10 +75,10 @@ def train(make: Callable[[], nn.Module], batches: Iterator[Batch], how: str, ste
 
 def curves() -> dict[str, Any]:
     """Train a GPT in each way."""
-    config = GPTConfig(4)
+    config = GPTConfig(2, context=64)
     found: dict[str, Any] = {}
     for how in HOW:
-        result = train(lambda: GPT(config), text_batches(config, 4), how, STEPS, config.learning_rate)
+        result = train(lambda: GPT(config), text_batches(config, 8), how, STEPS, config.learning_rate)
         losses = result.pop("losses")
         result["loss"] = [round(statistics.fmean(losses[at : at + WINDOW]), 4) for at in range(0, len(losses), WINDOW)]
         result["equals_keep"] = losses == (kept := found.setdefault("_", losses))
@@ -89,7 +89,7 @@ def curves() -> dict[str, Any]:
     return found
 
 
-def costs(make: Callable[[], nn.Module], batch: Batch, steps: int = 9) -> dict[str, Any]:
+def costs(make: Callable[[], nn.Module], batch: Batch, steps: int = 5) -> dict[str, Any]:
     """Return bytes of one forward, and the median of each way's forward and backward over that without treatment.
 
     The ways take turns, so that other programs on the machine slow them all.

@@ -39,17 +39,20 @@ class ResNet18(nn.Module):
 
     Args:
         classes: how many to tell apart.
+        width: channels of the first blocks; 64 in the paper.
     """
 
-    def __init__(self, classes: int = 1000) -> None:
+    def __init__(self, classes: int = 1000, width: int = 64) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        )
         self.pool = nn.MaxPool2d(3, 2, 1)
-        widths = (64, 64, 64, 128, 128, 256, 256, 512, 512)
+        widths = [width * times for times in (1, 1, 1, 2, 2, 4, 4, 8, 8)]
         self.blocks = nn.ModuleList(
             Block(before, width, 2 if before != width else 1) for before, width in itertools.pairwise(widths)
         )
-        self.head = nn.Linear(512, classes)
+        self.head = nn.Linear(8 * width, classes)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of (batch, 3, height, width)."""

@@ -33,33 +33,40 @@ _VIEWS = frozenset(
 )
 _POOL = "MaxPool2DWithIndicesBackward0"
 
-# Inputs: of which nodes which saved tensor is which input, and whether an error in it leads to a bounded error of
-# gradients, in proportion to the other factors. Of attention the queries and keys stand in an exponent: kept.
-_ATTENTION = {"value": (2, True), "output": (None, True)}
-_INPUTS: Mapping[str, Mapping[str, tuple[int | None, bool]]] = MappingProxyType(
+# Which saved tensor is which input of its node, and which are results, where an error leads to a bounded error of
+# gradients, in proportion to the other factors. Of attention the queries and keys stand in an exponent: not here.
+_ATTENTION = frozenset(f"ScaledDotProduct{name}AttentionBackward0" for name in ("Flash", "Efficient", "Cudnn")) | {
+    "ScaledDotProductFlashAttentionForCpuBackward0"
+}
+_INPUTS: Mapping[tuple[str, str], int] = MappingProxyType(
     {
-        "MmBackward0": {"self": (0, True), "mat2": (1, True)},
-        "AddmmBackward0": {"mat1": (1, True), "mat2": (2, True)},
-        "BmmBackward0": {"self": (0, True), "mat2": (1, True)},
-        "BaddbmmBackward0": {"batch1": (1, True), "batch2": (2, True)},
-        "LinearBackward0": {"input": (0, True), "weight": (1, True)},
-        "ConvolutionBackward0": {"input": (0, True), "weight": (1, True)},
-        "NativeBatchNormBackward0": {"input": (0, True)},
-        "CudnnBatchNormBackward0": {"input": (0, True)},
-        "NativeLayerNormBackward0": {"input": (0, True)},
-        "NativeGroupNormBackward0": {"input": (0, True)},
-        "FusedRmsNormBackward0": {"input": (0, True)},
-        "MulBackward0": {"self": (0, True), "other": (1, True)},
-        "PowBackward0": {"self": (0, False)},
-        "GeluBackward0": {"self": (0, True)},
-        "SiluBackward0": {"self": (0, True)},
-        "SigmoidBackward0": {"result": (None, True)},
-        "TanhBackward0": {"result": (None, True)},
-        "ScaledDotProductFlashAttentionForCpuBackward0": _ATTENTION,
-        "ScaledDotProductFlashAttentionBackward0": _ATTENTION,
-        "ScaledDotProductEfficientAttentionBackward0": _ATTENTION,
-        "ScaledDotProductCudnnAttentionBackward0": _ATTENTION,
+        ("MmBackward0", "self"): 0,
+        ("MmBackward0", "mat2"): 1,
+        ("AddmmBackward0", "mat1"): 1,
+        ("AddmmBackward0", "mat2"): 2,
+        ("BmmBackward0", "self"): 0,
+        ("BmmBackward0", "mat2"): 1,
+        ("BaddbmmBackward0", "batch1"): 1,
+        ("BaddbmmBackward0", "batch2"): 2,
+        ("LinearBackward0", "input"): 0,
+        ("LinearBackward0", "weight"): 1,
+        ("ConvolutionBackward0", "input"): 0,
+        ("ConvolutionBackward0", "weight"): 1,
+        ("NativeBatchNormBackward0", "input"): 0,
+        ("CudnnBatchNormBackward0", "input"): 0,
+        ("NativeLayerNormBackward0", "input"): 0,
+        ("NativeGroupNormBackward0", "input"): 0,
+        ("FusedRmsNormBackward0", "input"): 0,
+        ("MulBackward0", "self"): 0,
+        ("MulBackward0", "other"): 1,
+        ("PowBackward0", "self"): 0,
+        ("GeluBackward0", "self"): 0,
+        ("SiluBackward0", "self"): 0,
+        **{(name, "value"): 2 for name in _ATTENTION},
     }
+)
+_RESULTS = frozenset(
+    [("SigmoidBackward0", "result"), ("TanhBackward0", "result"), *((name, "output") for name in _ATTENTION)]
 )
 
 
@@ -189,11 +196,10 @@ def _use(node: Any, name: str, place: str, tensor: Tensor) -> Use:
         source = pooled.value if isinstance(pooled, Box) else None
         width = (source.shape if isinstance(source, Tensor) else torch.Size((0,)))[-1]
         return Use(name, place, Need("window", settings=(*settings, (width,))) if width else _VALUES)
-    position, can_round = _INPUTS.get(name, {}).get(place, (None, False))
-    if name == "PowBackward0" and place == "self":
-        can_round = setting_of(node, "exponent") == 2
+    position = _INPUTS.get((name, place))
     if position is None:
-        return Use(name, place, _VALUES, can_round=can_round)
+        return Use(name, place, _VALUES, can_round=(name, place) in _RESULTS)
+    can_round = name != "PowBackward0" or setting_of(node, "exponent") == 2
     made_by = edge_of(node, position)
     return Use(name, place, _VALUES, _origin(made_by, tensor.dtype), made_by is not None, can_round)
 
@@ -219,7 +225,7 @@ def _copied(node: Any) -> Rearranged | None:
     """Return what is copied, if it is the saved result of attention, as after `transpose().reshape()`."""
     if node is None or node.name() != "TransposeBackward0" or (maker := edge_of(node, 0)) is None:
         return None
-    root = _root(maker, "output") if _INPUTS.get(maker.name()) is _ATTENTION else None
+    root = _root(maker, "output") if maker.name() in _ATTENTION else None
     dims = [setting_of(node, name) for name in ("dim0", "dim1")]
     # Negative ones come as unsigned numbers.
     first, second = (dim - 2**64 if dim >= 2**63 else dim for dim in dims)
