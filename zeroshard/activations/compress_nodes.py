@@ -35,9 +35,10 @@ _POOL = "MaxPool2DWithIndicesBackward0"
 
 # Which saved tensor is which input of its node, and which are results, where an error leads to a bounded error of
 # gradients, in proportion to the other factors. Of attention the queries and keys stand in an exponent: not here.
-_ATTENTION = frozenset(f"ScaledDotProduct{name}AttentionBackward0" for name in ("Flash", "Efficient", "Cudnn")) | {
-    "ScaledDotProductFlashAttentionForCpuBackward0"
-}
+_ATTENTION = frozenset(
+    f"ScaledDotProduct{name}Backward0"
+    for name in ("FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "CudnnAttention")
+)
 _INPUTS: Mapping[tuple[str, str], int] = MappingProxyType(
     {
         ("MmBackward0", "self"): 0,
@@ -62,11 +63,14 @@ _INPUTS: Mapping[tuple[str, str], int] = MappingProxyType(
         ("PowBackward0", "self"): 0,
         ("GeluBackward0", "self"): 0,
         ("SiluBackward0", "self"): 0,
-        **{(name, "value"): 2 for name in _ATTENTION},
+        ("ScaledDotProductFlashAttentionForCpuBackward0", "value"): 2,
+        ("ScaledDotProductFlashAttentionBackward0", "value"): 2,
+        ("ScaledDotProductEfficientAttentionBackward0", "value"): 2,
+        ("ScaledDotProductCudnnAttentionBackward0", "value"): 2,
     }
 )
-_RESULTS = frozenset(
-    [("SigmoidBackward0", "result"), ("TanhBackward0", "result"), *((name, "output") for name in _ATTENTION)]
+_RESULTS = frozenset((("SigmoidBackward0", "result"), ("TanhBackward0", "result"))) | frozenset(
+    (name, "output") for name in _ATTENTION
 )
 
 
