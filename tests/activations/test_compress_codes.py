@@ -18,7 +18,7 @@ def draw(*shape: int, key: int = 0) -> Tensor:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(codes._INTEGERS(tensor.element_size()))
+    return tensor.contiguous().view(codes._INTEGERS[tensor.element_size()])
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:

@@ -19,6 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -51,7 +52,7 @@ Tensor = torch.Tensor
 _GATHER_BITS = 0x0102040810204080
 # Elements at a time on a CPU: what one round reads and writes stays in its cache.
 _CHUNK = 1 << 17
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.__getitem__
+_INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
 @final
@@ -187,7 +188,7 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 def pattern_of(flat: Tensor) -> Tensor:
     """Return where an element is anything but +0.0: -0.0 and NaN are values to keep."""
-    return flat.view(_INTEGERS(flat.element_size())).bool()
+    return flat.view(_INTEGERS[flat.element_size()]).bool()
 
 
 def count_nonzero(mask: Tensor) -> Tensor:
@@ -262,7 +263,7 @@ class Nonzero:
                 return _take(steps, self.spare.dense)
         found = _take(steps, self.values)
         # As integers, since moving floating-point numbers may change which NaN they are.
-        values = found.view(_INTEGERS(found.element_size()))
+        values = found.view(_INTEGERS[found.element_size()])
         made = values.new_empty(self.packed.numel() * 8)
         table = _table(torch.bool, self.packed.device, 0, 1).view(torch.int64)
         is_cpu = values.device.type == "cpu"
@@ -299,7 +300,7 @@ def nonzero_values(flat: Tensor, mask: Tensor, capacity: int) -> Tensor:
         capacity: how many values there is room for; what does not fit is left out.
     """
     is_cpu = flat.device.type == "cpu"
-    dtype, flat = flat.dtype, flat.view(_INTEGERS(flat.element_size()))
+    dtype, flat = flat.dtype, flat.view(_INTEGERS[flat.element_size()])
     values = flat.new_empty(capacity + 2)
     chunk, known = (_CHUNK if is_cpu else max(flat.numel(), 1)), 0
     for begin in range(0, flat.numel(), chunk):
