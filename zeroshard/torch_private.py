@@ -12,9 +12,10 @@ Note: what a change would do
 """
 
 import functools
+import math
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from types import FrameType
 from typing import Any, Final
 
@@ -41,6 +42,7 @@ __all__ = [
     "default_store",
     "fake_errors",
     "fake_tensors",
+    "edge_of",
     "foreach_lerp_",
     "foreach_norm",
     "graph_task",
@@ -51,12 +53,15 @@ __all__ = [
     "map_tensors",
     "next_node_number",
     "nodes_before",
+    "note_visit",
     "raw_data",
     "raw_local",
     "run_backward",
     "running_node_number",
+    "saved_by",
     "set_local",
     "set_slot",
+    "setting_of",
     "slot_grad",
     "storage_of",
     "tensors_in",
@@ -112,6 +117,45 @@ def accumulator_of(parameter: Tensor) -> Any:
 def nodes_before(node: Any) -> list[Any]:
     """Return the nodes that a node hands gradients to."""
     return [one for one, _ in node.next_functions if one is not None]
+
+
+def edge_of(node: Any, position: int) -> Any:
+    """Return the node that made an input of a node; None where this input needs no gradient."""
+    edges = node.next_functions
+    return edges[position][0] if position < len(edges) else None
+
+
+def saved_by(node: Any) -> list[tuple[str, Any]]:
+    """Return what saved-tensor hooks packed for a node, each with the name of its place there."""
+    found: list[tuple[str, Any]] = []
+    cls: Any = type(node)
+    for name in _places_of(cls):
+        try:
+            raw = getattr(node, _RAW + name)
+            found += [(name, one.data) for one in (raw if isinstance(raw, tuple) else (raw,)) if one is not None]
+        except RuntimeError:
+            # A backward has freed it.
+            continue
+    return found
+
+
+_RAW: Final = "_raw_saved_"
+
+
+@functools.lru_cache(maxsize=1024)
+def _places_of(cls: Hashable) -> tuple[str, ...]:
+    return tuple(name.removeprefix(_RAW) for name in dir(cls) if name.startswith(_RAW))
+
+
+def setting_of(node: Any, name: str) -> Any:
+    """Return a number that a node saved, its exponent, say."""
+    return getattr(node, f"_saved_{name}")
+
+
+def note_visit(node: Any, key: str) -> bool:
+    """Note at a node that it was visited, and tell whether this is the first time."""
+    notes = node.metadata
+    return key not in notes and not notes.update({key: True})
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -445,6 +489,45 @@ def _tests_tracing() -> bool:
     return ("aten.exp.default", None) in seen and ("aten.mul.Tensor", first) in seen
 
 
+def _tests_nodes() -> bool:
+    """Nodes tell what hooks packed for them, who made it, and their settings; kernels read what they are said to."""
+    packed: list[Any] = []
+
+    def pack(tensor: Tensor) -> Any:
+        packed.append((tensor.detach(),))
+        return packed[-1]
+
+    x, weight = torch.tensor([[-1.0, 2.0]], requires_grad=True), torch.ones(2, 1, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one[0]):
+        product = torch.relu(x).square() @ weight
+    square = edge_of(product.grad_fn, 0)
+    relu = edge_of(square, 0)
+    nodes: list[Any] = [product.grad_fn, square, relu]
+    names = [node.name() for node in nodes]
+    places = [sorted(name for name, _ in saved_by(node)) for node in nodes]
+    boxes = [one for node in nodes for _, one in saved_by(node)]
+    visits = [note_visit(edge_of(product.grad_fn, 0), "test"), note_visit(square, "test")]
+    return (
+        names == ["MmBackward0", "PowBackward0", "ReluBackward0"]
+        and places == [["mat2", "self"], ["self"], ["result"]]
+        and sorted(map(id, boxes)) == sorted(map(id, packed))
+        and setting_of(square, "exponent") == 2
+        and edge_of(relu, 7) is None
+        and visits == [True, False]
+    )
+
+
+def _tests_pool() -> bool:
+    """The gradient of a max pool follows from indices and the shape of its input."""
+    x = torch.arange(16.0).view(1, 1, 4, 4)
+    _, indices = torch.nn.functional.max_pool2d(x, 2, return_indices=True)
+    run = torch.ops.aten.max_pool2d_with_indices_backward
+    grads = [run(x[..., ::2, ::2], one, [2, 2], [2, 2], [0, 0], [1, 1], False, indices) for one in (x, x * math.nan)]
+    pooled: Any = torch.nn.functional.max_pool2d(x.clone().requires_grad_(), 2, 2).grad_fn
+    settings = [tuple(setting_of(pooled, name)) for name in ("kernel_size", "stride", "padding", "dilation")]
+    return torch.equal(*grads) and settings == [(2, 2), (2, 2), (0, 0), (1, 1)]
+
+
 _TESTS: Final = (
     ("the number, the nodes or the callbacks of a backward pass", _tests_autograd),
     ("torch.utils.checkpoint with use_reentrant=True", _tests_reentrant_checkpoint),
@@ -452,6 +535,8 @@ _TESTS: Final = (
     (f"torch.amp.GradScaler's use of {SCALER_CHECK}", _tests_scaler),
     ("torch._C._storage_Use_Count, or the identity of a storage", _tests_storage),
     ("Tensor._version", _tests_version),
+    ("what nodes of autograd save and where (_raw_saved_*, next_functions, metadata)", _tests_nodes),
+    ("what the backward of torch.nn.functional.max_pool2d reads", _tests_pool),
     ("Tensor._make_wrapper_subclass", _tests_wrapper),
     ("torch._foreach_norm, or the types that its kind takes", _tests_foreach),
 )

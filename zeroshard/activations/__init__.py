@@ -11,13 +11,14 @@ from typing import Any
 from torch import nn
 
 from zeroshard.activations.chain import Chained, Link
+from zeroshard.activations.compress import Compress
 from zeroshard.activations.partition import Partition
 from zeroshard.activations.recompute import recompute
 from zeroshard.core.hooks import Enter, Exit
 from zeroshard.core.saved import SavedTensors, Treatment
 from zeroshard.state.blocks import is_leaf
 from zeroshard.state.units import UnitPlan
-from zeroshard.table.activations import Activations, Partitioned, Recomputed, Treated
+from zeroshard.table.activations import Activations, Compressed, Partitioned, Recomputed, Treated
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.wire.comm import Comm
@@ -25,7 +26,10 @@ from zeroshard.wire.comm import Comm
 __all__ = ["LINKS", "recompute_units", "treatment_of"]
 
 LINKS: Mapping[type[Treated], Callable[[Any, Comm], Link]] = MappingProxyType(
-    {Partitioned: lambda cell, comm: Partition(comm)}
+    {
+        Partitioned: lambda cell, comm: Partition(comm),
+        Compressed: lambda cell, comm: Compress(cell.rest),
+    }
 )
 """What makes the link for a cell, and for the collectives of the model."""
 

@@ -1,0 +1,262 @@
+"""What the nodes of autograd need of the tensors that they saved: values, signs, a shape; and what made these tensors.
+
+Owns the names of nodes and the walk over a unit's part of the graph. It must not know encodings. A node that is not
+named here needs every bit of what it saved. Private names of torch are in `torch_private.py`.
+
+Note: one walk, each node once
+    The walk at a unit's exit begins at its outputs and notes at each node that it was there. So it ends where an
+    earlier one was, and a forward is walked once in all. On its way it also meets nodes of modules around the unit,
+    whose tensors are treated later: what is found out about them is kept until then.
+"""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, final
+
+import torch
+
+from zeroshard.core.saved import Box
+from zeroshard.core.tree import find
+from zeroshard.torch_private import edge_of, nodes_before, note_visit, saved_by, setting_of
+
+__all__ = ["Need", "Origin", "Rearranged", "Use", "Uses"]
+
+Tensor = torch.Tensor
+
+_NOTE = "zeroshard: treated"
+_VIEWS = frozenset(
+    f"{name}Backward{number}"
+    for name in ("View", "UnsafeView", "ReshapeAlias", "T", "Transpose", "Permute", "Unsqueeze", "Squeeze", "Alias")
+    for number in range(3)
+)
+_POOL = "MaxPool2DWithIndicesBackward0"
+
+# Which saved tensor is which input of its node, and which are results, where an error leads to a bounded error of
+# gradients, in proportion to the other factors. Of attention the queries and keys stand in an exponent: not here.
+_ATTENTION = frozenset(
+    f"ScaledDotProduct{name}Backward0"
+    for name in ("FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "CudnnAttention")
+)
+_INPUTS: Mapping[tuple[str, str], int] = MappingProxyType(
+    {
+        ("MmBackward0", "self"): 0,
+        ("MmBackward0", "mat2"): 1,
+        ("AddmmBackward0", "mat1"): 1,
+        ("AddmmBackward0", "mat2"): 2,
+        ("BmmBackward0", "self"): 0,
+        ("BmmBackward0", "mat2"): 1,
+        ("BaddbmmBackward0", "batch1"): 1,
+        ("BaddbmmBackward0", "batch2"): 2,
+        ("LinearBackward0", "input"): 0,
+        ("LinearBackward0", "weight"): 1,
+        ("ConvolutionBackward0", "input"): 0,
+        ("ConvolutionBackward0", "weight"): 1,
+        ("NativeBatchNormBackward0", "input"): 0,
+        ("CudnnBatchNormBackward0", "input"): 0,
+        ("NativeLayerNormBackward0", "input"): 0,
+        ("NativeGroupNormBackward0", "input"): 0,
+        ("FusedRmsNormBackward0", "input"): 0,
+        ("MulBackward0", "self"): 0,
+        ("MulBackward0", "other"): 1,
+        ("PowBackward0", "self"): 0,
+        ("GeluBackward0", "self"): 0,
+        ("SiluBackward0", "self"): 0,
+        ("ScaledDotProductFlashAttentionForCpuBackward0", "value"): 2,
+        ("ScaledDotProductFlashAttentionBackward0", "value"): 2,
+        ("ScaledDotProductEfficientAttentionBackward0", "value"): 2,
+        ("ScaledDotProductCudnnAttentionBackward0", "value"): 2,
+    }
+)
+_RESULTS = frozenset((("SigmoidBackward0", "result"), ("TanhBackward0", "result"))) | frozenset(
+    (name, "output") for name in _ATTENTION
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What is needed of a saved tensor.
+
+    Args:
+        kind: "values"; "nonzero", "positive" or "inside", whether elements are not zero, above zero, or neither at nor
+            beyond `low` and `high`; "shape"; "window", the place of an index in the window of a pool; or "opaque":
+            another program reads it, so it is left alone.
+        settings: of a pool: kernel size, stride, padding and dilation; width of its input at the end.
+    """
+
+    kind: str
+    low: float = 0.0
+    high: float = 1.0
+    settings: tuple[tuple[int, ...], ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which result of a ReLU a tensor follows from.
+
+    Args:
+        root: identifies that tensor as a node saved it; None if none did here.
+        steps: from there: "square" and dtypes; () for the result itself.
+    """
+
+    root: int | None
+    steps: tuple[Any, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rearranged:
+    """Of which tensor a tensor seems to be a contiguous copy, with two dimensions swapped.
+
+    Args:
+        root: identifies that tensor as a node saved it.
+    """
+
+    root: int
+    dims: tuple[int, int]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One tensor that a node saved.
+
+    Args:
+        node: its name, and the name of the place of the tensor there.
+        origin: where the tensor comes from, if it follows from the result of a ReLU, or is a copy of another one.
+        has_edge: whether it needs a gradient, and so was made inside the graph.
+        can_round: whether errors in it are bounded errors of gradients.
+    """
+
+    node: str
+    place: str
+    need: Need
+    origin: Origin | Rearranged | None = None
+    has_edge: bool = True
+    can_round: bool = False
+
+
+_VALUES = Need("values")
+_OPAQUE = Need("opaque")
+
+
+@final
+class Uses:
+    """What is known of the tensors that were saved and not treated yet."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Tensor], Use]] = {}
+
+    def walk(self, outputs: Any) -> None:
+        """Find out about what was saved on the way to tensors."""
+        stack = [tensor.grad_fn for tensor in find(outputs, Tensor) if tensor.grad_fn is not None]
+        while stack:
+            node = stack.pop()
+            if not note_visit(node, _NOTE):
+                continue
+            name = node.name()
+            for place, packed in saved_by(node):
+                tensor = _tensor_of(packed)
+                if tensor is not None:
+                    self._found[id(tensor)] = weakref.ref(tensor), _use(node, name, place, tensor)
+            stack += nodes_before(node)
+
+    def of(self, tensor: Tensor) -> Use | None:
+        """Return what a box's tensor is used for, once; None if no walk met the node that saved it."""
+        known, use = self._found.pop(id(tensor), (None, None))
+        return use if known is not None and known() is tensor else None
+
+    def forget_dead(self) -> None:
+        """Forget tensors that are gone: nobody will ask for them."""
+        if any(known() is None for known, _ in self._found.values()):
+            self._found = {key: one for key, one in self._found.items() if one[0]() is not None}
+
+
+def _tensor_of(packed: Any) -> Tensor | None:
+    """Return the tensor of a box that no treatment has changed."""
+    return packed.value if isinstance(packed, Box) and isinstance(packed.value, Tensor) else None
+
+
+def _use(node: Any, name: str, place: str, tensor: Tensor) -> Use:
+    if place == "tensors":
+        # A function of the user's, or a compiled block.
+        return Use(name, place, _OPAQUE)
+    if name == "ReluBackward0" and place == "result":
+        return Use(name, place, Need("nonzero"), Origin(id(tensor), ()))
+    if name == "LeakyReluBackward0" and place == "self" and setting_of(node, "negative_slope") >= 0:
+        return Use(name, place, Need("positive"))
+    if name == "HardtanhBackward0" and place == "self":
+        low, high = float(setting_of(node, "min_val")), float(setting_of(node, "max_val"))
+        return Use(name, place, Need("inside", low, high) if low < high else _VALUES)
+    if name == _POOL and place == "self" and tensor.device.type in ("cpu", "cuda"):
+        return Use(name, place, Need("shape"), has_edge=edge_of(node, 0) is not None)
+    if name == _POOL and place == "result1":
+        settings = [tuple(setting_of(node, one)) for one in ("kernel_size", "stride", "padding", "dilation")]
+        settings[1] = settings[1] or settings[0]
+        pooled = next((one for known, one in saved_by(node) if known == "self"), None)
+        source = pooled.value if isinstance(pooled, Box) else None
+        width = (source.shape if isinstance(source, Tensor) else torch.Size((0,)))[-1]
+        return Use(name, place, Need("window", settings=(*settings, (width,))) if width else _VALUES)
+    position = _INPUTS.get((name, place))
+    if position is None:
+        return Use(name, place, _VALUES, can_round=(name, place) in _RESULTS)
+    can_round = name != "PowBackward0" or setting_of(node, "exponent") == 2
+    made_by = edge_of(node, position)
+    return Use(name, place, _VALUES, _origin(made_by, tensor.dtype), made_by is not None, can_round)
+
+
+def _origin(node: Any, dtype: torch.dtype) -> Origin | Rearranged | None:
+    """Return which result of a ReLU the output of a node follows from, or what it is a copy of."""
+    steps: tuple[Any, ...] = ()
+    node = _behind_views(node)
+    if node is not None and node.name() == "CloneBackward0":
+        return _copied(edge_of(node, 0))
+    if node is not None and node.name() == "ToCopyBackward0":
+        steps, node = (dtype,), _behind_views(edge_of(node, 0))
+    if node is None:
+        return None
+    if node.name() == "ReluBackward0":
+        return Origin(_root(node, "result"), steps)
+    if not _is_square(node) or (root := _root(node, "self")) is None:
+        return None
+    return Origin(root, ("square", *steps))
+
+
+def _copied(node: Any) -> Rearranged | None:
+    """Return what is copied, if it is the saved result of attention, as after `transpose().reshape()`."""
+    if node is None or node.name() != "TransposeBackward0" or (maker := edge_of(node, 0)) is None:
+        return None
+    root = _root(maker, "output") if maker.name() in _ATTENTION else None
+    dims = [setting_of(node, name) for name in ("dim0", "dim1")]
+    # Negative ones come as unsigned numbers.
+    first, second = (dim - 2**64 if dim >= 2**63 else dim for dim in dims)
+    return Rearranged(root, (first, second)) if root is not None else None
+
+
+def _is_square(node: Any) -> bool:
+    if node.name() == "PowBackward0":
+        return bool(setting_of(node, "exponent") == 2)
+    if node.name() != "MulBackward0" or edge_of(node, 0) is not edge_of(node, 1):
+        return False
+    factors = [_tensor_of(packed) for _, packed in saved_by(node)]
+    first, second = factors if len(factors) == 2 else (None, None)
+    return (
+        first is not None
+        and second is not None
+        and (first.data_ptr(), first.shape, first.stride()) == (second.data_ptr(), second.shape, second.stride())
+    )
+
+
+def _root(node: Any, place: str) -> int | None:
+    tensors = [_tensor_of(packed) for name, packed in saved_by(node) if name == place]
+    return id(tensors[0]) if tensors and tensors[0] is not None else None
+
+
+def _behind_views(node: Any) -> Any:
+    """Return the node that made the memory which a node's output is an alias of."""
+    while node is not None and node.name() in _VIEWS:
+        node = edge_of(node, 0)
+    return node
