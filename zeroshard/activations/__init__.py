@@ -1,27 +1,29 @@
 """Treatments of activations: what happens, between forward and backward, to the tensors that autograd saves.
 
 Owns the names that the caller of `shard()` writes, and which treatment a cell asks for. `table/activations.py` has the
-cells, `recompute.py` the recomputation, `chain.py` the rest.
+cells, `recompute.py` the recomputation, `chain.py` the rest of the order, and a module each has the links.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 
 from zeroshard.activations.chain import Chained, Link
+from zeroshard.activations.offload import Offload
 from zeroshard.activations.recompute import recompute
 from zeroshard.core.engine import Engine
 from zeroshard.core.hooks import Enter, Exit
 from zeroshard.core.saved import Treatment
 from zeroshard.state.blocks import is_leaf
 from zeroshard.state.units import UnitPlan
-from zeroshard.table.activations import Activations, Recomputed, Treated
+from zeroshard.table.activations import Activations, Offloaded, Recomputed, Treated
 from zeroshard.table.schedule import ROOT
 
 __all__ = ["LINKS", "recompute_units", "treatment_of"]
 
-LINKS: Mapping[type[Treated], Callable[[Treated], Link]] = MappingProxyType({})
+LINKS: Mapping[type[Treated], Callable[[Any], Link]] = MappingProxyType({Offloaded: Offload})
 """What makes the link for a cell."""
 
 
