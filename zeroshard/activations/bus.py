@@ -268,7 +268,7 @@ class EmulatedBus(Bus):
         self.transfers: list[EmulatedTransfer] = []
         self.events: list[tuple[str, Lane, int]] = []
         """"issue" and "wait", the lane, and the number of the transfer."""
-        self._keeps, self._count = keeps, 0
+        self._keeps, self.count = keeps, 0
         self._free_s: dict[Lane, float] = {"out": 0.0, "back": 0.0}
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -291,8 +291,8 @@ class EmulatedBus(Bus):
         self.copying_s += time.perf_counter() - began
         starts_s = max(issued_s, self._free_s[lane], not_before_s)
         done_s = self._free_s[lane] = starts_s + self.latency_s + source.numel() / (self.gbps * 1e9)
-        transfer = EmulatedTransfer(lane, source.numel(), self._count, issued_s, done_s)
-        self._count += 1
+        transfer = EmulatedTransfer(lane, source.numel(), self.count, issued_s, done_s)
+        self.count += 1
         if self._keeps:
             self.transfers.append(transfer)
             self.events.append(("issue", lane, transfer.number))
