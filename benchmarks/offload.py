@@ -2,8 +2,8 @@
 
 `python -m benchmarks.offload` trains a GPT on one rank, once for each treatment, and prints a table: what a step
 allocates at its peak, by torch's CPU allocator and above what lies there between steps; the time of a step; what moved;
-and how long the computation would have waited for the bus, for a device that computes so many times as fast as this CPU.
-Time that copies take on this CPU, which a device would not spend, counts in the time of the step and not in the stalls.
+and how long the computation would have waited for the bus, if the device were so many times as fast as this CPU. Time
+that copies take on this CPU, which a device would not spend, counts in the time of the step and not in the stalls.
 """
 
 import argparse
@@ -78,12 +78,17 @@ def row(args: argparse.Namespace, treatment: object, times: float) -> str:
         copies.append(bus.copying_s - copying)
         stalls.append((bus.stalled_s - stalled) / ((seconds[-1] - copies[-1]) / times))
     peak = peak_bytes(step)
-    moved = max(link.host_peak_bytes for link in links) if links else 0
-    bus_copies = bus.count // (args.steps + 2)
-    return (
-        f"| {treatment or 'kept'} | {times:g} x | {peak / 1e6:.1f} | {statistics.median(seconds):.2f} | {moved / 1e6:.1f} "
-        f"| {bus_copies} | {statistics.median(copies):.3f} | {statistics.median(stalls):.1%} |"
+    cells = (
+        treatment or "kept",
+        f"{times:g} x",
+        f"{peak / 1e6:.1f}",
+        f"{statistics.median(seconds):.2f}",
+        f"{max((link.host_peak_bytes for link in links), default=0) / 1e6:.1f}",
+        bus.count // (args.steps + 2),
+        f"{statistics.median(copies):.3f}",
+        f"{statistics.median(stalls):.1%}",
     )
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def peak_bytes(step: object) -> int:

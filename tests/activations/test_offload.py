@@ -165,6 +165,15 @@ def test_what_is_on_the_device_is_two_units_at_a_time() -> None:
     assert (offload.host_bytes, offload.device_bytes) == (0, 0)
 
 
+def test_a_unit_that_ends_again_and_again_keeps_the_last_of_it() -> None:
+    bus = virtual()
+    offload = Offload(Offloaded(), bus)
+    kept = [put(offload, torch.ones(MB)) for _ in range(5)]
+    assert offload.device_bytes == 2 * MB_BYTES
+    assert [number for kind, _, number in bus.events if kind == "wait"] == [0, 1, 2]
+    assert kept
+
+
 def test_a_copy_that_is_under_way_is_waited_for_before_it_comes_back() -> None:
     bus = virtual()
     offload = Offload(Offloaded(), bus)

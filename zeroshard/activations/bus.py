@@ -126,7 +126,7 @@ class CudaBus(Bus):
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return pinned memory: from other memory a copy is not asynchronous."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def out(self, source: Tensor, host: Tensor, after: Transfer | None) -> Transfer:
         """Begin a copy to the host, after what the current stream has been told."""
@@ -282,7 +282,7 @@ class EmulatedBus(Bus):
     def back(self, host: Tensor, after: Transfer) -> tuple[Tensor, Transfer]:
         """Copy to the device."""
         assert isinstance(after, EmulatedTransfer)
-        memory = torch.empty(host.numel(), dtype=torch.uint8)
+        memory = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
         return memory, self._copy("back", memory, host, after.done_s)
 
     def _copy(self, lane: Lane, to: Tensor, source: Tensor, not_before_s: float = 0.0) -> Transfer:

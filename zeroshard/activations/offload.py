@@ -67,8 +67,8 @@ class Offload(Link):
         self._dropped: deque[_Copy] = deque()
         """Copies that nobody can ask for any more. Graphs end in any thread, at any time, so they only leave word."""
         self._busy: deque[_Busy] = deque()
-        self._leaving: list[_Weak] = []
-        """What the unit before has moved, and is kept until the unit under way is over."""
+        self._leaving: list[list[_Weak]] = []
+        """What was moved, and is kept until the unit under way is over; by call."""
         self._issued: dict[int, list[_Weak]] = {}
         """What is on the device for each backward under way."""
         self._known: dict[Key, list[_Weak]] = {}
@@ -97,9 +97,10 @@ class Offload(Link):
                 for task in [*self._issued]:
                     self._end_backward(task)
             is_new = self._begin_pass()
-            if is_new or unit != self._unit:
-                self._release()
+            # A unit of several modules may end many times in a row: what its last one moved has time still.
+            self._release(keeps=0 if is_new or unit != self._unit else 1)
             self._unit = unit
+            self._leaving.append([])
             spans = spans_in([tensor for one in held for tensor in find(one.value, Tensor)])
             pools = {key: pool for key, span in spans.items() if (pool := self._pool_for(span.device)) is not None}
             owners = {key: self._find(key, spans[key]) for key in pools}
@@ -127,16 +128,17 @@ class Offload(Link):
             self._last, self._is_read = None, False
         return is_new
 
-    def _release(self) -> None:
-        """Let go of tensors that were kept until their copies were over."""
-        for weak in self._leaving:
+    def _release(self, keeps: int) -> None:
+        """Let go of tensors that were kept until their copies were over, but for those of the last calls."""
+        count = max(0, len(self._leaving) - keeps)
+        for weak in [weak for call in self._leaving[:count] for weak in call]:
             if (owner := weak()) is None or (copy := owner.copy).source is None or copy.back is not None:
                 continue
             copy.bus.wait(copy.out, copy.source)
             copy.look()
             copy.source = None
             self._count_device(-copy.nbytes)
-        self._leaving.clear()
+        del self._leaving[:count]
         while self._busy:
             busy = self._busy.popleft()
             busy.bus.wait(busy.out, busy.source)
@@ -166,7 +168,7 @@ class Offload(Link):
         owner = _Owner(_Copy(span.tensor, span.low, span.nbytes, pool, host, out), self._dropped)
         weak = weakref.ref(owner)
         self._known.setdefault(key, []).append(weak)
-        self._leaving.append(weak)
+        self._leaving[-1].append(weak)
         self.host_bytes += span.nbytes
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         self._count_device(span.nbytes)
