@@ -297,7 +297,7 @@ class _Copy:
         self.turn = self.wanted = 0
         """How often it came back, and how many handles have not asked for it since."""
         self.is_spoiled = False
-        self._version = version_of(source)
+        self._saved_version = version_of(source)
         self._storage = WeakStorage(source.untyped_storage())
 
     def has(self, span: Span) -> bool:
@@ -306,7 +306,7 @@ class _Copy:
 
     def look(self) -> None:
         """See whether the tensor was changed while its copy was under way, or while it serves a backward itself."""
-        if self.source is not None and version_of(self.source) != self._version:
+        if self.source is not None and version_of(self.source) != self._saved_version:
             self.is_spoiled = True
 
 
