@@ -188,6 +188,20 @@ def test_a_copy_that_is_under_way_is_waited_for_before_it_comes_back() -> None:
     assert [(t.lane, t.done_s) for t in bus.transfers if t.number in (1, 3)] == [("out", 2.0), ("back", 3.0)]
 
 
+def test_lanes_run_beside_one_another_and_a_copy_back_after_the_one_out() -> None:
+    bus = virtual()
+    source, host = torch.zeros(MB_BYTES, dtype=torch.uint8), bus.allocate(MB_BYTES)
+    outs = [bus.out(source, host, None) for _ in range(2)]
+    bus.back(host, outs[1])
+    bus.back(host, outs[0])
+    assert [(t.lane, t.issued_s, t.done_s) for t in bus.transfers] == [
+        ("out", 0.0, 1.0),
+        ("out", 0.0, 2.0),
+        ("back", 0.0, 3.0),
+        ("back", 0.0, 4.0),
+    ]
+
+
 def test_a_real_clock_sleeps() -> None:
     bus = EmulatedBus(gbps=1.0, latency_s=0.05, clock=RealClock())
     offload = Offload(Offloaded(), bus)
