@@ -53,7 +53,7 @@ def row(args: argparse.Namespace, treatment: object, times: float) -> str:
     bus.clock = VirtualClock(lambda: (time.perf_counter() - bus.copying_s) / times)
     links = []
 
-    def make(cell: Offloaded) -> Offload:
+    def make(cell: Offloaded, comm: object) -> Offload:
         links.append(Offload(cell, bus))
         return links[-1]
 

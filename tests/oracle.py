@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 import zeroshard as zs
 from tools.settled import settled
+from zeroshard.state.activations import activations_of
 from zeroshard.table.stages import STAGES as ROWS
 from zeroshard.testing import run_ranks
 from zeroshard.wire.host import HostComm
@@ -262,7 +263,8 @@ class Sharded(Run):
 
 def assert_heard(zero: zs.Zero, model: nn.Module, stage: int, **options: Any) -> None:
     """Require options that change no number to have had their effect: a comparison of numbers would not miss them."""
-    assert zero.residency == ROWS[stage], f"stage {stage}: {zero.residency}"
+    row = dataclasses.replace(ROWS[stage], activations=activations_of(options.get("activations")))
+    assert zero.residency == row, f"stage {stage}: {zero.residency}"
     if isinstance(options.get("mesh"), int):
         assert zero.mesh.replicas == options["mesh"], f"{zero.mesh.replicas} copies"
     if "shared_memory" in options and zero.mesh.world_size > 1:

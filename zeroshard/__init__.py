@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zeroshard.core.version import VERSION as __version__
     from zeroshard.handle import Zero, shard
     from zeroshard.report.profile import Profile
+    from zeroshard.state.activations import activations_of
     from zeroshard.state.arrival import ends_by_signal
     from zeroshard.state.average import Average
     from zeroshard.state.precision import Precision
@@ -51,6 +52,7 @@ __all__ = [
     "Traffic",
     "Zero",
     "__version__",
+    "activations_of",
     "ends_by_signal",
     "gather_across_ranks",
     "init",
@@ -86,6 +88,7 @@ _MODULES = MappingProxyType(
         "Trace": "zeroshard.table.trace",
         "Traffic": "zeroshard.table.trace",
         "Zero": "zeroshard.handle",
+        "activations_of": "zeroshard.state.activations",
         "ends_by_signal": "zeroshard.state.arrival",
         "gather_across_ranks": "zeroshard.wire.comm",
         "init": "zeroshard.state.start",

@@ -175,7 +175,7 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     check_equal(described.mesh, comm, facts_of(described, VERSION))
     check_torch()
     cell, plans = described.row.activations, described.plans
-    engine = build(described, comm, ledger, treatment_of(cell, plans))
+    engine = build(described, comm, ledger, treatment_of(cell, plans, comm, ledger))
     zero = Zero(engine, described)
     hooks = wire(engine, described.model, plans, settings.forward_methods, described.precision)
     recompute_units(cell, engine, plans, hooks)

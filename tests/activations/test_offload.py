@@ -20,6 +20,7 @@ from zeroshard.activations.chain import Chained, Held, Link
 from zeroshard.activations.offload import Offload
 from zeroshard.core.saved import Box, Treatment
 from zeroshard.table.activations import Offloaded
+from zeroshard.table.trace import Ledger
 from zeroshard.testing import run_ranks
 from zeroshard.torch_private import version_of
 
@@ -57,7 +58,7 @@ class Hooks:
 
 
 def hooks_of(offload: Offload, units: int = 16, *before: Link) -> Hooks:
-    return Hooks(Chained(dict.fromkeys(range(units), (*before, offload))))
+    return Hooks(Chained(dict.fromkeys(range(units), (*before, offload)), Ledger()))
 
 
 def virtual(**options: Any) -> EmulatedBus:
@@ -73,7 +74,7 @@ def put(offload: Offload, *tensors: Any, unit: int = 0) -> list[Held]:
 
 
 def get(offload: Offload, one: Held) -> Any:
-    return offload.restore(one.value) if one.steps else one.value
+    return offload.restore(offload.start(one.value)) if one.steps else one.value
 
 
 class Squares(nn.Module):
@@ -393,6 +394,47 @@ def test_fields_of_what_other_links_made_move() -> None:
     y.sum().backward()
     assert torch.allclose(x.grad, 4 * x.detach() ** 3)
     assert offload.host_bytes == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapped:
+    """What a link before has made of a tensor, which takes a while to undo."""
+
+    tensor: Tensor
+
+
+class Wrapping(Link):
+    def treat(self, held: Any, unit: int, outputs: Any) -> None:
+        for one in held:
+            one.put(self, Wrapped(one.value))
+
+    def restore(self, started: Any) -> Any:
+        return started.tensor
+
+
+def test_before_a_link_that_begins_early_copies_begin_earlier() -> None:
+    bus = virtual()
+    hooks = hooks_of(Offload(Offloaded(), bus), 16, Wrapping())
+    y = torch.full((MB,), 1.01).requires_grad_() * 1.0
+    for unit in range(6):
+        y = hooks.run(unit, torch.square, y)
+        y.register_hook(lambda grad, unit=unit: bus.events.append(("backward", "back", unit)))
+    y.sum().backward()
+    found: dict[int, list[tuple[str, int]]] = {}
+    for kind, lane, number in bus.events:
+        if kind == "backward":
+            found[number] = []
+        elif lane == "back":
+            found[min(found)].append((kind, number - 6))
+    # The other link undoes its part of a unit's tensors one unit ahead, so copies are issued two units ahead of use.
+    assert found == {
+        5: [("issue", 0), ("issue", 1), ("wait", 0)],
+        4: [("issue", 2), ("wait", 1)],
+        3: [("issue", 3), ("wait", 2)],
+        2: [("issue", 4), ("wait", 3)],
+        1: [("wait", 4)],
+        0: [],
+    }
 
 
 def test_dtensors_come_back_as_dtensors() -> None:
@@ -913,7 +955,7 @@ def train(stage: int, kind: str) -> list[dict[str, Any]]:
 
 def train_with(stage: int, kind: str, activations: Any) -> dict[str, Any]:
     bus = virtual()
-    zeroshard.activations.LINKS = {Offloaded: lambda cell: Offload(cell, bus)}
+    zeroshard.activations.LINKS = {Offloaded: lambda cell, comm: Offload(cell, bus)}
     if kind == "stack":
         model, loss_of = models.build(models.Stack, 4), models.stack_loss
     else:

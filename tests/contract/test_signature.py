@@ -8,8 +8,8 @@ import torch
 
 import zeroshard as zs
 
-ARGUMENTS = ["stage", "residency", "precision", "units", "mesh", "reduction", "weights", "settings"]
-"""After model and optimizer. Two seats are kept: for activations and for offload."""
+ARGUMENTS = ["stage", "residency", "activations", "precision", "units", "mesh", "reduction", "weights", "settings"]
+"""After model and optimizer. A seat is kept for offload."""
 
 NEW = {
     "cut": "leave it out",

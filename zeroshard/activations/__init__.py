@@ -1,7 +1,7 @@
 """Treatments of activations: what happens, between forward and backward, to the tensors that autograd saves.
 
 Owns the names that the caller of `shard()` writes, and which treatment a cell asks for. `table/activations.py` has the
-cells, `recompute.py` the recomputation, `chain.py` the rest of the order, and a module each has the links.
+cells, `recompute.py` the recomputation, `chain.py` the rest.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,22 +12,27 @@ from torch import nn
 
 from zeroshard.activations.chain import Chained, Link
 from zeroshard.activations.offload import Offload
+from zeroshard.activations.partition import Partition
 from zeroshard.activations.recompute import recompute
 from zeroshard.core.engine import Engine
 from zeroshard.core.hooks import Enter, Exit
 from zeroshard.core.saved import Treatment
 from zeroshard.state.blocks import is_leaf
 from zeroshard.state.units import UnitPlan
-from zeroshard.table.activations import Activations, Offloaded, Recomputed, Treated
+from zeroshard.table.activations import Activations, Offloaded, Partitioned, Recomputed, Treated
 from zeroshard.table.schedule import ROOT
+from zeroshard.table.trace import Ledger
+from zeroshard.wire.comm import Comm
 
 __all__ = ["LINKS", "recompute_units", "treatment_of"]
 
-LINKS: Mapping[type[Treated], Callable[[Any], Link]] = MappingProxyType({Offloaded: Offload})
-"""What makes the link for a cell."""
+LINKS: Mapping[type[Treated], Callable[[Any, Comm], Link]] = MappingProxyType(
+    {Partitioned: lambda cell, comm: Partition(comm), Offloaded: lambda cell, comm: Offload(cell)}
+)
+"""What makes the link for a cell, and for the collectives of the model."""
 
 
-def treatment_of(cell: Activations, plans: Sequence[UnitPlan]) -> Treatment | None:
+def treatment_of(cell: Activations, plans: Sequence[UnitPlan], comm: Comm, ledger: Ledger) -> Treatment | None:
     """Return what is done with the tensors that autograd saves; None where activations are kept."""
     if not any(cell.chains):
         return None
@@ -36,8 +41,8 @@ def treatment_of(cell: Activations, plans: Sequence[UnitPlan]) -> Treatment | No
     for number, plan in enumerate(plans):
         for link in cell.of_unit(plan.name):
             if type(link) in LINKS:
-                links.setdefault(number, []).append(made.setdefault(link, LINKS[type(link)](link)))
-    return Chained(links)
+                links.setdefault(number, []).append(made.setdefault(link, LINKS[type(link)](link, comm)))
+    return Chained(links, ledger)
 
 
 def recompute_units(

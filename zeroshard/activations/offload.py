@@ -180,11 +180,11 @@ class Offload(Link):
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def restore(self, value: Any) -> Any:
+    def restore(self, started: Any) -> Any:
         """Return the tensors; those of the unit before are on their way then."""
         with self._lock:
             self._sweep()
-            return map_tensors(value, self._bring, _Handle)
+            return map_tensors(started, self._bring, _Handle)
 
     def _bring(self, handle: "_Handle") -> Tensor:
         task = graph_task()
@@ -217,9 +217,6 @@ class Offload(Link):
         if visit.task == task:
             return
         visit.task = task
-        if task not in self._issued:
-            self._issued[task] = []
-            call_after_backward(functools.partial(self._end_backward, task))
         for each in (visit, visit.before and visit.before()):
             for weak in reversed(each.owners) if each else ():
                 if (owner := weak()) is not None and not owner.copy.is_spoiled:
@@ -237,8 +234,11 @@ class Offload(Link):
                 self._count_device(copy.nbytes)
             copy.turn += 1
             copy.wanted = owner.users
+            if task != -1 and task not in self._issued:
+                self._issued[task] = []
+                call_after_backward(functools.partial(self._end_backward, task))
             if task != -1:
-                self._issued.setdefault(task, []).append(weakref.ref(owner))
+                self._issued[task].append(weakref.ref(owner))
         return copy.back
 
     def _let_go(self, copy: "_Copy") -> None:

@@ -56,10 +56,12 @@ class Box(_Saved):
         version: of the tensor as autograd saved it.
         is_input: whether it is an input of a module that activation checkpointing recomputes.
         treatment: what made the value, and makes the tensor of it again.
+        count: what lives as long as the box.
     """
 
     is_input: bool
     treatment: "Treatment | None" = None
+    count: Any = None
 
 
 class Treatment(ABC):

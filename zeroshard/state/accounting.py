@@ -31,6 +31,8 @@ def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
         "padding": padding + more + counters,
         "transient": engine.ledger.now["transient"],
     }
+    if "activations" in engine.ledger.now:
+        now["activations"] = engine.ledger.now["activations"]
     for column, nbytes in now.items():
         engine.ledger.note(column, nbytes)
     predicted = predict([u.described() for u in engine.units], [_updates(o) for o in optimizers], engine.comm.wire)

@@ -39,11 +39,10 @@ def activations_of(asked: ActivationsLike) -> Activations:
         TypeError: something that is neither a name nor a cell.
 
     ```python
-    from zeroshard.state.activations import activations_of
-    from zeroshard.table.activations import Recomputed
+    import zeroshard as zs
 
-    assert activations_of("recompute").chain == (Recomputed(),)
-    assert activations_of({"blocks.*": "recompute"}).of_unit("head") == ()
+    assert zs.activations_of("recompute").chain == (zs.Recomputed(),)
+    assert zs.activations_of({"blocks.*": "recompute"}).of_unit("head") == ()
     ```
     """
     if isinstance(asked, Activations):
@@ -55,7 +54,7 @@ def activations_of(asked: ActivationsLike) -> Activations:
 
 def _chain_of(asked: Asked) -> Chain:
     chain: list[Treated] = []
-    for one in [asked] if isinstance(asked, str | Treated) else asked:
+    for one in asked if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]:
         if isinstance(one, Treated):
             chain.append(one)
         elif isinstance(one, str):

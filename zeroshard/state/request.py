@@ -24,6 +24,7 @@ from zeroshard.state.materialize import InitFn, Weights, check_source
 from zeroshard.state.precision import Precision, precision_of
 from zeroshard.state.start import check_seconds
 from zeroshard.state.units import UnitPlan, plan_units
+from zeroshard.table.activations import Partitioned
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
 from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, row_of_stage
@@ -117,6 +118,11 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
         raise TypeError(f"settings must be a zs.Settings; got {settings!r}.")
     check_seconds(watchdog_s=settings.watchdog_s, heartbeat_s=settings.heartbeat_s)
     row, precision, mesh = _row(request), precision_of(request.precision), _lay_out(joined, request.mesh)
+    if len(mesh.tensor_ranks) == 1 and any(Partitioned() in chain for chain in row.activations.chains):
+        raise ValueError(
+            "activations='partition' divides inputs over the ranks along an axis 'tensor', and the mesh has none. "
+            "Leave it out, or pass mesh= with that axis."
+        )
     _check_reduction(request.reduction)
     optimizers = _as_list(request.optimizer)
     _check_model(model, settings.forward_methods, mesh)
@@ -238,7 +244,7 @@ def _lay_out(mesh: Mesh, wanted: DeviceMesh | int | None) -> Mesh:
             raise ValueError(f"mesh={replicas} replicas must divide the {mesh.world_size} rank(s).")
         axes = (("replicate", replicas), ("shard", mesh.world_size // replicas))
     laid = dataclasses.replace(mesh, axes=axes)
-    if mesh.world_size > 1 and laid.shard_size == 1:
+    if mesh.world_size > 1 and laid.shard_size == len(laid.tensor_ranks) == 1:
         sizes = ", ".join(f"{name} {size}" for name, size in axes)
         raise ValueError(
             f"The axes ({sizes}) of {mesh.world_size} ranks leave one rank a copy, so nothing would be sharded. Use "

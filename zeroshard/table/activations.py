@@ -40,6 +40,15 @@ class Recomputed(Treated):
             the rest is recomputed from them.
 
     Source: Chen et al. 2016 (every); Korthikanti et al. 2022 (products).
+
+    ```python
+    import torch, zeroshard as zs
+
+    block = lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    model = torch.nn.Sequential(*(block() for _ in range(4)))
+    zero = zs.shard(model, activations=zs.Recomputed(every="sqrt"))
+    model(torch.ones(2, 8)).sum().backward()  # each block runs once more
+    ```
     """
 
     every: int | Literal["sqrt"] = 1
@@ -64,6 +73,13 @@ class Partitioned(Treated):
     """Of the inputs of recomputed modules each rank along the tensor axis keeps its part.
 
     Source: Rajbhandari et al. 2020, section 6.1 (P_a).
+
+    ```python
+    import zeroshard as zs
+
+    column = zs.Activations((zs.Recomputed(), zs.Partitioned()))  # what "recompute+partition" stands for
+    assert str(column) == "recomputed+partitioned"
+    ```
     """
 
     word = "partitioned"
@@ -81,6 +97,12 @@ class Compressed(Treated):
             round them, the last two with a scale for each block.
 
     Source: Jain et al. 2018 (Gist).
+
+    ```python
+    import zeroshard as zs
+
+    assert str(zs.Compressed("bf16")) == "compressed, rest bf16"
+    ```
     """
 
     rest: Literal["bf16", "fp8", "int8"] | None = None
@@ -101,6 +123,12 @@ class Offloaded(Treated):
 
     Args:
         fraction: of the bytes; the rest, what is used first, stays on the device.
+
+    ```python
+    import zeroshard as zs
+
+    assert str(zs.Offloaded(0.5)) == "50% offloaded"
+    ```
     """
 
     fraction: float = 1.0
@@ -128,6 +156,13 @@ class Activations:
         chain: of every unit that `units` does not name; () keeps activations as they are.
         units: pairs of a pattern of unit names, with the wildcards of a shell, and the chain of these units; the first
             that fits counts.
+
+    ```python
+    import zeroshard as zs
+
+    column = zs.Activations((zs.Recomputed(),), units=(("head", ()),))
+    assert column.of_unit("head") == () and str(column) == "recomputed, head kept"
+    ```
     """
 
     chain: Chain = ()

@@ -20,14 +20,14 @@ STAGES = MappingProxyType(
     }
 )
 
-_CHECKPOINTS = Recomputed()
+_P_A = (Recomputed(), Partitioned())
 CONFIGURATIONS = MappingProxyType(
     {
-        "C1": replace(STAGES[1], activations=Activations((_CHECKPOINTS,))),
-        "C2": replace(STAGES[1], activations=Activations((_CHECKPOINTS, Partitioned()))),
-        "C3": replace(STAGES[2], activations=Activations((_CHECKPOINTS,))),
-        "C4": replace(STAGES[2], activations=Activations((_CHECKPOINTS, Partitioned()))),
-        "C5": replace(STAGES[2], activations=Activations((_CHECKPOINTS, Partitioned(), Offloaded()))),
+        "C1": Residency(Sharded(), activations=Activations((Recomputed(),))),
+        "C2": Residency(Sharded(), activations=Activations(_P_A)),
+        "C3": Residency(Sharded(), Sharded(), activations=Activations((Recomputed(),))),
+        "C4": Residency(Sharded(), Sharded(), activations=Activations(_P_A)),
+        "C5": Residency(Sharded(), Sharded(), activations=Activations((*_P_A, Offloaded()))),
     }
 )
 """The configurations that the paper measures (table 3). C_B and M_D, which all of them have, are not cells."""

@@ -31,13 +31,20 @@ def describe_start(run: Run) -> Start:
         model=f"{run.language.description}, {run.config.train.precision}",
         mesh=f"{mesh.world_size} {'rank' if mesh.world_size == 1 else 'ranks'} on {mesh.device.type}",
         data=_name_data(run),
-        row=f"stage {run.config.zero.stage}",
+        row=name_row(run.config),
         cells={column: str(getattr(row, column)) for column in ("states", "gradients", "parameters", "activations")},
         predicted_bytes=_by_rank(run, run.zero.memory().predicted_bytes),
         steps=run.config.train.steps,
         done=run.tally.steps,
         folder=run.config.folder,
     )
+
+
+def name_row(config: Config) -> str:
+    """Return the row of the residency table in words."""
+    stage = config.zero.residency or f"stage {config.zero.stage}"
+    is_kept = config.zero.residency or config.zero.activations == "keep"
+    return stage if is_kept else f"{stage}, activations {config.zero.activations}"
 
 
 def summarize(run: Run, sample: str, profile: str, is_interrupted: bool) -> Summary:
@@ -54,7 +61,7 @@ def summarize(run: Run, sample: str, profile: str, is_interrupted: bool) -> Summ
         parameters_numel=run.parameters_numel,
         world_size=run.mesh.world_size,
         stage=config.zero.stage,
-        row=f"stage {config.zero.stage}",
+        row=name_row(config),
         final_train_loss=statistics.fmean(tally.losses),
         final_heldout_loss=last.loss if last else None,
         bits_per_byte=last.bits_per_byte if last else None,

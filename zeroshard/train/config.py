@@ -40,6 +40,11 @@ def _known_stage(stage: int) -> int:
     return stage
 
 
+def _known_activations(names: str) -> str:
+    zs.activations_of(names)
+    return names
+
+
 def _known_source(source: str) -> str:
     if source != _GPT and not (source.startswith(_HF) and source != _HF):
         raise ValueError(f"must be {_GPT!r}, or {_HF}DIR with the folder of a transformers model")
@@ -110,6 +115,12 @@ class Zero(_Section):
     """What is handed to `zeroshard.shard`."""
 
     stage: Annotated[int, AfterValidator(_known_stage)] = Field(default=3, description="the row of the residency table")
+    residency: Literal["", "C1", "C2", "C3", "C4", "C5"] = Field(
+        default="", description="a row of the ZeRO paper by name, instead of zero.stage and zero.activations"
+    )
+    activations: Annotated[str, AfterValidator(_known_activations)] = Field(
+        default="keep", description="what happens to activations until backward: keep, recompute, compress, ..., by +"
+    )
     no_sync: bool = Field(default=False, description="reduce once a step, not at each micro-batch")
     check_every: int = Field(
         default=100, ge=0, description="steps between comparisons of what ranks hold copies of; 0 for none"

@@ -8,7 +8,7 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 
@@ -90,7 +90,7 @@ class Run:
         self.zero = zs.shard(
             self.model,
             self.optimizer,
-            stage=config.zero.stage,
+            **_row(config),
             precision=config.train.precision,
             settings=zs.Settings(watchdog_s=config.zero.watchdog_s),
         )
@@ -106,6 +106,13 @@ class Run:
             warmup_fraction=train.warmup_fraction,
             final_fraction=train.final_fraction,
         )
+
+
+def _row(config: Config) -> dict[str, Any]:
+    """Return the arguments of `zs.shard` that say where training state lives."""
+    if config.zero.residency:
+        return {"residency": config.zero.residency}
+    return {"stage": config.zero.stage, "activations": config.zero.activations}
 
 
 @final

@@ -107,10 +107,10 @@ def sum_in_rank_order(ranks: Sequence[Iterable[Tensor]], scale: float, out: Tens
     Args:
         ranks: of each, its values in blocks of BLOCK_NUMEL, all in one dtype, fp32 or better.
     """
-    for result, total, *others, last in zip(out.split(BLOCK_NUMEL), *ranks, strict=True):
-        for other in others:
+    for result, total, *others in zip(out.split(BLOCK_NUMEL), *ranks, strict=True):
+        for other in others[:-1]:
             total = total + other
-        if result.dtype == last.dtype:
-            torch.add(total, last, out=result).mul_(scale)
+        if others and result.dtype == total.dtype:
+            torch.add(total, others[-1], out=result).mul_(scale)
         else:
-            result.copy_((total + last).mul_(scale))
+            result.copy_((total + others[-1] if others else total) * scale)

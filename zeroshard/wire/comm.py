@@ -17,7 +17,7 @@ from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Silence, Wire
 from zeroshard.wire.codec import Codec
 from zeroshard.wire.memory import Memory, OwnMemory
-from zeroshard.wire.mesh import Mesh
+from zeroshard.wire.mesh import Axis, Mesh
 from zeroshard.wire.pool import Pool
 from zeroshard.wire.watchdog import Watchdog
 
@@ -100,12 +100,12 @@ class Comm(ABC):
         """Whether a rank may take part in a reduction to say that it is not ready."""
 
     @abstractmethod
-    def gather(self, full: Tensor, tag: Tag, kind: str = "gather") -> Pending:
-        """Fill `full` from each rank's own shard of it, in place.
+    def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
+        """Fill `full` from each rank's own part of it, in place.
 
         Args:
-            full: (N * S,) for the N ranks of one copy, this rank's shard at [rank * S, (rank + 1) * S) already in
-                place.
+            full: (N * S,) for the N ranks along `axis`, "shard" or "tensor"; the part of the n-th of them, at
+                [n * S, (n + 1) * S), is already in place there.
             tag: the same on all ranks for the same bucket and pass.
         Collective: all-gather; each rank sends (N-1) * S elements.
         """
@@ -170,7 +170,7 @@ class SoloComm(Comm):
     def __init__(self, mesh: Mesh, ledger: Ledger) -> None:
         super().__init__(mesh, ledger, Silence())
 
-    def gather(self, full: Tensor, tag: Tag, kind: str = "gather") -> Pending:
+    def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
         return Pending(_nothing)
 
     def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:

@@ -20,6 +20,7 @@ from zeroshard.wire.comm import Pending, Tag
 from zeroshard.wire.linked import LinkedComm
 from zeroshard.wire.links import CONTROL, Links
 from zeroshard.wire.memory import Memory
+from zeroshard.wire.mesh import Axis
 
 __all__ = ["GlooComm"]
 
@@ -34,8 +35,8 @@ class GlooComm(LinkedComm):
         super().__init__(links, ledger, CONTROL, wire or Messages(), memory)
         self.can_postpone = True
 
-    def gather(self, full: Tensor, tag: Tag, kind: str = "gather") -> Pending:
-        return self._gather(full, self.mesh.shard_ranks, tag, kind)
+    def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
+        return self._gather(full, self.mesh.ranks_of(axis), tag, kind)
 
     def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:
         return self._reduce(full, own, self.mesh.shard_ranks, codec, scale, tag, "reduce")

@@ -24,6 +24,7 @@ from zeroshard.wire.comm import Pending, Tag
 from zeroshard.wire.gloo import GlooComm
 from zeroshard.wire.links import Links
 from zeroshard.wire.memory import HostMemory
+from zeroshard.wire.mesh import Axis
 
 __all__ = ["HostComm"]
 
@@ -44,10 +45,10 @@ class HostComm(GlooComm):
         super().__init__(links, ledger, HostWire(SHOWN_NUMEL), memory)
         self._memory, self._agreements = memory, 0
 
-    def gather(self, full: Tensor, tag: Tag, kind: str = "gather") -> Pending:
+    def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
         memory, size = self._memory, self.mesh.shard_size
-        if (offset := memory.offset_of(full)) is None:
-            return super().gather(full, tag, kind)
+        if axis != "shard" or (offset := memory.offset_of(full)) is None:
+            return super().gather(full, tag, kind, axis)
         self.sent_bytes[kind] += full.nbytes // size * (size - 1)
         meeting = memory.board.meet(tag.place(Tag.GATHER), tag.about, offset)
 

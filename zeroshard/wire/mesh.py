@@ -7,11 +7,15 @@ import math
 import os
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Launched", "Mesh", "current_mesh", "find_launch"]
+__all__ = ["Axis", "Launched", "Mesh", "current_mesh", "find_launch"]
+
+Axis = Literal["shard", "tensor"]
+"""Along which the parts of a whole lie."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,10 @@ class Mesh:
         """Return, in order, the ranks that differ from this one along these axes only, and this one."""
         rows = self.rows(*names)
         return tuple(rows[(rows == self.rank).any(1)][0].tolist())
+
+    def ranks_of(self, axis: Axis) -> tuple[int, ...]:
+        """Return what `along` does for one axis, worked out once."""
+        return self.shard_ranks if axis == "shard" else self.tensor_ranks
 
     @cached_property
     def shard_ranks(self) -> tuple[int, ...]:

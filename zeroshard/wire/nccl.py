@@ -19,11 +19,12 @@ from zeroshard.wire.codec import Codec
 from zeroshard.wire.comm import Pending, Tag
 from zeroshard.wire.linked import LinkedComm
 from zeroshard.wire.links import Links
+from zeroshard.wire.mesh import Axis
 
 __all__ = ["NcclComm"]
 
 Tensor = torch.Tensor
-ALL, GATHERS, REDUCES, COPIES = "all", "gathers", "reductions", "copies"
+ALL, GATHERS, REDUCES, COPIES, PARTS = "all", "gathers", "reductions", "copies", "parts"
 """The process groups."""
 
 
@@ -34,16 +35,18 @@ class NcclComm(LinkedComm):
     def __init__(self, links: Links, ledger: Ledger) -> None:
         links.new_group(ALL, "nccl")
         super().__init__(links, ledger, ALL, Native())
-        for name, axis in ((GATHERS, "shard"), (REDUCES, "shard"), (COPIES, "replicate")):
-            links.new_group(name, "nccl", axis)
+        for name, axis in ((GATHERS, "shard"), (REDUCES, "shard"), (COPIES, "replicate"), (PARTS, "tensor")):
+            if name != PARTS or len(links.mesh.tensor_ranks) > 1:
+                links.new_group(name, "nccl", axis)
         # torch 2.13 renamed both and warns at the old names; 2.11 has only those.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-    def gather(self, full: Tensor, tag: Tag, kind: str = "gather") -> Pending:
-        own = full.view(self.mesh.shard_size, -1)[self.mesh.shard_rank]
-        work = self._all_gather(full, own, group=self.links.groups[GATHERS], async_op=True)
-        self.sent_bytes[kind] += own.nbytes * (self.mesh.shard_size - 1)
+    def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
+        ranks, group = self.mesh.ranks_of(axis), self.links.groups[GATHERS if axis == "shard" else PARTS]
+        own = full.view(len(ranks), -1)[ranks.index(self.mesh.rank)]
+        work = self._all_gather(full, own, group=group, async_op=True)
+        self.sent_bytes[kind] += own.nbytes * (len(ranks) - 1)
         return Pending(lambda: self.links.wait([work], tag.what))
 
     def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:

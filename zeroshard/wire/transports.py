@@ -45,7 +45,8 @@ def make_comm(mesh: Mesh, settings: Settings, ledger: Ledger) -> Comm:
     if backend == "nccl":
         return NcclComm(links, ledger)
     messages = GlooComm(links, ledger)
-    memory = _share_host(messages, settings.shared_memory) if mesh.device.type == "cpu" else None
+    is_wanted = settings.shared_memory and mesh.shard_size > 1
+    memory = _share_host(messages, is_wanted) if mesh.device.type == "cpu" else None
     if memory is None:
         return messages
     comm = HostComm(links, ledger, memory)

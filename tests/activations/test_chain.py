@@ -1,5 +1,8 @@
 """Treatments of activations: passes are seen at every row, and cost nothing where no treatment is asked for."""
 
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,61 +13,64 @@ import zeroshard as zs
 import zeroshard.activations
 from tests import models
 from tests.oracle import STAGES, TIMEOUT_S
-from zeroshard.core.saved import Treatment
-from zeroshard.table.cells import Activations
-from zeroshard.table.stages import row_of_stage
+from zeroshard.activations.chain import Held, Link
+from zeroshard.table.activations import Treated
 from zeroshard.testing import run_ranks
 
 STEPS = 2
 WHOLE_STAGES = (0, 1, 2)
 
 
-class Apart(Treatment):
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What is kept of a tensor."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+
+
+class Apart(Link):
     """Keeps each tensor in other memory, and counts by unit."""
 
-    packed: dict[int, int]
+    packed: Counter[int]
     unpacked: int
 
-    def pack(self, value: Tensor, unit: int) -> Any:
-        self.packed[unit] = self.packed.get(unit, 0) + 1
-        return "apart", value.double().clone(), value.dtype
+    def treat(self, held: Sequence[Held], unit: int, outputs: Any) -> None:
+        self.packed[unit] += len(held)
+        for one in held:
+            one.put(self, Kept(one.value.double().clone(), one.value.dtype))
 
-    def unpack(self, packed: Any) -> Tensor:
+    def restore(self, started: Any) -> Tensor:
         type(self).unpacked += 1
-        kind, value, dtype = packed
-        assert kind == "apart"
-        return value.to(dtype)
+        return started.tensor.to(started.dtype)
 
 
-class Negated(Treatment):
-    """Works on what the treatment before it returned."""
+class Negated(Link):
+    """Works on what the link before it made."""
 
-    def pack(self, value: Any, unit: int) -> Any:
-        kind, tensor, dtype = value
-        return kind, -tensor, dtype
+    def treat(self, held: Sequence[Held], unit: int, outputs: Any) -> None:
+        for one in held:
+            one.put(self, dataclasses.replace(one.value, tensor=-one.value.tensor))
 
-    def unpack(self, packed: Any) -> Any:
-        kind, tensor, dtype = packed
-        return kind, -tensor, dtype
+    def restore(self, started: Any) -> Any:
+        return dataclasses.replace(started, tensor=-started.tensor)
 
 
-class Both(Activations):
-    """A cell of the two."""
-
-    word = "apart"
-    treatments = ("apart", "negated")
+LINKS: dict[type[Treated], Callable[..., Link]] = {
+    zs.Compressed: lambda cell, comm: Apart(),
+    zs.Offloaded: lambda cell, comm: Negated(),
+}
+BOTH = "compress+offload"
 
 
 def train(stage: int, is_treated: bool, is_alone: bool = False) -> dict[str, Any]:
     """Train a stack of blocks; return what it came to, what was treated, and what was sent."""
-    Apart.packed, Apart.unpacked = {}, 0
-    zeroshard.activations.TREATMENTS = {"apart": Apart, "negated": Negated}
-    row = row_of_stage(stage)
-    if is_treated:
-        row = zs.Residency(row.states, row.gradients, row.parameters, Both())
+    Apart.packed, Apart.unpacked = Counter(), 0
+    zeroshard.activations.LINKS = LINKS
     model = models.build(models.Stack)
     optimizer = models.adamw(model)
-    zero = zs.shard(model, optimizer, residency=row, settings=zs.Settings(watchdog_s=10.0))
+    how = BOTH if is_treated else None
+    zero = zs.shard(model, optimizer, stage=stage, activations=how, settings=zs.Settings(watchdog_s=10.0))
     losses = []
     for step in range(STEPS):
         loss = models.stack_loss(model, step, zero.mesh.rank)
@@ -126,19 +132,30 @@ def test_saved_tensor_hooks_are_set_only_with_a_treatment() -> None:
             seen.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
             return x * x
 
-    for cell in (zs.Residency().activations, Both()):
-        zeroshard.activations.TREATMENTS = {"apart": Apart, "negated": Negated}  # type: ignore[misc]
-        Apart.packed, Apart.unpacked = {}, 0
+    for how in (None, "recompute", BOTH):
         model = nn.Sequential(nn.Linear(3, 3), Watch())
-        zs.shard(model, residency=zs.Residency(activations=cell))
+        zs.shard(model, stage=0, activations=how)
         model(torch.ones(1, 3))
-    assert seen == [False, True]
+    assert seen == [False, True, True]
 
 
-def test_a_treatment_that_nobody_knows_is_refused() -> None:
-    class Unknown(Activations):
-        word = "frozen in ice"
-        treatments = ("ice",)
+@pytest.mark.parametrize(
+    ("activations", "error"),
+    [
+        ("recompute+ice", r"'recompute\+ice': there is no treatment 'ice'; known: keep, recompute, "),
+        (3, r"takes names and cells such as zs.Recomputed\(\); got 3"),
+        ([zs.Sharded()], r"takes names and cells such as zs.Recomputed\(\); got Sharded"),
+        ("offload+compress", "give each treatment once, in the order recomputed.partitioned.compressed.offloaded"),
+        ("recompute+recompute", "give each treatment once"),
+    ],
+)
+def test_what_is_no_treatment_is_refused(activations: Any, error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        zs.shard(nn.Linear(2, 2), activations=activations)
 
-    with pytest.raises(ValueError, match=r"'frozen in ice' asks for 'ice'; known treatments: "):
-        zs.shard(nn.Linear(2, 2), residency=zs.Residency(activations=Unknown()))
+
+def test_a_row_and_a_column_cannot_both_be_asked_for() -> None:
+    with pytest.raises(ValueError, match="Give activations= or a row that has them, not both"):
+        zs.shard(nn.Linear(2, 2), residency="C1", activations="recompute")
+    with pytest.raises(ValueError, match=r"residency='C9': a zs\.Residency, or one of C1, C2, C3, C4, C5"):
+        zs.shard(nn.Linear(2, 2), residency="C9")

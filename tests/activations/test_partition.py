@@ -1,0 +1,182 @@
+"""P_a: inputs of recomputed modules are divided over the ranks along the tensor axis, and nothing else changes."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+import zeroshard as zs
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, assert_same, randn
+from zeroshard.testing import RankFailure, run_ranks
+
+WIDTH, DEPTH, BATCH, LENGTH = 16, 4, 4, 32
+INPUT_BYTES = BATCH * LENGTH * WIDTH * 4
+PLAN = {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+PLAN |= {"qkv": ColwiseParallel(), "out": RowwiseParallel()}
+
+
+class Block(nn.Module):
+    """Attention and an MLP, whose projections are split over the tensor axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), models.Block(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Heads outermost, so that each rank has whole heads.
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (-1, 3, 4)).permute(3, 0, 2, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.mlp(x + self.out(y.transpose(1, 2).flatten(2)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(DEPTH)), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    losses: list[float]
+    parameters: dict[str, Tensor]
+    kept: list[int]
+    """Bytes of checkpointed inputs after each forward, of those that were divided."""
+    sent: int
+    """Bytes of activations that this rank sent in a step."""
+    reduced: int
+    """Bytes of activations that torch summed along the tensor axis in a step."""
+
+
+class Reductions(TorchDispatchMode):
+    """Counts the bytes of DTensor's all-reduces, in whichever thread: autograd runs a backward in the caller's."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_reduce.default:
+            self.nbytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def train(other: str, stage: int, activations: Any, early_stop: bool = True, steps: int = 2) -> Trained:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(other, "tensor"))
+    model = models.build(Net)
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], PLAN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    zero = zs.shard(
+        model,
+        optimizer,
+        stage=stage,
+        mesh=mesh,
+        units=[Block],
+        activations=activations,
+        settings=zs.Settings(watchdog_s=WATCHDOG_S),
+    )
+    losses, kept = [], []
+    with set_checkpoint_early_stop(early_stop):
+        for step in range(steps):
+            before = zero.traffic().sent_bytes.get("activations", 0)
+            with Reductions() as calls:
+                loss = model(randn(BATCH, LENGTH, WIDTH, key=(step, mesh.get_local_rank(other)))).square().mean()
+                kept.append(zero.memory().resident_bytes.get("activations", 0))
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    sent = zero.traffic().sent_bytes.get("activations", 0) - before
+    with zero.gathered():
+        weights = {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in model.named_parameters()
+        }
+    return Trained(losses, weights, kept, sent, calls.nbytes)
+
+
+def train_all(other: str) -> list[list[Trained]]:
+    """Return, by stage, what each treatment came to, without one first."""
+    ways = (None, "recompute", "recompute+partition", (zs.Recomputed(every=2), zs.Partitioned()))
+    return [[train(other, stage, how) for how in ways] for stage in STAGES]
+
+
+@pytest.mark.parametrize("other", ["shard", "replicate"])
+def test_partition_changes_no_bit(other: str) -> None:
+    for rank, stages in enumerate(run_ranks(train_all, 4, other, timeout_s=2 * TIMEOUT_S)):
+        for stage, (expected, *ways) in enumerate(stages):
+            for way, actual in enumerate(ways):
+                where = f"[rank {rank}/4] stage {stage}, way {way}"
+                assert actual.losses == expected.losses, where
+                assert_same(expected.parameters, actual.parameters, where)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_bytes_kept_and_sent_are_those_of_the_paper(early_stop: bool) -> None:
+    """Source: Rajbhandari et al. 2020, section 8: 12 messages a block without stopping early, 10 with it."""
+    kept, parts = (
+        run_ranks(train, 4, "shard", 2, how, early_stop, timeout_s=TIMEOUT_S)
+        for how in ("recompute", "recompute+partition")
+    )
+    for one, two in zip(kept, parts, strict=True):
+        # The head keeps its input whole: a layer by itself is not recomputed.
+        assert [nbytes - INPUT_BYTES for nbytes in one.kept] == [DEPTH * INPUT_BYTES] * 2
+        assert [nbytes - INPUT_BYTES for nbytes in two.kept] == [DEPTH * INPUT_BYTES // 2] * 2
+        # An all-reduce sends 2 (T-1)/T of what it sums, a gather (T-1)/T.
+        assert one.sent == 0
+        assert two.sent == DEPTH * INPUT_BYTES // 2
+        assert two.reduced == one.reduced == DEPTH * (5 if early_stop else 6) * INPUT_BYTES
+        assert two.sent * (10 if early_stop else 12) == 2 * two.reduced // 2
+
+
+class Split(nn.Module):
+    """A block that is given its part of a sequence, as with sequence parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.full_tensor() if isinstance(x, DTensor) else x)
+
+
+def refuse(case: str) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
+    model = nn.Sequential(Split(), Split())
+    zs.shard(model, mesh=mesh, units=[Split], activations="recompute+partition")
+    x = randn(BATCH, LENGTH, WIDTH, key=(mesh.get_local_rank("tensor") if case == "seeds" else 0,)).requires_grad_()
+    model(DTensor.from_local(x, mesh["tensor"], [Shard(1)]) if case == "sequence" else x)
+
+
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [
+        ("seeds", r"input 0 of the recomputed module in unit 1 of shape \(4, 32, 16\) has other values there"),
+        ("sequence", r"input 0 of the recomputed module in unit 1 is a DTensor with placements \(Shard\(dim=1\),\)"),
+    ],
+)
+def test_inputs_that_differ_along_the_tensor_axis_are_refused_by_name(case: str, error: str) -> None:
+    with pytest.raises(RankFailure, match=error):
+        run_ranks(refuse, 2, case, timeout_s=TIMEOUT_S)
+
+
+def test_a_mesh_without_the_axis_is_refused() -> None:
+    with pytest.raises(ValueError, match="over the ranks along an axis 'tensor', and the mesh has none"):
+        zs.shard(models.build(Net), activations="recompute+partition")
+    with pytest.raises(
+        ValueError, match=r"Only inputs of recomputed modules can be partitioned: 'recompute\+partition'"
+    ):
+        zs.shard(models.build(Net), activations="partition")

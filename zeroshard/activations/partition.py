@@ -1,0 +1,126 @@
+"""P_a: of the inputs of recomputed modules each rank along the tensor axis keeps its part.
+
+Owns what can be partitioned, and the check that the ranks have the same. The gather is the transport's. Read
+`chain.py` first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, final
+
+import torch
+
+from zeroshard.activations.chain import Held, Link
+from zeroshard.table.errors import RankMismatchError
+from zeroshard.torch_private import local_of
+from zeroshard.wire.comm import Comm, Pending, Tag
+
+__all__ = ["Partition"]
+
+Tensor = torch.Tensor
+
+LEAST_NUMEL = 1024
+"""Elements below which a message costs more than the memory that it saves."""
+INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """This rank's part of a tensor.
+
+    Args:
+        part: (ceil(numel / T),) for T ranks.
+        size: of the whole.
+        strides: of the whole, which is dense.
+        number: of the tensor, the same on all ranks; it names the messages.
+    """
+
+    part: Tensor
+    size: torch.Size
+    strides: tuple[int, ...]
+    number: int
+
+
+@final
+class Partition(Link):
+    """Keeps 1/T of each input of a recomputed module, for the T ranks along the tensor axis."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm, self._ranks = comm, comm.mesh.tensor_ranks
+        self._place = self._ranks.index(comm.mesh.rank)
+        self._number = 0
+        self._compared: set[tuple[int, int, torch.Size, torch.dtype]] = set()
+
+    def treat(self, held: Sequence[Held], unit: int, outputs: Any) -> None:
+        """Cut the inputs.
+
+        Raises:
+            RuntimeError: an input is split over the ranks.
+            RankMismatchError: ranks have different values; compared the first time that a unit has inputs of a shape.
+
+        Collective: the first time for a shape, an all-gather of 16 bytes along the tensor axis.
+        """
+        for index, one in enumerate(one for one in held if one.is_input):
+            whole = one.value
+            if local_of(whole) is not whole:
+                raise RuntimeError(self._explain(index, unit, f"is a DTensor with placements {whole.placements}"))
+            if whole.numel() < LEAST_NUMEL or whole.element_size() not in INTEGERS or not _is_dense(whole):
+                continue
+            key = (unit, index, whole.shape, whole.dtype)
+            if key not in self._compared:
+                self._compare(whole, index, unit)
+                self._compared.add(key)
+            numel = -(-whole.numel() // len(self._ranks))
+            flat = whole.as_strided((whole.numel(),), (1,))
+            # The last parts may be short; a message has one length.
+            part = flat.new_zeros(numel)
+            mine = flat[self._place * numel : (self._place + 1) * numel]
+            part[: mine.numel()] = mine
+            self._number += 1
+            one.put(self, _Part(part, whole.shape, whole.stride(), self._number))
+
+    def start(self, value: Any) -> tuple[_Part, Tensor, Pending]:
+        """Begin to gather. Collective: all-gather along the tensor axis; each rank sends (T-1) parts."""
+        full = value.part.new_empty(len(self._ranks) * value.part.numel())
+        full.view(len(self._ranks), -1)[self._place] = value.part
+        tag = Tag(value.number, 0, f"the gather of a partitioned input of shape {tuple(value.size)}")
+        return value, full, self._comm.gather(full, tag, "activations", "tensor")
+
+    def restore(self, started: Any) -> Tensor:
+        """Return the whole."""
+        value, full, pending = started
+        pending.wait()
+        whole: Tensor = full.as_strided(value.size, value.strides)
+        return whole
+
+    def _compare(self, whole: Tensor, index: int, unit: int) -> None:
+        """Raise unless all ranks along the tensor axis have the same values."""
+        bits = whole.as_strided((whole.numel(),), (1,)).view(INTEGERS[whole.element_size()])
+        sums = torch.stack([bits.sum(dtype=torch.int64), bits[::3].sum(dtype=torch.int64)])
+        rows = sums.new_empty(len(self._ranks), 2)
+        rows[self._place] = sums
+        self._number += 1
+        tag = Tag(self._number, 0, "the comparison of inputs along the tensor axis")
+        self._comm.gather(rows.view(-1), tag, "agree", "tensor").wait()
+        if bool((rows != rows[0]).any()):
+            raise RankMismatchError(self._explain(index, unit, f"of shape {tuple(whole.shape)} has other values there"))
+
+    def _explain(self, index: int, unit: int, why: str) -> str:
+        return (
+            f"{self._comm.mesh} activations='partition' needs inputs that are the same on all ranks along the tensor "
+            f"axis, but input {index} of the recomputed module in unit {unit} {why}. Leave out 'partition' for this "
+            "unit (with sequence parallelism inputs are split already), and seed ranks along the tensor axis alike."
+        )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Tell whether the elements fill one piece of memory, each once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return tensor.layout is torch.strided
