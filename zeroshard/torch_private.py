@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # sees each operation below autograd
 from torch.utils.checkpoint import checkpoint
@@ -32,6 +33,7 @@ __all__ = [
     "NoFunctionTransforms",
     "NoSubclasses",
     "SCALER_CHECK",
+    "WeakStorage",
     "accept_in_foreach",
     "accumulator_of",
     "call_after_backward",
@@ -81,6 +83,8 @@ NoSubclasses: Final = torch._C.DisableTorchFunctionSubclass
 """A context in which subclasses are plain tensors."""
 NoFunctionTransforms: Final = torch._C._DisableFuncTorch
 """A context outside the transforms of torch.func."""
+WeakStorage: Final[Any] = StorageWeakRef
+"""Keeps what `storage_of` returned from being given to another storage, and the memory not."""
 SCALER_CHECK: Final = "_amp_foreach_non_finite_check_and_unscale_"
 """What GradScaler calls with gradients."""
 
@@ -445,6 +449,9 @@ def _tests_scaler() -> bool:
 def _tests_storage() -> bool:
     tensor = torch.ones(2)
     view = tensor[1:]
+    weak = WeakStorage(torch.ones(2).untyped_storage())
+    if WeakStorage(tensor.untyped_storage()).expired() or not weak.expired():
+        return False
     return storage_of(tensor) == storage_of(view) != storage_of(torch.ones(2)) and [
         users_of_storage(tensor),
         users_of_storage(torch.ones(2)),

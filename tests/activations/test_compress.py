@@ -12,6 +12,7 @@ from zeroshard.activations import compress as module
 from zeroshard.activations.chain import Chained
 from zeroshard.activations.compress import Compress
 from zeroshard.core.saved import SavedTensors
+from zeroshard.table.trace import Ledger
 
 Function = Callable[..., Tensor]
 
@@ -246,7 +247,9 @@ def test_units_walk_each_node_once() -> None:
     """What a walk of one unit finds of tensors around it is known when these are treated."""
     link = Compress(None)
     owner = [0]
-    saved = SavedTensors([], lambda number: None, Chained({0: [link], 1: [link], 2: [link]}, Ledger()), lambda: owner[0])
+    saved = SavedTensors(
+        [], lambda number: None, Chained({0: [link], 1: [link], 2: [link]}, Ledger()), lambda: owner[0]
+    )
     with saved.context():
         y = F.relu(X * 1.0)
         for unit in (1, 2):

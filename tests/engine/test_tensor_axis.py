@@ -699,7 +699,7 @@ def refuse(case: str) -> str:
     elif case == "pipe":
         given = mesh_of((2, 2), ("shard", "pipe"))
     elif case == "no shards":
-        given = mesh_of((4,), ("tensor",))
+        given = mesh_of((4,), ("replicate",))
     elif case == "uneven":
         model.head = nn.Linear(WIDTH, 3)
     elif case == "meta":
@@ -722,7 +722,7 @@ REFUSALS = {
     "no names": "got no names",
     "part": r"all 4 ranks.*sizes \(2,\) with ranks \[0, 2\]",
     "pipe": "'pipe' has 2 ranks",
-    "no shards": r"axes \(tensor 4\) of 4 ranks leave one rank a copy",
+    "no shards": r"axes \(replicate 4\) of 4 ranks leave one rank a copy",
     "uneven": r"'head.weight' \(3, 16\) does not fall into 2 equal parts along dimension 0",
     "other mesh": r"'head.weight' is a DTensor over ranks \(0, 2\), and the axis 'tensor' of mesh= has \(0, 1\)",
     "meta": "'head.weight' is a DTensor on the meta device",

@@ -12,13 +12,14 @@ from torch import nn
 
 from zeroshard.activations.chain import Chained, Link
 from zeroshard.activations.compress import Compress
+from zeroshard.activations.offload import Offload
 from zeroshard.activations.partition import Partition
 from zeroshard.activations.recompute import recompute
 from zeroshard.core.hooks import Enter, Exit
 from zeroshard.core.saved import SavedTensors, Treatment
 from zeroshard.state.blocks import is_leaf
 from zeroshard.state.units import UnitPlan
-from zeroshard.table.activations import Activations, Compressed, Partitioned, Recomputed, Treated
+from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned, Recomputed, Treated
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.wire.comm import Comm
@@ -29,6 +30,7 @@ LINKS: Mapping[type[Treated], Callable[[Any, Comm], Link]] = MappingProxyType(
     {
         Partitioned: lambda cell, comm: Partition(comm),
         Compressed: lambda cell, comm: Compress(cell.rest),
+        Offloaded: lambda cell, comm: Offload(cell),
     }
 )
 """What makes the link for a cell, and for the collectives of the model."""

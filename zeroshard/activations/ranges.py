@@ -1,0 +1,132 @@
+"""Ranges of storages: which bytes saved tensors take, and tensors as views into such a range elsewhere.
+
+Owns what is more than numbers in a storage, and is left alone. It must not know where ranges are moved.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from zeroshard.torch_private import local_of, storage_of, version_of
+
+__all__ = ["Key", "Place", "Span", "bytes_of", "is_movable", "key_of", "place_of", "spans_in"]
+
+Tensor = torch.Tensor
+
+Key = tuple[int, int]
+"""A storage and its version."""
+ALIGNMENT = 512
+"""Ranges begin at multiples of so many bytes, so that tensors are aligned elsewhere as they were: kernels add up in an
+order that may depend on it."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a tensor is, as a view into a range.
+
+    Args:
+        offset: in bytes.
+        wrap: makes the DTensor of its local tensor.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    wrap: Callable[[Tensor], Tensor] | None
+
+    def of(self, memory: Tensor) -> Tensor:
+        """Return the tensor."""
+        made = torch.empty(0, dtype=self.dtype, device=memory.device)
+        offset = (memory.storage_offset() + self.offset) // self.dtype.itemsize
+        made.set_(memory.untyped_storage(), offset, self.shape, self.stride)
+        return made if self.wrap is None else self.wrap(made)
+
+
+@final
+@dataclass(slots=True)
+class Span:
+    """The range of a storage that some tensors view.
+
+    Args:
+        tensor: one of them.
+        low, high: where it begins and ends, in bytes.
+    """
+
+    tensor: Tensor
+    low: int
+    high: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.high - self.low
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.tensor.device
+
+
+def spans_in(tensors: Sequence[Tensor]) -> dict[Key, Span]:
+    """Return the ranges of storages that tensors view, in order."""
+    spans: dict[Key, Span] = {}
+    for tensor in map(local_of, tensors):
+        if not is_movable(tensor):
+            continue
+        low, high = _extent(tensor)
+        low -= low % ALIGNMENT
+        span = spans.setdefault(key_of(tensor), Span(tensor, low, high))
+        span.low, span.high = min(span.low, low), max(span.high, high)
+    return spans
+
+
+def is_movable(tensor: Tensor) -> bool:
+    """Tell whether a tensor is no more than numbers in a storage."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.numel() > 0
+        and _extent(tensor)[1] <= tensor.untyped_storage().nbytes()
+    )
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor begins and ends in its storage, in bytes; what lies between its elements counts."""
+    last = sum(int(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    low = int(tensor.storage_offset()) * tensor.itemsize
+    return low, low + (last + 1) * tensor.itemsize
+
+
+def key_of(tensor: Tensor) -> Key:
+    """Return what tells the contents of a tensor's storage from all others, as long as the storage lives."""
+    return storage_of(tensor), version_of(tensor)
+
+
+def bytes_of(tensor: Tensor, low: int, nbytes: int) -> Tensor:
+    """Return a range of a tensor's storage."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), low, (nbytes,), (1,))
+
+
+def place_of(tensor: Tensor, low: int) -> Place:
+    """Return what a tensor, or a DTensor of one, is in a range of its storage that begins at `low`."""
+    local = local_of(tensor)
+    wrap = None if local is tensor else _wrapping(tensor)
+    return Place(local.dtype, local.shape, local.stride(), _extent(local)[0] - low, wrap)
+
+
+def _wrapping(tensor: Any) -> Callable[[Tensor], Tensor]:
+    """Return what makes a DTensor like this one of a local tensor."""
+    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+
+    def wrap(local: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor  # half a second to import
+
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    return wrap
