@@ -306,10 +306,11 @@ def _make_progress(console: Console) -> Progress:
 
 def _memory_table(ranks: Sequence[RankBytes]) -> Table:
     """Set what each rank should hold against what it held."""
-    table = _make_table("Bytes in memory (transient: at most)", _COLUMNS)
+    columns = [*_COLUMNS, *({"activations"} & ranks[0].peak_bytes.keys())]
+    table = _make_table("Bytes in memory (transient, activations: at most)", columns)
     for rank, of_rank in enumerate(ranks):
-        held = {**of_rank.resident_bytes, "transient": of_rank.peak_bytes["transient"]}
-        _add_pair(table, rank, of_rank.predicted_bytes, held, _COLUMNS)
+        at_most = {name: nbytes for name, nbytes in of_rank.peak_bytes.items() if name in ("transient", "activations")}
+        _add_pair(table, rank, of_rank.predicted_bytes, {**of_rank.resident_bytes, **at_most}, columns)
     return table
 
 

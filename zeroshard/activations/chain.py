@@ -144,6 +144,7 @@ class Chained(Treatment):
 
     def __init__(self, links: Mapping[int, Sequence[Link]], ledger: Ledger) -> None:
         self._links, self._ledger = links, ledger
+        ledger.add("activations", 0)
         self._uses: Counter[int] = Counter()
         self._last: weakref.ref[_Batch] | None = None
 

@@ -43,7 +43,9 @@ def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str) 
     states = _states_by_unit(engine.units, optimizers)
     lines = [_line(unit, states[unit.number]) for unit in engine.units]
     total = _total(engine.units, sum(states))
-    return "\n".join([f"{engine.mesh} {row}", *_aligned([HEADS, *lines, total]), *_judge(engine.units)])
+    saved = [f"activations on the device: {engine.ledger.peak['activations']:,} bytes at most"]
+    saved *= "activations" in engine.ledger.peak
+    return "\n".join([f"{engine.mesh} {row}", *_aligned([HEADS, *lines, total]), *_judge(engine.units), *saved])
 
 
 def warn_if_whole(mesh: Mesh, units: Sequence[Unit], plans: Sequence[UnitPlan]) -> None:
