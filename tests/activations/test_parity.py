@@ -1,5 +1,6 @@
 """Training with each treatment of activations equals training without: recomputation, random numbers, inputs."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -165,3 +166,52 @@ def test_recomputed_modules_keep_their_inputs_alone() -> None:
     assert inputs == row * (5 + 4 * WIDTH)
     assert all_together == row * (5 + 2 * WIDTH)
     assert kept > 2 * inputs
+
+
+class Between(nn.Module):
+    """A stack that changes what its blocks return in place, some of it after the next block has read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(5, WIDTH), nn.ModuleList(models.Block() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            y = block(x)
+            if index == 3:
+                y += 1.0
+            elif index == 4:
+                y = y + block(y) + self.blocks[0](x)
+            x = y
+        return x[:, :3]
+
+
+def between_script(run: Run) -> None:
+    model = models.build(Between)
+    run.shard(model, models.adamw(model), units=[models.Block])
+    for step in range(2):
+        loss = models.stack_loss(model, step, run.rank)
+        run.backward(loss, retain_graph=True)
+        run.backward(loss)
+        run.record(loss=loss)
+        run.optimizers[0].step()
+        run.optimizers[0].zero_grad()
+
+
+@pytest.mark.parametrize("activations", ["recompute", zs.Recomputed(every=2), zs.Recomputed(every=6)])
+def test_outputs_may_be_changed_in_place_and_backward_repeated(activations: Any) -> None:
+    assert_matches(between_script, 2, STAGES, {"activations": activations})
+
+
+@pytest.mark.parametrize("activations", ["recompute", zs.Recomputed(every=2), "compress"])
+def test_a_graph_that_nobody_wants_leaves_nothing(activations: Any) -> None:
+    model = models.build(models.Stack)
+    zero = zs.shard(model, stage=0, activations=activations, units=[models.Block])
+    loss = models.stack_loss(model, 0, 0)
+    assert zero.memory().peak_bytes["activations"] > 0
+    del loss
+    gc.collect()
+    assert zero.memory().resident_bytes["activations"] == 0
+    models.stack_loss(model, 0, 0).backward()
+    assert zero.memory().resident_bytes["activations"] == 0

@@ -6,7 +6,7 @@ compared, with random numbers and autocast as they were, is torch's (`torch.util
 
 Note: every k modules
     The inputs of a module are most often the outputs of the one before. Where a module follows in its segment, such an
-    input is not kept; a node of autograd behind the module before, `_Marked`, saves it inside what is recomputed there,
+    input is not kept; a node of autograd beside the module before, `_Marked`, saves it inside what is recomputed there,
     where keeping costs nothing, and reading it has that module run again. So one recomputation asks for the other, back
     to the beginning of the segment, and each module runs once more in all. Inputs that come from elsewhere, changed by
     code between the modules, say, are kept like those of the first one.
@@ -15,10 +15,9 @@ Note: every k modules
 import copy
 import functools
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ from zeroshard.core.hooks import Enter, Exit, Hook
 from zeroshard.core.saved import SavedTensors
 from zeroshard.core.tree import find, map_tensors
 from zeroshard.table.activations import Recomputed
-from zeroshard.torch_private import graph_task, version_of
+from zeroshard.torch_private import version_of
 
 __all__ = ["recompute"]
 
@@ -122,21 +121,27 @@ class _Input:
 
 @final
 class _Outputs:
-    """The output tensors of one call of a module, which the next one's recomputation reads."""
+    """The output tensors of one call of a module, which the next one's recomputation reads.
 
-    def __init__(self) -> None:
-        self.node: Any = None
-        self._task, self._values = -1, tuple[Tensor, ...]()
+    The tensors hold this, and the next call: not the call itself, whose graph would hold itself then.
+
+    Args:
+        node: has saved them.
+    """
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+        self._values: tuple[Tensor, ...] = ()
 
     def read(self) -> tuple[Tensor, ...]:
-        """Return the tensors; the call runs again for them unless it has done so in this backward."""
-        if self._task != graph_task() or not self._values:
+        """Return the tensors, for which the call runs again."""
+        if not self._values:
             with torch.no_grad():
-                self._task, self._values = graph_task(), self.node.saved_tensors
+                self._values = self._node.saved_tensors
         return self._values
 
     def forget(self) -> None:
-        """Drop the tensors: whatever reads them in this backward has done so."""
+        """Drop the tensors, once the next call has all it needs of them."""
         self._values = ()
 
 
@@ -153,36 +158,38 @@ class _Output:
         return self.of.read()[self.index].detach().requires_grad_(self.requires_grad)
 
 
-@final
-class _Segments:
-    """What is known of the calls before, to tell which inputs need not be kept.
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What an output tensor carries: that the next call need not keep it.
 
     Args:
-        every: calls in a segment.
+        place: of the call in its segment.
+        call: the number of the call.
+        version: of the tensor; a later one was changed in place.
     """
 
+    outputs: _Outputs
+    index: int
+    segments: "_Segments"
+    place: int
+    call: int
+    version: int
+
+
+@final
+class _Segments:
+    """Calls of modules in a row, of which one in `every` keeps its inputs."""
+
+    KEY: ClassVar = "_zeroshard_mark"
+
     def __init__(self, every: int) -> None:
-        self.every = every
-        self._place, self._last = -1, _Outputs()
-        self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
+        self.every, self.calls = every, 0
 
-    def find(self, tensor: Tensor) -> _Output | None:
-        """Return what stands for a tensor that is an unchanged output of the call before, in the same segment."""
-        for index, (known, version) in enumerate(self._tensors):
-            if known() is tensor and version_of(tensor) == version:
-                return _Output(self._last, index, tensor.requires_grad)
-        return None
-
-    def place(self, follows: bool) -> int:
-        """Return the place in its segment of a call that does or does not read an output of the call before."""
-        return self._place + 1 if follows else 0
-
-    def note(self, place: int, outputs: _Outputs, tensors: Sequence[Tensor]) -> None:
-        """Note the call that has just ended."""
-        self._place, self._last = place, outputs
-        self._tensors = [(weakref.ref(one), version_of(one)) for one in tensors]
-        if tensors:
-            outputs.node = tensors[0].grad_fn
+    def find(self, tensor: Tensor) -> _Mark | None:
+        """Return the mark of an unchanged output of the call before, in the same segment."""
+        mark: _Mark | None = tensor.__dict__.get(self.KEY)
+        is_next = mark is not None and mark.segments is self and mark.call == self.calls
+        return mark if is_next and mark is not None and mark.version == version_of(tensor) else None
 
 
 @final
@@ -191,36 +198,29 @@ class _Run:
 
     def __init__(self, forward: _Forward, inputs: Any) -> None:
         self._forward, self._first, self._inputs = forward, inputs, None
-        self._outputs = _Outputs()
         self._place = 0
-        self._marked: Sequence[Tensor] = ()
 
     def begin(self) -> list[Tensor]:
         """Return the input tensors that are to be kept; the rest of the inputs stays in here."""
         kept: list[Tensor] = []
-        follows = False
 
         def replace(tensor: Tensor) -> Any:
-            nonlocal follows
-            if (output := self._forward.segments.find(tensor)) is not None:
-                if not follows:
+            if (mark := self._forward.segments.find(tensor)) is not None:
+                if not self._place:
                     # torch keeps the state of random numbers of the devices that it sees.
                     kept.append(tensor.new_empty(0))
-                follows = True
-                return output
+                self._place = mark.place + 1
+                return _Output(mark.outputs, mark.index, tensor.requires_grad)
             kept.append(tensor)
             return _Input(len(kept) - 1)
 
         self._inputs = map_tensors(self._first, replace)
-        self._place = self._forward.segments.place(follows)
+        self._forward.segments.calls += 1
         return kept
 
     def end(self) -> None:
-        """Let go of the tensors of the first time, and tell the segments of what came out."""
+        """Let go of the tensors of the first time."""
         self._first = None
-        if self._forward.segments.every > 1:
-            self._forward.segments.note(self._place, self._outputs, self._marked)
-        self._marked = ()
 
     def __call__(self, *kept: Tensor) -> Any:
         """Run the module: the first time as it was called, then from what was kept."""
@@ -230,6 +230,8 @@ class _Run:
             self._first = None
             return self._mark(forward.plain(*args, **kwargs), is_first=True)
         args, kwargs = map_tensors(self._inputs, lambda one: one.read(), _Output)
+        for one in find(self._inputs, _Output):
+            one.of.forget()
         args, kwargs = map_tensors((args, kwargs), lambda one: kept[one.index], _Input)
         forward.enter(forward.module, args, kwargs)
         try:
@@ -239,35 +241,26 @@ class _Run:
 
     def _mark(self, outputs: Any, *, is_first: bool) -> Any:
         """Have output tensors saved where the next call of the segment can ask for them."""
-        if (self._place + 1) % self._forward.segments.every == 0:
+        segments = self._forward.segments
+        if (self._place + 1) % segments.every == 0:
             return outputs
-        tensors = [tensor for tensor in find(outputs, Tensor) if tensor.requires_grad]
-        if not tensors:
-            return outputs
-        marked = _Marked.apply(weakref.ref(self._outputs), *tensors)  # type: ignore[no-untyped-call]
-        by_identity = dict(zip(map(id, tensors), marked, strict=True))
-        if is_first:
-            self._marked = marked
-        return map_tensors(outputs, lambda tensor: by_identity.get(id(tensor), tensor))
+        if tensors := [tensor for tensor in find(outputs, Tensor) if tensor.requires_grad]:
+            node = _Marked.apply(*tensors).grad_fn  # type: ignore[no-untyped-call]
+            held = _Outputs(node)
+            for index, tensor in enumerate(tensors if is_first else ()):
+                mark = _Mark(held, index, segments, self._place, segments.calls, version_of(tensor))
+                tensor.__dict__[segments.KEY] = mark
+        return outputs
 
 
 class _Marked(torch.autograd.Function):
-    """Returns tensors as they are, and saves them."""
+    """Saves tensors, beside the graph: outputs of a function could not be changed in place."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: "weakref.ref[_Outputs]", *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         """Save the tensors."""
-        ctx.outputs = outputs
         ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Hand the gradients on; the calls that read the tensors have run again by now."""
-        if (outputs := ctx.outputs()) is not None:
-            outputs.forget()
-        return None, *grads
+        return tensors[0].new_empty(0)
 
 
 def _keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
