@@ -1,0 +1,1 @@
+"""Predictions: what fits, where memory goes and how fast, without a device. Reads `table/`, never the engine."""
