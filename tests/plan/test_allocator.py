@@ -44,7 +44,7 @@ def test_sizes_are_rounded_to_512_bytes(asked: int, block: int) -> None:
         (1280 * 1024, 1280 * 1024),
         (2 * MIB, 2 * MIB),
         (2 * MIB + 1, 2.5 * MIB),
-        (1900, 2048),
+        (1100, 1536),
         (2049, 2560),
         (5121, 6144),
     ],
@@ -205,6 +205,9 @@ def test_unsplittable_blocks_are_returned_first() -> None:
     made = [alloc("a", 40 * MIB), alloc("b", 50 * MIB), alloc("c", 12 * MIB), *free("a", "b", "c")]
     one = simulate([*made, alloc("d", 70 * MIB)], rules)
     assert (one.retries, one.reserved_bytes) == (0, 82 * MIB)  # both, for neither alone has 70 MiB
+    # The largest ones go first, and no more than are needed: here "b" and "a", and "e" stays.
+    three = simulate([alloc("e", 34 * MIB), *made[:2], *free("a", "b", "e"), alloc("d", 80 * MIB)], rules)
+    assert (three.retries, three.reserved_bytes) == (0, 114 * MIB)
     small = simulate([*made, *(alloc(key, 30 * MIB) for key in "de")], rules)
     assert (small.retries, small.reserved_bytes) == (0, 122 * MIB)  # the smallest of them, "a", is enough
     assert blocks(small, only=BlockState.FREE)[0] == [(None, 50 * MIB)]
@@ -214,6 +217,8 @@ def test_above_the_fraction_nothing_is_made() -> None:
     rules = Rules(device_bytes=80 * MIB, allowed_bytes=40 * MIB)
     assert simulate([alloc("a", 30 * MIB), alloc("b", 11 * MIB)], rules).out_of_memory is not None
     assert simulate([alloc("a", 30 * MIB), alloc("b", 10 * MIB)], rules).out_of_memory is None
+    # What counts is the segment that would be made: 20 MiB for 5 MiB.
+    assert simulate([alloc("a", 30 * MIB), alloc("b", 5 * MIB)], rules).out_of_memory is not None
 
 
 def test_old_free_segments_are_collected() -> None:
