@@ -94,6 +94,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
+        self.is_closed = False
         self._keys: dict[int, int] = {}
         self._watched: dict[int, Any] = {}
 
@@ -128,7 +129,8 @@ class Recorder(TorchDispatchMode):
 
     def _gone(self, address: int, key: int, _: object) -> None:
         del self._keys[address], self._watched[address]
-        self.trace.events.append(Event(key, 0, 0, Action.FREE))
+        if not self.is_closed:
+            self.trace.events.append(Event(key, 0, 0, Action.FREE))
 
 
 def record(case: Case) -> Trace:
@@ -159,9 +161,7 @@ def record(case: Case) -> Trace:
                     if isinstance(value, Tensor):
                         recorder.note(value, "state", f"{name} {number}")
         trace.steps.append(len(trace.events))
-        # What is still there at the end is not freed: the simulation ends with it.
-        length = len(trace.events)
-    del trace.events[length:]
+        recorder.is_closed = True  # what is still there at the end is not freed
     return trace
 
 
@@ -185,6 +185,7 @@ def train_step(case: Case, model: GPT, optimizer: Any, masters: list[Tensor], re
     if case.precision == "bf16":
         for master, parameter in zip(masters, parameters, strict=True):
             master.grad = parameter.grad.float()
+            recorder.note(master.grad, "gradient", f"of master {recorder.trace.roles[recorder.key_of(master)]}")
             parameter.grad = None
     optimizer.step()
     if case.precision == "bf16":

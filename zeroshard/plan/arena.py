@@ -28,7 +28,7 @@ from typing import Final, final
 
 from zeroshard.plan.allocator import BLOCK_BYTES, Action, Event, Outcome, Rules, simulate
 
-__all__ = ["Arena", "Lifetime", "Replay", "peak_bytes", "place_events", "plan_arena", "replay"]
+__all__ = ["Arena", "Lifetime", "Replay", "needed_bytes", "peak_bytes", "place_events", "plan_arena", "replay"]
 
 ROUNDS: Final = 24
 """How often an order of placing is improved; a plan of stack-like lifetimes needs none."""
@@ -188,7 +188,7 @@ class Replay:
     """What a run's allocations come to.
 
     Args:
-        needed_bytes: the most that the run had alive at a moment, in sizes rounded to 512 bytes, without any arena.
+        needed_bytes: `needed_bytes` of the run, without any arena.
         outcome: of the simulation.
     """
 
@@ -219,12 +219,11 @@ def replay(
             tensor itself dropped; without an entry, the tensor is written to the arena directly.
         reserved_bytes: allocated and freed at once after the arenas: one segment for all that is not planned.
     """
-    alone = _needed_bytes(events)
-    kept = list(place_events(events, arenas or {}, places or {}, copied or {}))
+        kept = list(place_events(events, arenas or {}, places or {}, copied or {}))
     first = [Event(("arena", name), arena.total_bytes) for name, arena in (arenas or {}).items()]
     if reserved_bytes:
         first += [Event(("reserve",), reserved_bytes), Event(("reserve",), 0, 0, Action.FREE)]
-    return Replay(alone, simulate([*first, *kept], rules))
+    return Replay(needed_bytes(events), simulate([*first, *kept], rules))
 
 
 def place_events(
@@ -260,7 +259,8 @@ def place_events(
         yield event
 
 
-def _needed_bytes(events: Iterable[Event]) -> int:
+def needed_bytes(events: Iterable[Event]) -> int:
+    """Return the most that a run has alive at a moment, in sizes rounded to 512 bytes."""
     sizes: dict[Hashable, int] = {}
     now = most = 0
     for key, num_bytes, _, action in events:
