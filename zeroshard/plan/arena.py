@@ -219,7 +219,7 @@ def replay(
             tensor itself dropped; without an entry, the tensor is written to the arena directly.
         reserved_bytes: allocated and freed at once after the arenas: one segment for all that is not planned.
     """
-        kept = list(place_events(events, arenas or {}, places or {}, copied or {}))
+    kept = list(place_events(events, arenas or {}, places or {}, copied or {}))
     first = [Event(("arena", name), arena.total_bytes) for name, arena in (arenas or {}).items()]
     if reserved_bytes:
         first += [Event(("reserve",), reserved_bytes), Event(("reserve",), 0, 0, Action.FREE)]
