@@ -8,7 +8,8 @@ recorded is when the storage of each tensor comes and goes, and nothing is compu
 
 The excess of a run is the memory reserved at its peak over the memory needed at its peak, less 1. Needed is what is
 alive, in sizes rounded to 512 bytes, without any arena: an arena that is larger than its tensors, or idle at the peak,
-is excess. A policy is planned on another trace than it is judged on: two steps of the longest sequences.
+is excess. A policy is planned on another trace than it is judged on: three steps, of the longest, the shortest and the
+longest sequences.
 """
 
 import argparse
@@ -296,11 +297,10 @@ def plan(trace: Trace, kinds: tuple[str, ...]) -> Policy:
     return Policy(kinds, arenas, {role: (name, i) for name in arenas for i, role in enumerate(found[name])})
 
 
-def choose(trace: Trace, rules: Rules) -> Policy:
-    """Return the policy by which a planned trace reserves least."""
+def choose(trace: Trace, policies: Sequence[Policy], rules: Rules) -> Policy:
+    """Return the policy, and the segment for the rest, by which a planned trace reserves least."""
     candidates = []
-    for kinds in KINDS:
-        policy = plan(trace, kinds)
+    for policy in policies:
         rest = policy.rest_bytes(trace)
         candidates += [
             replace(policy, reserve_bytes=-(-int(rest * share) // PAGE_BYTES) * PAGE_BYTES)
@@ -311,18 +311,19 @@ def choose(trace: Trace, rules: Rules) -> Policy:
 
 def judge(case: Case, trace: Trace, planned: Trace) -> dict[str, Any]:
     """Return what each policy comes to in one run."""
-    none, everything = plan(planned, ()), plan(planned, KINDS[-1])
+    plans = [plan(planned, kinds) for kinds in KINDS]
+    none, static, everything = plans[0], plans[1], plans[-1]
     rest = -(-everything.rest_bytes(planned) // PAGE_BYTES) * PAGE_BYTES
-    chosen, growing = choose(planned, FIXED), choose(planned, GROWING)
+    chosen, growing = choose(planned, plans, FIXED), choose(planned, plans, GROWING)
     policies = {
         "none": (none, FIXED),
-        "static first": (plan(planned, STATIC), FIXED),
+        "static first": (static, FIXED),
         "arenas": (everything, FIXED),
         "arenas written directly": (replace(everything, is_copied=False), FIXED),
         "arenas and reserve": (replace(everything, reserve_bytes=rest), FIXED),
         "chosen": (chosen, FIXED),
         "expandable": (none, GROWING),
-        "expandable, static first": (plan(planned, STATIC), GROWING),
+        "expandable, static first": (static, GROWING),
         "expandable, arenas": (everything, GROWING),
         "expandable, chosen": (growing, GROWING),
     }
@@ -379,8 +380,8 @@ def cases() -> Iterator[Case]:
 
 def measure(case: Case) -> dict[str, Any]:
     """Record a run and the one that it is planned on, and judge."""
-    longest = max(case.times)
-    row = judge(case, record(case), record(replace(case, times=(longest, longest))))
+    longest, shortest = max(case.times), min(case.times)
+    row = judge(case, record(case), record(replace(case, times=(longest, shortest, longest))))
     print(row["case"], row["excess"], flush=True)
     return row
 

@@ -136,7 +136,10 @@ def plan_arena(tensors: Sequence[Lifetime], align_bytes: int = BLOCK_BYTES) -> A
         if reach < total:
             total, offsets = reach, attempt
         top = [i for i in tried if attempt[i] + sizes[i] > least]
-        tried = top + [i for i in tried if i not in set(top)]
+        first = set(top)
+        before, tried = tried, top + [i for i in tried if i not in first]
+        if tried == before:
+            break
     return Arena(tuple(offsets), sizes, total, least)
 
 
