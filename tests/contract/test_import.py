@@ -140,6 +140,13 @@ def test_the_table_imports_without_torch() -> None:
     ]
 
 
+def test_allocator_and_arenas_import_without_torch() -> None:
+    names = [f"zeroshard.plan.{name}" for name in ("allocator", "arena", "blocks", "rules")]
+    assert run(BLOCKED.format(blocked=("torch", "numpy", "safetensors"), names=names)) == [
+        f"IMPORTED {name}" for name in names
+    ]
+
+
 def test_a_blocked_extra_is_found() -> None:
     with pytest.raises(AssertionError, match="No module named 'typer'"):
         run(BLOCKED.format(blocked=HEAVY, names=["typer"]))

@@ -25,12 +25,25 @@ Source: pytorch, c10/cuda/CUDACachingAllocator.cpp (`DeviceCachingAllocator`: `m
 `garbage_collect_cached_blocks`) and c10/core/AllocatorConfig.h (constants, as installed with torch 2.13).
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from enum import Enum
-from typing import Final, NamedTuple, final
+from typing import final
+
+from zeroshard.plan.blocks import Block, BlockState, Pool, reach_of
+from zeroshard.plan.rules import (
+    BLOCK_BYTES,
+    LONE_BYTES,
+    LONE_STEP_BYTES,
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+    UNLIMITED_BYTES,
+    Action,
+    Event,
+    Rules,
+    round_bytes,
+)
 
 __all__ = [
     "Action",
@@ -45,110 +58,6 @@ __all__ = [
     "round_bytes",
     "simulate",
 ]
-
-MIB: Final = 2**20
-BLOCK_BYTES: Final = 512
-"""Sizes are multiples of it."""
-SMALL_BYTES: Final = MIB
-"""The largest allocation of a small pool."""
-SMALL_SEGMENT_BYTES: Final = 2 * MIB
-LONE_BYTES: Final = 10 * MIB
-"""From here on an allocation has a segment of its own."""
-LONE_STEP_BYTES: Final = 2 * MIB
-UNLIMITED_BYTES: Final = 2**46
-"""Of a device whose size is not given; only the address space of expandable segments needs a number."""
-DIVISION_INTERVALS: Final = 16
-"""Of `roundup_power2_divisions`: [1, 2) MiB and below, [2, 4) MiB, ..., 32 GiB and above."""
-
-
-class Action(Enum):
-    """What an event does: allocate, free, note a use on another stream, or note that a stream has caught up."""
-
-    ALLOC = "alloc"
-    FREE = "free"
-    RECORD = "record"
-    DONE = "done"
-
-
-class Event(NamedTuple):
-    """One call of the allocator.
-
-    Args:
-        key: names the allocation, from its ALLOC to its FREE; unused for DONE.
-        num_bytes: asked for; 0 for other events than ALLOC.
-        stream: of an ALLOC, the one it is made on; of a RECORD, one that uses it; of a DONE, one whose queue is empty.
-        action: what happens.
-    """
-
-    key: Hashable
-    num_bytes: int
-    stream: int = 0
-    action: Action = Action.ALLOC
-
-
-@final
-@dataclass(frozen=True)
-class Rules:
-    """The settings of `PYTORCH_ALLOC_CONF` that change what is reserved, and the device's size.
-
-    Args:
-        device_bytes: memory that the driver can give to the allocator; None for any amount.
-        allowed_bytes: of `torch.cuda.set_per_process_memory_fraction`, above which no segment is made; None for none.
-        large_segment_bytes: segments of allocations from 1 MiB to 10 MiB, and pages of an expandable segment.
-        max_split_bytes: blocks of this size and above are not split, nor used for anything smaller; None for no limit.
-        max_non_split_rounding_bytes: by how much less than this a block may exceed a request that is not to be split.
-        is_expandable: of `expandable_segments`.
-        power2_divisions: into how many sizes each range between powers of two is divided, by interval
-            (`DIVISION_INTERVALS`), a power of two each; 0 or 1 for no such rounding.
-        collect_above: share of `allowed_bytes` above which old free segments are returned before a new one is made;
-            0 for never. As in torch, it means nothing without `allowed_bytes`.
-
-    Raises:
-        ValueError: a setting is out of its range, or `max_split_bytes` is combined with `is_expandable`.
-    """
-
-    device_bytes: int | None = None
-    allowed_bytes: int | None = None
-    large_segment_bytes: int = 20 * MIB
-    max_split_bytes: int | None = None
-    max_non_split_rounding_bytes: int = 20 * MIB
-    is_expandable: bool = False
-    power2_divisions: tuple[int, ...] = (0,) * DIVISION_INTERVALS
-    collect_above: float = 0.0
-
-    def __post_init__(self) -> None:
-        if len(self.power2_divisions) != DIVISION_INTERVALS:
-            raise ValueError(
-                f"Rules.power2_divisions needs {DIVISION_INTERVALS} entries, got {len(self.power2_divisions)}"
-            )
-        if any(number < 0 or number & (number - 1) for number in self.power2_divisions):
-            raise ValueError(f"Rules.power2_divisions must be powers of two or 0, got {self.power2_divisions}")
-        if self.max_split_bytes is not None and self.max_split_bytes < self.large_segment_bytes:
-            raise ValueError(
-                f"Rules.max_split_bytes must be at least large_segment_bytes = {self.large_segment_bytes}, "
-                f"got {self.max_split_bytes}"
-            )
-        if self.max_split_bytes is not None and self.is_expandable:
-            raise ValueError(
-                "Rules.max_split_bytes cannot be combined with is_expandable: torch releases no such block"
-            )
-        if self.large_segment_bytes < LONE_STEP_BYTES or self.large_segment_bytes % LONE_STEP_BYTES:
-            raise ValueError(
-                f"Rules.large_segment_bytes must be a multiple of {LONE_STEP_BYTES}, got {self.large_segment_bytes}"
-            )
-        if not 0.0 <= self.collect_above < 1.0:
-            raise ValueError(f"Rules.collect_above must be in [0, 1), got {self.collect_above}")
-
-
-class BlockState(Enum):
-    """What a block's memory is used for."""
-
-    ALLOCATED = "allocated"
-    WAITING = "waiting"
-    """Freed by the program, and another stream may still use it."""
-    FREE = "free"
-    UNMAPPED = "unmapped"
-    """Addresses of an expandable segment without memory."""
 
 
 @final
@@ -215,26 +124,14 @@ class Outcome:
     segments: tuple[Segment, ...]
 
 
-def round_bytes(num_bytes: int, divisions: tuple[int, ...] = (0,) * DIVISION_INTERVALS) -> int:
-    """Return the size of the block that a request wants: 512 bytes at least, and a multiple of it or of a division."""
-    if num_bytes < BLOCK_BYTES:
-        return BLOCK_BYTES
-    exponent = num_bytes.bit_length() - 1
-    number = divisions[min(max(exponent - 20, 0), DIVISION_INTERVALS - 1)]
-    if number > 1 and num_bytes > BLOCK_BYTES * number:
-        step = (1 << exponent) // number
-        return -(-num_bytes // step) * step
-    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
 def simulate(events: Iterable[Event], rules: Rules | None = None) -> Outcome:
     """Run a sequence of events from an empty allocator to its end, or to the first request that cannot be served.
 
     Raises:
         ValueError: an event allocates a key that is allocated, or frees or records one that is not.
 
-    >>> outcome = simulate([Event("a", 3 * MIB), Event("b", 5 * MIB), Event("a", 0, action=Action.FREE)])
-    >>> outcome.allocated_bytes // MIB, outcome.reserved_bytes // MIB
+    >>> outcome = simulate([Event("a", 3 * 2**20), Event("b", 5 * 2**20), Event("a", 0, action=Action.FREE)])
+    >>> outcome.allocated_bytes // 2**20, outcome.reserved_bytes // 2**20
     (5, 20)
     """
     allocator = Allocator(rules)
@@ -265,86 +162,6 @@ def simulate(events: Iterable[Event], rules: Rules | None = None) -> Outcome:
     )
 
 
-class _Block:
-    """A range of addresses of one segment. The leftmost of blocks that join is the one that stays."""
-
-    __slots__ = ("address", "born", "key", "next", "pending", "pool", "prev", "requested", "size", "state", "uses")
-
-    def __init__(self, address: int, size: int, pool: "_Pool", state: BlockState) -> None:
-        self.address, self.size, self.pool, self.state = address, size, pool, state
-        self.prev: _Block | None = None
-        self.next: _Block | None = None
-        self.key: Hashable = None
-        self.requested = 0
-        self.uses: list[int] = []  # other streams, in the order of their first use
-        self.pending = 0  # streams that have not caught up since the free
-        self.born = 0  # searches of the pool before this block was free, for collection by age
-
-    @property
-    def is_whole(self) -> bool:
-        return self.prev is None and self.next is None
-
-    @property
-    def is_available(self) -> bool:
-        return self.state is BlockState.FREE or self.state is BlockState.UNMAPPED
-
-    def cut(self, size: int, state: BlockState) -> "_Block":
-        """Keep `size` bytes; return the rest as a block of its own, in no pool yet."""
-        rest = _Block(self.address + size, self.size - size, self.pool, state)
-        rest.prev, rest.next = self, self.next
-        if self.next is not None:
-            self.next.prev = rest
-        self.next, self.size = rest, size
-        return rest
-
-    def absorb_next(self) -> None:
-        """Join the block on the right to this one."""
-        gone = self.next
-        assert gone is not None
-        self.size += gone.size
-        self.next = gone.next
-        if gone.next is not None:
-            gone.next.prev = self
-
-
-class _Pool:
-    """Free blocks of one stream and size class, by size, then address; and gaps of expandable segments, by address."""
-
-    __slots__ = ("free", "gaps", "is_small", "searches", "stream")
-
-    def __init__(self, stream: int, searches: list[int], *, is_small: bool) -> None:
-        self.stream, self.is_small = stream, is_small
-        self.free: list[tuple[int, int, _Block]] = []
-        self.gaps: list[tuple[int, _Block]] = []
-        self.searches = searches  # one number, which the pools of a size class share
-
-    def add(self, block: _Block) -> None:
-        if block.state is BlockState.FREE:
-            block.born = self.searches[0]
-            insort(self.free, (block.size, block.address, block))
-        else:
-            insort(self.gaps, (block.address, block))
-
-    def remove(self, block: _Block) -> None:
-        if block.state is BlockState.FREE:
-            del self.free[bisect_left(self.free, (block.size, block.address))]
-        else:
-            del self.gaps[bisect_left(self.gaps, (block.address,))]
-
-    def join(self, block: _Block) -> _Block:
-        """Add a block that became free or a gap, after joining it to neighbours of the same state."""
-        left, right = block.prev, block.next
-        if left is not None and left.state is block.state:
-            self.remove(left)
-            left.absorb_next()
-            block = left
-        if right is not None and right.state is block.state:
-            self.remove(right)
-            block.absorb_next()
-        self.add(block)
-        return block
-
-
 @final
 class Allocator:
     """The allocator of one device.
@@ -355,12 +172,12 @@ class Allocator:
 
     def __init__(self, rules: Rules | None = None) -> None:
         self._rules = rules or Rules()
-        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self._pools: dict[tuple[int, bool], Pool] = {}
         self._searches: tuple[list[int], list[int]] = ([0], [0])
-        self._heads: dict[int, _Block] = {}
-        self._live: dict[Hashable, _Block | None] = {}
+        self._heads: dict[int, Block] = {}
+        self._live: dict[Hashable, Block | None] = {}
         # Per stream, blocks whose reuse waits for it, and how many of them it has caught up with.
-        self._queues: dict[int, deque[_Block]] = {}
+        self._queues: dict[int, deque[Block]] = {}
         self._caught_up: dict[int, int] = {}
         self._next_address = SMALL_SEGMENT_BYTES
         self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
@@ -387,7 +204,7 @@ class Allocator:
         is_small = size <= SMALL_BYTES
         pool = self._pools.get((stream, is_small))
         if pool is None:
-            pool = self._pools[stream, is_small] = _Pool(stream, self._searches[is_small], is_small=is_small)
+            pool = self._pools[stream, is_small] = Pool(stream, self._searches[is_small], is_small=is_small)
         block = self._find(pool, size) or self._make(pool, size)
         if block is None:
             return False
@@ -454,7 +271,7 @@ class Allocator:
         segments = []
         for address, head in self._heads.items():
             pieces: list[Piece] = []
-            block: _Block | None = head
+            block: Block | None = head
             while block is not None:
                 pieces.append(Piece(block.address - address, block.size, block.state, block.key))
                 block = block.next
@@ -466,7 +283,7 @@ class Allocator:
 
     # -- blocks that are free -----------------------------------------------------------------------------------------
 
-    def _find(self, pool: _Pool, size: int) -> _Block | None:
+    def _find(self, pool: Pool, size: int) -> Block | None:
         """Take the best free block out of the pool: the smallest that is large enough, by address among equals."""
         rules, free = self._rules, pool.free
         pool.searches[0] += 1
@@ -475,7 +292,7 @@ class Allocator:
             return None
         if rules.is_expandable:
             # A block before a gap counts as large as it can grow, so that the end of the segment is used last.
-            while place + 1 < len(free) and _reach(free[place + 1][2]) < _reach(free[place][2]):
+            while place + 1 < len(free) and reach_of(free[place + 1][2]) < reach_of(free[place][2]):
                 place += 1
         found = free[place][2]
         limit = rules.max_split_bytes
@@ -487,7 +304,7 @@ class Allocator:
         del free[place]
         return found
 
-    def _release(self, block: _Block) -> None:
+    def _release(self, block: Block) -> None:
         block.state, block.key, block.requested = BlockState.FREE, None, 0
         block.pool.join(block)
 
@@ -504,7 +321,7 @@ class Allocator:
 
     # -- memory of the driver -----------------------------------------------------------------------------------------
 
-    def _make(self, pool: _Pool, size: int) -> _Block | None:
+    def _make(self, pool: Pool, size: int) -> Block | None:
         """Get memory from the driver for a request, by giving back as little as helps; None if nothing does."""
         rules = self._rules
         if rules.collect_above > 0 and rules.allowed_bytes is not None:
@@ -518,7 +335,7 @@ class Allocator:
             block = self._ask(pool, size)
         return block
 
-    def _ask(self, pool: _Pool, size: int) -> _Block | None:
+    def _ask(self, pool: Pool, size: int) -> Block | None:
         """Ask the driver; return a block that is in no pool, or None."""
         rules = self._rules
         if pool.is_small:
@@ -543,19 +360,19 @@ class Allocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 
-    def _new_segment(self, pool: _Pool, size: int, state: BlockState) -> _Block:
-        block = _Block(self._next_address, size, pool, state)
+    def _new_segment(self, pool: Pool, size: int, state: BlockState) -> Block:
+        block = Block(self._next_address, size, pool, state)
         self._next_address += size
         self._heads[block.address] = block
         return block
 
-    def _drop(self, block: _Block) -> None:
+    def _drop(self, block: Block) -> None:
         """Give a whole free segment back to the driver."""
         block.pool.remove(block)
         del self._heads[block.address]
         self.reserved_bytes -= block.size
 
-    def _release_oversize(self, pool: _Pool, size: int) -> bool:
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
         """Give back free blocks that are too large to be split: one that is large enough, or the largest ones."""
         limit = self._rules.max_split_bytes
         if limit is None:
@@ -601,9 +418,9 @@ class Allocator:
 
     # -- segments that grow -------------------------------------------------------------------------------------------
 
-    def _grow(self, pool: _Pool, size: int) -> _Block | None:
+    def _grow(self, pool: Pool, size: int) -> Block | None:
         """Return a block of at least `size` bytes: free ones and gaps that lie together, with pages for the gaps."""
-        block: _Block | None = self._room(pool, size)
+        block: Block | None = self._room(pool, size)
         assert block is not None
         if block.state is BlockState.UNMAPPED:
             block = self._map(block, min(block.size, size))
@@ -615,7 +432,7 @@ class Allocator:
             pool.remove(block)
         return block
 
-    def _room(self, pool: _Pool, size: int) -> _Block:
+    def _room(self, pool: Pool, size: int) -> Block:
         """Return the first of blocks that are free or gaps, lie together and have the addresses for `size` bytes."""
         for _, gap in pool.gaps:
             first = gap.prev if gap.prev is not None and gap.prev.is_available else gap
@@ -635,10 +452,10 @@ class Allocator:
         pool.add(block)
         return block
 
-    def _page(self, pool: _Pool) -> int:
+    def _page(self, pool: Pool) -> int:
         return SMALL_SEGMENT_BYTES if pool.is_small else self._rules.large_segment_bytes
 
-    def _map(self, gap: _Block, size: int) -> _Block | None:
+    def _map(self, gap: Block, size: int) -> Block | None:
         """Give the first `size` bytes of a gap memory, in whole pages; return the free block they are in."""
         pool, page = gap.pool, self._page(gap.pool)
         mapped = -(-size // page) * page
@@ -650,7 +467,7 @@ class Allocator:
         gap.state = BlockState.FREE
         return pool.join(gap)
 
-    def _unmap(self, block: _Block) -> None:
+    def _unmap(self, block: Block) -> None:
         """Give back the whole pages within a free block."""
         pool, page = block.pool, self._page(block.pool)
         start = -(-block.address // page) * page
@@ -670,9 +487,3 @@ class Allocator:
         if block.is_whole:
             pool.remove(block)
             del self._heads[block.address]
-
-
-def _reach(block: _Block) -> int:
-    """Return the size that a free block can grow to."""
-    after = block.next
-    return block.size + (after.size if after is not None and after.state is BlockState.UNMAPPED else 0)

@@ -26,7 +26,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from zeroshard.plan.allocator import BLOCK_BYTES, Action, Event, Outcome, Rules, simulate
+from zeroshard.plan.allocator import Outcome, simulate
+from zeroshard.plan.rules import BLOCK_BYTES, Action, Event, Rules
 
 __all__ = ["Arena", "Lifetime", "Replay", "needed_bytes", "peak_bytes", "place_events", "plan_arena", "replay"]
 
