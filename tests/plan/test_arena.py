@@ -59,7 +59,7 @@ def nested(r: random.Random, depth: int) -> list[Lifetime]:
 
 
 @pytest.mark.parametrize("wraps", [False, True])
-@pytest.mark.parametrize("number", range(60))
+@pytest.mark.parametrize("number", range(25))
 def test_tensors_of_one_moment_do_not_overlap(number: int, wraps: bool) -> None:
     r = random.Random(number)
     tensors = draw(r, r.randrange(1, 40), wraps=wraps)
@@ -68,7 +68,7 @@ def test_tensors_of_one_moment_do_not_overlap(number: int, wraps: bool) -> None:
     assert plan_arena(tensors) == arena
 
 
-@pytest.mark.parametrize("number", range(40))
+@pytest.mark.parametrize("number", range(15))
 def test_a_stack_is_planned_exactly(number: int) -> None:
     tensors = nested(random.Random(number), 120)
     arena = plan_arena(tensors)
@@ -91,13 +91,13 @@ def test_checkpoints_and_gradients_of_a_step_share_an_arena() -> None:
 def test_few_tensors_are_planned_nearly_as_well_as_can_be() -> None:
     exact, worst = 0, 1.0
     for number in range(40):
-        tensors = draw(random.Random(number), 6, wraps=number % 2 == 1)
+        tensors = draw(random.Random(number), 5, wraps=number % 2 == 1)
         sizes = plan_arena(tensors).sizes
         # Some order of placing each at the lowest gap gives the smallest arena there is.
-        best = min(lowest(tensors, sizes, order) for order in permutations(range(6)))
+        best = min(lowest(tensors, sizes, order) for order in permutations(range(5)))
         ratio = plan_arena(tensors).total_bytes / best
         exact, worst = exact + (ratio == 1), max(worst, ratio)
-    assert exact >= 38
+    assert exact >= 39
     assert worst < 1.2
 
 

@@ -31,7 +31,7 @@ from zeroshard.plan.rules import BLOCK_BYTES, Action, Event, Rules
 
 __all__ = ["Arena", "Lifetime", "Replay", "needed_bytes", "peak_bytes", "place_events", "plan_arena", "replay"]
 
-ROUNDS: Final = 24
+ROUNDS: Final = 8
 """How often an order of placing is improved; a plan of stack-like lifetimes needs none."""
 
 
