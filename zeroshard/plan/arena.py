@@ -4,20 +4,28 @@ Owns the plan of an arena, which is an offset for each tensor of a step, and wha
 planned tensors in arenas. It must not know what a tensor is, nor hold memory: sizes and moments only. Read
 `plan_arena`, then `replay`; `plan/allocator.py` has the allocator.
 
-Note: why arenas
+Note: why arenas, and when not
     The caching allocator gives a tensor the best block that is free at that moment. A tensor that stays (a checkpointed
     input, a gradient, an optimizer state) then lies in the middle of memory that was whole, among neighbours that go.
     Later and larger tensors find enough memory free and none in one piece. Tensors that stay are known before a step
-    begins, so they get one allocation of their own, made before anything else.
+    begins, so they can get one allocation of their own, made before anything else.
+    An arena has a price: what is idle in it serves nobody else. Parameters and optimizer states are never idle.
+    Gradients are, during the forward, which is when activations are at their peak; and on the traces of
+    benchmarks/fragments.py most fragments come from tensors that go, of sizes that change from step to step, which no
+    arena of long-lived tensors touches. There one segment for all the rest, made at the beginning (`reserved_bytes` of
+    `replay`), is what helps. So a planner simulates the choices, and takes the one that reserves least.
 
 Note: how a program would use one
-    The arena is one flat tensor of bytes, allocated first. Each planned tensor is a view of it, at its offset. What
-    autograd saves is copied in (a saved-tensors hook at the input of a checkpoint, which packs the view), and a
-    gradient where it lands (a post-accumulate hook), so the tensor that the kernel made lives only until the copy is
-    made. A tensor that is larger than its place is left to the allocator: the step is right, and reserves more. A
-    smaller one takes the front of its place. Where a later step is larger as a rule, the arena is planned anew between
-    steps, when nothing lives in it: the old one is freed before the new one is allocated, so that it can be reused for
-    what is not planned.
+    The arena is one flat tensor of bytes, allocated first. Each planned tensor is a view of it, at its offset, with its
+    own dtype and shape. What autograd saves is copied in (a saved-tensors hook at the input of a checkpoint, which
+    packs the view), and a gradient where it lands (a post-accumulate hook), so the tensor that the kernel made lives
+    only until the copy is made. The views are handed out by role: block 3's input, the gradient of a parameter.
+    A tensor that is larger than its place is left to the allocator: the step is right, and reserves more. A smaller one
+    takes the front of its place. Where a later step is larger as a rule, the arena is planned anew between steps, when
+    nothing lives in it: the old one is freed before the new one is allocated, so that it can be reused for what is not
+    planned. A view that outlives its step (a user keeps a gradient) must be found by its storage's reference count
+    before its place is written again: then that tensor goes to the allocator as well.
+    The segment for the rest is an allocation that is freed at once. The allocator keeps it, and cuts it up.
 
 Source: Rajbhandari et al. 2020, section 6.3 (memory defragmentation).
 """
