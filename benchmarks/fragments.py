@@ -82,7 +82,7 @@ class Trace:
         steps: number of events before each step, and at the end.
         ends: by key of a gradient or checkpoint, the number of events when a copy of it could have been made, and the
             tensor itself dropped.
-        roles: by key of a long-lived allocation, what it is in each step: name of the parameter, number of the block.
+        roles: by key of a long-lived allocation, what it is in each step: its kind, and a parameter or a block.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode):
         """Say what a tensor is."""
         key = self.key_of(tensor)
         self.trace.kinds.setdefault(key, kind)
-        self.trace.roles.setdefault(key, role)
+        self.trace.roles.setdefault(key, f"{kind} {role}")
         return key
 
     def end(self, key: int) -> None:
@@ -190,7 +190,7 @@ def train_step(case: Case, model: GPT, optimizer: Any, masters: list[Tensor], re
     if case.precision == "bf16":
         for master, parameter in zip(masters, parameters, strict=True):
             master.grad = parameter.grad.float()
-            recorder.note(master.grad, "gradient", f"of master {recorder.trace.roles[recorder.key_of(master)]}")
+            recorder.note(master.grad, "gradient", f"of {recorder.trace.roles[recorder.key_of(master)]}")
             parameter.grad = None
     optimizer.step()
     if case.precision == "bf16":
@@ -291,8 +291,9 @@ def plan(trace: Trace, kinds: tuple[str, ...]) -> Policy:
         if kind in STATIC:
             found["static"][role] = Lifetime(num_bytes, 0, 0)
         elif made[key] >= begin:
-            start = trace.ends.get(key, made[key] + 1)
-            found["passing"][role] = Lifetime(num_bytes, start - begin, max(gone.get(key, end), start + 1) - begin)
+            # A copy is made before the event of that number, and a place is free after the event that frees it.
+            start = trace.ends.get(key, made[key])
+            found["passing"][role] = Lifetime(num_bytes, start - begin, max(gone.get(key, end), start) + 1 - begin)
     arenas = {name: plan_arena(list(tensors.values())) for name, tensors in found.items() if tensors}
     return Policy(kinds, arenas, {role: (name, i) for name in arenas for i, role in enumerate(found[name])})
 

@@ -181,10 +181,23 @@ def test_a_copied_tensor_is_there_until_it_is_copied() -> None:
     other = [Event("b", 7), Event("c", 7)]
     events = [Event("a", 1000), Event("a", 0, 3, Action.RECORD), *other, Event("a", 0, 0, Action.FREE)]
     left = list(place_events(events, {"x": arena}, {"a": ("x", 0)}, {"a": 3}))
-    assert left == [Event("a", 1000), Event("b", 7), Event("a", 0, 0, Action.FREE), Event("c", 7)]
+    assert left == [*events[:2], Event("b", 7), Event("a", 0, 0, Action.FREE), Event("c", 7)]
     # It may go before: then nothing else frees it.
     early = [Event("a", 1000), Event("a", 0, 0, Action.FREE), *other]
     assert list(place_events(early, {"x": arena}, {"a": ("x", 0)}, {"a": 3})) == early
+
+
+def test_a_tensor_whose_place_is_taken_is_left_to_the_allocator() -> None:
+    # "b" was planned for when "a" is gone; here "a" stays longer.
+    arena = plan_arena([Lifetime(1000, 0, 1), Lifetime(800, 1, 2)])
+    assert arena.offsets == (0, 0)
+    places = {"a": ("x", 0), "b": ("x", 1), "c": ("x", 1)}
+    ends = [Event(key, 0, 0, Action.FREE) for key in "abc"]
+    events = [Event("a", 1000), Event("b", 800), ends[0], Event("c", 800), *ends[1:]]
+    assert list(place_events(events, {"x": arena}, places, {})) == [events[1], ends[1]]
+    # A copy is not made: the tensor stays where it is, until it is freed.
+    late = [Event("a", 1000), Event("b", 800), Event("d", 7), ends[1], ends[0]]
+    assert list(place_events(late, {"x": arena}, places, {"b": 2})) == [*late[1:3], ends[1]]
 
 
 def test_arenas_come_first_and_a_reserve_after_them() -> None:

@@ -30,6 +30,7 @@ Note: how a program would use one
 Source: Rajbhandari et al. 2020, section 6.3 (memory defragmentation).
 """
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
@@ -226,7 +227,7 @@ def replay(
     Args:
         arenas: allocated before everything else, by name.
         places: for the key of an allocation, the arena and the number of the tensor in its plan. An allocation that is
-            larger than that place is left to the allocator.
+            larger than that place, or finds something there, is left to the allocator.
         copied: for the key of an allocation in an arena, the number of events after which it was copied there, and the
             tensor itself dropped; without an entry, the tensor is written to the arena directly.
         reserved_bytes: allocated and freed at once after the arenas: one segment for all that is not planned.
@@ -244,30 +245,45 @@ def place_events(
     places: Mapping[Hashable, tuple[Hashable, int]],
     copied: Mapping[Hashable, int],
 ) -> Iterator[Event]:
-    """Yield the events that are left to the allocator."""
-    within: set[Hashable] = set()
-    originals: set[Hashable] = set()  # tensors that are not copied to their places yet
-    leaving: dict[int, list[Hashable]] = {}
+    """Yield the events that are left to the allocator: those of tensors that have no place, or whose place is taken."""
+    taken: dict[Hashable, list[tuple[int, int]]] = {name: [] for name in arenas}  # by arena, live ranges in order
+    within: dict[Hashable, tuple[Hashable, tuple[int, int]]] = {}
+    arriving: dict[int, list[Hashable]] = {}
+    originals: set[Hashable] = set()  # what is not copied to its place yet
+
+    def enter(key: Hashable) -> bool:
+        """Take a tensor's place, if nothing is there."""
+        name, index = places[key]
+        arena, ranges = arenas[name], taken[name]
+        wanted = arena.offsets[index], arena.offsets[index] + arena.sizes[index]
+        at = bisect_left(ranges, wanted)
+        if (at and ranges[at - 1][1] > wanted[0]) or (at < len(ranges) and ranges[at][0] < wanted[1]):
+            return False
+        ranges.insert(at, wanted)
+        within[key] = name, wanted
+        return True
+
     for number, event in enumerate(events):
-        for key in leaving.pop(number, ()):
-            if key in originals:
-                originals.remove(key)
+        for key in arriving.pop(number, ()):
+            if key in originals and enter(key):
                 yield Event(key, 0, event.stream, Action.FREE)
-        if event.action is Action.ALLOC and event.key in places:
-            name, index = places[event.key]
-            if event.num_bytes <= arenas[name].sizes[index]:
-                within.add(event.key)
-                if event.key not in copied:
+            originals.discard(key)
+        key = event.key
+        if event.action is Action.ALLOC and key in places:
+            name, index = places[key]
+            if 0 < event.num_bytes <= arenas[name].sizes[index]:
+                if key in copied:
+                    originals.add(key)
+                    arriving.setdefault(max(copied[key], number + 1), []).append(key)
+                elif enter(key):
                     continue
-                originals.add(event.key)
-                leaving.setdefault(max(copied[event.key], number + 1), []).append(event.key)
-        elif event.key in within and event.action is not Action.DONE:
+        elif event.action is not Action.DONE and key in within:
             if event.action is Action.FREE:
-                within.remove(event.key)
-                if event.key in originals:  # it went before it was copied
-                    originals.remove(event.key)
-                    yield event
+                name, wanted = within.pop(key)
+                del taken[name][bisect_left(taken[name], wanted)]
             continue
+        elif event.action is Action.FREE:
+            originals.discard(key)  # it went before it was copied
         yield event
 
 
