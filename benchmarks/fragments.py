@@ -238,7 +238,7 @@ def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 STATIC, PASSING = ("parameter", "state"), ("checkpoint", "gradient")
 KINDS = ((), STATIC, (*STATIC, "checkpoint"), (*STATIC, "gradient"), (*STATIC, *PASSING))
 """What may be put in arenas; the first is none, the last is all that lives long."""
-RESERVES = (0.0, 1.0, 1.01, 1.02, 1.03, 1.05, 1.08)
+RESERVES = (0.0, 1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.16, 1.2)
 """Sizes of the segment that is made for all the rest, over what the rest needs; 0 for no such segment."""
 FIXED, GROWING = Rules(), Rules(is_expandable=True)
 PAGE_BYTES = 2 * 2**20
