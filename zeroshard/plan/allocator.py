@@ -130,6 +130,7 @@ def simulate(events: Iterable[Event], rules: Rules | None = None) -> Outcome:
     Raises:
         ValueError: an event allocates a key that is allocated, or frees or records one that is not.
 
+    >>> from zeroshard.plan.allocator import Action, Event, simulate
     >>> outcome = simulate([Event("a", 3 * 2**20), Event("b", 5 * 2**20), Event("a", 0, action=Action.FREE)])
     >>> outcome.allocated_bytes // 2**20, outcome.reserved_bytes // 2**20
     (5, 20)

@@ -110,6 +110,7 @@ def plan_arena(tensors: Sequence[Lifetime], align_bytes: int = BLOCK_BYTES) -> A
     Raises:
         ValueError: `align_bytes` is not positive.
 
+    >>> from zeroshard.plan.arena import Lifetime, plan_arena
     >>> plan_arena([Lifetime(1000, 0, 9), Lifetime(500, 1, 4), Lifetime(300, 5, 8)])
     Arena(offsets=(0, 1024, 1024), sizes=(1024, 512, 512), total_bytes=1536, least_bytes=1536)
     """

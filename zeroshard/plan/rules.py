@@ -13,15 +13,15 @@ from enum import Enum
 from typing import Final, NamedTuple, final
 
 __all__ = [
+    "Action",
     "BLOCK_BYTES",
+    "Event",
     "LONE_BYTES",
     "LONE_STEP_BYTES",
+    "Rules",
     "SMALL_BYTES",
     "SMALL_SEGMENT_BYTES",
     "UNLIMITED_BYTES",
-    "Action",
-    "Event",
-    "Rules",
     "round_bytes",
 ]
 
