@@ -141,7 +141,8 @@ def test_the_table_imports_without_torch() -> None:
 
 
 def test_what_the_planner_knows_imports_without_torch() -> None:
-    names = ["zeroshard.plan", "zeroshard.plan.events", "zeroshard.plan.saved"]
+    modules = ("allocator", "arena", "blocks", "events", "rules", "saved")
+    names = ["zeroshard.plan", *(f"zeroshard.plan.{name}" for name in modules)]
     assert run(BLOCKED.format(blocked=("torch", "numpy", "safetensors"), names=names)) == [
         f"IMPORTED {name}" for name in names
     ]

@@ -1,4 +1,4 @@
-"""What would fit: memory of a training step before it runs. Read `tracer.py`, then `events.py`.
+"""Predictions: what fits and where memory goes, without a device. Read `tracer.py`, then `events.py`.
 
 Must not know the engine. The modules that only hold data or do arithmetic on it import without torch.
 """
