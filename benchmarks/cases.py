@@ -173,6 +173,7 @@ CASES: Final = {
     "gpt-124m": _gpt("GPT, 124M (12 layers, width 768, vocabulary 50,304, sequence 256)", 12, 768, 50304, 256),
     "gpt-250m": _gpt("GPT, 250M (19 layers, width 1,024, vocabulary 8,192, sequence 256)", 19, 1024, 8192, 256),
     "gpt-1.3b": _gpt("GPT, 1.3B (24 layers, width 2,048, vocabulary 50,304, sequence 2,048)", 24, 2048, 50304, 2048),
+    "gpt-1.3b-8k": _gpt("GPT, 1.3B (24 layers, width 2,048, vocabulary 50,304, sequence 8,192)", 24, 2048, 50304, 8192),
     "small-tensors": _regression("1,002 tensors of at most 4,096 elements", 64, 64, lambda: _narrow(50, 64)),
     "experts": _regression("4 blocks of 8 stacked experts, 34M", 512, 256, lambda: _experts(4, 8, 512)),
 }

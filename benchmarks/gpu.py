@@ -23,7 +23,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -58,27 +58,35 @@ class Entrant:
         stage: what is sharded; FSDP2 at 2 keeps parameters after forward.
         has_masters: fp32 parameters and states behind bf16 modules; otherwise all is bf16.
         is_compiled: whether the blocks are compiled.
+        activations: what happens to them until backward.
     """
 
     library: str
     stage: int = 0
     has_masters: bool = False
     is_compiled: bool = False
+    activations: str = ""
 
     @property
     def name(self) -> str:
         """For tables."""
-        return self.library if self.library == "bare" else f"{self.library} {self.stage}"
+        return self.activations or (self.library if self.library == "bare" else f"{self.library} {self.stage}")
 
 
 @final
 @dataclass(frozen=True)
 class Section:
-    """Entrants that make steps in turn, as rank 0 of `ranks`; the first one is what the others are compared with."""
+    """Entrants that make steps in turn, as rank 0 of `ranks`; the first one is what the others are compared with.
+
+    Args:
+        case: on a GPU, another than that of `Sizes`, with one sample; its entrants do not fit beside one another, and
+            make their steps one after the other.
+    """
 
     title: str
     ranks: int
     entrants: tuple[Entrant, ...]
+    case: str = ""
 
 
 def _against_fsdp2(ranks: int, stage: int) -> Section:
@@ -94,6 +102,23 @@ SECTIONS: Final = (
         (Entrant("bare", is_compiled=True), Entrant("zeroshard", 3, is_compiled=True)),
     ),
     *(_against_fsdp2(ranks, stage) for ranks in (8, 64) for stage in (2, 3)),
+    Section(
+        "one rank, all bf16, sequence 8,192, activations",
+        1,
+        tuple(
+            Entrant("zeroshard", 0, activations=how)
+            for how in (
+                "keep",
+                "recompute",
+                "recompute-sqrt",
+                "recompute-rest",
+                "recompute+offload",
+                "compress",
+                "offload",
+            )
+        ),
+        case="gpt-1.3b-8k",
+    ),
 )
 
 
@@ -160,7 +185,8 @@ def build(entrant: Entrant, ranks: int, sizes: Sizes) -> Running:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     if entrant.library == "zeroshard":
         precision = "bf16" if entrant.has_masters else "fp32"  # the latter leaves a bf16 model as it is
-        asked = Request(model, optimizer, stage=entrant.stage, precision=precision)
+        how = entrant.activations or None
+        asked = Request(model, optimizer, stage=entrant.stage, activations=how, precision=precision)
         shard_over(asked, zs.Mesh(0, ranks, 0, torch.device(sizes.device)), _emulated if ranks > 1 else make_comm)
     return Running(model, optimizer)
 
@@ -230,14 +256,18 @@ def measure_section(section: Section, sizes: Sizes) -> dict[str, Any]:
     Raises:
         RuntimeError: at one rank, an entrant whose losses differ, so that it trains something else.
     """
+    if section.case and sizes.device == "cuda":
+        sizes = replace(sizes, case=section.case, samples=1)
+    in_turn = [(one,) for one in section.entrants] if section.case else [section.entrants]
     with fake_ranks(section.ranks):
         found = {}
         for entrant in section.entrants:
             found[entrant.name] = _measure_memory(entrant, section.ranks, sizes)
             _free(sizes.device)
-        for name, series in _measure_time(section, sizes).items():
-            found[name].update(series)
-        _free(sizes.device)
+        for entrants in in_turn:
+            for name, series in _measure_time(entrants, section.ranks, sizes).items():
+                found[name].update(series)
+            _free(sizes.device)
     first = section.entrants[0].name
     if section.ranks == 1:
         _check_losses(section.title, found, first)
@@ -262,9 +292,9 @@ def _measure_memory(entrant: Entrant, ranks: int, sizes: Sizes) -> dict[str, int
     }
 
 
-def _measure_time(section: Section, sizes: Sizes) -> dict[str, dict[str, list[float]]]:
+def _measure_time(entrants: Sequence[Entrant], ranks: int, sizes: Sizes) -> dict[str, dict[str, list[float]]]:
     """Return each entrant's seconds and loss of every recorded step; they make their steps in turn."""
-    running = {entrant.name: build(entrant, section.ranks, sizes) for entrant in section.entrants}
+    running = {entrant.name: build(entrant, ranks, sizes) for entrant in entrants}
     series: dict[str, dict[str, list[float]]] = {name: {"wall_s": [], "loss": []} for name in running}
     for number in range(sizes.warmup + sizes.steps):
         batch = _batch(sizes, number)

@@ -61,6 +61,13 @@ def test_the_gpu_script_starts_on_a_cpu(tmp_path: Path) -> None:
     assert result["optimizer"]["moved_bytes"] > 0
 
 
+def test_the_gpu_script_treats_activations(tmp_path: Path) -> None:
+    gpu.main(["--device", "cpu", "--only", "activations", "--output", str(tmp_path / "gpu.json")])
+    (section,) = json.loads((tmp_path / "gpu.json").read_text())["sections"]
+    assert section["first"] == "keep" and {"recompute", "recompute+offload", "compress"} <= section["entrants"].keys()
+    assert all(one["loss_deviation"] == 0 for one in section["entrants"].values()), "no bit changes"
+
+
 def test_the_gpu_script_asks_for_cuda(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
