@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -38,6 +38,16 @@ class Block(nn.Module):
         return self.mlp(x + self.out(y.transpose(1, 2).flatten(2)))
 
 
+SEQUENCE_PLAN = {
+    "norm": SequenceParallel(),
+    "mlp.norm": SequenceParallel(),
+    "qkv": ColwiseParallel(input_layouts=Shard(1)),
+    "mlp.up": ColwiseParallel(input_layouts=Shard(1)),
+    "out": RowwiseParallel(output_layouts=Shard(1)),
+    "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+}
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -62,14 +72,18 @@ class Trained:
 
 
 class Reductions(TorchDispatchMode):
-    """Counts the bytes of DTensor's all-reduces, in whichever thread: autograd runs a backward in the caller's."""
+    """Counts the bytes of DTensor's all-reduces, and of its gathers and reduce-scatters, which send half as much."""
 
-    nbytes = 0
+    nbytes = parts_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops._c10d_functional.all_reduce.default:
+        result = func(*args, **(kwargs or {}))
+        functions = torch.ops._c10d_functional
+        if func is functions.all_reduce.default:
             self.nbytes += args[0].nbytes
-        return func(*args, **(kwargs or {}))
+        elif func in (functions.all_gather_into_tensor.default, functions.reduce_scatter_tensor.default):
+            self.parts_bytes += max(args[0].nbytes, result.nbytes)
+        return result
 
 
 def train(other: str, stage: int, activations: Any, early_stop: bool = True, steps: int = 2) -> Trained:
@@ -180,3 +194,28 @@ def test_a_mesh_without_the_axis_is_refused() -> None:
         ValueError, match=r"Only inputs of recomputed modules can be partitioned: 'recompute\+partition'"
     ):
         zs.shard(models.build(Net), activations="partition")
+
+
+def train_in_parts() -> tuple[int, int]:
+    """Return the bytes of inputs that sequence parallelism keeps, and of what it gathers and scatters in a step."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
+    model = models.build(Net).requires_grad_(True)
+    model.head.requires_grad_(False)  # a plain layer would need the whole sequence for its gradient
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], SEQUENCE_PLAN)
+    zero = zs.shard(model, stage=2, mesh=mesh, units=[Block], activations="recompute")
+    whole = randn(BATCH, LENGTH, WIDTH, key=(0,))
+    with Reductions() as calls:
+        loss = model(whole.chunk(2, dim=1)[mesh.get_local_rank("tensor")]).square().mean()
+        kept = zero.memory().resident_bytes["activations"]
+        loss.backward()
+    assert calls.nbytes == DEPTH * 4 * WIDTH * 4, "the gradients of norms, which each rank has for its part"
+    return kept, calls.parts_bytes
+
+
+def test_sequence_parallelism_keeps_and_sends_as_much() -> None:
+    """Its successor divides all that lies between products, too: Korthikanti et al. 2022."""
+    for kept, parts_bytes in run_ranks(train_in_parts, 2, timeout_s=TIMEOUT_S):
+        assert kept - INPUT_BYTES // 2 <= DEPTH * INPUT_BYTES // 2
+        # A gather or a scatter sends half of what an all-reduce does: 11 here; 5 all-reduces and a gather there.
+        assert parts_bytes == DEPTH * 11 * INPUT_BYTES
