@@ -133,8 +133,8 @@ def test_saved_tensor_hooks_are_set_only_with_a_treatment() -> None:
             return x * x
 
     for how in (None, "recompute", BOTH):
-        model = nn.Sequential(nn.Linear(3, 3), Watch())
-        zs.shard(model, stage=0, activations=how)
+        model = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), Watch())
+        zs.shard(model, stage=0, activations=how, units=[model[0]])
         model(torch.ones(1, 3))
     assert seen == [False, True, True]
 
@@ -159,3 +159,21 @@ def test_a_row_and_a_column_cannot_both_be_asked_for() -> None:
         zs.shard(nn.Linear(2, 2), residency="C1", activations="recompute")
     with pytest.raises(ValueError, match=r"residency='C9': a zs\.Residency, or one of C1, C2, C3, C4, C5"):
         zs.shard(nn.Linear(2, 2), residency="C9")
+
+
+@pytest.mark.parametrize(
+    ("activations", "error"),
+    [
+        ({"block.*": "recompute"}, r"names 'block\.\*', which fits no unit; units: blocks\.0, blocks\.1, blocks\.2\."),
+        ({"stem": "recompute"}, "names 'stem', which fits no unit"),
+    ],
+)
+def test_a_pattern_that_fits_no_unit_is_refused(activations: Any, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        zs.shard(models.build(models.Stack), activations=activations, units=[models.Block])
+
+
+def test_recomputation_of_nothing_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"no unit has a module with layers inside; units: 0, 1\. Name such"):
+        zs.shard(model, activations="recompute", units=[nn.Linear])

@@ -17,10 +17,9 @@ from zeroshard.activations.partition import Partition
 from zeroshard.activations.recompute import recompute
 from zeroshard.core.hooks import Enter, Exit
 from zeroshard.core.saved import SavedTensors, Treatment
-from zeroshard.state.blocks import is_leaf
+from zeroshard.state.activations import recomputed_modules
 from zeroshard.state.units import UnitPlan
-from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned, Recomputed, Treated
-from zeroshard.table.schedule import ROOT
+from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned, Treated
 from zeroshard.table.trace import Ledger
 from zeroshard.wire.comm import Comm
 
@@ -52,14 +51,5 @@ def treatment_of(cell: Activations, plans: Sequence[UnitPlan], comm: Comm, ledge
 def recompute_units(
     cell: Activations, plans: Sequence[UnitPlan], hooks: Mapping[nn.Module, tuple[Enter, Exit]], saved: SavedTensors
 ) -> None:
-    """Have the modules of units recomputed where a cell asks for it.
-
-    The root and units of a single layer are left alone: they would run again for what they keep anyway.
-    """
-    modules = []
-    for number, plan in enumerate(plans):
-        how = next((link for link in cell.of_unit(plan.name) if isinstance(link, Recomputed)), None)
-        if how is not None and number != ROOT:
-            blocks = plan.blocks or (plan.module,)
-            modules += [(module, how) for module in blocks if [*module.children()] and not is_leaf(module)]
-    recompute(modules, hooks, saved)
+    """Have the modules of units recomputed where a cell asks for it."""
+    recompute(recomputed_modules(cell, plans), hooks, saved)

@@ -1,14 +1,22 @@
 """What the caller of `shard()` writes about activations, and the cell that follows.
 
-Owns the names of treatments. `table/activations.py` has the cells that they stand for.
+Owns the names of treatments, which modules are recomputed, and what is refused. `table/activations.py` has the cells
+that the names stand for.
 """
 
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 
-from zeroshard.table.activations import Activations, Chain, Compressed, Offloaded, Partitioned, Recomputed, Treated
+from torch import nn
 
-__all__ = ["ActivationsLike", "NAMED", "activations_of"]
+from zeroshard.state.blocks import is_leaf
+from zeroshard.state.units import UnitPlan
+from zeroshard.table.activations import Activations, Chain, Compressed, Offloaded, Partitioned, Recomputed, Treated
+from zeroshard.table.schedule import ROOT
+from zeroshard.wire.mesh import Mesh
+
+__all__ = ["ActivationsLike", "NAMED", "activations_of", "check_activations", "recomputed_modules"]
 
 NAMED: Mapping[str, Chain] = MappingProxyType(
     {
@@ -65,3 +73,42 @@ def _chain_of(asked: Asked) -> Chain:
         else:
             raise TypeError(f"activations= takes names and cells such as zs.Recomputed(); got {one!r}.")
     return tuple(chain)
+
+
+def recomputed_modules(cell: Activations, plans: Sequence[UnitPlan]) -> list[tuple[nn.Module, Recomputed]]:
+    """Return the modules that are recomputed, in order, each with how.
+
+    The root and units of a single layer are not: they would run again for what they keep anyway.
+    """
+    modules = []
+    for number, plan in enumerate(plans):
+        how = next((link for link in cell.of_unit(plan.name) if isinstance(link, Recomputed)), None)
+        if how is not None and number != ROOT:
+            blocks = plan.blocks or (plan.module,)
+            modules += [(module, how) for module in blocks if [*module.children()] and not is_leaf(module)]
+    return modules
+
+
+def check_activations(cell: Activations, plans: Sequence[UnitPlan], mesh: Mesh) -> None:
+    """Raise where a treatment would have nothing to do.
+
+    Raises:
+        ValueError: it partitions over an axis that the mesh has not, names no unit, or recomputes no module.
+    """
+    names = [plan.name for plan in plans if plan.name]
+    for pattern, _ in cell.units:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"activations= names '{pattern}', which fits no unit; units: {', '.join(names) or 'none'}."
+            )
+    if len(mesh.tensor_ranks) == 1 and any(Partitioned() in chain for chain in cell.chains):
+        raise ValueError(
+            "activations='partition' divides inputs over the ranks along an axis 'tensor', and the mesh has none. "
+            "Leave it out, or pass mesh= with that axis."
+        )
+    is_recomputed = any(isinstance(link, Recomputed) for chain in cell.chains for link in chain)
+    if is_recomputed and not recomputed_modules(cell, plans):
+        raise ValueError(
+            f"activations='{cell}' recomputes modules of units, and no unit has a module with layers inside; units: "
+            f"{', '.join(names) or 'none'}. Name such modules with units=."
+        )

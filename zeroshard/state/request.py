@@ -18,13 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.precision import Dtypes
 from zeroshard.core.slot import Form
-from zeroshard.state.activations import ActivationsLike, activations_of
+from zeroshard.state.activations import ActivationsLike, activations_of, check_activations
 from zeroshard.state.admission import admit
 from zeroshard.state.materialize import InitFn, Weights, check_source
 from zeroshard.state.precision import Precision, precision_of
 from zeroshard.state.start import check_seconds
 from zeroshard.state.units import UnitPlan, plan_units
-from zeroshard.table.activations import Partitioned
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
 from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, row_of_stage
@@ -118,16 +117,12 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
         raise TypeError(f"settings must be a zs.Settings; got {settings!r}.")
     check_seconds(watchdog_s=settings.watchdog_s, heartbeat_s=settings.heartbeat_s)
     row, precision, mesh = _row(request), precision_of(request.precision), _lay_out(joined, request.mesh)
-    if len(mesh.tensor_ranks) == 1 and any(Partitioned() in chain for chain in row.activations.chains):
-        raise ValueError(
-            "activations='partition' divides inputs over the ranks along an axis 'tensor', and the mesh has none. "
-            "Leave it out, or pass mesh= with that axis."
-        )
     _check_reduction(request.reduction)
     optimizers = _as_list(request.optimizer)
     _check_model(model, settings.forward_methods, mesh)
     check_optimizers(model, optimizers, row, settings.elementwise, is_final=request.optimizer is not None)
     plans, source = plan_units(model, request.units), check_source(model, request.weights)
+    check_activations(row.activations, plans, mesh)
     kept = frozenset(id(p) for m in model.modules() if isinstance(m, precision.keep) for p in m.parameters())
     described = Described(
         model, optimizers, row, precision, mesh, request.reduction, plans, kept, forms_of(model, mesh), source, settings
