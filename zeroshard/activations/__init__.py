@@ -19,7 +19,7 @@ from zeroshard.core.hooks import Enter, Exit
 from zeroshard.core.saved import SavedTensors, Treatment
 from zeroshard.state.blocks import is_leaf
 from zeroshard.state.units import UnitPlan
-from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned, Recomputed, Treated
+from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned, Recomputed, Treated, fits
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.wire.comm import Comm
@@ -37,7 +37,15 @@ LINKS: Mapping[type[Treated], Callable[[Any, Comm], Link]] = MappingProxyType(
 
 
 def treatment_of(cell: Activations, plans: Sequence[UnitPlan], comm: Comm, ledger: Ledger) -> Treatment | None:
-    """Return what is done with the tensors that autograd saves; None where activations are kept."""
+    """Return what is done with the tensors that autograd saves; None where activations are kept.
+
+    Raises:
+        ValueError: a pattern fits no unit.
+    """
+    for pattern, _ in cell.units:
+        if not any(fits(plan.name, pattern) for plan in plans):
+            names = ", ".join(plan.name or "(root)" for plan in plans)
+            raise ValueError(f"activations={{{pattern!r}: ...}} fits no unit; their names: {names}.")
     if not any(cell.chains):
         return None
     made: dict[Treated, Link] = {}

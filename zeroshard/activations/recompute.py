@@ -6,10 +6,13 @@ compared, with random numbers and autocast as they were, is torch's (`torch.util
 
 Note: every k modules
     The inputs of a module are most often the outputs of the one before. Where a module follows in its segment, such an
-    input is not kept; a node of autograd behind the module before, `_Marked`, saves it inside what is recomputed there,
-    where keeping costs nothing, and reading it has that module run again. So one recomputation asks for the other, back
-    to the beginning of the segment, and each module runs once more in all. Inputs that come from elsewhere, changed by
+    input is not kept; a node of autograd beside the graph, `_Marked`, saves it inside what is recomputed there, where
+    keeping costs nothing, and reading it has that module run again. So one recomputation asks for the other, back to
+    the beginning of the segment, and each module runs once more in all. Inputs that come from elsewhere, changed by
     code between the modules, say, are kept like those of the first one.
+
+    A node leads to the recomputation of its call, where Python's collector cannot look. So a call does not hold its own
+    node: the next call does, and until then `_Segments`, as long as an output lives.
 """
 
 import copy
@@ -24,6 +27,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from zeroshard.activations.surroundings import Kept, Surroundings
 from zeroshard.core.hooks import Enter, Exit, Hook
 from zeroshard.core.saved import SavedTensors
 from zeroshard.core.tree import find, map_tensors
@@ -87,6 +91,7 @@ class _Forward(Hook):
         segments: "_Segments",
     ) -> None:
         self.module, self.plain, self.segments = module, module.forward, segments
+        self.surroundings = Surroundings(module)
         self.enter, self.leave = hooks
         self._saved = saved
         self._contexts = (
@@ -98,6 +103,9 @@ class _Forward(Hook):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.plain, memo)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.plain,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, to be run again in the backward pass.
@@ -136,7 +144,7 @@ class _Outputs:
         return self._values
 
     def forget(self) -> None:
-        """Drop the tensors: whatever reads them in this backward has done so."""
+        """Drop the tensors: the only call that reads them has done so."""
         self._values = ()
 
 
@@ -180,9 +188,12 @@ class _Segments:
     def note(self, place: int, outputs: _Outputs, tensors: Sequence[Tensor]) -> None:
         """Note the call that has just ended."""
         self._place, self._last = place, outputs
-        self._tensors = [(weakref.ref(one), version_of(one)) for one in tensors]
-        if tensors:
-            outputs.node = tensors[0].grad_fn
+        self._tensors = [(weakref.ref(one, self._forget), version_of(one)) for one in tensors]
+
+    def _forget(self, gone: weakref.ref[Tensor]) -> None:
+        """Let go of a call whose outputs are gone: nothing will ask for them."""
+        if self._tensors and all(known() is None for known, _ in self._tensors):
+            self._last, self._tensors = _Outputs(), []
 
 
 @final
@@ -191,9 +202,10 @@ class _Run:
 
     def __init__(self, forward: _Forward, inputs: Any) -> None:
         self._forward, self._first, self._inputs = forward, inputs, None
-        self._outputs = _Outputs()
         self._place = 0
+        self._around: Kept = forward.surroundings.keep()
         self._marked: Sequence[Tensor] = ()
+        self._node: Any = None
 
     def begin(self) -> list[Tensor]:
         """Return the input tensors that are to be kept; the rest of the inputs stays in here."""
@@ -218,9 +230,12 @@ class _Run:
     def end(self) -> None:
         """Let go of the tensors of the first time, and tell the segments of what came out."""
         self._first = None
+        self._forward.surroundings.note(self._around)
         if self._forward.segments.every > 1:
-            self._forward.segments.note(self._place, self._outputs, self._marked)
-        self._marked = ()
+            outputs = _Outputs()
+            outputs.node = self._node
+            self._forward.segments.note(self._place, outputs, self._marked)
+        self._marked, self._node = (), None
 
     def __call__(self, *kept: Tensor) -> Any:
         """Run the module: the first time as it was called, then from what was kept."""
@@ -228,46 +243,46 @@ class _Run:
         if self._first is not None:
             args, kwargs = self._first
             self._first = None
-            return self._mark(forward.plain(*args, **kwargs), is_first=True)
+            outputs = forward.plain(*args, **kwargs)
+            self._marked, self._node = self._mark(outputs)
+            return outputs
         args, kwargs = map_tensors(self._inputs, lambda one: one.read(), _Output)
+        for output in find(self._inputs, _Output):
+            output.of.forget()
         args, kwargs = map_tensors((args, kwargs), lambda one: kept[one.index], _Input)
         forward.enter(forward.module, args, kwargs)
         try:
-            return self._mark(forward.plain(*args, **kwargs), is_first=False)
+            with self._around.restored():
+                outputs = forward.plain(*args, **kwargs)
+            self._mark(outputs)
+            return outputs
         finally:
             forward.leave(forward.module, args, kwargs, None)
 
-    def _mark(self, outputs: Any, *, is_first: bool) -> Any:
-        """Have output tensors saved where the next call of the segment can ask for them."""
+    def _mark(self, outputs: Any) -> tuple[Sequence[Tensor], Any]:
+        """Have output tensors saved where the next call of the segment can ask for them; return them and the node."""
         if (self._place + 1) % self._forward.segments.every == 0:
-            return outputs
+            return (), None
         tensors = [tensor for tensor in find(outputs, Tensor) if tensor.requires_grad]
         if not tensors:
-            return outputs
-        marked = _Marked.apply(weakref.ref(self._outputs), *tensors)  # type: ignore[no-untyped-call]
-        by_identity = dict(zip(map(id, tensors), marked, strict=True))
-        if is_first:
-            self._marked = marked
-        return map_tensors(outputs, lambda tensor: by_identity.get(id(tensor), tensor))
+            return (), None
+        aliases = (one.detach().requires_grad_() for one in tensors)
+        return tensors, _Marked.apply(*aliases).grad_fn  # type: ignore[no-untyped-call]
 
 
 class _Marked(torch.autograd.Function):
-    """Returns tensors as they are, and saves them."""
+    """Saves tensors, beside the graph: no backward comes here."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: "weakref.ref[_Outputs]", *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         """Save the tensors."""
-        ctx.outputs = outputs
         ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        return tensors
+        return tensors[0].new_empty(0)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Hand the gradients on; the calls that read the tensors have run again by now."""
-        if (outputs := ctx.outputs()) is not None:
-            outputs.forget()
-        return None, *grads
+
+def _itself(forward: Any) -> Any:
+    """Return what a pickled module has for its forward: a copy is not recomputed."""
+    return forward
 
 
 def _keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -48,6 +48,8 @@ def activations_of(asked: ActivationsLike) -> Activations:
     if isinstance(asked, Activations):
         return asked
     if isinstance(asked, Mapping):
+        if others := [pattern for pattern in asked if not isinstance(pattern, str)]:
+            raise TypeError(f"activations= takes patterns of unit names, as strings; got {others[0]!r}.")
         return Activations(units=tuple((pattern, _chain_of(one)) for pattern, one in asked.items()))
     return Activations(_chain_of(asked) if asked is not None else ())
 
