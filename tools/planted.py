@@ -419,8 +419,8 @@ ENGINE = (
     Bug(
         "an output that changed stands for an input",
         "activations/recompute.py",
-        "mark is not None and mark.version == version_of(tensor) else None",
-        "mark is not None else None",
+        "if known() is tensor and version_of(tensor) == version:",
+        "if known() is tensor:",
         "tests/activations/test_parity.py::test_outputs_may_be_changed_in_place_and_backward_repeated",
     ),
     Bug(

@@ -16,6 +16,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Final
 
@@ -70,6 +71,7 @@ __all__ = [
     "users_of_storage",
     "version_of",
     "will_run",
+    "without_modes",
     "without_storage",
 ]
 
@@ -180,6 +182,14 @@ def fake_tensors() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode  # a second to import
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Return a context whose operations no mode sees: selective checkpointing counts those in what it recomputes."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    manager: AbstractContextManager[Any] = _disable_current_modes()
+    return manager
 
 
 def fake_errors() -> tuple[type[Exception], ...]:

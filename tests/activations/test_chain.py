@@ -147,6 +147,8 @@ def test_saved_tensor_hooks_are_set_only_with_a_treatment() -> None:
         ([zs.Sharded()], r"takes names and cells such as zs.Recomputed\(\); got Sharded"),
         ("offload+compress", "give each treatment once, in the order recomputed.partitioned.compressed.offloaded"),
         ("recompute+recompute", "give each treatment once"),
+        ({"blocks.*": "recompute"}, r"'blocks.\*': ...} fits no unit; their names: \(root\)"),
+        ({0: "recompute"}, "takes patterns of unit names, as strings; got 0"),
     ],
 )
 def test_what_is_no_treatment_is_refused(activations: Any, error: str) -> None:
@@ -164,7 +166,10 @@ def test_a_row_and_a_column_cannot_both_be_asked_for() -> None:
 @pytest.mark.parametrize(
     ("activations", "error"),
     [
-        ({"block.*": "recompute"}, r"names 'block\.\*', which fits no unit; units: blocks\.0, blocks\.1, blocks\.2\."),
+        (
+            {"block.*": "recompute"},
+            r"names 'block\.\*', which fits no unit; units: \(root\), blocks\.0, blocks\.1, blocks\.2\.",
+        ),
         ({"stem": "recompute"}, "names 'stem', which fits no unit"),
     ],
 )
@@ -175,5 +180,23 @@ def test_a_pattern_that_fits_no_unit_is_refused(activations: Any, error: str) ->
 
 def test_recomputation_of_nothing_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    with pytest.raises(ValueError, match=r"no unit has a module with layers inside; units: 0, 1\. Name such"):
+    with pytest.raises(ValueError, match=r"no unit has a module with layers inside; units: \(root\), 0, 1\. Name such"):
         zs.shard(model, activations="recompute", units=[nn.Linear])
+
+
+def test_the_root_is_named_as_it_is_shown() -> None:
+    column = zs.activations_of({"(root)": "offload"})
+    assert column.of_unit("") == (zs.Offloaded(),)
+    assert column.of_unit("blocks.0") == ()
+
+
+@pytest.mark.parametrize("fraction", [0, 1.5, float("nan"), "1", None, True])
+def test_a_fraction_that_is_none_is_refused(fraction: Any) -> None:
+    with pytest.raises(ValueError, match=r"above 0 and at most 1"):
+        zs.Offloaded(fraction)
+
+
+@pytest.mark.parametrize("wire_bytes", [0, -1, 3.5, "1e6", None])
+def test_a_number_of_bytes_that_is_none_is_refused(wire_bytes: Any) -> None:
+    with pytest.raises(ValueError, match=r"wire_bytes=\) must be a number of bytes above 0"):
+        zs.shard(nn.Linear(2, 2), settings=zs.Settings(wire_bytes=wire_bytes))

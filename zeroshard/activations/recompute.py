@@ -6,28 +6,33 @@ compared, with random numbers and autocast as they were, is torch's (`torch.util
 
 Note: every k modules
     The inputs of a module are most often the outputs of the one before. Where a module follows in its segment, such an
-    input is not kept; a node of autograd beside the module before, `_Marked`, saves it inside what is recomputed there,
-    where keeping costs nothing, and reading it has that module run again. So one recomputation asks for the other, back
-    to the beginning of the segment, and each module runs once more in all. Inputs that come from elsewhere, changed by
+    input is not kept; a node of autograd beside the graph, `_Marked`, saves it inside what is recomputed there, where
+    keeping costs nothing, and reading it has that module run again. So one recomputation asks for the other, back to
+    the beginning of the segment, and each module runs once more in all. Inputs that come from elsewhere, changed by
     code between the modules, say, are kept like those of the first one.
+
+    A node leads to the recomputation of its call, where Python's collector cannot look. So a call does not hold its own
+    node: the next call does, and until then `_Segments`, as long as an output lives.
 """
 
 import copy
 import functools
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from zeroshard.activations.surroundings import Kept, Surroundings
 from zeroshard.core.hooks import Enter, Exit, Hook
 from zeroshard.core.saved import SavedTensors
 from zeroshard.core.tree import find, map_tensors
 from zeroshard.table.activations import Recomputed
-from zeroshard.torch_private import version_of
+from zeroshard.torch_private import graph_task, version_of
 
 __all__ = ["recompute"]
 
@@ -86,6 +91,7 @@ class _Forward(Hook):
         segments: "_Segments",
     ) -> None:
         self.module, self.plain, self.segments = module, module.forward, segments
+        self.surroundings = Surroundings(module)
         self.enter, self.leave = hooks
         self._saved = saved
         self._contexts = (
@@ -97,6 +103,9 @@ class _Forward(Hook):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.plain, memo)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.plain,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, to be run again in the backward pass.
@@ -121,27 +130,21 @@ class _Input:
 
 @final
 class _Outputs:
-    """The output tensors of one call of a module, which the next one's recomputation reads.
+    """The output tensors of one call of a module, which the next one's recomputation reads."""
 
-    The tensors hold this, and the next call: not the call itself, whose graph would hold itself then.
-
-    Args:
-        node: has saved them.
-    """
-
-    def __init__(self, node: Any) -> None:
-        self._node = node
-        self._values: tuple[Tensor, ...] = ()
+    def __init__(self) -> None:
+        self.node: Any = None
+        self._task, self._values = -1, tuple[Tensor, ...]()
 
     def read(self) -> tuple[Tensor, ...]:
-        """Return the tensors, for which the call runs again."""
-        if not self._values:
+        """Return the tensors; the call runs again for them unless it has done so in this backward."""
+        if self._task != graph_task() or not self._values:
             with torch.no_grad():
-                self._values = self._node.saved_tensors
+                self._task, self._values = graph_task(), self.node.saved_tensors
         return self._values
 
     def forget(self) -> None:
-        """Drop the tensors, once the next call has all it needs of them."""
+        """Drop the tensors: the only call that reads them has done so."""
         self._values = ()
 
 
@@ -158,38 +161,39 @@ class _Output:
         return self.of.read()[self.index].detach().requires_grad_(self.requires_grad)
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """What an output tensor carries: that the next call need not keep it.
-
-    Args:
-        place: of the call in its segment.
-        call: the number of the call.
-        version: of the tensor; a later one was changed in place.
-    """
-
-    outputs: _Outputs
-    index: int
-    segments: "_Segments"
-    place: int
-    call: int
-    version: int
-
-
 @final
 class _Segments:
-    """Calls of modules in a row, of which one in `every` keeps its inputs."""
+    """What is known of the calls before, to tell which inputs need not be kept.
 
-    KEY: ClassVar = "_zeroshard_mark"
+    Args:
+        every: calls in a segment.
+    """
 
     def __init__(self, every: int) -> None:
-        self.every, self.calls = every, 0
+        self.every = every
+        self._place, self._last = -1, _Outputs()
+        self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
 
-    def find(self, tensor: Tensor) -> _Mark | None:
-        """Return the mark of an unchanged output of the call before, in the same segment."""
-        mark: _Mark | None = tensor.__dict__.get(self.KEY)
-        is_next = mark is not None and mark.segments is self and mark.call == self.calls
-        return mark if is_next and mark is not None and mark.version == version_of(tensor) else None
+    def find(self, tensor: Tensor) -> _Output | None:
+        """Return what stands for a tensor that is an unchanged output of the call before, in the same segment."""
+        for index, (known, version) in enumerate(self._tensors):
+            if known() is tensor and version_of(tensor) == version:
+                return _Output(self._last, index, tensor.requires_grad)
+        return None
+
+    def place(self, follows: bool) -> int:
+        """Return the place in its segment of a call that does or does not read an output of the call before."""
+        return self._place + 1 if follows else 0
+
+    def note(self, place: int, outputs: _Outputs, tensors: Sequence[Tensor]) -> None:
+        """Note the call that has just ended."""
+        self._place, self._last = place, outputs
+        self._tensors = [(weakref.ref(one, self._forget), version_of(one)) for one in tensors]
+
+    def _forget(self, gone: weakref.ref[Tensor]) -> None:
+        """Let go of a call whose outputs are gone: nothing will ask for them."""
+        if self._tensors and all(known() is None for known, _ in self._tensors):
+            self._last, self._tensors = _Outputs(), []
 
 
 @final
@@ -199,28 +203,39 @@ class _Run:
     def __init__(self, forward: _Forward, inputs: Any) -> None:
         self._forward, self._first, self._inputs = forward, inputs, None
         self._place = 0
+        self._around: Kept = forward.surroundings.keep()
+        self._marked: Sequence[Tensor] = ()
+        self._node: Any = None
 
     def begin(self) -> list[Tensor]:
         """Return the input tensors that are to be kept; the rest of the inputs stays in here."""
         kept: list[Tensor] = []
+        follows = False
 
         def replace(tensor: Tensor) -> Any:
-            if (mark := self._forward.segments.find(tensor)) is not None:
-                if not self._place:
+            nonlocal follows
+            if (output := self._forward.segments.find(tensor)) is not None:
+                if not follows:
                     # torch keeps the state of random numbers of the devices that it sees.
                     kept.append(tensor.new_empty(0))
-                self._place = mark.place + 1
-                return _Output(mark.outputs, mark.index, tensor.requires_grad)
+                follows = True
+                return output
             kept.append(tensor)
             return _Input(len(kept) - 1)
 
         self._inputs = map_tensors(self._first, replace)
-        self._forward.segments.calls += 1
+        self._place = self._forward.segments.place(follows)
         return kept
 
     def end(self) -> None:
-        """Let go of the tensors of the first time."""
+        """Let go of the tensors of the first time, and tell the segments of what came out."""
         self._first = None
+        self._forward.surroundings.note(self._around)
+        if self._forward.segments.every > 1:
+            outputs = _Outputs()
+            outputs.node = self._node
+            self._forward.segments.note(self._place, outputs, self._marked)
+        self._marked, self._node = (), None
 
     def __call__(self, *kept: Tensor) -> Any:
         """Run the module: the first time as it was called, then from what was kept."""
@@ -228,39 +243,46 @@ class _Run:
         if self._first is not None:
             args, kwargs = self._first
             self._first = None
-            return self._mark(forward.plain(*args, **kwargs), is_first=True)
+            outputs = forward.plain(*args, **kwargs)
+            self._marked, self._node = self._mark(outputs)
+            return outputs
         args, kwargs = map_tensors(self._inputs, lambda one: one.read(), _Output)
-        for one in find(self._inputs, _Output):
-            one.of.forget()
+        for output in find(self._inputs, _Output):
+            output.of.forget()
         args, kwargs = map_tensors((args, kwargs), lambda one: kept[one.index], _Input)
         forward.enter(forward.module, args, kwargs)
         try:
-            return self._mark(forward.plain(*args, **kwargs), is_first=False)
+            with self._around.restored():
+                outputs = forward.plain(*args, **kwargs)
+            self._mark(outputs)
+            return outputs
         finally:
             forward.leave(forward.module, args, kwargs, None)
 
-    def _mark(self, outputs: Any, *, is_first: bool) -> Any:
-        """Have output tensors saved where the next call of the segment can ask for them."""
-        segments = self._forward.segments
-        if (self._place + 1) % segments.every == 0:
-            return outputs
-        if tensors := [tensor for tensor in find(outputs, Tensor) if tensor.requires_grad]:
-            node = _Marked.apply(*tensors).grad_fn  # type: ignore[no-untyped-call]
-            held = _Outputs(node)
-            for index, tensor in enumerate(tensors if is_first else ()):
-                mark = _Mark(held, index, segments, self._place, segments.calls, version_of(tensor))
-                tensor.__dict__[segments.KEY] = mark
-        return outputs
+    def _mark(self, outputs: Any) -> tuple[Sequence[Tensor], Any]:
+        """Have output tensors saved where the next call of the segment can ask for them; return them and the node."""
+        if (self._place + 1) % self._forward.segments.every == 0:
+            return (), None
+        tensors = [tensor for tensor in find(outputs, Tensor) if tensor.requires_grad]
+        if not tensors:
+            return (), None
+        aliases = (one.detach().requires_grad_() for one in tensors)
+        return tensors, _Marked.apply(*aliases).grad_fn  # type: ignore[no-untyped-call]
 
 
 class _Marked(torch.autograd.Function):
-    """Saves tensors, beside the graph: outputs of a function could not be changed in place."""
+    """Saves tensors, beside the graph: no backward comes here."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         """Save the tensors."""
         ctx.save_for_backward(*tensors)
         return tensors[0].new_empty(0)
+
+
+def _itself(forward: Any) -> Any:
+    """Return what a pickled module has for its forward: a copy is not recomputed."""
+    return forward
 
 
 def _keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -47,8 +47,10 @@ def map_tensors(value: Any, change: Callable[[Any], Any], kind: type[Any] = torc
             changed[key] = map_tensors(item, change, kind)
         return changed
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {
-            f.name: map_tensors(getattr(value, f.name), change, kind) for f in dataclasses.fields(value) if f.init
-        }
-        return dataclasses.replace(value, **fields)
+        # A copy: `replace` would run __post_init__ once more, and lose fields that are no arguments.
+        copied: Any = copy.copy(value)
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                object.__setattr__(copied, field.name, map_tensors(getattr(value, field.name), change, kind))
+        return copied
     return value

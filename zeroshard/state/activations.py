@@ -5,14 +5,22 @@ that the names stand for.
 """
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 from torch import nn
 
 from zeroshard.state.blocks import is_leaf
 from zeroshard.state.units import UnitPlan
-from zeroshard.table.activations import Activations, Chain, Compressed, Offloaded, Partitioned, Recomputed, Treated
+from zeroshard.table.activations import (
+    Activations,
+    Chain,
+    Compressed,
+    Offloaded,
+    Partitioned,
+    Recomputed,
+    Treated,
+    fits,
+)
 from zeroshard.table.schedule import ROOT
 from zeroshard.wire.mesh import Mesh
 
@@ -56,6 +64,8 @@ def activations_of(asked: ActivationsLike) -> Activations:
     if isinstance(asked, Activations):
         return asked
     if isinstance(asked, Mapping):
+        if others := [pattern for pattern in asked if not isinstance(pattern, str)]:
+            raise TypeError(f"activations= takes patterns of unit names, as strings; got {others[0]!r}.")
         return Activations(units=tuple((pattern, _chain_of(one)) for pattern, one in asked.items()))
     return Activations(_chain_of(asked) if asked is not None else ())
 
@@ -95,9 +105,9 @@ def check_activations(cell: Activations, plans: Sequence[UnitPlan], mesh: Mesh) 
     Raises:
         ValueError: it partitions over an axis that the mesh has not, names no unit, or recomputes no module.
     """
-    names = [plan.name for plan in plans if plan.name]
+    names = [plan.name or "(root)" for plan in plans]
     for pattern, _ in cell.units:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(fits(plan.name, pattern) for plan in plans):
             raise ValueError(
                 f"activations= names '{pattern}', which fits no unit; units: {', '.join(names) or 'none'}."
             )
@@ -110,5 +120,5 @@ def check_activations(cell: Activations, plans: Sequence[UnitPlan], mesh: Mesh) 
     if is_recomputed and not recomputed_modules(cell, plans):
         raise ValueError(
             f"activations='{cell}' recomputes modules of units, and no unit has a module with layers inside; units: "
-            f"{', '.join(names) or 'none'}. Name such modules with units=."
+            f"{', '.join(names)}. Name such modules with units=."
         )

@@ -116,6 +116,8 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     if not isinstance(settings, Settings):
         raise TypeError(f"settings must be a zs.Settings; got {settings!r}.")
     check_seconds(watchdog_s=settings.watchdog_s, heartbeat_s=settings.heartbeat_s)
+    if type(settings.wire_bytes) is not int or settings.wire_bytes <= 0:
+        raise ValueError(f"Settings(wire_bytes=) must be a number of bytes above 0; got {settings.wire_bytes!r}.")
     row, precision, mesh = _row(request), precision_of(request.precision), _lay_out(joined, request.mesh)
     _check_reduction(request.reduction)
     optimizers = _as_list(request.optimizer)

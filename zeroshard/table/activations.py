@@ -16,6 +16,7 @@ __all__ = [
     "Partitioned",
     "Recomputed",
     "Treated",
+    "fits",
 ]
 
 
@@ -135,7 +136,8 @@ class Offloaded(Treated):
     word = "offloaded"
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
+        is_number = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
+        if not (is_number and 0 < self.fraction <= 1):
             raise ValueError(f"Offloaded(fraction=) must be above 0 and at most 1; got {self.fraction!r}.")
 
     def __str__(self) -> str:
@@ -182,11 +184,16 @@ class Activations:
         return (self.chain, *(chain for _, chain in self.units))
 
     def of_unit(self, name: str) -> Chain:
-        """Return the chain of a unit."""
-        return next((chain for pattern, chain in self.units if fnmatchcase(name, pattern)), self.chain)
+        """Return the chain of a unit, by its name; the root's is "" or, as shown and in patterns, "(root)"."""
+        return next((chain for pattern, chain in self.units if fits(name, pattern)), self.chain)
 
     def __str__(self) -> str:
         return ", ".join([_words(self.chain), *(f"{name} {_words(chain)}" for name, chain in self.units)])
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Tell whether a pattern means the unit of a name."""
+    return fnmatchcase(name or "(root)", pattern)
 
 
 def _words(chain: Chain) -> str:

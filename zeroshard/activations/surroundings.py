@@ -1,0 +1,125 @@
+"""What a recomputation must find as the forward found it, inputs aside: training mode, buffers, generators of modules.
+
+Owns which of these are kept for a call. It must not know what runs in between.
+
+Note: buffers that a forward changes
+    Running statistics, the vectors of spectral norm and moving averages change in a forward. A recomputation reads what
+    the forward read, and what it writes is dropped, so that nothing is counted twice. A buffer that only is replaced
+    needs no copy. Which ones are changed in place is known by their version after the first forward of a module, for
+    which all are copied; batch norm's kernels leave the version alone, so that a change of one buffer counts for all
+    buffers of its module (`num_batches_tracked` tells of the others). A later forward that changes other buffers than
+    those before is an error in its recomputation, since the values before are gone.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from zeroshard.torch_private import version_of, without_modes
+
+__all__ = ["Kept", "Surroundings"]
+
+Tensor = torch.Tensor
+
+
+@final
+class Surroundings:
+    """What of a module and those in it may differ between a forward and its recomputation."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = dict(module.named_modules())
+        self._changed: set[str] | None = None
+        """Names of modules that change buffers in place; None before the first forward."""
+
+    def keep(self) -> "Kept":
+        """Note everything, before a forward."""
+        return Kept(self._modules, self._changed)
+
+    def note(self, kept: "Kept") -> None:
+        """Learn from a forward that is over which buffers change."""
+        self._changed = (self._changed or set()) | kept.settle()
+
+
+@final
+class Kept:
+    """What was found before one forward.
+
+    Args:
+        modules: by name.
+        changed: names of those of which buffers are copied; None for all.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], changed: set[str] | None) -> None:
+        self._modules = modules
+        self._modes = [module.training for module in modules.values()]
+        self._generators = [
+            (one, one.get_state())
+            for module in modules.values()
+            for one in vars(module).values()
+            if isinstance(one, torch.Generator)
+        ]
+        self._buffers = {
+            name: {key: (one, version_of(one)) for key, one in module._buffers.items() if one is not None}
+            for name, module in modules.items()
+            if module._buffers
+        }
+        self._copies = {
+            name: {key: one.detach().clone() for key, (one, _) in buffers.items()}
+            for name, buffers in self._buffers.items()
+            if changed is None or name in changed
+        }
+        self._lost: nn.Module | None = None
+
+    def settle(self) -> set[str]:
+        """Drop what the forward has left as it was; return the names of modules of which it changed buffers."""
+        changed = set()
+        for name, buffers in [*self._buffers.items()]:
+            if any(version_of(one) != version for one, version in buffers.values()):
+                changed.add(name)
+                if name not in self._copies:
+                    self._lost = self._modules[name]
+            elif all(self._modules[name]._buffers.get(key) is one for key, (one, _) in buffers.items()):
+                del self._buffers[name]
+                self._copies.pop(name, None)
+            else:
+                self._copies[name] = {key: one for key, (one, _) in buffers.items()}
+        return changed
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Have everything as it was found, for a recomputation, and afterwards as it is now.
+
+        Raises:
+            RuntimeError: buffers were changed that no forward before has changed.
+        """
+        if self._lost is not None:
+            names = ", ".join(self._lost._buffers)
+            raise RuntimeError(
+                f"A forward changed buffers ({names}) of a {type(self._lost).__name__} in a recomputed module, which "
+                "no forward before had changed, so it cannot run again with what they were. Leave this unit out of "
+                "activations='recompute', or have its first forward change them, too."
+            )
+        modes = [module.training for module in self._modules.values()]
+        states = [one.get_state() for one, _ in self._generators]
+        buffers = {name: dict(self._modules[name]._buffers) for name in self._copies}
+        try:
+            self._set(self._modes, [state for _, state in self._generators])
+            # Copied again: the graph may be used twice.
+            with without_modes():
+                again = {name: {key: one.clone() for key, one in some.items()} for name, some in self._copies.items()}
+            for name, copies in again.items():
+                self._modules[name]._buffers.update(copies)
+            yield
+        finally:
+            self._set(modes, states)
+            for name, values in buffers.items():
+                self._modules[name]._buffers.update(values)
+
+    def _set(self, modes: list[bool], states: list[Any]) -> None:
+        for module, mode in zip(self._modules.values(), modes, strict=True):
+            module.training = mode
+        for (generator, _), state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
