@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroshard as zs
+from tests import models
 
 WIDTH, DEPTH, ROWS = 8, 5, 4
 TREATMENTS: dict[str, Any] = {
@@ -233,3 +234,62 @@ def test_a_pickled_block_computes(name: str) -> None:
     with zero.gathered(), torch.no_grad():
         block = model.blocks[0].eval()
         assert torch.equal(pickle.loads(pickle.dumps(block))(x), block(x))
+
+
+class Counting(models.Block):
+    """A block that computes with how often it was called."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.called = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.called += 1
+        return super().forward(x) * self.called
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute-rest", zs.Recomputed(every=2)])
+def test_a_recomputation_that_differs_is_refused_by_name(activations: Any) -> None:
+    model = models.build(models.Stack, kind=Counting)
+    zs.shard(model, stage=0, activations=activations, units=[Counting])
+    with pytest.raises(RuntimeError, match=r"The recomputation of 'blocks\.\d' \(Counting\) gave other outputs"):
+        models.stack_loss(model, 0, 0).backward()
+
+
+class Cache:
+    """Keys of earlier tokens, as Transformers has them."""
+
+    def __init__(self, length: int = 0) -> None:
+        self.keys = [0] * length
+
+    def get_seq_length(self) -> int:
+        return len(self.keys)
+
+    def update(self) -> None:
+        self.keys.append(0)
+
+
+class Caching(models.Block):
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        if cache is not None:
+            cache.update()
+        return super().forward(x)
+
+
+def test_an_empty_cache_is_left_out_and_a_full_one_refused() -> None:
+    x, cache = torch.ones(2, WIDTH), Cache()
+
+    class Run(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor, cache: Cache) -> Tensor:
+            return self.block(x, cache=cache)
+
+    model = Run(Caching(WIDTH))
+    zs.shard(model, stage=0, activations="recompute", units=[Caching])
+    model(x, cache).sum().backward()
+    assert cache.get_seq_length() == 0
+    with pytest.raises(RuntimeError, match=r"was given a Cache with contents.*model\.config\.use_cache = False"):
+        model(x, Cache(3))

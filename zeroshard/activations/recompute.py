@@ -20,19 +20,26 @@ import functools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+    set_checkpoint_early_stop,
+)
 
 from zeroshard.activations.surroundings import Kept, Surroundings
 from zeroshard.core.hooks import Enter, Exit, Hook
 from zeroshard.core.saved import SavedTensors
 from zeroshard.core.tree import find, map_tensors
 from zeroshard.table.activations import Recomputed
-from zeroshard.torch_private import graph_task, version_of
+from zeroshard.torch_private import graph_task, local_of, version_of, without_modes
 
 __all__ = ["recompute"]
 
@@ -92,6 +99,8 @@ class _Forward(Hook):
     ) -> None:
         self.module, self.plain, self.segments = module, module.forward, segments
         self.surroundings = Surroundings(module)
+        self.is_compared = False
+        """Whether a recomputation has been compared with its forward."""
         self.enter, self.leave = hooks
         self._saved = saved
         self._contexts = (
@@ -114,11 +123,47 @@ class _Forward(Hook):
         """
         if not torch.is_grad_enabled() or not self._saved.is_innermost():
             return self.plain(*args, **kwargs)
-        run = _Run(self, (args, kwargs))
-        try:
-            return checkpoint(run, *run.begin(), use_reentrant=False, context_fn=self._contexts)
-        finally:
-            run.end()
+        run = _Run(
+            self, ([*map(self._without_cache, args)], {k: self._without_cache(one) for k, one in kwargs.items()})
+        )
+        # To be compared, a recomputation has to come to its end; torch stops it at the last tensor that is saved.
+        with nullcontext() if self.is_compared else set_checkpoint_early_stop(False):
+            try:
+                return checkpoint(run, *run.begin(), use_reentrant=False, context_fn=self._contexts)
+            finally:
+                run.end()
+
+    def _without_cache(self, value: Any) -> Any:
+        """Return None for a cache of keys and values that is empty: nobody reads it in training.
+
+        Raises:
+            RuntimeError: it has contents, to which a recomputation would add once more.
+        """
+        if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+            return value
+        if value.get_seq_length():
+            raise RuntimeError(
+                f"'{self.enter.name}' is recomputed and was given a {type(value).__name__} with contents, to which it "
+                "would add once more. Train without: model.config.use_cache = False."
+            )
+        return None
+
+    def compare(self, first: Tensor, again: Tensor) -> None:
+        """Raise unless a recomputation gave what the forward gave."""
+        self.is_compared = True
+        # Some kernels of GPUs add up in any order.
+        tolerance = 0.0 if first.device.type == "cpu" else 1e-2
+        with without_modes():
+            # A tensor of a trace has no values.
+            is_traced = type(first) is not Tensor
+            is_same = is_traced or bool(torch.isclose(first, again, tolerance, 0.0, equal_nan=True).all())
+        if not is_same:
+            raise RuntimeError(
+                f"The recomputation of '{self.enter.name}' ({type(self.module).__name__}) gave other outputs than its "
+                "forward, so gradients would be wrong: it reads something that has changed in between, such as an "
+                "attribute, a counter, a cache, or random numbers that are not torch's. Leave its unit out of "
+                "activations='recompute'."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +251,7 @@ class _Run:
         self._around: Kept = forward.surroundings.keep()
         self._marked: Sequence[Tensor] = ()
         self._node: Any = None
+        self._sums: Tensor | None = None
 
     def begin(self) -> list[Tensor]:
         """Return the input tensors that are to be kept; the rest of the inputs stays in here."""
@@ -245,6 +291,7 @@ class _Run:
             self._first = None
             outputs = forward.plain(*args, **kwargs)
             self._marked, self._node = self._mark(outputs)
+            self._sums = None if forward.is_compared else _sums_of(outputs)
             return outputs
         args, kwargs = map_tensors(self._inputs, lambda one: one.read(), _Output)
         for output in find(self._inputs, _Output):
@@ -255,6 +302,8 @@ class _Run:
             with self._around.restored():
                 outputs = forward.plain(*args, **kwargs)
             self._mark(outputs)
+            if self._sums is not None and (sums := _sums_of(outputs)) is not None:
+                forward.compare(self._sums, sums)
             return outputs
         finally:
             forward.leave(forward.module, args, kwargs, None)
@@ -278,6 +327,14 @@ class _Marked(torch.autograd.Function):
         """Save the tensors."""
         ctx.save_for_backward(*tensors)
         return tensors[0].new_empty(0)
+
+
+def _sums_of(outputs: Any) -> Tensor | None:
+    """Return the sum and the norm of each floating-point tensor, which tell two results apart."""
+    with torch.no_grad(), without_modes():
+        tensors = [local_of(one).detach() for one in find(outputs, Tensor) if one.is_floating_point() and one.numel()]
+        sums = [fold for one in tensors for fold in (one.sum(dtype=torch.float64), one.norm(dtype=torch.float64))]
+        return torch.stack(sums) if sums else None
 
 
 def _itself(forward: Any) -> Any:

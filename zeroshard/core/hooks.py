@@ -65,7 +65,7 @@ class Enter(Eager):
 
     def __init__(self, engine: Engine, name: str, units: tuple[int, ...], own: Sequence[Registered]) -> None:
         super().__init__()
-        self._engine, self._name, self._units, self._own = engine, name, units, own
+        self._engine, self.name, self._units, self._own = engine, name, units, own
 
     def _run(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for one in self._own:
@@ -75,7 +75,7 @@ class Enter(Eager):
                     "sharded nor updated. Replace modules and parameters (and resize embeddings) before zs.shard(); "
                     "to change values use `with zero.gathered(writeback=True):` and in-place operations."
                 )
-        self._engine.enter(module, self._name, self._units, (args, kwargs))
+        self._engine.enter(module, self.name, self._units, (args, kwargs))
 
 
 @final

@@ -156,8 +156,9 @@ class SavedTensors:
             if is_called_by_checkpoint():
                 # What it recomputes is handed to nodes past these hooks, and they would save it past them.
                 raise RuntimeError(
-                    "create_graph=True through activation checkpointing is not supported where parameters are sharded. "
-                    "Leave checkpointing out of what is differentiated twice, or keep parameters whole (stage 2)."
+                    "create_graph=True through activation checkpointing is not supported where parameters are sharded, "
+                    "or activations treated. Leave checkpointing (activations='recompute' included) out of what is "
+                    "differentiated twice, or keep parameters whole (stage 2)."
                 )
             self.context().__enter__()
         found: Tensor = packed.value if treatment is None else treatment.restore(packed)  # type: ignore[arg-type]

@@ -116,9 +116,10 @@ def check_activations(cell: Activations, plans: Sequence[UnitPlan], mesh: Mesh) 
             "activations='partition' divides inputs over the ranks along an axis 'tensor', and the mesh has none. "
             "Leave it out, or pass mesh= with that axis."
         )
-    is_recomputed = any(isinstance(link, Recomputed) for chain in cell.chains for link in chain)
-    if is_recomputed and not recomputed_modules(cell, plans):
-        raise ValueError(
-            f"activations='{cell}' recomputes modules of units, and no unit has a module with layers inside; units: "
-            f"{', '.join(names)}. Name such modules with units=."
-        )
+    for pattern, chain in (*cell.units, ("", cell.chain)):
+        only = Activations(units=((pattern, chain),)) if pattern else cell
+        if any(isinstance(link, Recomputed) for link in chain) and not recomputed_modules(only, plans):
+            raise ValueError(
+                f"activations={pattern or str(cell)!r} recomputes modules of units, and no such unit has a module with "
+                f"layers inside; units: {', '.join(names)}. Name such modules with units=."
+            )
