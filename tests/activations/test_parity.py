@@ -80,10 +80,19 @@ RECOMPUTED: dict[str | None, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", RECOMPUTED)
+TREATED = {
+    "compressed": "compress",
+    "offloaded": "offload",
+    "half offloaded": zs.Offloaded(0.5),
+    "all of it": "recompute+compress+offload",
+}
+
+
+@pytest.mark.parametrize("name", [*RECOMPUTED, *TREATED])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_recomputation_changes_no_bit(name: str, world: int) -> None:
-    assert_matches(script, world, STAGES if world == 2 else (), {"activations": RECOMPUTED[name]})
+def test_treatments_change_no_bit(name: str, world: int) -> None:
+    how = {**RECOMPUTED, **TREATED}[name]
+    assert_matches(script, world, STAGES if world == 2 else (), {"activations": how})
 
 
 def count_runs(activations: Any, stage: int) -> list[int]:

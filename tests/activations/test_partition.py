@@ -124,13 +124,20 @@ def train(other: str, stage: int, activations: Any, early_stop: bool = True, ste
 
 def train_all(other: str) -> list[list[Trained]]:
     """Return, by stage, what each treatment came to, without one first."""
-    ways = (None, "recompute", "recompute+partition", (zs.Recomputed(every=2), zs.Partitioned()))
+    ways = (
+        None,
+        "recompute",
+        "recompute+partition",
+        (zs.Recomputed(every=2), zs.Partitioned()),
+        "recompute+partition+offload",
+        "compress",
+    )
     return [[train(other, stage, how) for how in ways] for stage in STAGES]
 
 
 @pytest.mark.parametrize("other", ["shard", "replicate"])
 def test_partition_changes_no_bit(other: str) -> None:
-    for rank, stages in enumerate(run_ranks(train_all, 4, other, timeout_s=2 * TIMEOUT_S)):
+    for rank, stages in enumerate(run_ranks(train_all, 4, other, timeout_s=4 * TIMEOUT_S)):
         for stage, (expected, *ways) in enumerate(stages):
             for way, actual in enumerate(ways):
                 where = f"[rank {rank}/4] stage {stage}, way {way}"
