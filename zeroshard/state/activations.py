@@ -76,7 +76,7 @@ def _chain_of(asked: Asked) -> Chain:
         if isinstance(one, Treated):
             chain.append(one)
         elif isinstance(one, str):
-            for name in one.split("+"):
+            for name in map(str.strip, one.split("+")):
                 if name not in NAMED:
                     raise ValueError(f"activations={one!r}: there is no treatment '{name}'; known: {', '.join(NAMED)}.")
                 chain += NAMED[name]
