@@ -109,7 +109,7 @@ def shard(
             here, unit by unit, as `model.apply(initializer)` would give them in one process.
         optimizer: the optimizer or optimizers of the model, or None: then hand it to `zero.attach()` once it is built.
         stage: 0 to 3, a row of the residency table by name; 3 by default.
-        residency: a row of one's own, instead of `stage`, or the name of one of the ZeRO paper's, "C1" to "C5".
+        residency: instead of `stage`, a `Residency`, or the name of a configuration of the ZeRO paper, "C1" to "C5".
         activations: what happens between forward and backward to what autograd saves, the table's fourth column:
             names such as "recompute" or "recompute+partition+offload" (docs/activations.md has all), cells such as
             `zs.Recomputed(every=4)`, a sequence of them, or a mapping from patterns of unit names to these. By default

@@ -51,6 +51,7 @@ __all__ = [
     "graph_task",
     "innermost_hooks",
     "is_called_by_checkpoint",
+    "is_dense",
     "is_inside_reentrant_checkpoint",
     "local_of",
     "map_tensors",
@@ -175,6 +176,17 @@ def users_of_storage(tensor: Tensor) -> int:
     storage = tensor.untyped_storage()
     # One use is that of the storage object here.
     return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Tell whether the elements fill one piece of memory, each once; torch has this test, and does not publish it."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def fake_tensors() -> Any:

@@ -147,7 +147,7 @@ def test_a_bus_that_is_fast_enough_stalls_nobody() -> None:
     for unit in range(4):
         y = hooks.run(unit, torch.square, y)
         work()
-        # Runs before the backward of this unit, so the copy of the one before has that time.
+        # This hook runs before the unit's backward: the copy of the unit before has the time of that backward.
         y.register_hook(lambda grad: work())
     y.sum().backward()
     # One copy is not ahead of anything: that of the unit before the last, issued as the backward begins.

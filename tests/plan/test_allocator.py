@@ -254,7 +254,7 @@ def test_a_recorded_block_waits_for_the_stream() -> None:
     assert simulate([*used, done, alloc("b", 12 * MIB)]).reserved_bytes == 12 * MIB
     # What the stream was given after the free is no matter, what it did before the free does not help.
     assert simulate([*used[:2], done, *free("a"), alloc("b", 12 * MIB)]).reserved_bytes == 24 * MIB
-    # Its own stream is no other stream.
+    # The stream that a block was allocated on does not count as another stream.
     own = [used[0], Event("a", 0, 0, Action.RECORD), *free("a"), alloc("b", 12 * MIB)]
     assert simulate(own).reserved_bytes == 12 * MIB
 

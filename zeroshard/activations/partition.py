@@ -13,7 +13,7 @@ import torch
 
 from zeroshard.activations.chain import Held, Link
 from zeroshard.table.errors import RankMismatchError
-from zeroshard.torch_private import local_of
+from zeroshard.torch_private import is_dense, local_of
 from zeroshard.wire.comm import Comm, Pending, Tag
 
 __all__ = ["Partition"]
@@ -66,7 +66,8 @@ class Partition(Link):
             whole = one.value
             if local_of(whole) is not whole:
                 raise RuntimeError(self._explain(index, unit, f"is a DTensor with placements {whole.placements}"))
-            if whole.numel() < LEAST_NUMEL or whole.element_size() not in INTEGERS or not _is_dense(whole):
+            is_cut = whole.layout is torch.strided and whole.numel() >= LEAST_NUMEL and is_dense(whole)
+            if not is_cut or whole.element_size() not in INTEGERS:
                 continue
             key = (unit, index, whole.shape, whole.dtype)
             if key not in self._compared:
@@ -113,14 +114,3 @@ class Partition(Link):
             f"axis, but input {index} of the recomputed module in unit {unit} {why}. Leave out 'partition' for this "
             "unit (with sequence parallelism inputs are split already), and seed ranks along the tensor axis alike."
         )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Tell whether the elements fill one piece of memory, each once."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return tensor.layout is torch.strided

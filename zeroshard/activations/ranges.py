@@ -85,7 +85,7 @@ def spans_in(tensors: Sequence[Tensor]) -> dict[Key, Span]:
 
 
 def is_movable(tensor: Tensor) -> bool:
-    """Tell whether a tensor is no more than numbers in a storage."""
+    """Tell whether copying the bytes of its storage copies the tensor."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided

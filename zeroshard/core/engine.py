@@ -160,7 +160,6 @@ class Engine:
         """End a module's forward: release its units, and in the outermost one end the pass."""
         if self.gathered is not None or not self._frames or self._frames[-1].module is not module:
             return
-        unit = self._unit_under_way()
         frame = self._frames.pop()
         has_failed = sys.exception() is not frame.exception
         for number in frame.taken:
@@ -178,7 +177,7 @@ class Engine:
                 self._frames[0].between = number
             elif not self.units[number].users:
                 self.order.leave(number)
-        self.saved.treat(unit, outputs)
+        self.saved.treat(frame.units[-1] if frame.units else self._unit_under_way(), outputs)
         if frame.has_grad:
             self._hint_begin(frame.units, outputs)
         if not self._frames:

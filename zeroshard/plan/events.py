@@ -184,7 +184,7 @@ class Trace:
         """Return the peak within some phases, without any in all of them.
 
         Raises:
-            ValueError: there is no event in these phases.
+            ValueError: the trace has no event in these phases.
         """
         wanted = [e.order for e in self.events if not phases or e.phase in phases]
         if not wanted:

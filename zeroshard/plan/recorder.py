@@ -34,6 +34,7 @@ from zeroshard.torch_private import (
     DispatchMode,
     count_users,
     graph_task,
+    is_dense,
     next_node_number,
     running_node_number,
     storage_of,
@@ -100,7 +101,7 @@ class Recorder(DispatchMode):
     # -- before and after ---------------------------------------------------------------------------------------------
 
     def begin(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
-        """Note what is there before the step, and listen to the modules."""
+        """Record the storages that exist before the step, and hang hooks on the modules."""
         self.phase = Phase.BEFORE
         for prefix, module in model.named_modules():
             self._stack = [prefix]
@@ -265,7 +266,7 @@ class Recorder(DispatchMode):
         if self._unshared < 0:
             self._unshared = users
         is_alone = users == self._unshared and users_of_storage(first) == 1
-        return is_alone and _is_dense(first) and first.shape == second.shape and first.dtype == second.dtype
+        return is_alone and is_dense(first) and first.shape == second.shape and first.dtype == second.dtype
 
     def _note_result(self, tensor: Tensor) -> None:
         self._results[id(tensor)] = weakref.ref(tensor)
@@ -330,17 +331,6 @@ class Recorder(DispatchMode):
     def _accumulated(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.assign([parameter.grad], Category.GRADIENT)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor's elements fill its storage range without gaps and overlaps."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _is_inside(name: str, ancestor: str) -> bool:

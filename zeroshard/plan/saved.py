@@ -194,7 +194,7 @@ def saved_bytes(block: str, shape: Shape, treatment: str = "kept", personality: 
         itemsize: bytes of an element.
 
     Raises:
-        ValueError: there is no table for these.
+        ValueError: no table exists for this block, personality, treatment and element size.
 
     >>> from zeroshard.plan.saved import Shape, saved_bytes
     >>> shape = Shape(batch=1, sequence=1024, hidden=768, heads=12)

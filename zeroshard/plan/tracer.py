@@ -51,7 +51,7 @@ def trace_step(
             reads is 1: of its step counters.
 
     Raises:
-        ValueError: there is no such unit or personality, or a count below 1.
+        ValueError: the model has no such unit, the personality is not known, or a count is below 1.
         TypeError: `step` does not return a loss, or the model has tensors that cannot be fake.
         RuntimeError: the model reads values of tensors.
 

@@ -9,7 +9,7 @@ from typing import final
 __all__ = ["Settings", "WIRE_BYTES"]
 
 WIRE_BYTES = 1 << 25
-"""Smaller buffers make pieces that wait for one another; larger ones were no faster (docs/benchmarks.md)."""
+"""A guess, not a measurement: units of the models in docs/benchmarks.md mostly travel in one piece."""
 
 
 @final
