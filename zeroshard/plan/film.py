@@ -1,0 +1,538 @@
+"""One step of one rank as a film: what lies in memory and what the device and its network do, at each moment.
+
+Owns the order of a step: units gathered, computed, released and reduced as `table/schedule.py` says, and the clock of
+each lane. Must not know models (`tape.py` has what a unit does) nor what a rank should do about a result (`plan.py`).
+Needs no torch.
+
+Note: lanes
+    "compute" runs one kernel after the other. "gather" and "reduce" run one collective after the other beside it, each
+    from when it was issued. The compute lane waits where a unit is not whole yet, and at the end of a pass for its
+    reductions; what it waits is exposed. Exchanges along the tensor axis are part of an operation, so compute waits.
+"""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Final, NamedTuple, final
+
+from zeroshard.plan import rules
+from zeroshard.plan.hardware import Cost, Device, Span
+from zeroshard.plan.tape import GIVEN, INPUT, Instruction, Parts
+from zeroshard.table import schedule
+from zeroshard.table.bytes import Updates, kept_bytes
+from zeroshard.table.pool import Buffer, Buffers
+from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
+from zeroshard.table.wires import Wire
+
+__all__ = ["COLUMNS", "Call", "Event", "Film", "Job", "LaneSpan", "Phase", "Tick", "make_film"]
+
+COLUMNS: Final = ("parameters", "gradients", "states", "padding", "activations", "transient")
+
+
+class Event(NamedTuple):
+    """Memory is taken, or given back (`nbytes` below 0), at a time in seconds from the start of the step."""
+
+    at_s: float
+    nbytes: int
+    storage: int
+    column: str
+    unit: str
+    what: str
+
+
+class LaneSpan(NamedTuple):
+    """Work on a lane, or a wait of the compute lane (`is_exposed`)."""
+
+    lane: str
+    start_s: float
+    stop_s: float
+    what: str
+    is_exposed: bool = False
+
+
+class Phase(NamedTuple):
+    """A part of the step."""
+
+    name: str
+    start_s: float
+    stop_s: float
+
+
+class Tick(NamedTuple):
+    """The engine issues something: "gather", "release", "reduce" or "publish"."""
+
+    at_s: float
+    kind: str
+    unit: str
+    nbytes: int
+
+
+@final
+@dataclass(frozen=True)
+class Call:
+    """A use of a unit in a forward: what it does there and in the backward."""
+
+    unit: int
+    parts: Parts
+
+
+@final
+@dataclass(frozen=True)
+class Job:
+    """What one rank does in a step.
+
+    Args:
+        units: as this rank sees them, the root first.
+        calls: uses of units, in order of the forward.
+        updates: what the optimizer updates and keeps.
+        wire: the transport of gradients and parameters.
+        device: whose kernels run.
+        dtype: of products.
+        spans: where the ranks of each axis are: "shard", "replicate", "tensor", "expert".
+        micro_batches: forwards and backwards of a step.
+        input_bytes: of one micro-batch, there from its start to its end.
+        buffer_bytes: of buffers of the model.
+        seconds: of one kernel; the device's own formula where not given.
+    """
+
+    units: Sequence[UnitSpec]
+    calls: Sequence[Call]
+    updates: Sequence[Updates]
+    wire: Wire
+    device: Device
+    dtype: str
+    spans: Mapping[str, Span]
+    micro_batches: int = 1
+    input_bytes: int = 0
+    buffer_bytes: int = 0
+    seconds: Callable[[Cost], float] | None = None
+
+
+@final
+@dataclass(frozen=True)
+class Film:
+    """A step as it was simulated.
+
+    Args:
+        before: what is there when the step begins.
+        sent_bytes: that the rank sends, by axis and kind.
+        step_s, exposed_s, update_s: of the step; waits of the compute lane in it; its update and what follows.
+    """
+
+    before: Sequence[Event]
+    events: Sequence[Event]
+    lanes: Sequence[LaneSpan]
+    phases: Sequence[Phase]
+    ticks: Sequence[Tick]
+    sent_bytes: Mapping[str, int]
+    step_s: float
+    exposed_s: float
+    update_s: float
+
+    @cached_property
+    def resident_bytes(self) -> Mapping[str, int]:
+        """What is there when the step begins, by column."""
+        return MappingProxyType(_by_column(self.before))
+
+    @cached_property
+    def live(self) -> Sequence[int]:
+        """Bytes after each event."""
+        return tuple(accumulate((one.nbytes for one in self.events), initial=sum(self.resident_bytes.values())))[1:]
+
+    @cached_property
+    def peak(self) -> tuple[int, int]:
+        """The most bytes, and the place of the event that reaches them."""
+        place = max(range(len(self.live)), key=self.live.__getitem__)
+        return self.live[place], place
+
+    @cached_property
+    def peak_phase(self) -> str:
+        """The phase of the peak."""
+        at_s = self.events[self.peak[1]].at_s
+        place = bisect_right([phase.start_s for phase in self.phases], at_s) - 1
+        return self.phases[max(0, place)].name
+
+    def live_at(self, place: int) -> Sequence[Event]:
+        """Return what is live after the event at `place`, largest first."""
+        live: dict[int, Event] = {one.storage: one for one in self.before}
+        for one in self.events[: place + 1]:
+            if one.nbytes > 0:
+                live[one.storage] = one
+            else:
+                live.pop(one.storage, None)
+        return sorted(live.values(), key=lambda one: -one.nbytes)
+
+    def allocations(self) -> Iterator[rules.Event]:
+        """Yield the calls of the allocator, for `plan/allocator.py`: this step after what was there before."""
+        return calls_of((*self.before, *self.events))
+
+
+def calls_of(events: Iterable[Event]) -> Iterator[rules.Event]:
+    """Yield the calls of the allocator that events stand for."""
+    for one in events:
+        if one.nbytes > 0:
+            yield rules.Event(one.storage, one.nbytes)
+        else:
+            yield rules.Event(one.storage, 0, action=rules.Action.FREE)
+
+
+def _by_column(events: Iterable[Event]) -> dict[str, int]:
+    sums = Counter(dict.fromkeys(COLUMNS, 0))
+    for one in events:
+        sums[one.column] += one.nbytes
+    return dict(sums)
+
+
+def make_film(job: Job, *, is_first: bool = False) -> Film:
+    """Simulate a step.
+
+    Args:
+        is_first: whether the optimizer has no states yet, which it then makes in its update.
+    """
+    return _Camera(job).run(is_first=is_first)
+
+
+@final
+@dataclass
+class _Whole:
+    """A unit that is whole, or on its way."""
+
+    storages: list[int]
+    ready_s: float
+
+
+@final
+class _Camera:
+    """The state of the simulation."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._now_s = job, 0.0
+        self._events: list[Event] = []
+        self._lanes: list[LaneSpan] = []
+        self._ticks: list[Tick] = []
+        self._phases: list[Phase] = []
+        self._free_s = {"gather": 0.0, "reduce": 0.0}
+        self._sent: Counter[str] = Counter()
+        self._open: dict[int, tuple[int, str, str, str]] = {}
+        self._next = 0
+        self._whole: dict[int, _Whole] = {}
+        self._buffers, self._storage_of = Buffers(), dict[int, int]()
+        self._landing: dict[int, list[Buffer]] = {}
+        self._before: list[Buffer] = []
+        self._reduced_s = 0.0
+        self._held: set[int] = set()
+        self._exposed_s = 0.0
+        self._schedule = schedule.Schedule(schedule.Record(), lambda _: False)
+        self._seconds: dict[Cost, float] = {}
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def _make(self, nbytes: int, column: str, unit: str, what: str) -> int:
+        number, self._next = self._next, self._next + 1
+        if nbytes:
+            self._open[number] = (nbytes, column, unit, what)
+            self._events.append(Event(self._now_s, nbytes, number, column, unit, what))
+        return number
+
+    def _drop(self, number: int) -> None:
+        if number in self._open:
+            nbytes, column, unit, what = self._open.pop(number)
+            self._events.append(Event(self._now_s, -nbytes, number, column, unit, what))
+
+    def _take(self, numel: int, dtype: str, unit: str, what: str, *, is_adopted: bool = False) -> Buffer:
+        """Take a pooled buffer, or memory of its own for a gradient that fills its bucket."""
+        buffer, gone = (Buffer(numel, None), None) if is_adopted else self._buffers.take(numel, dtype)
+        if gone is not None:
+            self._drop(gone.memory)
+        if buffer.memory is None:
+            buffer.memory = self._make(numel * itemsize(dtype), "transient", unit, what)
+        return buffer
+
+    def _give(self, buffers: Iterable[Buffer]) -> None:
+        for buffer in buffers:
+            if buffer.kind is None:
+                self._drop(buffer.memory)
+            else:
+                self._buffers.give(buffer)
+
+    # -- the step ---------------------------------------------------------------------------------------------------
+
+    def run(self, *, is_first: bool) -> Film:
+        """Play a step."""
+        job = self._job
+        units = job.units
+        buckets = [bucket for unit in units for bucket in unit.buckets]
+        for unit in units:
+            for bucket in unit.buckets:
+                parameters, masters, padding = kept_bytes([bucket])
+                self._make(parameters, "parameters", unit.name, "parameters")
+                self._make(masters, "states", unit.name, "masters")
+                self._make(padding, "padding", unit.name, "padding")
+        self._make(job.buffer_bytes, "parameters", "", "buffers")
+        if not is_first:
+            self._make_states(buckets)
+        before, self._events = self._events, []
+        for number in range(min(job.micro_batches, 2)):
+            is_last = number == min(job.micro_batches, 2) - 1
+            start_s = self._now_s
+            inputs = self._make(job.input_bytes, "activations", "", "inputs")
+            self._forward()
+            self._mark("forward", start_s)
+            start_s = self._now_s
+            self._backward()
+            self._mark("backward", start_s)
+            self._drop(inputs)
+            one_s, exposed_s = (self._now_s, self._exposed_s) if not is_last else (0.0, 0.0)
+        start_s = self._now_s
+        self._update(buckets, is_first=is_first)
+        self._mark("update", start_s)
+        update_s = self._now_s - start_s
+        more = max(0, job.micro_batches - 2)
+        return Film(
+            tuple(before),
+            tuple(self._events),
+            tuple(self._lanes),
+            tuple(self._phases),
+            tuple(self._ticks),
+            MappingProxyType({kind: nbytes for kind, nbytes in self._sent.items() if nbytes}),
+            self._now_s + more * one_s if job.micro_batches > 2 else self._now_s,
+            self._exposed_s + more * exposed_s if job.micro_batches > 2 else self._exposed_s,
+            update_s,
+        )
+
+    def _make_states(self, buckets: Sequence[BucketSpec]) -> None:
+        for one in self._job.updates:
+            for bucket in buckets:
+                updated = Updates(
+                    [(b, i) for b, i in one.parameters if b is bucket], one.per_element, one.counter_bytes
+                )
+                self._make(one.per_element * updated.numel_bytes(), "states", bucket.name, "states")
+                self._make(one.counter_bytes * len(updated.parameters), "padding", bucket.name, "counters")
+
+    def _mark(self, name: str, start_s: float) -> None:
+        self._phases.append(Phase(name, start_s, self._now_s))
+
+    def _forward(self) -> None:
+        calls = self._job.calls
+        order = list(dict.fromkeys(call.unit for call in calls if call.unit != schedule.ROOT))
+        requests: list[schedule.Request] = [("gather", unit) for unit in (schedule.ROOT, *order)]
+        self._begin(schedule.Record(tuple(requests), self._pinned()))
+        self._need(schedule.ROOT)
+        given, self._saved = self._make(0, "activations", "", "inputs"), []
+        for call in calls:
+            self._need(call.unit)
+            numbers = {INPUT: given}
+            self._play(call.unit, call.parts.forward, numbers)
+            self._saved.append(numbers)
+            given = numbers[call.parts.output]
+            self._do(self._schedule.leave(call.unit))
+        self._do(self._schedule.close())
+
+    def _backward(self) -> None:
+        calls = list(zip(self._job.calls, self._saved, strict=True))
+        last = {call.unit: place for place, (call, _) in enumerate(reversed(calls))}
+        requests: list[schedule.Request] = [("gather", schedule.ROOT)]
+        seen: set[int] = {schedule.ROOT}
+        for place, (call, _) in enumerate(reversed(calls)):
+            if call.unit not in seen:
+                seen.add(call.unit)
+                requests.append(("gather", call.unit))
+            if last[call.unit] == place and call.unit != schedule.ROOT:
+                requests.append(("reduce", call.unit))
+        requests.append(("reduce", schedule.ROOT))
+        self._begin(schedule.Record(schedule.hoist(requests), self._pinned()))
+        self._need(schedule.ROOT)
+        given = self._make(0, "activations", "", "the loss's gradient")
+        for place, (call, numbers) in enumerate(reversed(calls)):
+            self._need(call.unit)
+            numbers[GIVEN] = given
+            given = self._play(call.unit, call.parts.backward, numbers)
+            if last[call.unit] == place and call.unit != schedule.ROOT:
+                self._land(call.unit)
+                self._do(self._schedule.land(call.unit))
+            self._do(self._schedule.leave(call.unit))
+        self._drop(given)
+        self._land(schedule.ROOT)
+        self._do(self._schedule.land(schedule.ROOT))
+        self._do(self._schedule.close())
+        self._give(self._before)
+        self._before = []
+        self._wait("reductions", max(self._reduced_s, 0.0))
+
+    def _begin(self, record: schedule.Record) -> None:
+        self._schedule = schedule.Schedule(record, lambda _: False)
+
+    def _pinned(self) -> frozenset[int]:
+        """Return the units that are used more than once: they stay whole from first to last."""
+        uses = Counter(call.unit for call in self._job.calls)
+        return frozenset(unit for unit, count in uses.items() if count > 1)
+
+    def _need(self, unit: int) -> None:
+        self._do(self._schedule.need(unit) or ())
+        if unit in self._whole:
+            self._wait(self._job.units[unit].name or "the root", self._whole[unit].ready_s)
+
+    def _wait(self, what: str, until_s: float) -> None:
+        if until_s > self._now_s:
+            self._lanes.append(LaneSpan("compute", self._now_s, until_s, f"wait for {what}", is_exposed=True))
+            self._exposed_s += until_s - self._now_s
+            self._now_s = until_s
+
+    def _play(self, number: int, run: Sequence[Instruction], numbers: dict[int, int]) -> int:
+        """Play the instructions of a unit; return the storage that is handed on, or one of no bytes."""
+        name, handed = self._job.units[number].name, -1
+        for one in run:
+            if one.kind == "make":
+                numbers[one.tensor] = self._make(one.nbytes, "activations", name, one.what)
+            elif one.kind == "drop":
+                self._drop(numbers.pop(one.tensor))
+            elif one.kind == "run" and one.cost is not None:
+                self._compute(one.what, self._kernel_s(one.cost))
+            elif one.kind == "land":
+                if number not in self._landing:
+                    self._begin_landing(number)
+            elif one.kind == "exchange" and one.exchange is not None:
+                exchange = one.exchange
+                span = self._job.spans[exchange.axis]
+                took_s = self._job.device.collective_s(exchange.kind, exchange.nbytes, span)
+                self._lanes.append(LaneSpan("compute", self._now_s, self._now_s + took_s, one.what, is_exposed=True))
+                self._sent[f"{exchange.axis} {exchange.kind}"] += sent_of(exchange.kind, exchange.nbytes, span)
+                self._now_s += took_s
+                self._exposed_s += took_s
+            elif one.kind == "hand":
+                handed = numbers[one.tensor]
+        return handed if handed >= 0 else self._make(0, "activations", name, "nothing")
+
+    def _compute(self, what: str, took_s: float) -> None:
+        self._lanes.append(LaneSpan("compute", self._now_s, self._now_s + took_s, what))
+        self._now_s += took_s
+
+    def _kernel_s(self, cost: Cost) -> float:
+        found = self._seconds.get(cost)
+        if found is None:
+            job = self._job
+            found = job.seconds(cost) if job.seconds else job.device.kernel_s(cost, job.dtype)
+            self._seconds[cost] = found
+        return found
+
+    # -- what the engine issues -------------------------------------------------------------------------------------
+
+    def _do(self, actions: Iterable[schedule.Action]) -> None:
+        for kind, unit in actions:
+            spec = self._job.units[unit]
+            if kind == "gather" and not spec.is_whole:
+                self._gather(spec)
+            elif kind == "release" and unit in self._whole:
+                for storage in self._whole.pop(unit).storages:
+                    self._drop(storage)
+                self._tick("release", spec.name, 0)
+            elif kind == "reduce":
+                self._reduce(spec)
+
+    def _gather(self, spec: UnitSpec) -> None:
+        storages = [
+            self._make(b.layout.full_numel * itemsize(b.formats.param), "transient", spec.name, "whole parameters")
+            for b in spec.buckets
+            if b.is_gathered
+        ]
+        self._tick("gather", spec.name, spec.sent_bytes("gather"))
+        stop_s = self._exchange("gather", spec.name, [("gather", spec.full_bytes, "shard")])
+        self._whole[spec.number] = _Whole(storages, stop_s)
+
+    def _exchange(self, lane: str, what: str, works: Iterable[tuple[str, int, str]]) -> float:
+        """Put collectives on a lane, and return when they are done."""
+        start_s = max(self._now_s, self._free_s[lane])
+        stop_s = start_s
+        for kind, nbytes, axis in works:
+            stop_s += self._job.device.collective_s(kind, nbytes, self._job.spans[axis])
+        if stop_s > start_s:
+            self._lanes.append(LaneSpan(lane, start_s, stop_s, what))
+        self._free_s[lane] = stop_s
+        return stop_s
+
+    def _begin_landing(self, number: int) -> None:
+        """Take the memory that a unit's gradients land in."""
+        spec = self._job.units[number]
+        taken = []
+        for bucket in spec.reduced:
+            if bucket.holds_whole_gradients:
+                self._hold(bucket)
+            else:
+                wanted = (bucket.layout.full_numel, bucket.formats.grad, spec.name, "gradients to reduce")
+                taken.append(self._take(*wanted, is_adopted=bucket.adopts))
+        self._landing[number] = taken
+
+    def _land(self, number: int) -> None:
+        if number not in self._landing:
+            self._begin_landing(number)
+
+    def _hold(self, bucket: BucketSpec) -> None:
+        """Take the memory of sums, which stays to the end of the step."""
+        if bucket.number not in self._held:
+            self._held.add(bucket.number)
+            owned, padding = bucket.gradient_bytes
+            self._make(owned, "gradients", bucket.name, "gradients")
+            self._make(padding, "padding", bucket.name, "padding of gradients")
+
+    def _reduce(self, spec: UnitSpec) -> None:
+        taken = self._landing.pop(spec.number, [])
+        self._give(self._before)  # the reduction before this one is finished before this one starts
+        self._before = []
+        works: list[tuple[str, int, str]] = []
+        for bucket in spec.reduced:
+            self._hold(bucket)
+            if bucket.lands_on_sums:
+                continue
+            taken += [self._take(*wanted, spec.name, "wire buffer") for wanted in self._job.wire.reduction(bucket)]
+            nbytes = bucket.layout.full_numel * itemsize(bucket.formats.reduce)
+            works.append(("all-reduce" if bucket.updates_all else "reduce", nbytes, "shard"))
+            if bucket.replicas > 1:
+                works.append(("all-reduce", nbytes // bucket.layout.world_size, "replicate"))
+        self._tick("reduce", spec.name, spec.sent_bytes("reduce"))
+        self._reduced_s = self._exchange("reduce", spec.name, works)
+        self._before = taken
+        if self._job.wire.is_in_place:
+            self._give(taken)
+            self._before = []
+
+    def _tick(self, kind: str, unit: str, nbytes: int) -> None:
+        self._ticks.append(Tick(self._now_s, kind, unit, nbytes))
+        self._sent[f"shard {kind}"] += nbytes
+
+    def _update(self, buckets: Sequence[BucketSpec], *, is_first: bool) -> None:
+        job = self._job
+        for one in job.updates:
+            wide = self._make(one.numel_bytes(only_wide=True), "transient", "", "masters in fp32")
+            moved = 0
+            for bucket, index in one.parameters:
+                start, stop = bucket.layout.overlap(index, *bucket.states)
+                sizes = bucket.formats
+                # Master and states are read and written, the gradient read, the rounded parameter written.
+                each = 2 * itemsize(sizes.master) + 2 * one.per_element * itemsize(sizes.state) + itemsize(sizes.grad)
+                moved += (stop - start) * (each + itemsize(sizes.param) * bucket.has_masters)
+            if is_first:
+                self._make_states(buckets)
+            # The norm of the gradients for clipping reads them once more, and scaling rewrites them.
+            self._compute("update", self._kernel_s(Cost(0, float(moved))))
+            self._drop(wide)
+        for unit in job.units:
+            nbytes = sum(b.layout.full_numel * itemsize(b.formats.param) for b in unit.buckets if b.is_published)
+            if nbytes:
+                self._tick("publish", unit.name, unit.sent_bytes("publish"))
+                self._free_s["gather"] = max(self._free_s["gather"], self._now_s)
+                self._wait(unit.name, self._exchange("gather", unit.name, [("gather", nbytes, "shard")]))
+        for number, (_, column, _, _) in list(self._open.items()):
+            if column == "gradients" or self._open[number][3] == "padding of gradients":
+                self._drop(number)
+        self._held.clear()
+
+
+def sent_of(kind: str, nbytes: int, span: Span) -> int:
+    """Return what one rank sends for a collective."""
+    if kind == "send":
+        return nbytes
+    return nbytes * (span.ranks - 1) // span.ranks * (2 if kind == "all-reduce" else 1)

@@ -1,0 +1,240 @@
+"""Devices and networks in numbers: what a kernel and a collective take.
+
+Owns the presets, and the two formulas that turn work into seconds. Must not know models or schedules. Each number of a
+preset is a vendor's figure or a public measurement; none comes from a run that `scorecard.py` judges by.
+
+Note: what bounds a kernel
+    A kernel takes the longer of its arithmetic and its traffic with memory, and not less than a launch. Products reach
+    a measured part of the vendor's peak (`Device.matmul_part`), less where tiles of 128 x 256 do not fill the result,
+    or the last wave of tiles does not fill the device.
+Note: what bounds a collective
+    A ring sends (N - 1) / N of the bytes through the narrowest link, and pays a latency for each of its N - 1 hops.
+    Within a node links are those between devices; between nodes the node's adapters are shared by its ranks.
+
+Source: vendors' data sheets; ml-engineering (S. Bekman), "Maximum Achievable Matmul FLOPS"; the Ultra-Scale Playbook's
+measurements of collectives on 8 to 512 H100.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, final
+
+__all__ = ["Cost", "DEVICES", "Device", "Span", "device_named"]
+
+GB: Final = 10**9
+MIB: Final = 1 << 20
+TILE: Final = (128, 256)
+"""Rows and columns of a result that one multiprocessor computes at a time."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one kernel does.
+
+    Args:
+        flops: floating-point operations, a multiplication and an addition being two.
+        moved_bytes: read from memory and written to it.
+        kind: "matmul", "attention" or "memory": which part of the peak can be reached.
+        rows, columns: of the result, where it is a product; 0 where that is not known.
+    """
+
+    flops: float = 0
+    moved_bytes: float = 0
+    kind: str = "memory"
+    rows: int = 0
+    columns: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where the ranks of a collective are.
+
+    Args:
+        ranks: that take part.
+        per_node: of them on one node.
+        sharing: ranks of a node that use its adapters at the same time, each in a collective of its own.
+    """
+
+    ranks: int
+    per_node: int
+    sharing: int = 1
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the ranks lie on."""
+        return -(-self.ranks // max(1, self.per_node))
+
+
+@final
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, in nodes of several, or one process on a CPU.
+
+    Args:
+        peak_flops: of dense products, by dtype, in operations a second.
+        matmul_part: of the peak that large products reach.
+        attention_part: of the peak that fused attention reaches.
+        memory_bytes: that a process can see.
+        memory_bytes_per_s: of the device's memory, as the vendor says.
+        memory_part: of it that kernels reach.
+        link_bytes_per_s: to the other devices of the node, in one direction.
+        node_bytes_per_s: of a node's adapters together, in one direction.
+        host_bytes_per_s: to the host's memory, in one direction.
+        node_ranks: devices of a node.
+        host_bytes: memory of a node.
+        multiprocessors: that share the tiles of a product.
+        launch_s: the least time of a kernel.
+        hop_s, node_hop_s: latency of one hop of a ring, within a node and between nodes.
+        half_bytes: of a rank's part of a collective at which half of the bandwidth is reached.
+        context_bytes: what a process takes outside the allocator.
+        communicator_bytes: what each group of ranks takes outside the allocator.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    memory_bytes: int
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    node_bytes_per_s: float
+    host_bytes_per_s: float
+    node_ranks: int = 8
+    host_bytes: int = 2048 * GB
+    multiprocessors: int = 132
+    matmul_part: float = 0.8
+    attention_part: float = 0.5
+    memory_part: float = 0.85
+    link_part: float = 0.8
+    launch_s: float = 4e-6
+    hop_s: float = 5e-6
+    node_hop_s: float = 40e-6
+    half_bytes: float = 0.25 * MIB
+    context_bytes: int = 600 * MIB
+    communicator_bytes: int = 400 * MIB
+
+    def kernel_s(self, cost: Cost, dtype: str) -> float:
+        """Return the seconds of one kernel.
+
+        Args:
+            dtype: of its operands, by torch's name; one without a peak of its own counts as float32.
+        """
+        peak = self.peak_flops.get(dtype, self.peak_flops["float32"])
+        part = {"matmul": self.matmul_part, "attention": self.attention_part}.get(cost.kind, 1.0)
+        arithmetic_s = cost.flops / (peak * part * self._filled(cost))
+        return max(arithmetic_s, cost.moved_bytes / (self.memory_bytes_per_s * self.memory_part), self.launch_s)
+
+    def _filled(self, cost: Cost) -> float:
+        """Return the part of a product's tiles, and of its waves of tiles, that is used."""
+        if not cost.rows or not cost.columns or self.multiprocessors <= 1:
+            return 1.0
+        down, across = -(-cost.rows // TILE[0]), -(-cost.columns // TILE[1])
+        used = cost.rows * cost.columns / (down * TILE[0] * across * TILE[1])
+        waves = down * across / self.multiprocessors
+        # A library splits the sum where tiles are few, so that at least half of the device works.
+        return used * max(waves / math.ceil(waves), 0.5)
+
+    def spread(self, ranks: int, stride: int = 1) -> Span:
+        """Return where the ranks of a group are.
+
+        Args:
+            ranks: of the group.
+            stride: between neighbours of the group, in the order of all ranks.
+        """
+        per_node = max(1, min(ranks, self.node_ranks // stride))
+        return Span(ranks, per_node, min(stride, self.node_ranks))
+
+    def collective_s(self, kind: str, nbytes: float, span: Span) -> float:
+        """Return the seconds of one collective.
+
+        Args:
+            kind: "gather", "reduce" (a reduce-scatter), "all-reduce" or "send".
+            nbytes: of the whole: what every rank has after a gather, or before a reduction.
+        """
+        if span.ranks <= 1 or nbytes <= 0:
+            return 0.0
+        link, hop_s = self.link_bytes_per_s * self.link_part, self.hop_s
+        if span.nodes > 1:
+            # Each node's adapters carry the ring once for each of the node's ranks in it.
+            link = min(link, self.node_bytes_per_s * self.link_part / span.sharing)
+            hop_s = self.node_hop_s
+        if kind == "send":
+            return hop_s + nbytes / link
+        hops = span.ranks - 1
+        moved_s = nbytes * hops / span.ranks / link * (1 + self.half_bytes * span.ranks / nbytes)
+        # An all-reduce is a reduce-scatter and a gather; along trees it takes a third of their hops.
+        return 2 * moved_s + 2 / 3 * hops * hop_s if kind == "all-reduce" else moved_s + hops * hop_s
+
+    def copy_s(self, nbytes: float) -> float:
+        """Return the seconds of a copy to or from the host."""
+        return nbytes / (self.host_bytes_per_s * self.link_part) if nbytes else 0.0
+
+
+def _preset(
+    name: str,
+    tflops: tuple[float, float, float],
+    mib: int,
+    rates: tuple[float, float, float, float],
+    reached: tuple[int, float, float],
+    node_ranks: int = 8,
+) -> Device:
+    """Return a preset.
+
+    Args:
+        tflops: of bfloat16, float16 and float32.
+        mib: of memory that a process can see.
+        rates: in GB/s, of the memory, the links, a node's adapters, and to the host.
+        reached: multiprocessors, and the parts of the peak that products and attention reach.
+    """
+    peaks = dict(zip(("bfloat16", "float16", "float32"), (one * 1e12 for one in tflops), strict=True))
+    memory, link, node, host = (one * GB for one in rates)
+    multiprocessors, matmul_part, attention_part = reached
+    return Device(
+        name,
+        MappingProxyType(peaks),
+        mib * MIB,
+        memory,
+        link,
+        node,
+        host,
+        node_ranks,
+        multiprocessors=multiprocessors,
+        matmul_part=matmul_part,
+        attention_part=attention_part,
+    )
+
+
+DEVICES: Final[Mapping[str, Device]] = MappingProxyType(
+    {
+        one.name: one
+        for one in (
+            _preset("v100-32", (0.1, 125, 15.7), 32510, (900, 150, 50, 16), (80, 0.76, 0.3)),
+            _preset("a100-40", (312, 312, 19.5), 40536, (1555, 300, 200, 31), (108, 0.87, 0.6)),
+            _preset("a100-80", (312, 312, 19.5), 81251, (2039, 300, 200, 31), (108, 0.87, 0.6)),
+            _preset("h100-80", (989, 989, 67), 81079, (3350, 450, 400, 63), (132, 0.8, 0.5)),
+            _preset("h200", (989, 989, 67), 143156, (4800, 450, 400, 63), (132, 0.8, 0.5)),
+            _preset("b200", (2250, 2250, 80), 182642, (8000, 900, 400, 63), (148, 0.775, 0.45)),
+            _preset("gb200", (2500, 2500, 80), 189471, (8000, 900, 200, 450), (148, 0.73, 0.45), node_ranks=72),
+            _preset("mi300x", (1307, 1307, 163), 196592, (5300, 448, 400, 63), (304, 0.51, 0.35)),
+            _preset("l40s", (362, 362, 91.6), 45589, (864, 31, 50, 31), (142, 0.7, 0.45)),
+            _preset("rtx4090", (165, 165, 82.6), 24217, (1008, 10, 3, 31), (128, 0.9, 0.6)),
+            _preset("rtx5090", (210, 210, 104.8), 32109, (1792, 10, 3, 63), (170, 0.9, 0.6)),
+        )
+    }
+)  # fmt: skip
+"""Presets by name."""
+
+
+def device_named(device: "str | Device") -> Device:
+    """Return a preset by its name, or the device itself.
+
+    Raises:
+        ValueError: there is no such preset.
+    """
+    if isinstance(device, Device):
+        return device
+    if device not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, or a Device; got {device!r}.")
+    return DEVICES[device]

@@ -1,0 +1,310 @@
+"""Transformers by their sizes: the bundled ones, and those of a local `config.json`.
+
+Owns names, sizes and the parameters that follow from them, unit by unit. Must not know ranks, memory or time; needs no
+torch. `transformer.py` says what such a model does.
+
+Source: the models' public configurations; for the ZeRO paper's models its tables 4 to 10 (`paper.py` has those).
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal, final
+
+__all__ = ["Parameters", "SHAPES", "Transformer", "gpt", "read_config", "shape_named"]
+
+Parameters = tuple[tuple[str, int], ...]
+"""Names and elements of parameters, in registration order."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A decoder by its sizes.
+
+    Args:
+        block: "gpt2" (layer norms, biases, GELU, learned positions) or "llama" (RMS norms, rotary positions, a gate).
+        inner: width of the MLP; of one expert, where there are experts.
+        kv_heads: heads of keys and values; 0 stands for `heads`.
+        head_width: of one head; 0 stands for hidden / heads.
+        sequence: the longest, in tokens.
+        is_tied: whether the head is the embedding.
+        has_qk_norm: whether queries and keys are normalized by head.
+        experts, experts_used: in all, and for each token; 0 stands for a dense MLP.
+        shared_inner: width of the expert that all tokens use.
+        dense_layers, dense_inner: the first layers, whose MLP is dense, and its width.
+        latent: of multi-head latent attention: ranks of queries and of keys and values, widths of a head without
+            positions, with them, and of its values; empty without.
+        dropout: after attention and MLP, and in attention where that is not fused.
+    """
+
+    name: str
+    block: Literal["gpt2", "llama"] = "llama"
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    inner: int = 0
+    kv_heads: int = 0
+    head_width: int = 0
+    sequence: int = 1024
+    is_tied: bool = False
+    has_bias: bool = False
+    has_qk_norm: bool = False
+    experts: int = 0
+    experts_used: int = 0
+    shared_inner: int = 0
+    dense_layers: int = 0
+    dense_inner: int = 0
+    latent: tuple[int, ...] = ()
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocabulary", "sequence"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Transformer.{name} must be at least 1, got {getattr(self, name)}.")
+        object.__setattr__(self, "inner", self.inner or 4 * self.hidden)
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        if not self.head_width and not self.latent and self.hidden % self.heads:
+            raise ValueError(f"Transformer.hidden must be a multiple of heads, got {self.hidden} and {self.heads}.")
+        object.__setattr__(self, "head_width", self.head_width or self.hidden // self.heads)
+
+    @property
+    def query_width(self) -> int:
+        """Of all heads of queries."""
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Of all heads of keys."""
+        return self.kv_heads * self.head_width
+
+    def has_experts(self, layer: int) -> bool:
+        """Tell whether a layer's MLP is a mixture of experts."""
+        return self.experts > 0 and layer >= self.dense_layers
+
+    def units(self) -> Mapping[str, Parameters]:
+        """Return the parameters of each unit that `zs.shard` finds, by name; "" is the root, which comes first."""
+        h, is_gpt2 = self.hidden, self.block == "gpt2"
+        prefix = "transformer." if is_gpt2 else "model."
+        norm = prefix + ("ln_f" if is_gpt2 else "norm")
+        found: dict[str, Parameters] = {"": self._norm(norm)}
+        found[prefix + ("wte" if is_gpt2 else "embed_tokens")] = (("weight", self.vocabulary * h),)
+        if is_gpt2:
+            found[f"{prefix}wpe"] = (("weight", self.sequence * h),)
+        for layer in range(self.layers):
+            found[f"{prefix}{'h' if is_gpt2 else 'layers'}.{layer}"] = self.block_parameters(layer)
+        if not self.is_tied:
+            found["lm_head"] = (("weight", self.vocabulary * h),)
+        return MappingProxyType(found)
+
+    def numel(self) -> int:
+        """Return the elements of all parameters."""
+        return sum(numel for unit in self.units().values() for _, numel in unit)
+
+    def used_numel(self) -> int:
+        """Return the elements that each token is multiplied with: of the experts, those that it uses."""
+        unused = sum(self.has_experts(layer) for layer in range(self.layers)) * (self.experts - self.experts_used)
+        return self.numel() - unused * 3 * self.hidden * self.inner
+
+    def block_parameters(self, layer: int, tensor: int = 1, expert_ranks: int = 1) -> Parameters:
+        """Return the parameters of a block.
+
+        Args:
+            tensor: ranks that products are split over: outputs first, then inputs.
+            expert_ranks: ranks that experts are spread over.
+        """
+        h, names = self.hidden, list[tuple[str, int]]()
+        names += self._norm("norm_1")
+        names += self._latent(tensor) if self.latent else self._attention(tensor)
+        names += self._norm("norm_2")
+        if self.has_experts(layer):
+            names.append(("router.weight", self.experts * h))
+            own = math.ceil(self.experts / expert_ranks)
+            names += [(f"experts.{n}.{m}.weight", h * self.inner // tensor) for n in range(own) for m in _GATED]
+            names += [(f"shared.{m}.weight", h * self.shared_inner // tensor) for m in _GATED if self.shared_inner]
+        elif self.block == "gpt2":
+            names += [("up.weight", h * self.inner // tensor), ("up.bias", self.inner // tensor)]
+            names += [("down.weight", self.inner * h // tensor), ("down.bias", h)]
+        else:
+            inner = self.dense_inner if self.experts else self.inner
+            names += [(f"{m}.weight", h * inner // tensor) for m in _GATED]
+        return tuple(names)
+
+    def _norm(self, name: str) -> Parameters:
+        both = (("weight", self.hidden), ("bias", self.hidden))
+        return tuple((f"{name}.{key}", numel) for key, numel in both[: 2 if self.block == "gpt2" else 1])
+
+    def _attention(self, tensor: int) -> Parameters:
+        h, has_bias = self.hidden, self.has_bias or self.block == "gpt2"
+        out = (self.query_width + 2 * self.kv_width) // tensor
+        names = [("qkv.weight", h * out)] + [("qkv.bias", out)] * has_bias
+        names += [("q_norm.weight", self.head_width), ("k_norm.weight", self.head_width)] * self.has_qk_norm
+        names += [("out.weight", self.query_width * h // tensor)] + [("out.bias", h)] * (self.block == "gpt2")
+        return tuple(names)
+
+    def _latent(self, tensor: int) -> Parameters:
+        h, (q_rank, kv_rank, plain, rotary, value) = self.hidden, self.latent
+        heads = self.heads // tensor
+        return (
+            ("q_a.weight", h * q_rank),
+            ("q_a_norm.weight", q_rank),
+            ("q_b.weight", q_rank * heads * (plain + rotary)),
+            ("kv_a.weight", h * (kv_rank + rotary)),
+            ("kv_a_norm.weight", kv_rank),
+            ("kv_b.weight", kv_rank * heads * (plain + value)),
+            ("out.weight", heads * value * h),
+        )
+
+
+_GATED: Final = ("gate", "up", "down")
+
+
+def gpt(name: str, layers: int, hidden: int, heads: int, vocabulary: int = 50257, sequence: int = 1024) -> Transformer:
+    """Return a model of the GPT-2 family."""
+    return Transformer(
+        name=name, block="gpt2", layers=layers, hidden=hidden, heads=heads, vocabulary=vocabulary, sequence=sequence,
+        is_tied=True, dropout=0.1,
+    )  # fmt: skip
+
+
+def _llama(name: str, layers: int, hidden: int, heads: int, inner: int, **rest: Any) -> Transformer:
+    sizes = {"vocabulary": 128256, "kv_heads": 8, "sequence": 8192, **rest}
+    return Transformer(name=name, layers=layers, hidden=hidden, heads=heads, inner=inner, **sizes)
+
+
+def _qwen3(name: str, layers: int, hidden: int, heads: int, inner: int, **rest: Any) -> Transformer:
+    sizes = {"vocabulary": 151936, "kv_heads": 8, "head_width": 128, "sequence": 40960, **rest}
+    return Transformer(name=name, layers=layers, hidden=hidden, heads=heads, inner=inner, has_qk_norm=True, **sizes)
+
+
+SHAPES: Final[Mapping[str, Transformer]] = MappingProxyType(
+    {
+        one.name: one
+        for one in (
+            gpt("gpt2", 12, 768, 12),
+            gpt("gpt2-medium", 24, 1024, 16),
+            gpt("gpt2-large", 36, 1280, 20),
+            gpt("gpt2-xl", 48, 1600, 25),
+            gpt("zero-1.5b", 48, 1600, 16),
+            gpt("zero-8b", 72, 3072, 24),
+            gpt("zero-40b", 88, 6144, 32),
+            gpt("zero-60b", 132, 6144, 32),
+            gpt("zero-100b", 125, 8192, 64),
+            gpt("zero-170b", 212, 8192, 64),
+            gpt("zero-1t", 128, 25600, 160, sequence=2048),
+            _llama("llama-3.2-1b", 16, 2048, 32, 8192, is_tied=True, sequence=131072),
+            _llama("llama-3.2-3b", 28, 3072, 24, 8192, is_tied=True, sequence=131072),
+            _llama("llama-3-8b", 32, 4096, 32, 14336),
+            _llama("llama-3-70b", 80, 8192, 64, 28672),
+            _llama("llama-3-405b", 126, 16384, 128, 53248, sequence=131072),
+            _llama("llama-2-7b", 32, 4096, 32, 11008, vocabulary=32000, kv_heads=32, sequence=4096),
+            _qwen3("qwen3-0.6b", 28, 1024, 16, 3072, is_tied=True),
+            _qwen3("qwen3-1.7b", 28, 2048, 16, 6144, is_tied=True),
+            _qwen3("qwen3-4b", 36, 2560, 32, 9728, is_tied=True),
+            _qwen3("qwen3-8b", 36, 4096, 32, 12288),
+            _qwen3("qwen3-14b", 40, 5120, 40, 17408),
+            _qwen3("qwen3-32b", 64, 5120, 64, 25600),
+            _qwen3("qwen3-30b-a3b", 48, 2048, 32, 768, kv_heads=4, experts=128, experts_used=8),
+            _qwen3("qwen3-235b-a22b", 94, 4096, 64, 1536, kv_heads=4, experts=128, experts_used=8),
+            _llama("mixtral-8x7b", 32, 4096, 32, 14336, vocabulary=32000, sequence=32768, experts=8, experts_used=2),
+            _llama("mixtral-8x22b", 56, 6144, 48, 16384, vocabulary=32768, sequence=65536, experts=8, experts_used=2),
+            _llama("deepseek-v3", 61, 7168, 128, 2048, vocabulary=129280, kv_heads=128, head_width=192, sequence=163840,
+                   experts=256, experts_used=8, shared_inner=2048, dense_layers=3, dense_inner=18432,
+                   latent=(1536, 512, 128, 64, 128)),
+        )
+    }
+)  # fmt: skip
+"""Bundled shapes by name."""
+
+
+def shape_named(name: str) -> Transformer:
+    """Return a bundled shape.
+
+    Raises:
+        ValueError: there is no such shape.
+    """
+    if name not in SHAPES:
+        raise ValueError(
+            f"No shape is called {name!r}. There are {', '.join(SHAPES)}; or give the folder or file of a "
+            "config.json, a Transformer, or a model."
+        )
+    return SHAPES[name]
+
+
+_LLAMAS: Final = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
+
+
+def read_config(path: str | Path) -> Transformer:
+    """Return the shape that a Transformers `config.json` describes.
+
+    Args:
+        path: the file, or its folder.
+
+    Raises:
+        ValueError: there is no such file, or its `model_type` is none of those that shapes exist for.
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} is not a readable config.json: {error}") from error
+    return shape_of_config(config, file.parent.name or str(file))
+
+
+def shape_of_config(config: Mapping[str, Any], name: str) -> Transformer:
+    """Return the shape that a Transformers configuration describes.
+
+    Raises:
+        ValueError: its `model_type` is none of those that shapes exist for, or a size is missing.
+    """
+    kind = config.get("model_type")
+    try:
+        if kind == "gpt2":
+            shape = gpt(name, config["n_layer"], config["n_embd"], config["n_head"], config["vocab_size"])
+            inner, dropout = config.get("n_inner") or 4 * shape.hidden, float(config.get("resid_pdrop", 0.1))
+            is_tied = bool(config.get("tie_word_embeddings", True))
+            return replace(
+                shape, inner=inner, dropout=dropout, is_tied=is_tied, sequence=config.get("n_positions", 1024)
+            )
+        if kind in _LLAMAS:
+            return _of_llama(config, kind, name)
+    except KeyError as error:
+        raise ValueError(f"{name}: the configuration of {kind!r} has no {error.args[0]!r}.") from error
+    raise ValueError(
+        f"{name}: no shape is known for model_type {kind!r} (known: gpt2, {', '.join(_LLAMAS)}). Give the model "
+        "itself, on the meta device, which is then traced."
+    )
+
+
+def _of_llama(config: Mapping[str, Any], kind: str, name: str) -> Transformer:
+    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
+    inner = config.get("moe_intermediate_size") if experts else None
+    latent: tuple[int, ...] = ()
+    if kind == "deepseek_v3":
+        keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        latent = tuple(config[key] for key in keys)
+    return Transformer(
+        name=name,
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config.get("num_key_value_heads") or 0,
+        head_width=latent[2] + latent[3] if latent else config.get("head_dim") or 0,
+        inner=inner or config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        sequence=config.get("max_position_embeddings", 4096),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        has_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+        has_qk_norm=kind.startswith("qwen3"),
+        experts=experts,
+        experts_used=config.get("num_experts_per_tok", 0) if experts else 0,
+        shared_inner=(config.get("n_shared_experts") or 0) * (inner or 0),
+        dense_layers=config.get("first_k_dense_replace", 0) if experts else 0,
+        dense_inner=config["intermediate_size"] if experts else 0,
+        latent=latent,
+    )

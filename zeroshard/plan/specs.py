@@ -1,0 +1,94 @@
+"""What a rank holds of a model, from names: precisions, optimizers, and the units of a shape.
+
+Owns the names that a plan is asked with. Must not know memory over time (`film.py`). Needs no torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, final
+
+from zeroshard.plan.shapes import Parameters, Transformer
+from zeroshard.table.bytes import Updates
+from zeroshard.table.cells import Residency
+from zeroshard.table.layout import plan_layout
+from zeroshard.table.spec import BucketSpec, Formats, UnitSpec, itemsize
+
+__all__ = ["OPTIMIZERS", "PRECISIONS", "States", "own_units", "specs_of", "updates_of"]
+
+_WIDE: Final = "float32"
+PRECISIONS: Final[Mapping[str, Formats]] = MappingProxyType(
+    {
+        "fp32": Formats(_WIDE, _WIDE, _WIDE, _WIDE, _WIDE),
+        "bf16": Formats("bfloat16", _WIDE, _WIDE, _WIDE, _WIDE),
+        "fp16": Formats("float16", _WIDE, _WIDE, _WIDE, _WIDE),
+        "paper": Formats("float16", "float16", "float16", _WIDE, _WIDE),
+        "bf16-grads": Formats("bfloat16", "bfloat16", "bfloat16", _WIDE, _WIDE),
+        "all-bf16": Formats("bfloat16", "bfloat16", "bfloat16", "bfloat16", "bfloat16"),
+    }
+)
+"""Precisions by name: those of `zs.shard`, the paper's, gradients as they are computed, and everything in bfloat16."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class States:
+    """What an optimizer keeps and does.
+
+    Args:
+        per_element: numbers that it keeps for each element.
+        counter_bytes: that it keeps for each parameter.
+    """
+
+    per_element: int
+    counter_bytes: int
+
+
+OPTIMIZERS: Final[Mapping[str, States]] = MappingProxyType(
+    {
+        "adamw": States(2, 4),
+        "adam": States(2, 4),
+        "sgd": States(0, 0),
+        "momentum": States(1, 0),
+        "lion": States(1, 0),
+        "adagrad": States(1, 4),
+    }
+)
+"""Optimizers by name, as torch keeps their states."""
+
+
+def own_units(model: Transformer, tensor: int = 1, expert_ranks: int = 1) -> Mapping[str, Parameters]:
+    """Return the parameters of each unit that one tensor rank holds, by name; the root comes first."""
+    found = dict(model.units())
+    prefix = "transformer.h." if model.block == "gpt2" else "model.layers."
+    for name in found:
+        if name.startswith(prefix):
+            found[name] = model.block_parameters(int(name.removeprefix(prefix)), tensor, expert_ranks)
+        elif name.endswith(("wte", "embed_tokens", "lm_head")):
+            found[name] = (("weight", -(-model.vocabulary // tensor) * model.hidden),)
+    return MappingProxyType(found)
+
+
+def specs_of(
+    units: Mapping[str, Parameters], row: Residency, formats: Formats, ranks: int, *, replicas: int = 1, rank: int = 0
+) -> tuple[UnitSpec, ...]:
+    """Return the units of a model as one rank sees them.
+
+    Args:
+        units: parameters by unit, the root first.
+        ranks: that one copy of the state is sharded over.
+    """
+    found = []
+    for number, (name, parameters) in enumerate(units.items()):
+        layout = plan_layout([numel for _, numel in parameters], itemsize(formats.param), ranks, replicas)
+        names = tuple(f"{name}.{key}" if name else key for key, _ in parameters)
+        bucket = BucketSpec(name or "the root", number, names, layout, formats, row, rank, replicas)
+        found.append(UnitSpec(number, name, (bucket,)))
+    return tuple(found)
+
+
+def updates_of(units: Sequence[UnitSpec], states: States) -> Updates:
+    """Return what one optimizer of all parameters updates and keeps."""
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    places = [(bucket, index) for bucket in buckets for index in range(len(bucket.names))]
+    return Updates(places, states.per_element, states.counter_bytes)
