@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.precision import Dtypes
 from zeroshard.core.slot import Form
-from zeroshard.state.activations import ActivationsLike, activations_of, check_activations
+from zeroshard.describe.activations import ActivationsLike, activations_of
+from zeroshard.state.activations import check_activations
 from zeroshard.state.admission import admit
 from zeroshard.state.materialize import InitFn, Weights, check_source
 from zeroshard.state.precision import Precision, precision_of
