@@ -390,8 +390,8 @@ class _Camera:
                 numbers[one.tensor] = self._make(one.nbytes, "activations", name, one.what)
             elif one.kind == "drop":
                 self._drop(numbers.pop(one.tensor))
-            elif one.kind == "run" and one.cost is not None:
-                self._compute(one.what, self._kernel_s(one.cost))
+            elif one.kind == "run":
+                self._compute(one.what, self._kernel_s(one.cost) if one.cost is not None else one.seconds)
             elif one.kind == "land":
                 if number not in self._landing:
                     self._begin_landing(number)

@@ -70,7 +70,7 @@ class Span:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Device:
     """One accelerator, in nodes of several, or one process on a CPU.
 

@@ -12,14 +12,14 @@ Note: how autograd is stood for
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, NamedTuple, final
 
 from zeroshard.plan.hardware import Cost
 
-__all__ = ["Exchange", "Instruction", "Operation", "Parts", "TREATMENTS", "Tape", "instructions"]
+__all__ = ["Exchange", "Instruction", "Operation", "Parts", "TREATMENTS", "Tape", "coarse", "instructions"]
 
 TREATMENTS: Final = ("keep", "recompute", "recompute-rest")
 """What is done with what a module's forward saves: kept, all recomputed, all but products and attention."""
@@ -51,8 +51,8 @@ class Exchange:
 class Instruction(NamedTuple):
     """One thing that happens.
 
-    `kind` is "make" and "drop" (a tensor), "run" (a kernel), "exchange", "land" (the gradient of weights is there), or
-    "hand" (the tensor is left to whoever comes next).
+    `kind` is "make" and "drop" (a tensor), "run" (a kernel, or several in `seconds`), "exchange", "land" (the gradient
+    of weights is there), or "hand" (the tensor is left to whoever comes next).
     """
 
     kind: str
@@ -61,6 +61,7 @@ class Instruction(NamedTuple):
     nbytes: int = 0
     cost: Cost | None = None
     exchange: Exchange | None = None
+    seconds: float = 0.0
 
 
 @final
@@ -132,6 +133,54 @@ class Parts:
     def _kept(self) -> tuple[int, int]:
         left, most = most_bytes(self.forward)
         return left, most - left
+
+
+def coarse(parts: Parts, seconds: Callable[[Cost], float]) -> Parts:
+    """Return a module's instructions in a few: what stays, the most beyond it, the time of all kernels.
+
+    The peak of a step is the same, because what a module has at most is there at one moment. For searches.
+    """
+    forward = _coarse(parts.forward, seconds, parts.output, dict[int, int]())
+    kept = {one.tensor: one.nbytes for one in forward if one.kind == "make" and one.tensor == _KEPT}
+    return Parts(forward, _coarse(parts.backward, seconds, None, kept), parts.output)
+
+
+_KEPT: Final = -4
+_EXTRA: Final = -5
+
+
+def _coarse(
+    run: Sequence[Instruction], seconds: Callable[[Cost], float], output: int | None, kept: Mapping[int, int]
+) -> tuple[Instruction, ...]:
+    """Sum a forward (with its output) or a backward up."""
+    left, most = most_bytes(run)
+    made = {one.tensor: one.nbytes for one in run if one.kind == "make"}
+    dropped = {one.tensor: one.nbytes for one in run if one.kind == "drop"}
+    given = INPUT if output is not None else GIVEN
+    ends = [Instruction("drop", "its input", one, dropped[one]) for one in {INPUT, given} if one in dropped]
+    took_s = sum(seconds(one.cost) for one in run if one.kind == "run" and one.cost is not None)
+    work = [Instruction("run", "kernels", seconds=took_s), *(one for one in run if one.kind == "exchange")]
+    ended_bytes = sum(one.nbytes for one in ends)
+    if output is not None:
+        rest = left + ended_bytes - made[output]
+        stays = [Instruction("make", "output", output, made[output]), Instruction("make", "saved", _KEPT, rest)]
+        extra = Instruction("make", "temporary", _EXTRA, most - made[output] - rest)
+        return (*stays, extra, *work, extra._replace(kind="drop"), *ends)
+    handed = [one.tensor for one in run if one.kind == "hand"]
+    # Where gradients land, memory of the engine comes beside the module's: so what is there before and after counts.
+    lands = [place for place, one in enumerate(run) if one.kind == "land"]
+    place = lands[0] if lands else len(run)
+    start, before = most_bytes(run[:place])
+    after = start + most_bytes(run[place:])[1]
+    first, then = (Instruction("make", "temporary", _EXTRA, max(0, nbytes)) for nbytes in (before, after))
+    ends += [Instruction("drop", "saved", tensor, nbytes) for tensor, nbytes in kept.items()]
+    last = [
+        step
+        for tensor in handed
+        for step in (Instruction("make", "gradient", tensor, made.get(tensor, 0)), Instruction("hand", "", tensor))
+    ]
+    landed = [run[place], then, then._replace(kind="drop")] if lands else []
+    return (first, *work, first._replace(kind="drop"), *landed, *ends, *last)
 
 
 def most_bytes(run: Iterable[Instruction]) -> tuple[int, int]:

@@ -1,0 +1,240 @@
+"""What is asked of a plan, and the job of one rank that follows.
+
+Owns the options and their checks, and how a shape's tapes and specs become a `Job`. Must not know what a job comes to
+(`planning.py`). Needs no torch. Read `film.py` first.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, final
+
+from zeroshard.describe.activations import ActivationsLike, activations_of
+from zeroshard.plan.film import Call, Job
+from zeroshard.plan.hardware import Cost, Device
+from zeroshard.plan.shapes import Transformer
+from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS, own_units, specs_of, updates_of
+from zeroshard.plan.tape import Parts, coarse, instructions
+from zeroshard.plan.transformer import Kernels, Workload, tapes
+from zeroshard.table.activations import Activations, Chain, Recomputed
+from zeroshard.table.cells import Residency
+from zeroshard.table.spec import Formats, UnitSpec, itemsize
+from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, row_of_stage
+from zeroshard.table.wires import Native, Silence, Wire
+
+__all__ = ["Options", "check_options", "job_of_shape", "row_of"]
+
+TOKEN_BYTES: Final = 8
+"""Of a token and of a target: torch's int64."""
+
+
+PLAIN_KERNELS: Final = Kernels()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a plan is asked for.
+
+    Args:
+        world_size: ranks in all.
+        device: where they run.
+        batch: sequences of one micro-batch of one rank.
+        sequence: tokens of each.
+        row: of the residency table, with its activations.
+        precision: a name in `PRECISIONS`.
+        replicas: copies of the sharded state.
+        tensor: ranks that products are split over.
+        is_sequence_parallel: whether the rest is split by tokens over them.
+        optimizer: a name in `OPTIMIZERS`.
+        micro_batches: of a step.
+        kernels: of the program.
+    """
+
+    world_size: int
+    device: Device
+    batch: int = 1
+    sequence: int
+    row: Residency
+    precision: str = "bf16"
+    replicas: int = 1
+    tensor: int = 1
+    is_sequence_parallel: bool = False
+    optimizer: str = "adamw"
+    micro_batches: int = 1
+    kernels: Kernels = PLAIN_KERNELS
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that one copy of the state is sharded over."""
+        return self.world_size // self.tensor // self.replicas
+
+    @property
+    def formats(self) -> Formats:
+        """Dtypes by column."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        return self.batch * self.sequence * self.micro_batches * (self.world_size // self.tensor)
+
+    def words(self) -> Mapping[str, str | int]:
+        """Return the options as a person reads them."""
+        return {
+            "ranks": self.world_size,
+            "device": self.device.name,
+            "row": name_of_row(dataclasses.replace(self.row, activations=Activations())),
+            "activations": str(self.row.activations),
+            "precision": self.precision,
+            "copies": self.replicas,
+            "tensor": self.tensor,
+            "sequence parallel": "yes" if self.is_sequence_parallel else "no",
+            "micro-batch": self.batch,
+            "sequence": self.sequence,
+            "micro-batches": self.micro_batches,
+            "optimizer": self.optimizer,
+        }
+
+
+def row_of(stage: int | None, residency: Residency | str | None, activations: ActivationsLike) -> Residency:
+    """Return the row that `zs.shard` would use for the same arguments.
+
+    Raises:
+        ValueError: both a stage and a residency, or a name of no configuration.
+    """
+    if residency is not None and stage is not None:
+        raise ValueError(f"Give stage={stage!r} or residency={residency!r}, not both.")
+    if isinstance(residency, str):
+        if residency not in CONFIGURATIONS:
+            raise ValueError(f"residency must be one of {', '.join(CONFIGURATIONS)} or a Residency; got {residency!r}.")
+        residency = CONFIGURATIONS[residency]
+    row = residency or row_of_stage(DEFAULT_STAGE if stage is None else stage)
+    return row if activations is None else dataclasses.replace(row, activations=activations_of(activations))
+
+
+def check_options(options: Options) -> None:
+    """Raise where no run could have these options.
+
+    Raises:
+        ValueError: a count is below 1, or ranks do not divide; a name is not known.
+    """
+    for name in ("world_size", "batch", "sequence", "replicas", "tensor", "micro_batches"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}.")
+    if options.world_size % (options.tensor * options.replicas):
+        raise ValueError(
+            f"world_size must be a multiple of tensor times replicas; got {options.world_size}, {options.tensor} and "
+            f"{options.replicas}."
+        )
+    if options.precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {options.precision!r}.")
+    if options.optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {options.optimizer!r}.")
+
+
+def treatment_of(chain: Chain) -> str:
+    """Return which of the tape's treatments a chain begins with."""
+    how = next((link for link in chain if isinstance(link, Recomputed)), None)
+    if how is None:
+        return "keep"
+    return "recompute-rest" if how.keeps == "products" else "recompute"
+
+
+def wire_of(options: Options) -> Wire:
+    """Return the transport of a device's collectives."""
+    return Silence() if options.world_size // options.tensor == 1 else Native()
+
+
+def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = False, rank: int = 0) -> Job:
+    """Return what a rank does in a step of a shape.
+
+    Args:
+        is_coarse: sum each unit's instructions up, for searches.
+
+    Raises:
+        ValueError: sizes of the model that the tensor ranks do not divide, or a sequence that it does not take.
+    """
+    check_options(options)
+    check_shape(model, options)
+    formats, device = options.formats, options.device
+    specs = _specs(model, options.tensor, options.row, formats, options.shard_ranks, options.replicas, rank)
+    load = Workload(
+        batch=options.batch,
+        sequence=options.sequence,
+        itemsize=itemsize(formats.param),
+        tensor=options.tensor,
+        is_sequence_parallel=options.is_sequence_parallel,
+        kernels=options.kernels,
+    )
+    calls = []
+    for unit, kind in _uses(model, specs):
+        treatment = treatment_of(options.row.activations.of_unit(unit.name)) if kind in ("block", "dense") else "keep"
+        calls.append(
+            Call(unit.number, _parts(model, load, kind, treatment, (device, formats.param) if is_coarse else None))
+        )
+    spans = {
+        "shard": device.spread(options.shard_ranks, options.tensor),
+        "replicate": device.spread(options.replicas, options.tensor * options.shard_ranks),
+        "tensor": device.spread(options.tensor),
+    }
+    return Job(
+        specs,
+        calls,
+        [updates_of(specs, OPTIMIZERS[options.optimizer])],
+        wire_of(options),
+        device,
+        formats.param,
+        spans,
+        options.micro_batches,
+        2 * load.tokens * TOKEN_BYTES,
+    )
+
+
+def check_shape(model: Transformer, options: Options) -> None:
+    """Raise where a shape cannot be split or used as asked.
+
+    Raises:
+        ValueError: heads or widths that the tensor ranks do not divide; positions beyond the model's.
+    """
+    if options.sequence > model.sequence:
+        raise ValueError(
+            f"{model.name} takes sequences of at most {model.sequence:,} tokens; got sequence={options.sequence:,}."
+        )
+    for name in ("heads", "kv_heads", "inner"):
+        if getattr(model, name) % options.tensor:
+            raise ValueError(
+                f"tensor={options.tensor} does not divide the {getattr(model, name):,} {name} of {model.name}."
+            )
+    if options.is_sequence_parallel and options.sequence % options.tensor:
+        raise ValueError(f"tensor={options.tensor} does not divide sequence={options.sequence}.")
+
+
+def _uses(model: Transformer, specs: Sequence[UnitSpec]) -> list[tuple[UnitSpec, str]]:
+    """Return the units in order of use, each with the kind of its tape."""
+    by_name = {unit.name: unit for unit in specs}
+    embedding = next(unit for unit in specs if unit.name.endswith(("wte", "embed_tokens")))
+    blocks = [unit for unit in specs if ".h." in unit.name or ".layers." in unit.name]
+    kinds = ["dense" if model.experts and not model.has_experts(n) else "block" for n in range(model.layers)]
+    head = by_name.get("lm_head", embedding)
+    return [(embedding, "embedding"), *zip(blocks, kinds, strict=True), (head, "head")]
+
+
+@lru_cache(256)
+def _specs(
+    model: Transformer, tensor: int, row: Residency, formats: Formats, ranks: int, replicas: int, rank: int
+) -> tuple[UnitSpec, ...]:
+    return specs_of(own_units(model, tensor), row, formats, ranks, replicas=replicas, rank=rank)
+
+
+@lru_cache(1024)
+def _parts(model: Transformer, load: Workload, kind: str, treatment: str, summed: tuple[Device, str] | None) -> Parts:
+    if summed is None:
+        return instructions(tapes(model, load)[kind], treatment)
+    device, dtype = summed
+
+    def seconds(cost: Cost) -> float:
+        return device.kernel_s(cost, dtype)
+
+    return coarse(_parts(model, load, kind, treatment, None), seconds)
