@@ -18,7 +18,7 @@ import torch
 
 from zeroshard.core.changes import Changes
 from zeroshard.core.grads import FlatGradients, Gradients, LooseGradients, Places
-from zeroshard.core.precision import Dtypes
+from zeroshard.core.precision import dtypes_of
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
 from zeroshard.wire.pool import Pool
@@ -37,11 +37,10 @@ class Bucket:
         parameters: as they are in the model, in registration order.
     """
 
-    def __init__(
-        self, spec: BucketSpec, parameters: Sequence[Tensor], dtypes: Dtypes, pool: Pool, ledger: Ledger
-    ) -> None:
+    def __init__(self, spec: BucketSpec, parameters: Sequence[Tensor], pool: Pool, ledger: Ledger) -> None:
         self.spec, self.layout, self.number = spec, spec.layout, spec.number
-        self.dtypes, self.dtype, self.device = dtypes, dtypes.param, parameters[0].device
+        self.dtypes = dtypes = dtypes_of(spec.formats)
+        self.dtype, self.device = dtypes.param, parameters[0].device
         self.codec = codec_of(spec.formats.reduce)
         self.places = Places(spec, parameters)
         self._ledger, self._memory, (start, stop) = ledger, pool.memory, spec.shard

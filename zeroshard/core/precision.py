@@ -1,7 +1,7 @@
 """Which numbers are kept in which precision, and the loss scale that follows from it.
 
 Owns the dtypes of a bucket, rounding at random and the dynamic loss scale. It must not know buckets or passes;
-`state/precision.py` has what the user chooses.
+`describe/precision.py` has what the user chooses.
 
 Note: where a value is rounded
     Master weights and the optimizer's states are in `master` (fp32). Parameters that modules compute with are those
@@ -17,7 +17,7 @@ import torch
 
 from zeroshard.table.spec import Formats
 
-__all__ = ["Dtypes", "LossScale", "round_at_random"]
+__all__ = ["LossScale", "dtypes_of", "round_at_random"]
 
 Tensor = torch.Tensor
 
@@ -27,17 +27,16 @@ class Dtypes:
     """The dtypes of one bucket."""
 
     param: torch.dtype
-    reduce: torch.dtype | str
     grad: torch.dtype
     master: torch.dtype
-    is_stochastic: bool = False
+    is_stochastic: bool
     """Whether masters are updated in fp32 and rounded at random."""
 
-    @property
-    def formats(self) -> Formats:
-        """The same by name."""
-        kinds = (self.param, self.reduce, self.grad, self.master, torch.float32 if self.is_stochastic else self.master)
-        return Formats(*(str(kind).removeprefix("torch.") for kind in kinds))
+
+def dtypes_of(formats: Formats) -> Dtypes:
+    """Return the dtypes of these names."""
+    param, grad, master = (getattr(torch, name) for name in (formats.param, formats.grad, formats.master))
+    return Dtypes(param, grad, master, formats.state != formats.master)
 
 
 def round_at_random(wide: Tensor, first: int, seed: int) -> Tensor:

@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 from torch import nn
 
-from zeroshard.state.blocks import is_leaf
-from zeroshard.state.units import UnitPlan
+from zeroshard.describe.blocks import is_leaf
+from zeroshard.describe.units import UnitPlan
 from zeroshard.table.activations import (
     Activations,
     Chain,
