@@ -292,8 +292,8 @@ ENGINE = (
     Bug(
         "several reductions are under way at once",
         "core/order.py",
-        "self._finish_all()\n                is_ready =",
-        "is_ready =",
+        'if kind == "reduce":\n                self._finish_all()\n            before',
+        "before",
         _UNIT_LIMIT,
     ),
     Bug(

@@ -18,7 +18,7 @@ import torch
 
 from zeroshard.core.changes import Changes
 from zeroshard.core.grads import FlatGradients, Gradients, LooseGradients, Places
-from zeroshard.core.precision import dtypes_of
+from zeroshard.core.precision import Dtypes
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
 from zeroshard.wire.pool import Pool
@@ -39,7 +39,7 @@ class Bucket:
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[Tensor], pool: Pool, ledger: Ledger) -> None:
         self.spec, self.layout, self.number = spec, spec.layout, spec.number
-        self.dtypes = dtypes = dtypes_of(spec.formats)
+        self.dtypes = dtypes = Dtypes(spec.formats)
         self.dtype, self.device = dtypes.param, parameters[0].device
         self.codec = codec_of(spec.formats.reduce)
         self.places = Places(spec, parameters)
@@ -80,8 +80,8 @@ class Bucket:
             self._memory.open(self.full, self.spec.shard[0], self.shard)
         self._ledger.add("transient", self.full.nbytes)
 
-    def close(self) -> None:
-        """Take the memory of `full` back; views stay, and are empty."""
+    def close(self) -> int:
+        """Take the memory of `full` back, and return its bytes; views stay, and are empty."""
         if not self._memory.close(self.full) and not self._is_left:
             self._is_left = True
             warnings.warn(
@@ -90,6 +90,7 @@ class Bucket:
                 stacklevel=2,
             )
         self._ledger.add("transient", -self.full.nbytes)
+        return self.full.nbytes
 
     def rest(self) -> None:
         """Let `full` cost nothing for as long as it is not read, where its memory can do so."""

@@ -10,33 +10,25 @@ Note: where a value is rounded
     to `param` and its outputs to fp32, where losses belong. Buffers are never cast.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, final
 
 import torch
 
 from zeroshard.table.spec import Formats
 
-__all__ = ["LossScale", "dtypes_of", "round_at_random"]
+__all__ = ["Dtypes", "LossScale", "round_at_random"]
 
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
+@final
 class Dtypes:
-    """The dtypes of one bucket."""
+    """The dtypes of one bucket, from their names."""
 
-    param: torch.dtype
-    grad: torch.dtype
-    master: torch.dtype
-    is_stochastic: bool
-    """Whether masters are updated in fp32 and rounded at random."""
-
-
-def dtypes_of(formats: Formats) -> Dtypes:
-    """Return the dtypes of these names."""
-    param, grad, master = (getattr(torch, name) for name in (formats.param, formats.grad, formats.master))
-    return Dtypes(param, grad, master, formats.state != formats.master)
+    def __init__(self, formats: Formats) -> None:
+        self.param, self.grad, self.master = (getattr(torch, n) for n in (formats.param, formats.grad, formats.master))
+        self.is_stochastic = formats.state != formats.master
+        """Whether masters are updated in fp32 and rounded at random."""
 
 
 def round_at_random(wide: Tensor, first: int, seed: int) -> Tensor:
