@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from zeroshard.checkpoint.load import Loaded
     from zeroshard.checkpoint.verify import latest, list_checkpoints
     from zeroshard.core.version import VERSION as __version__
+    from zeroshard.describe.activations import activations_of
     from zeroshard.describe.precision import Precision
     from zeroshard.handle import Zero, shard
     from zeroshard.report.profile import Profile
-    from zeroshard.state.activations import activations_of
     from zeroshard.state.arrival import ends_by_signal
     from zeroshard.state.average import Average
     from zeroshard.state.start import init, texts_across_ranks
@@ -88,7 +88,7 @@ _MODULES = MappingProxyType(
         "Trace": "zeroshard.table.trace",
         "Traffic": "zeroshard.table.trace",
         "Zero": "zeroshard.handle",
-        "activations_of": "zeroshard.state.activations",
+        "activations_of": "zeroshard.describe.activations",
         "ends_by_signal": "zeroshard.state.arrival",
         "gather_across_ranks": "zeroshard.wire.comm",
         "init": "zeroshard.state.start",

@@ -29,10 +29,10 @@ from zeroshard.core.slot import Form
 from zeroshard.core.states import Scope
 from zeroshard.core.unit import Unit
 from zeroshard.core.version import VERSION
+from zeroshard.describe.activations import ActivationsLike
 from zeroshard.describe.precision import Precision
 from zeroshard.report.profile import Profile
 from zeroshard.state import accounting
-from zeroshard.state.activations import ActivationsLike
 from zeroshard.state.admission import state_cost
 from zeroshard.state.average import Average, count_averages
 from zeroshard.state.copies import check_copies

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.slot import Form
+from zeroshard.describe.activations import ActivationsLike, activations_of, check_activations
 from zeroshard.describe.precision import Precision, precision_of
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan, plan_units
-from zeroshard.state.activations import ActivationsLike, activations_of, check_activations
 from zeroshard.state.admission import admit
 from zeroshard.state.materialize import InitFn, Weights, check_source
 from zeroshard.state.start import check_seconds
@@ -118,7 +118,7 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     _check_model(model, settings.forward_methods, mesh)
     check_optimizers(model, optimizers, row, settings.elementwise, is_final=request.optimizer is not None)
     plans, source = plan_units(model, request.units), check_source(model, request.weights)
-    check_activations(row.activations, plans, mesh)
+    check_activations(row.activations, plans, len(mesh.tensor_ranks))
     forms = forms_of(model, mesh)
     units = describe_units(
         plans,

@@ -22,7 +22,6 @@ from zeroshard.table.activations import (
     fits,
 )
 from zeroshard.table.schedule import ROOT
-from zeroshard.wire.mesh import Mesh
 
 __all__ = ["ActivationsLike", "NAMED", "activations_of", "check_activations", "recomputed_modules"]
 
@@ -99,8 +98,11 @@ def recomputed_modules(cell: Activations, plans: Sequence[UnitPlan]) -> list[tup
     return modules
 
 
-def check_activations(cell: Activations, plans: Sequence[UnitPlan], mesh: Mesh) -> None:
+def check_activations(cell: Activations, plans: Sequence[UnitPlan], tensor_size: int) -> None:
     """Raise where a treatment would have nothing to do.
+
+    Args:
+        tensor_size: ranks along the tensor axis.
 
     Raises:
         ValueError: it partitions over an axis that the mesh has not, names no unit, or recomputes no module.
@@ -111,7 +113,7 @@ def check_activations(cell: Activations, plans: Sequence[UnitPlan], mesh: Mesh) 
             raise ValueError(
                 f"activations= names '{pattern}', which fits no unit; units: {', '.join(names) or 'none'}."
             )
-    if len(mesh.tensor_ranks) == 1 and any(Partitioned() in chain for chain in cell.chains):
+    if tensor_size == 1 and any(Partitioned() in chain for chain in cell.chains):
         raise ValueError(
             "activations='partition' divides inputs over the ranks along an axis 'tensor', and the mesh has none. "
             "Leave it out, or pass mesh= with that axis."
