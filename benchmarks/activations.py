@@ -24,8 +24,8 @@ from benchmarks.machine import circumstances, write_result
 from benchmarks.peaks import measure_peak
 from zeroshard.activations import recompute_units, treatment_of
 from zeroshard.core.saved import SavedTensors
+from zeroshard.describe.units import plan_units
 from zeroshard.plan.tracer import trace_step
-from zeroshard.state.units import plan_units
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.train.models.gpt import GPT, Block, GPTConfig

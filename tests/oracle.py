@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 import zeroshard as zs
 from tools.settled import settled
-from zeroshard.describe.activations import activations_of
+from zeroshard.describe.treatments import activations_of
 from zeroshard.table.stages import STAGES as ROWS
 from zeroshard.testing import run_ranks
 from zeroshard.wire.host import HostComm

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 from tools.published import MISSING, REAL, TINY, Tiny
 from zeroshard.core.tree import find
-from zeroshard.state.units import UnitPlan, plan_units
+from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.testing import run_ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"

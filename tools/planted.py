@@ -187,6 +187,7 @@ _COPIES = f"{_ENGINE}/test_replicas.py"
 _UNUSED = f"{_ENGINE}/test_unused.py::test_ranks_that_use_different_units"
 _UNIT_LIMIT = f"{_ENGINE}/test_memory.py::test_at_most_two_units_besides_the_root_are_whole[2]"
 _OVERWRITTEN = f"{_CONFORMANCE}::test_what_was_given_may_be_overwritten_when_a_wait_ends[host]"
+_PLANNED = "tests/plan/test_events_equal.py::test_one_run_of_make_train_is_as_planned[3]"
 _STEPS_OF_SGD = f"{_ENGINE}/test_parity.py::test_equals_single_process_bit_for_bit[stack-sgd-2]"
 ENGINE = (
     # Order: what all ranks agreed on, and what one rank of them does alone.
@@ -281,6 +282,28 @@ ENGINE = (
         "mine, -greatest",
         f"{_UNUSED}[other_blocks_on_each_rank-2]",
     ),
+    # The trace: it is written by what happens, so that the plan's events cannot equal those of an engine that skips.
+    Bug(
+        "a gather sends nothing",
+        "core/unit.py",
+        "self._pending.append(comm.gather(bucket.full, tag, kind))",
+        "pass",
+        _PLANNED,
+    ),
+    Bug(
+        "a release keeps the memory",
+        "core/unit.py",
+        "nbytes += bucket.close()",
+        "pass",
+        _PLANNED,
+    ),
+    Bug(
+        "an update is published by half of the units",
+        "core/unit.py",
+        "if b.spec.is_published and (is_forced or b.has_states)]",
+        "if b.spec.is_published and (is_forced or b.has_states) and self.number % 2]",
+        _PLANNED.replace("[3]", "[2]"),
+    ),
     # Waits: memory that something still travels from or into.
     Bug(
         "a sum is read while it is under way",
@@ -292,8 +315,8 @@ ENGINE = (
     Bug(
         "several reductions are under way at once",
         "core/order.py",
-        "self._finish_all()\n                is_ready =",
-        "is_ready =",
+        'if kind == "reduce":\n                self._finish_all()\n            before',
+        "before",
         _UNIT_LIMIT,
     ),
     Bug(

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from zeroshard.checkpoint.load import Loaded
     from zeroshard.checkpoint.verify import latest, list_checkpoints
     from zeroshard.core.version import VERSION as __version__
-    from zeroshard.describe.activations import activations_of
+    from zeroshard.describe.precision import Precision
+    from zeroshard.describe.treatments import activations_of
     from zeroshard.handle import Zero, shard
     from zeroshard.report.profile import Profile
     from zeroshard.state.arrival import ends_by_signal
     from zeroshard.state.average import Average
-    from zeroshard.state.precision import Precision
     from zeroshard.state.start import init, texts_across_ranks
     from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned, Recomputed
     from zeroshard.table.cells import Replicated, Residency, Sharded
@@ -77,7 +77,7 @@ _MODULES = MappingProxyType(
         "Mesh": "zeroshard.wire.mesh",
         "Offloaded": "zeroshard.table.activations",
         "Partitioned": "zeroshard.table.activations",
-        "Precision": "zeroshard.state.precision",
+        "Precision": "zeroshard.describe.precision",
         "Profile": "zeroshard.report.profile",
         "RankMismatchError": "zeroshard.table.errors",
         "Recomputed": "zeroshard.table.activations",
@@ -88,7 +88,7 @@ _MODULES = MappingProxyType(
         "Trace": "zeroshard.table.trace",
         "Traffic": "zeroshard.table.trace",
         "Zero": "zeroshard.handle",
-        "activations_of": "zeroshard.describe.activations",
+        "activations_of": "zeroshard.describe.treatments",
         "ends_by_signal": "zeroshard.state.arrival",
         "gather_across_ranks": "zeroshard.wire.comm",
         "init": "zeroshard.state.start",

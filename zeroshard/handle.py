@@ -29,7 +29,8 @@ from zeroshard.core.slot import Form
 from zeroshard.core.states import Scope
 from zeroshard.core.unit import Unit
 from zeroshard.core.version import VERSION
-from zeroshard.describe.activations import ActivationsLike
+from zeroshard.describe.precision import Precision
+from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.report.profile import Profile
 from zeroshard.state import accounting
 from zeroshard.state.admission import state_cost
@@ -39,7 +40,6 @@ from zeroshard.state.equal import check_equal, facts_of, facts_of_optimizer, tel
 from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
 from zeroshard.state.materialize import InitFn
-from zeroshard.state.precision import Precision
 from zeroshard.state.request import Described, Optimizers, Request, check_optimizers, describe
 from zeroshard.state.start import accepted_by_all, everybody_at
 from zeroshard.state.summary import summarize, warn_if_whole

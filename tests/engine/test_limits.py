@@ -1,6 +1,5 @@
 """Counters beyond the limits of what carries them: a run across a limit has the bits of one that starts at zero."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 from zeroshard.core.precision import LossScale
-from zeroshard.state.request import Described, check_bucket_count
-from zeroshard.state.units import UnitPlan
+from zeroshard.describe.specs import describe_units
+from zeroshard.describe.units import UnitPlan
+from zeroshard.state.request import check_bucket_count
 from zeroshard.testing import run_ranks
 from zeroshard.wire.board import ABOUT, ABOUT_BITS, PLACES, TURNS, WORDS
 from zeroshard.wire.comm import Tag
@@ -116,12 +116,10 @@ def test_every_bucket_has_places_of_its_own_on_the_board() -> None:
 def test_more_buckets_than_tags_can_tell_apart_are_refused() -> None:
     model = models.build(models.Stack)
     plan = UnitPlan("", model, [("weight", model.head.weight), ("bias", model.head.bias.requires_grad_(False))])
-    mesh = zs.Mesh(0, 1, 0, torch.device("cpu"))
-    plans, kept, settings = [plan] * (Tag.BUCKETS // 2), frozenset[int](), zs.Settings()
-    described = Described(model, [], zs.Residency(), zs.Precision(), mesh, "sum", plans, kept, {}, None, settings)
-    check_bucket_count(described)
+    plans, row = [plan] * (Tag.BUCKETS // 2), zs.Residency()
+    check_bucket_count(describe_units(plans, row, zs.Precision(), shard_size=1))
     with pytest.raises(ValueError, match=r"32,770 buckets.*32,768.*units=.*16,385"):
-        check_bucket_count(replace(described, plans=[*plans, plan]))
+        check_bucket_count(describe_units([*plans, plan], row, zs.Precision(), shard_size=1))
 
 
 def test_a_loss_scale_stays_finite() -> None:

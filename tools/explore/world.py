@@ -16,6 +16,7 @@ Note: completion
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -220,6 +221,7 @@ class FakeComm:
         self.sequence: list[Key] = []
         """What this rank took part in, in its order."""
         self._counts: dict[Key, int] = {}
+        self.sent_bytes: Counter[str] = Counter()
 
     def _come(self, channel: Key, kind: Key, value: Any, among: Key = (), ranks: int = 0) -> _Collective:
         count = self._counts.get(channel, 0)
@@ -249,10 +251,12 @@ class FakeComm:
 
     def gather(self, number: int, unit: int) -> FakePending:
         """Begin the gather of a unit in a pass."""
+        self.sent_bytes["gather"] += 1
         return FakePending(self, self._come(("gather", number, unit), ("gather",), None, self._copy, self.shards))
 
     def reduce(self, bits: Bits | None, number: int, unit: int) -> FakePending:
         """Begin the reduction of a unit in a pass, over one copy; None where this rank is not ready."""
+        self.sent_bytes["reduce"] += 1
         channel = ("reduce", number, unit)
         one = self._come(channel, ("reduce",), bits, self._copy, self.shards)
         meets = ("read", *channel[1:], self._counts[channel], self._copy) if self.world.is_in_place else None
@@ -337,16 +341,17 @@ class FakeUnit:
             one.wait()
             self._has_values = True
 
-    def release(self) -> None:
-        """Give its memory back."""
+    def release(self) -> int:
+        """Give its memory back; tell whether there was any."""
         if self.spec.is_whole:
-            return
+            return 0
         self.wait()
         if self.users:
             self._told(f"{self} was released while it was in use")
         if not self.is_open:
             self._told(f"{self} was released twice")
         self.is_open = self._has_values = False
+        return 1
 
     def rest(self) -> None:
         """Cost as little as possible."""
@@ -391,6 +396,10 @@ class FakeUnit:
     keep_changes = drop_changes = note_changes
 
     local_bytes = 0
+
+    def described(self) -> "FakeUnit":
+        """Return what events are made of."""
+        return self
 
     def sent_bytes(self, kind: str) -> int:
         """Return what an event sends."""

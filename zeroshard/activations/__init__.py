@@ -17,8 +17,8 @@ from zeroshard.activations.partition import Partition
 from zeroshard.activations.recompute import recompute
 from zeroshard.core.hooks import Enter, Exit
 from zeroshard.core.saved import SavedTensors, Treatment
-from zeroshard.state.activations import recomputed_modules
-from zeroshard.state.units import UnitPlan
+from zeroshard.describe.activations import recomputed_modules
+from zeroshard.describe.units import UnitPlan
 from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned, Treated
 from zeroshard.table.trace import Ledger
 from zeroshard.wire.comm import Comm

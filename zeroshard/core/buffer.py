@@ -37,11 +37,10 @@ class Bucket:
         parameters: as they are in the model, in registration order.
     """
 
-    def __init__(
-        self, spec: BucketSpec, parameters: Sequence[Tensor], dtypes: Dtypes, pool: Pool, ledger: Ledger
-    ) -> None:
+    def __init__(self, spec: BucketSpec, parameters: Sequence[Tensor], pool: Pool, ledger: Ledger) -> None:
         self.spec, self.layout, self.number = spec, spec.layout, spec.number
-        self.dtypes, self.dtype, self.device = dtypes, dtypes.param, parameters[0].device
+        self.dtypes = dtypes = Dtypes(spec.formats)
+        self.dtype, self.device = dtypes.param, parameters[0].device
         self.codec = codec_of(spec.formats.reduce)
         self.places = Places(spec, parameters)
         self._ledger, self._memory, (start, stop) = ledger, pool.memory, spec.shard
@@ -81,8 +80,8 @@ class Bucket:
             self._memory.open(self.full, self.spec.shard[0], self.shard)
         self._ledger.add("transient", self.full.nbytes)
 
-    def close(self) -> None:
-        """Take the memory of `full` back; views stay, and are empty."""
+    def close(self) -> int:
+        """Take the memory of `full` back, and return its bytes; views stay, and are empty."""
         if not self._memory.close(self.full) and not self._is_left:
             self._is_left = True
             warnings.warn(
@@ -91,6 +90,7 @@ class Bucket:
                 stacklevel=2,
             )
         self._ledger.add("transient", -self.full.nbytes)
+        return self.full.nbytes
 
     def rest(self) -> None:
         """Let `full` cost nothing for as long as it is not read, where its memory can do so."""

@@ -33,7 +33,7 @@ from zeroshard.core.states import Scope
 from zeroshard.core.unit import Reduction, Unit
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.schedule import ROOT, WINDOW, Action, Mark, Record, Request, Schedule, hoist, replay
-from zeroshard.table.trace import Event, Trace
+from zeroshard.table.trace import Event, Trace, event_of
 from zeroshard.torch_private import NoFunctionTransforms
 from zeroshard.wire.comm import Comm, Pending
 
@@ -347,28 +347,32 @@ class Order:
     # -- actions ----------------------------------------------------------------------------------------------------
 
     def _do(self, actions: Sequence[Action]) -> None:
-        pass_ = self._open_pass()
+        pass_, sent = self._open_pass(), self._comm.sent_bytes
         for kind, number in actions:
             unit = self._units[number]
-            self.trace.add(self._event(pass_.phase, pass_.key, kind, number))
+            if kind == "reduce":
+                self._finish_all()
+            before = sent[kind]
             if kind == "gather":
                 # A transform of torch.func that is under way would refuse to write where it did not begin.
                 with NoFunctionTransforms():
                     unit.start_gather(self._comm, pass_.number, str(pass_))
             elif kind == "release":
-                unit.release()
+                if not unit.release():
+                    continue
                 for staying in pass_.schedule.staying:
                     # One that is also the model's head has done its part, for now, and may be much of the memory.
                     self._units[staying].rest()
             else:
-                self._finish_all()
                 is_ready = pass_.is_closing or not self._comm.can_postpone or unit.is_complete()
                 self._in_flight.append(
                     unit.start_reduction(self._comm, pass_.number, str(pass_), pass_.scope, is_ready=is_ready)
                 )
-                if self._comm.wire.is_in_place:
-                    # Nothing travels meanwhile, and the next unit's gradients can have the buffer.
-                    self._finish_all()
+            # Written once it has happened, with what the wire counted.
+            self.trace.add(self._event(pass_.phase, pass_.key, kind, number, self.steps, sent[kind] - before))
+            if kind == "reduce" and self._comm.wire.is_in_place:
+                # Nothing travels meanwhile, and the next unit's gradients can have the buffer.
+                self._finish_all()
 
     def _finish_all(self) -> None:
         """Finish the reductions under way."""
@@ -376,7 +380,9 @@ class Order:
             self._finish(self._in_flight.pop(0))
 
     def _finish(self, reduction: Reduction) -> None:
+        sent_bytes = self._comm.sent_bytes["reduce"]
         tails = reduction.finish()
+        self.trace.add_sent("reduce", reduction.unit.name, self._comm.sent_bytes["reduce"] - sent_bytes)
         if tails is None:
             self._postpone(reduction.unit)
         else:
@@ -388,7 +394,7 @@ class Order:
         pass_ = self._open_pass()
         pass_.postponed.add(unit.number)
         pass_.waiting.add(unit.number)
-        self.trace.add(self._event(pass_.phase, pass_.key, "postpone", unit.number))
+        self.trace.add(self._event(pass_.phase, pass_.key, "postpone", unit.number, self.steps))
         if self._comm.mesh.rank == 0 and len(pass_.postponed) > WINDOW and not self._has_warned:
             self._has_warned = True
             nbytes = sum(self._units[number].local_bytes for number in pass_.postponed)
@@ -415,10 +421,11 @@ class Order:
 
     def publish(self, numbers: Sequence[int], start: Callable[[Unit], list[Pending]]) -> None:
         """End an update: send the updated parameters of `numbers` where ranks keep them whole; count the step."""
-        pending = []
+        pending, sent = [], self._comm.sent_bytes
         for number in numbers:
-            self.trace.add(self._event("step", None, "publish", number))
+            before = sent["gather"]
             pending += start(self._units[number])
+            self.trace.add(self._event("step", None, "publish", number, self.steps, sent["gather"] - before))
             self._done.append(number)
         for one in pending:
             one.wait()
@@ -431,34 +438,24 @@ class Order:
         self._count += 1
         return self._count
 
-    def _event(self, phase: str, key: Hashable, kind: str, number: int, *, is_next: bool = False) -> Event:
-        unit = self._units[number]
-        record = self._records.get(key, Record()) if kind == "gather" else Record()
-        dtype = "" if kind == "release" else unit.wire_dtypes(kind)
-        return Event(
-            self.steps + is_next,
-            phase,
-            kind,
-            unit.name,
-            unit.sent_bytes(kind),
-            number in record.pinned | record.outlasting,
-            dtype,
-        )
+    def _event(self, phase: str, key: Hashable, kind: str, number: int, step: int, sent: int | None = None) -> Event:
+        return event_of(self._units[number].described(), step, phase, kind, self._records.get(key, Record()), sent)
 
     def _predict(self) -> list[Event]:
         done = self._done if self.has_stepped else self._last_step
         if not done:
             raise RuntimeError("No step has been made yet: the first one is what the prediction is made from.")
         events: list[Event] = []
+        step = self.steps + self.has_stepped
         for item in done:
             if isinstance(item, int):
                 # -1 ends an update; any other number is a unit that was published.
-                end = Event(self.steps + self.has_stepped, "step", "step", "", 0)
-                events.append(end if item < 0 else self._event("step", None, "publish", item, is_next=self.has_stepped))
+                end = Event(step, "step", "step", "", 0)
+                events.append(end if item < 0 else self._event("step", None, "publish", item, step))
             else:
                 phase, key, marks = item
                 actions = replay(self._records[key], marks)
-                events += [self._event(phase, key, kind, unit, is_next=self.has_stepped) for kind, unit in actions]
+                events += [self._event(phase, key, kind, unit, step) for kind, unit in actions]
         return events
 
 

@@ -1,7 +1,7 @@
 """Which numbers are kept in which precision, and the loss scale that follows from it.
 
 Owns the dtypes of a bucket, rounding at random and the dynamic loss scale. It must not know buckets or passes;
-`state/precision.py` has what the user chooses.
+`describe/precision.py` has what the user chooses.
 
 Note: where a value is rounded
     Master weights and the optimizer's states are in `master` (fp32). Parameters that modules compute with are those
@@ -10,8 +10,7 @@ Note: where a value is rounded
     to `param` and its outputs to fp32, where losses belong. Buffers are never cast.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, final
 
 import torch
 
@@ -22,22 +21,14 @@ __all__ = ["Dtypes", "LossScale", "round_at_random"]
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
+@final
 class Dtypes:
-    """The dtypes of one bucket."""
+    """The dtypes of one bucket, from their names."""
 
-    param: torch.dtype
-    reduce: torch.dtype | str
-    grad: torch.dtype
-    master: torch.dtype
-    is_stochastic: bool = False
-    """Whether masters are updated in fp32 and rounded at random."""
-
-    @property
-    def formats(self) -> Formats:
-        """The same by name."""
-        kinds = (self.param, self.reduce, self.grad, self.master, torch.float32 if self.is_stochastic else self.master)
-        return Formats(*(str(kind).removeprefix("torch.") for kind in kinds))
+    def __init__(self, formats: Formats) -> None:
+        self.param, self.grad, self.master = (getattr(torch, n) for n in (formats.param, formats.grad, formats.master))
+        self.is_stochastic = formats.state != formats.master
+        """Whether masters are updated in fp32 and rounded at random."""
 
 
 def round_at_random(wide: Tensor, first: int, seed: int) -> Tensor:

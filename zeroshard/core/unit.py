@@ -102,6 +102,7 @@ class Unit:
         self._classes: list[tuple[type[torch.nn.Parameter], type[torch.nn.Parameter]]] = []
         """Of each parameter: its class while its values are there, and while they are released."""
         self._gathered = [bucket for bucket in buckets if bucket.spec.is_gathered]
+        self._known: tuple[list[tuple[bool, bool]], UnitSpec] = [], spec
         self.presence = Presence.WHOLE
         self._pending: list[Pending] = []
         self.calls = 0
@@ -142,26 +143,16 @@ class Unit:
         return [slot_of(p) for p in self.parameters]
 
     def described(self) -> UnitSpec:
-        """Return what the unit is now, for predictions: which buckets are trained and updated may change."""
+        """Return what the unit is now: which buckets are trained and updated may change."""
         trained = self.reducible()
-        return replace(
-            self.spec,
-            buckets=tuple(replace(b.spec, is_trained=b in trained, is_updated=b.has_states) for b in self.buckets),
-        )
+        if (now := [(bucket in trained, bucket.has_states) for bucket in self.buckets]) != self._known[0]:
+            specs = [replace(b.spec, is_trained=t, is_updated=u) for b, (t, u) in zip(self.buckets, now, strict=True)]
+            self._known = now, replace(self.spec, buckets=tuple(specs))
+        return self._known[1]
 
     def reducible(self) -> list[Bucket]:
         """Return the buckets that hold elements and a parameter that wants gradients now; the same on every rank."""
         return [b for b in self.buckets if b.layout.full_numel and any(p.requires_grad for p in b.parameters)]
-
-    def sent_bytes(self, kind: str) -> int:
-        """Return the bytes that this rank sends for one event of `kind`."""
-        buckets = self.reducible() if kind == "reduce" else self.buckets
-        return sum(b.spec.sent_bytes(kind) for b in buckets if kind != "publish" or b.has_states)
-
-    def wire_dtypes(self, kind: str) -> str:
-        """Return the dtypes that an event of `kind` has on the wire, as "bfloat16" or "bfloat16+float32"."""
-        reduced = [bucket.spec.formats.reduce for bucket in self.reducible()]
-        return "+".join(sorted(set(reduced if kind == "reduce" else [b.spec.formats.param for b in self.buckets])))
 
     # -- changes in place -----------------------------------------------------------------------------------------
 
@@ -209,14 +200,16 @@ class Unit:
                 bucket.changes.restore()
             self.let_read(Presence.WHOLE)
 
-    def release(self) -> None:
-        """Give the memory back; a gather under way is awaited first, since others still send."""
+    def release(self) -> int:
+        """Give the memory back, and return its bytes; a gather under way is awaited first, since others still send."""
+        nbytes = 0
         self.wait()
         for bucket in self._gathered:
             bucket.changes.note()
-            bucket.close()
+            nbytes += bucket.close()
         if not self.spec.is_whole:
             self.let_read(Presence.RELEASED)
+        return nbytes
 
     def rest(self) -> None:
         """Have what is whole, but not in use right now, cost as little as its memory can do."""

@@ -1,3 +1,6 @@
-"""A model as engine and planner see it before anything is built: units, formats, names. Read `activations.py` first."""
+"""A model described: its units, the formats of each column, and the records that engine and planner share.
+
+Read `units.py`, then `specs.py`. It reads models and changes nothing, and knows neither ranks' processes nor engines.
+"""
 
 __all__: list[str] = []

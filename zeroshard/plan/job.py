@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, final
 
-from zeroshard.describe.activations import ActivationsLike, activations_of
+from zeroshard.describe.treatments import ActivationsLike, activations_of
 from zeroshard.plan.film import Call, Job
 from zeroshard.plan.hardware import Cost, Device
 from zeroshard.plan.shapes import Transformer

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
-from zeroshard.describe.activations import ActivationsLike
+from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.plan.allocator import Event as Call
 from zeroshard.plan.allocator import Rules, simulate
 from zeroshard.plan.film import Film, Job, calls_of, make_film

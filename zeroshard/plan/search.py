@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Final, final
 
-from zeroshard.describe.activations import activations_of
+from zeroshard.describe.treatments import activations_of
 from zeroshard.plan.film import make_film
 from zeroshard.plan.hardware import Device, device_named
 from zeroshard.plan.job import Options, check_options, check_shape, job_of_shape

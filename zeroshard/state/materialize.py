@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from zeroshard.core.parameter import METADATA, ReleasedParameter, ShardedParameter
 from zeroshard.core.tree import find
-from zeroshard.state.units import UnitPlan
+from zeroshard.describe.units import UnitPlan
 from zeroshard.torch_private import version_of
 from zeroshard.wire.mesh import Mesh
 

@@ -16,17 +16,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.core.parameter import ShardedParameter
-from zeroshard.core.precision import Dtypes
 from zeroshard.core.slot import Form
-from zeroshard.describe.activations import ActivationsLike, activations_of
-from zeroshard.state.activations import check_activations
+from zeroshard.describe.activations import check_activations
+from zeroshard.describe.precision import Precision, precision_of
+from zeroshard.describe.specs import describe_units
+from zeroshard.describe.treatments import ActivationsLike, activations_of
+from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.state.admission import admit
 from zeroshard.state.materialize import InitFn, Weights, check_source
-from zeroshard.state.precision import Precision, precision_of
 from zeroshard.state.start import check_seconds
-from zeroshard.state.units import UnitPlan, plan_units
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
+from zeroshard.table.spec import UnitSpec
 from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, row_of_stage
 from zeroshard.wire.comm import Tag
 from zeroshard.wire.mesh import Mesh
@@ -66,7 +67,8 @@ class Described:
 
     Args:
         reduction: "mean", "sum", or what sums of gradients over ranks are divided by.
-        kept: the parameters that precision leaves as they are, by identity.
+        plans: the units in the model: their modules and parameters.
+        units: the same as records: their buckets, as this rank has them.
         forms: what kind of tensor each parameter is, by identity.
         source: where the values of a model on the meta device come from.
     """
@@ -78,7 +80,7 @@ class Described:
     mesh: Mesh
     reduction: str | float
     plans: Sequence[UnitPlan]
-    kept: frozenset[int]
+    units: Sequence[UnitSpec]
     forms: Mapping[int, Form]
     source: Weights | InitFn | None
     settings: Settings
@@ -94,14 +96,6 @@ class Described:
         """Return, in words, what all ranks must have in common beside the model and its optimizers."""
         row = name_of_row(self.row)
         return f"{row}, reduction={self.reduction}, {self.precision}, axes={self.mesh.axes}, {self.settings}"
-
-    def buckets_of(self, plan: UnitPlan) -> list[tuple[Dtypes, list[tuple[str, nn.Parameter]]]]:
-        """Return the parameters of a unit by what makes a bucket: dtypes and trainability, in order of first ones."""
-        sets: dict[tuple[Dtypes, bool], list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in plan.parameters:
-            dtypes = self.precision.dtypes_of(parameter.dtype, is_kept=id(parameter) in self.kept)
-            sets.setdefault((dtypes, parameter.requires_grad), []).append((name, parameter))
-        return [(dtypes, named) for (dtypes, _), named in sets.items()]
 
 
 def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
@@ -125,13 +119,19 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     _check_model(model, settings.forward_methods, mesh)
     check_optimizers(model, optimizers, row, settings.elementwise, is_final=request.optimizer is not None)
     plans, source = plan_units(model, request.units), check_source(model, request.weights)
-    check_activations(row.activations, plans, mesh)
-    kept = frozenset(id(p) for m in model.modules() if isinstance(m, precision.keep) for p in m.parameters())
-    described = Described(
-        model, optimizers, row, precision, mesh, request.reduction, plans, kept, forms_of(model, mesh), source, settings
+    check_activations(row.activations, plans, len(mesh.tensor_ranks))
+    forms = forms_of(model, mesh)
+    units = describe_units(
+        plans,
+        row,
+        precision,
+        shard_size=mesh.shard_size,
+        shard_rank=mesh.shard_rank,
+        replicas=mesh.replicas,
+        numel_of=lambda parameter: forms[id(parameter)].part(parameter.detach()).numel(),
     )
-    check_bucket_count(described)
-    return described
+    check_bucket_count(units)
+    return Described(model, optimizers, row, precision, mesh, request.reduction, plans, units, forms, source, settings)
 
 
 def _row(request: Request) -> Residency:
@@ -315,11 +315,11 @@ def check_optimizers(
             )
 
 
-def check_bucket_count(described: Described) -> None:
+def check_bucket_count(units: Sequence[UnitSpec]) -> None:
     """Raise where a model has more buckets than messages can tell apart."""
-    count = sum(len(described.buckets_of(plan)) for plan in described.plans)
+    count = sum(len(unit.buckets) for unit in units)
     if count > Tag.BUCKETS:
         raise ValueError(
             f"The model has {count:,} buckets (a unit has one for each dtype and trainability), and messages tell "
-            f"{Tag.BUCKETS:,} apart. Name larger units with units=: there are {len(described.plans):,} now."
+            f"{Tag.BUCKETS:,} apart. Name larger units with units=: there are {len(units):,} now."
         )

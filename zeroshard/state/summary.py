@@ -14,9 +14,9 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.slot import slot_of
 from zeroshard.core.unit import Unit
+from zeroshard.describe.blocks import LARGE_PART
+from zeroshard.describe.units import UnitPlan
 from zeroshard.state.accounting import predict_step_bytes
-from zeroshard.state.blocks import LARGE_PART
-from zeroshard.state.units import UnitPlan
 from zeroshard.table.bytes import kept_bytes
 from zeroshard.table.schedule import ROOT
 from zeroshard.wire.mesh import Mesh

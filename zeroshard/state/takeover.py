@@ -16,11 +16,9 @@ from zeroshard.core.saved import Treatment
 from zeroshard.core.slot import Form, Slot, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
+from zeroshard.describe.units import UnitPlan
 from zeroshard.state.materialize import materialize
 from zeroshard.state.request import Described
-from zeroshard.state.units import UnitPlan
-from zeroshard.table.layout import plan_layout
-from zeroshard.table.spec import BucketSpec, UnitSpec
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import accept_in_foreach
 from zeroshard.wire.comm import Comm
@@ -39,8 +37,7 @@ def build(described: Described, comm: Comm, ledger: Ledger, treatment: Treatment
     accept_in_foreach(LogicalGradient, MasterGradient, MasterSlice)
     model, made = described.model, dict[int, Unit]()
     for number in materialize(model, described.plans, described.mesh, described.source):
-        first_bucket = sum(len(unit.buckets) for unit in made.values())
-        made[number] = _make_unit(number, described, comm.pool, ledger, first_bucket)
+        made[number] = _make_unit(number, described, comm.pool, ledger)
         # Taken over and released before the next is made: never more than one unit is there twice.
         _take_over(made[number], described.plans[number], described.forms, comm)
     for name, tensor in model.named_buffers():
@@ -52,26 +49,12 @@ def build(described: Described, comm: Comm, ledger: Ledger, treatment: Treatment
     return engine
 
 
-def _make_unit(number: int, described: Described, pool: Pool, ledger: Ledger, first_bucket: int) -> Unit:
-    """Make a unit with empty buckets: one for each set of dtypes and trainability, in order of first parameters."""
-    plan, mesh = described.plans[number], described.mesh
-    buckets: list[Bucket] = []
-    for dtypes, parameters in described.buckets_of(plan):
-        named = [(name, described.forms[id(p)].part(p.detach())) for name, p in parameters]
-        numels = [part.numel() for _, part in named]
-        spec = BucketSpec(
-            plan.name or "the root",
-            first_bucket + len(buckets),
-            tuple(name for name, _ in named),
-            plan_layout(numels, dtypes.param.itemsize, mesh.shard_size, mesh.replicas),
-            dtypes.formats,
-            described.row,
-            mesh.shard_rank,
-            mesh.replicas,
-        )
-        buckets.append(Bucket(spec, [part for _, part in named], dtypes, pool, ledger))
-    spec_of_unit = UnitSpec(number, plan.name, tuple(bucket.spec for bucket in buckets))
-    return Unit(spec_of_unit, buckets, described.scale, plan.blocks)
+def _make_unit(number: int, described: Described, pool: Pool, ledger: Ledger) -> Unit:
+    """Make a described unit, with empty buckets."""
+    plan, spec = described.plans[number], described.units[number]
+    parameters = {name: described.forms[id(p)].part(p.detach()) for name, p in plan.parameters}
+    buckets = [Bucket(one, [parameters[name] for name in one.names], pool, ledger) for one in spec.buckets]
+    return Unit(spec, buckets, described.scale, plan.blocks)
 
 
 def _take_over(unit: Unit, plan: UnitPlan, forms: Mapping[int, Form], comm: Comm) -> None:

@@ -9,7 +9,7 @@ Note: order
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -18,10 +18,11 @@ from torch import nn
 from zeroshard.core.engine import Engine
 from zeroshard.core.hooks import Enter, Exit, Hook, Landed, Registered
 from zeroshard.core.slot import slot_of
+from zeroshard.describe.precision import Precision
+from zeroshard.describe.units import UnitPlan
+from zeroshard.state.casts import CastIn, CastOut
 from zeroshard.state.duplicate import copy_plain
 from zeroshard.state.heads import AddInPlace
-from zeroshard.state.precision import CastIn, CastOut, Precision
-from zeroshard.state.units import UnitPlan, registered
 
 __all__ = ["wire"]
 
@@ -39,7 +40,7 @@ def wire(
         for module, name in plan.entries.items() if engine.has_frames else ():
             known = entries.get(module, ("", ()))[1]
             entries[module] = (name, (*known, unit.number))
-    own = registered(model)
+    own = _registered(model)
     return _hang(engine, model, entries, own, methods, precision)
 
 
@@ -119,6 +120,28 @@ def _wrap(
         return output if casts is None else casts[1](model, args, kwargs, output)
 
     return run
+
+
+def _registered(model: nn.Module) -> list[Registered]:
+    """Return every place where a parameter is registered, and the modules on the way there."""
+    found: dict[str, Registered] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                name = f"{path}.{key}" if path else key
+                found[name] = Registered(name, module._parameters, key, id(parameter))
+                found.update((one.name, one) for one in _way_to(model, path))
+    return list(found.values())
+
+
+def _way_to(model: nn.Module, path: str) -> Iterator[Registered]:
+    """Yield the modules from the model down to `path`, each in its parent."""
+    parent, parts = model, path.split(".") if path else []
+    for place, key in enumerate(parts):
+        child = parent._modules[key]
+        assert child is not None
+        yield Registered(".".join(parts[: place + 1]), parent._modules, key, id(child))
+        parent = child
 
 
 @final

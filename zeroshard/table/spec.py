@@ -217,3 +217,8 @@ class UnitSpec:
     def sent_bytes(self, kind: str) -> int:
         """Return what this rank sends for one event of `kind`."""
         return sum(bucket.sent_bytes(kind) for bucket in (self.reduced if kind == "reduce" else self.buckets))
+
+    def wire_dtypes(self, kind: str) -> str:
+        """Return the dtypes that an event of `kind` has on the wire, as "bfloat16" or "bfloat16+float32"."""
+        reduced, gathered = [b.formats.reduce for b in self.reduced], [b.formats.param for b in self.buckets]
+        return "" if kind == "release" else "+".join(sorted(set(reduced if kind == "reduce" else gathered)))

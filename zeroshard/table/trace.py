@@ -6,9 +6,12 @@ decides by what is written here.
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-__all__ = ["Event", "Ledger", "Memory", "Trace", "Traffic"]
+from zeroshard.table.schedule import Record
+from zeroshard.table.spec import UnitSpec
+
+__all__ = ["Event", "Ledger", "Memory", "Trace", "Traffic", "event_of"]
 
 KEPT_STEPS = 3
 """Steps whose events are kept, so that a long run does not grow."""
@@ -39,8 +42,22 @@ class Event:
     dtype: str = ""
 
 
+def event_of(unit: UnitSpec, step: int, phase: str, kind: str, record: Record, nbytes: int | None = None) -> Event:
+    """Return the event of one action on a unit.
+
+    Args:
+        record: what the pass followed.
+        nbytes: what was sent for it; by default what the unit's layout says.
+    """
+    is_pinned = kind == "gather" and unit.number in record.pinned | record.outlasting
+    sent = unit.sent_bytes(kind) if nbytes is None else nbytes
+    return Event(step, phase, kind, unit.name, sent, is_pinned, unit.wire_dtypes(kind))
+
+
 class Trace:
     """Events of the last steps on this rank, and what `table/schedule.py` says the next step will issue.
+
+    An event is written when its collective was issued, or its memory given back, with the bytes that the wire counted.
 
     ```python
     import torch, zeroshard as zs
@@ -80,6 +97,14 @@ class Trace:
         if self._steps[-1] and self._steps[-1][-1].step != event.step:
             self._steps.append([])
         self._steps[-1].append(event)
+
+    def add_sent(self, kind: str, unit: str, nbytes: int) -> None:
+        """Count what was sent for the last event of a kind and unit after its issue."""
+        events = self._steps[-1] if nbytes else []
+        for place in reversed(range(len(events))):
+            if (events[place].kind, events[place].unit) == (kind, unit):
+                events[place] = replace(events[place], nbytes=events[place].nbytes + nbytes)
+                return
 
 
 @dataclass(frozen=True)

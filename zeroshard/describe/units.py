@@ -4,15 +4,14 @@ Owns the rules and nothing else: it reads the model and changes nothing. Units a
 rank finds the same.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from zeroshard.core.hooks import Registered
-from zeroshard.state.blocks import SMALL_BYTES, SMALL_PART, apart_bytes, find_blocks, is_leaf, large_bytes
+from zeroshard.describe.blocks import SMALL_BYTES, SMALL_PART, apart_bytes, find_blocks, is_leaf, large_bytes
 
-__all__ = ["UnitPlan", "plan_units", "registered"]
+__all__ = ["UnitPlan", "plan_units"]
 
 Named = tuple[str, nn.Parameter]
 
@@ -43,7 +42,7 @@ def plan_units(model: nn.Module, units: Sequence[object] | None) -> list[UnitPla
     """Return the units of `model`, the root first.
 
     Args:
-        units: modules, module classes or class names; by default blocks are found (`state/blocks.py`), and small
+        units: modules, module classes or class names; by default blocks are found (`describe/blocks.py`), and small
             neighbours joined until they are worth their messages.
 
     Raises:
@@ -188,25 +187,3 @@ def _add_other_owners(
                 visit(child, around)
 
     visit(model, ())
-
-
-def registered(model: nn.Module) -> list[Registered]:
-    """Return every place where a parameter is registered, and the modules on the way there."""
-    found: dict[str, Registered] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                name = f"{path}.{key}" if path else key
-                found[name] = Registered(name, module._parameters, key, id(parameter))
-                found.update((one.name, one) for one in _way_to(model, path))
-    return list(found.values())
-
-
-def _way_to(model: nn.Module, path: str) -> Iterator[Registered]:
-    """Yield the modules from the model down to `path`, each in its parent."""
-    parent, parts = model, path.split(".") if path else []
-    for place, key in enumerate(parts):
-        child = parent._modules[key]
-        assert child is not None
-        yield Registered(".".join(parts[: place + 1]), parent._modules, key, id(child))
-        parent = child

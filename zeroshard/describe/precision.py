@@ -1,21 +1,19 @@
-"""The precision that the caller of `shard()` chooses, and the casts at the edges of the model.
+"""The precision that the caller of `shard()` chooses, and the formats that follow for each column.
 
-Owns the choice, its checks, and the hooks that cast. Read `core/precision.py` (where a value is rounded) first.
+Owns the choice and its checks. `core/precision.py` says where a value is rounded, `state/casts.py` has the casts at the
+edges of the model.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Literal
 
 import torch
 from torch import nn
 
-from zeroshard.core.hooks import Hook
-from zeroshard.core.precision import Dtypes, LossScale
-from zeroshard.core.tree import map_floating
-from zeroshard.table.spec import CODECS
+from zeroshard.table.spec import CODECS, Formats
 from zeroshard.torch_private import BatchNorm
 
-__all__ = ["CastIn", "CastOut", "Precision", "precision_of"]
+__all__ = ["Precision", "precision_of"]
 
 
 @dataclass(frozen=True)
@@ -68,14 +66,19 @@ class Precision:
         if self.rounding == "stochastic" and self.master != torch.bfloat16:
             raise ValueError(f"rounding='stochastic' needs master=torch.bfloat16; got master={self.master}.")
 
-    def dtypes_of(self, dtype: torch.dtype, *, is_kept: bool) -> Dtypes:
-        """Return the dtypes for a parameter that has `dtype` in the model."""
+    def formats_of(self, dtype: torch.dtype, *, is_kept: bool) -> Formats:
+        """Return the formats for a parameter that has `dtype` in the model."""
         # One byte is what weights are quantized to, with scales beside them: a cast would undo it.
         if is_kept or self.param is None or not dtype.is_floating_point or dtype.itemsize == 1:
-            return Dtypes(dtype, dtype, dtype, dtype)
+            return _formats(dtype, dtype, dtype, dtype, dtype)
         grad = self.grad or torch.promote_types(self.param, torch.float32)
         master = self.master or torch.promote_types(dtype, torch.float32)
-        return Dtypes(self.param, self.reduce or grad, grad, master, self.rounding == "stochastic")
+        state = torch.float32 if self.rounding == "stochastic" else master
+        return _formats(self.param, self.reduce or grad, grad, master, state)
+
+
+def _formats(*kinds: torch.dtype | str) -> Formats:
+    return Formats(*(str(kind).removeprefix("torch.") for kind in kinds))
 
 
 def precision_of(choice: str | Precision) -> Precision:
@@ -94,54 +97,3 @@ def precision_of(choice: str | Precision) -> Precision:
     if not isinstance(choice, str) or choice not in named:
         raise ValueError(f"precision must be one of {', '.join(named)} or a zs.Precision; got {choice!r}.")
     return named[choice]
-
-
-@final
-class CastIn(Hook):
-    """Casts the floating-point inputs of a module."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the inputs, cast."""
-        return map_floating(args, self._cast), map_floating(kwargs, self._cast)
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._dtype)
-
-
-@final
-class CastOut(Hook):
-    """Casts the floating-point outputs of a module; with a loss scale, their gradients are multiplied by it."""
-
-    def __init__(self, dtype: torch.dtype, loss_scale: LossScale | None = None) -> None:
-        self._dtype, self._loss_scale = dtype, loss_scale
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Return the outputs, cast."""
-        return map_floating(output, self._cast)
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._loss_scale is not None and tensor.requires_grad:
-            scaled: torch.Tensor = _Scaled.apply(tensor, self._dtype, self._loss_scale)  # type: ignore[no-untyped-call]
-            return scaled
-        return tensor.to(self._dtype)
-
-
-class _Scaled(torch.autograd.Function):
-    """A cast whose gradient is multiplied by the loss scale: a node of the graph, which nothing bypasses."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dtype: torch.dtype, loss_scale: LossScale) -> torch.Tensor:
-        ctx.dtype, ctx.loss_scale = tensor.dtype, loss_scale
-        return tensor.to(dtype, copy=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True with a loss scale: what is computed from these gradients would be scaled twice. "
-                'Use precision="bf16" or "fp32", or loss_scale=None and a scale of your own.'
-            )
-        return (grad * ctx.loss_scale.value).to(ctx.dtype), None, None

@@ -7,7 +7,7 @@ from torch import nn
 import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
-from zeroshard.state.units import SMALL_BYTES, SMALL_PART, plan_units
+from zeroshard.describe.units import SMALL_BYTES, SMALL_PART, plan_units
 from zeroshard.testing import run_ranks
 
 

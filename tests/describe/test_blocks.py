@@ -8,8 +8,8 @@ import transformers
 from torch import nn
 
 from tests import models
-from zeroshard.state.blocks import LARGE_BYTES, LARGE_PART
-from zeroshard.state.units import UnitPlan, plan_units
+from zeroshard.describe.blocks import LARGE_BYTES, LARGE_PART
+from zeroshard.describe.units import UnitPlan, plan_units
 
 
 class Layer(nn.Module):

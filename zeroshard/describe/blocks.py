@@ -1,12 +1,12 @@
 """Which modules of a model are its blocks, found where the user names none.
 
-Owns the rule below and nothing else: it reads the model and changes nothing. `state/units.py` makes units of blocks.
+Owns the rule below and nothing else: it reads the model and changes nothing. `describe/units.py` makes units of blocks.
 
 Note: the rule
     No unit besides a single leaf holds more than an eighth of the model and more than 64 MiB, nor more than one of at
     least 8 equal blocks. A block is a member of a container (ModuleList, Sequential, ModuleDict, also nested) or of a
     class that Transformers names in `_no_split_modules`. Blocks stay whole otherwise, so that a compiled block is one
-    graph. Small neighbours that `state/units.py` joins are the exception.
+    graph. Small neighbours that `describe/units.py` joins are the exception.
 Note: what is never a block
     A module that is not called, because a unit is gathered where its module is called: containers, the projection in
     torch's MultiheadAttention, what a parametrization computes with. Their parameters would be whole to the end of the
@@ -201,8 +201,8 @@ class _Tree:
     def choose_apart(self, module: nn.Module, least_bytes: float) -> int:
         """Choose what is larger than `least_bytes` and lies inside `module`, but in no block; return the bytes left.
 
-        A parameter that is that large and most of its module is left to `state/units.py`, which makes it a unit alone:
-        its gradient is then reduced where autograd wrote it (`core/gradient.py`).
+        A parameter that is that large and most of its module is left to `describe/units.py`, which makes it a unit
+        alone: its gradient is then reduced where autograd wrote it (`core/gradient.py`).
         """
         left = sum(nbytes for nbytes in self._own[module] if nbytes <= least_bytes)
         for child in self.children[module]:

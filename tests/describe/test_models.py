@@ -49,7 +49,7 @@ def test_tiny_models_train_as_in_one_process(library: str) -> None:
 
 def test_a_model_that_breaks_the_rule_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks looked for in no container, the model is one unit."""
-    monkeypatch.setattr("zeroshard.state.units.find_blocks", lambda model: (set(), float("inf")))
+    monkeypatch.setattr("zeroshard.describe.units.find_blocks", lambda model: (set(), float("inf")))
     row = measure("transformers", "LlamaForCausalLM", REAL["transformers", "LlamaForCausalLM"])
     assert row.broken == ("(root) holds 100%",)
     assert row.is_warned

@@ -1,0 +1,258 @@
+"""The plan's events are those of the engine's trace: of runs of `make train`, and of models that use units otherwise.
+
+The plan reads the model on the meta device; the trace is what the engine wrote as it acted, with the bytes that the
+wire counted.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard as zs
+from tests import models
+from tests.oracle import STAGES, TIMEOUT_S, Sharded
+from zeroshard.describe.precision import Precision, precision_of
+from zeroshard.describe.specs import describe_units
+from zeroshard.describe.treatments import activations_of
+from zeroshard.describe.units import plan_units
+from zeroshard.plan.passes import Uses, plain_uses, step_events
+from zeroshard.plan.uses import trace_uses
+from zeroshard.table.cells import Residency
+from zeroshard.table.stages import STAGES as ROWS
+from zeroshard.table.trace import Event
+from zeroshard.testing import run_ranks
+from zeroshard.train.config import Config, load_config
+from zeroshard.train.loop import train
+from zeroshard.train.models.gpt import GPT
+
+STEPS = 5
+SHRUNK = [f"train.steps={STEPS}", "train.eval_bytes=2000", "run.sample_bytes=8", "zero.watchdog_s=20"]
+"""The configuration of `make train` but for its steps and what is evaluated."""
+
+
+class Silent:
+    """A reporter that tells nobody."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: None
+
+
+# -- `make train` -----------------------------------------------------------------------------------------------------
+
+
+def traced_runs(folder: str, variants: Sequence[Sequence[str]]) -> list[list[Event]]:
+    """Train once for each list of overrides; return the events of the last step that was made. Runs on a rank."""
+    found, shard = [], zs.shard
+    for number, overrides in enumerate(variants):
+        handles: list[zs.Zero] = []
+
+        def kept(*args: Any, handles: list[zs.Zero] = handles, **options: Any) -> zs.Zero:
+            handles.append(shard(*args, **options))
+            return handles[0]
+
+        zs.shard = kept
+        train(configured(folder, [*overrides, f"run.name={number}"]), Silent())
+        found.append(handles[0].trace.step_events(STEPS - 1))
+    return found
+
+
+def configured(folder: str, overrides: Sequence[str]) -> Config:
+    return load_config(overrides=[*SHRUNK, f"run.folder={folder}", *overrides])
+
+
+def planned_run(config: Config, rank: int, world: int, uses: Uses | None = None) -> list[Event]:
+    """Return the plan's events of the last step of a run, from its configuration alone."""
+    row = Residency(
+        *(getattr(ROWS[config.zero.stage], column) for column in ("states", "gradients", "parameters")),
+        activations=activations_of(config.zero.activations),
+    )
+    with torch.device("meta"):
+        model = GPT(config.gpt)
+        tokens = torch.zeros(1, config.model.context, dtype=torch.int64)
+    plans = plan_units(model, None)
+    units = describe_units(plans, row, precision_of(config.train.precision), shard_size=world, shard_rank=rank)
+    if uses is None:
+        uses = trace_uses(_loss, model, [tokens, tokens], plans, activations=row.activations)
+    # Every step but the last is followed by an evaluation, of 2,000 bytes in batches of 8 windows.
+    batches = -(-2000 // (8 * config.model.context * world)) if config.train.eval_every == 1 else 0
+    return step_events(
+        units,
+        uses,
+        micro_batches=config.train.accumulation,
+        no_sync=config.zero.no_sync,
+        evaluations=batches,
+        step=STEPS - 1,
+    )
+
+
+def _loss(model: nn.Module, *inputs: Tensor) -> Tensor:
+    loss: Tensor = model(*inputs)
+    return loss
+
+
+VARIANTS = {
+    "as it is": [],
+    "recomputed": ["zero.activations=recompute"],
+    "compressed": ["zero.activations=compress"],
+    "bf16": ["train.precision=bf16"],
+    "fp16": ["train.precision=fp16"],
+    "accumulated": ["train.accumulation=2"],
+    "accumulated without a reduction": ["train.accumulation=2", "zero.no_sync=true"],
+    "after an evaluation": ["train.eval_every=1"],
+    "all": ["zero.activations=recompute", "train.precision=bf16", "train.accumulation=2", "train.eval_every=1"],
+}
+
+
+def compare(planned: Sequence[Event], traced: Sequence[Event], where: str) -> None:
+    for index, (expected, came) in enumerate(zip(planned, traced, strict=False)):
+        assert expected == came, f"{where}, event {index}: {came}, planned {expected}"
+    assert len(planned) == len(traced), f"{where}: {len(traced)} events, planned {len(planned)}"
+    assert traced, where
+
+
+@pytest.mark.parametrize(("stage", "world"), [*((stage, 2) for stage in STAGES), (3, 1)])
+def test_the_plan_of_make_train_is_the_trace(stage: int, world: int, tmp_path: Path) -> None:
+    variants = {name: [f"zero.stage={stage}", *overrides] for name, overrides in VARIANTS.items()}
+    by_rank = run_ranks(traced_runs, world, str(tmp_path), list(variants.values()), timeout_s=120.0)
+    for rank, runs in enumerate(by_rank):
+        for (name, overrides), traced in zip(variants.items(), runs, strict=True):
+            planned = planned_run(configured("", overrides), rank, world)
+            compare(planned, traced, f"{name}, [rank {rank}/{world}]")
+            assert [event.kind for event in traced].count("gather") == 0 or (stage, world) == (3, 2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_run_of_make_train_is_as_planned(stage: int, tmp_path: Path) -> None:
+    """One variant alone, for planted bugs."""
+    overrides = [f"zero.stage={stage}"]
+    for rank, (traced,) in enumerate(run_ranks(traced_runs, 2, str(tmp_path), [overrides], timeout_s=60.0)):
+        compare(planned_run(configured("", overrides), rank, 2), traced, f"[rank {rank}/2]")
+
+
+def test_units_that_follow_one_another_need_no_trace() -> None:
+    config = configured("", [])
+    assert planned_run(config, 0, 2, plain_uses(1 + config.model.depth)) == planned_run(config, 0, 2)
+
+
+# -- models that use units otherwise ----------------------------------------------------------------------------------
+
+
+class Twice(models.Stack):
+    """A stack that runs its first block again at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in [*self.blocks, self.blocks[0]]:
+            x = block(x)
+        return self.head(x)
+
+
+class Skipping(models.Stack):
+    """A stack whose middle block runs on no rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[2](self.blocks[0](self.stem(x))))
+
+
+class Checkpointed(models.Stack):
+    """A stack that recomputes all its blocks by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Frozen(models.Stack):
+    """A stack with a frozen stem, a frozen block and a partly frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=4)
+        for part in (self.stem, self.blocks[1], self.blocks[2].norm):
+            part.requires_grad_(False)
+
+
+class Spare(models.Block):
+    """A block with a layer that gets no gradient."""
+
+    def __init__(self, width: int = models.WIDTH) -> None:
+        super().__init__(width)
+        self.spare = nn.Linear(width, width)
+
+
+class Across(models.Stack):
+    """A stack whose blocks are used one beside the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(torch.stack([block(x) for block in self.blocks]).sum(0))
+
+
+def units_of(kinds: Sequence[type[nn.Module]], loss: Callable[..., Tensor] = models.stack_loss) -> dict[str, Any]:
+    return {"units": list(kinds), "loss": loss}
+
+
+TIED = units_of([models.Attention, nn.Embedding], models.gpt_loss)
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "one after the other": (models.Stack, {}),
+    "ten blocks": (functools.partial(models.Stack, depth=10), {}),
+    "joined blocks": (functools.partial(models.Stack, depth=40), {}),
+    "a block called twice": (Twice, {}),
+    "a block that is skipped": (Skipping, {}),
+    "recomputed by the model": (Checkpointed, {}),
+    "frozen parts": (Frozen, {}),
+    "parameters without gradients": (functools.partial(models.Stack, kind=Spare), {}),
+    "blocks beside one another": (Across, {}),
+    "units inside units": (models.Stack, units_of([models.Block, nn.LayerNorm])),
+    "a tied head": (models.GPT, TIED),
+    "a tied head, recomputed": (models.GPT, TIED | {"activations": "recompute"}),
+    "a head of its own": (functools.partial(models.GPT, tied=False), TIED | {"activations": "offload"}),
+    "a first block without inputs that want gradients": (
+        functools.partial(models.Stack, depth=3),
+        units_of([nn.Linear, models.Block]),
+    ),
+}
+
+
+def follow(build: Callable[[], nn.Module], stage: int, options: dict[str, Any]) -> list[Event]:
+    """Train, and return the events of the last step. Runs on a rank."""
+    run = Sharded(stage, {"shared_memory": options.get("shared_memory", True)})
+    model = models.build(build)
+    optimizer = models.adamw(model)
+    run.shard(model, optimizer, units=options.get("units"), activations=options.get("activations"))
+    for step in range(STEPS):
+        options.get("loss", models.stack_loss)(model, step, run.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return run.zeros[0].trace.step_events(STEPS - 1)
+
+
+def planned(build: Callable[[], nn.Module], stage: int, options: dict[str, Any], rank: int, world: int) -> list[Event]:
+    model, cell = models.build(build), activations_of(options.get("activations"))
+    plans = plan_units(model, options.get("units"))
+    row = Residency(*(getattr(ROWS[stage], column) for column in ("states", "gradients", "parameters")), cell)
+    units = describe_units(plans, row, Precision(), shard_size=world, shard_rank=rank)
+    loss = functools.partial(options.get("loss", models.stack_loss), step=0, rank=0)
+    return step_events(units, trace_uses(loss, model, [], plans, activations=cell), step=STEPS - 1)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_is_the_trace_however_units_are_used(case: str, stage: int) -> None:
+    build, options = CASES[case]
+    for rank, traced in enumerate(run_ranks(follow, 2, build, stage, options, timeout_s=TIMEOUT_S)):
+        compare(planned(build, stage, options, rank, 2), traced, f"{case}, stage {stage}, [rank {rank}/2]")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_plan_is_the_trace_where_ranks_send_messages(stage: int) -> None:
+    options = {"shared_memory": False}
+    for rank, traced in enumerate(run_ranks(follow, 3, models.Stack, stage, options, timeout_s=TIMEOUT_S)):
+        compare(planned(models.Stack, stage, options, rank, 3), traced, f"stage {stage}, [rank {rank}/3]")

@@ -1,0 +1,174 @@
+"""What a step issues, event by event, before any step was made: gathers, releases, reductions, updates.
+
+Owns the way from the order in which a model uses its units to the events of a step in the steady state. It knows
+records and marks, and neither torch nor engines: `plan/uses.py` finds the order of use, `table/schedule.py` decides
+what is issued when. Read that one's note first.
+
+Note: the steady state
+    In the first pass of a kind ranks agree on each request, and what they agreed on is the record of the next pass.
+    What the record lacks (a unit that is asked for again stays whole; units that outlast others take no room) is added
+    by the passes that follow. Here one rank makes these passes in integers until the record is what it was before:
+    ranks that use the same units in the same order ask for the same, so no rank learns anything from another.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+from zeroshard.table.schedule import Mark, Record, Request, Schedule, hoist, plain_marks, replay
+from zeroshard.table.spec import UnitSpec
+from zeroshard.table.trace import Event, event_of
+
+__all__ = ["Uses", "plain_uses", "step_events"]
+
+
+@final
+@dataclass(frozen=True)
+class Uses:
+    """How one forward pass of a model and the backward pass behind it use units.
+
+    Args:
+        forward: marks in order, the one that closes the pass last. A unit may be needed again while it is whole.
+        backward: the same.
+        partial: units that never get all gradients which they want. What they get is reduced when the pass closes, or
+            where the backward of the unit ends, if that can be told.
+    """
+
+    forward: tuple[Mark, ...]
+    backward: tuple[Mark, ...]
+    partial: frozenset[int] = frozenset()
+
+
+def plain_uses(count: int) -> Uses:
+    """Return the uses of a model with `count` units that runs them one after the other, inside the root.
+
+    >>> plain_uses(2).forward
+    (('need', 0), ('need', 1), ('leave', 1), ('close', 0))
+    """
+    (_, forward), (_, backward) = plain_marks(count)
+    return Uses(tuple(forward), tuple(backward))
+
+
+def step_events(
+    units: Sequence[UnitSpec],
+    uses: Uses,
+    *,
+    micro_batches: int = 1,
+    no_sync: bool = False,
+    evaluations: int = 0,
+    optimizers: Sequence[Collection[int]] | None = None,
+    step: int = 0,
+) -> list[Event]:
+    """Return the events of a step in the steady state, in order, as the engine's trace has them.
+
+    Args:
+        units: of the model on the rank in question, as `describe_units` returns them.
+        micro_batches: forward and backward passes before the update.
+        no_sync: reduce gradients in the last of these only.
+        evaluations: forward passes without gradients before them.
+        optimizers: the numbers of the buckets that each optimizer updates, in the order of their updates; by default
+            one optimizer updates all that are trained. Without any there is no update.
+        step: the number of the step, from 0.
+
+    Raises:
+        ValueError: a count is too low, or `uses` has a unit that the model has not.
+    """
+    if micro_batches < 1 or evaluations < 0:
+        raise ValueError(
+            f"micro_batches must be at least 1 and evaluations at least 0; got {micro_batches} and {evaluations}."
+        )
+    if unknown := {unit for _, unit in (*uses.forward, *uses.backward)} - {*range(len(units))}:
+        raise ValueError(f"uses has unit {min(unknown)}, and the model has {len(units)} units. Trace the same model.")
+    if optimizers is None:
+        optimizers = [[bucket.number for unit in units for bucket in unit.reduced]]
+    updated = frozenset(number for numbers in optimizers for number in numbers)
+    units = [
+        replace(unit, buckets=tuple(replace(b, is_updated=b.number in updated) for b in unit.buckets)) for unit in units
+    ]
+    forward = _pass_events(units, uses.forward, uses, "forward", step)
+    whole = _pass_events(units, uses.backward, uses, "backward", step)
+    events = forward * evaluations
+    for number in range(1, micro_batches + 1):
+        is_reduced = number == micro_batches or not no_sync
+        unreduced = [mark for mark in uses.backward if mark[0] != "land"]
+        events += forward
+        events += whole if is_reduced else _pass_events(units, unreduced, None, "backward", step)
+    for numbers in optimizers:
+        published = [unit for unit in units if any(b.is_published and b.number in numbers for b in unit.buckets)]
+        events += [event_of(unit, step, "step", "publish", Record()) for unit in published]
+        events.append(Event(step, "step", "step", "", 0))
+    return events
+
+
+def _pass_events(
+    units: Sequence[UnitSpec], marks: Sequence[Mark], uses: Uses | None, phase: str, step: int
+) -> list[Event]:
+    """Return the events of one pass.
+
+    Args:
+        uses: None where no gradients are reduced.
+    """
+    partial = uses.partial if uses is not None and phase == "backward" else frozenset[int]()
+    is_sharded = any(not unit.is_whole for unit in units)
+    has_hooks = is_sharded or any(any(b.row.activations.chains) for unit in units for b in unit.buckets)
+    due = [
+        (kind, unit)
+        for kind, unit in marks
+        if not (kind in ("need", "leave") and units[unit].is_whole)
+        # Without hooks on modules nothing tells that the backward of a unit is over.
+        and not (kind == "land" and ((unit in partial and not has_hooks) or not units[unit].reduced))
+    ]
+    landed = {unit for kind, unit in due if kind == "land"}
+    late = [unit for unit in reversed(range(len(units))) if unit in partial - landed and units[unit].reduced]
+    record, followed = _settle(due, late)
+    return [event_of(units[unit], step, phase, kind, record) for kind, unit in replay(record, followed)]
+
+
+def _settle(marks: Sequence[Mark], late: Sequence[int]) -> tuple[Record, list[Mark]]:
+    """Return the record that a pass with these marks leaves as it is, and the marks that count when it is followed.
+
+    Args:
+        late: units that are reduced when the pass closes.
+    """
+    record: Record | None = None
+    while True:
+        following, followed = _follow(record, marks, late)
+        if following == record:
+            return following, followed
+        record = following
+
+
+def _follow(record: Record | None, marks: Sequence[Mark], late: Sequence[int]) -> tuple[Record, list[Mark]]:
+    """Make one pass; return the record for the next one, and the marks that a rank acts on.
+
+    Args:
+        record: None in the first pass, in which each request is agreed on.
+    """
+    landing = {unit for kind, unit in marks if kind == "land"}
+    schedule = Schedule(record or Record(), lambda unit: unit not in landing)
+    requests: list[Request] = list(record.requests) if record is not None else []
+    pinned = set(record.pinned) if record is not None else set[int]()
+    followed: list[Mark] = []
+    for kind, unit in marks:
+        if kind == "need" and schedule.whole.get(unit):
+            continue
+        followed.append((kind, unit))
+        if kind == "need" and schedule.need(unit) is None:
+            if unit in schedule.issued:
+                pinned.add(unit)
+            elif ("gather", unit) not in requests:
+                requests.append(("gather", unit))
+            schedule.flush()
+            schedule.grant(unit)
+        elif kind == "leave":
+            schedule.leave(unit)
+        elif kind == "land" and record is not None:
+            schedule.land(unit)
+        elif kind == "land":
+            requests.append(("reduce", unit))
+        elif kind == "close":
+            schedule.close()
+    if record is None:
+        requests += [("reduce", unit) for unit in late]
+    ordered = hoist(requests) if record is None else tuple(requests)
+    return Record(ordered, frozenset(pinned), frozenset(schedule.outlasting)), followed
