@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from zeroshard.describe.precision import Precision
     from zeroshard.describe.treatments import activations_of
     from zeroshard.handle import Zero, shard
+    from zeroshard.plan.hardware import Device
+    from zeroshard.plan.planning import make_plan as plan
+    from zeroshard.plan.result import Plan
+    from zeroshard.plan.search import search
+    from zeroshard.plan.shapes import Transformer
     from zeroshard.report.profile import Profile
     from zeroshard.state.arrival import ends_by_signal
     from zeroshard.state.average import Average
@@ -34,12 +39,14 @@ __all__ = [
     "Average",
     "CheckpointError",
     "Compressed",
+    "Device",
     "Event",
     "Loaded",
     "Memory",
     "Mesh",
     "Offloaded",
     "Partitioned",
+    "Plan",
     "Precision",
     "Profile",
     "RankMismatchError",
@@ -50,6 +57,7 @@ __all__ = [
     "Sharded",
     "Trace",
     "Traffic",
+    "Transformer",
     "Zero",
     "__version__",
     "activations_of",
@@ -59,8 +67,10 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "mean_across_ranks",
+    "plan",
     "printable",
     "row_of_stage",
+    "search",
     "shard",
     "texts_across_ranks",
 ]
@@ -71,12 +81,14 @@ _MODULES = MappingProxyType(
         "Average": "zeroshard.state.average",
         "CheckpointError": "zeroshard.table.errors",
         "Compressed": "zeroshard.table.activations",
+        "Device": "zeroshard.plan.hardware",
         "Event": "zeroshard.table.trace",
         "Loaded": "zeroshard.checkpoint.load",
         "Memory": "zeroshard.table.trace",
         "Mesh": "zeroshard.wire.mesh",
         "Offloaded": "zeroshard.table.activations",
         "Partitioned": "zeroshard.table.activations",
+        "Plan": "zeroshard.plan.result",
         "Precision": "zeroshard.describe.precision",
         "Profile": "zeroshard.report.profile",
         "RankMismatchError": "zeroshard.table.errors",
@@ -87,6 +99,7 @@ _MODULES = MappingProxyType(
         "Sharded": "zeroshard.table.cells",
         "Trace": "zeroshard.table.trace",
         "Traffic": "zeroshard.table.trace",
+        "Transformer": "zeroshard.plan.shapes",
         "Zero": "zeroshard.handle",
         "activations_of": "zeroshard.describe.treatments",
         "ends_by_signal": "zeroshard.state.arrival",
@@ -95,8 +108,10 @@ _MODULES = MappingProxyType(
         "latest": "zeroshard.checkpoint.verify",
         "list_checkpoints": "zeroshard.checkpoint.verify",
         "mean_across_ranks": "zeroshard.wire.comm",
+        "plan": "zeroshard.plan",
         "printable": "zeroshard.table.errors",
         "row_of_stage": "zeroshard.table.stages",
+        "search": "zeroshard.plan.search",
         "shard": "zeroshard.handle",
         "texts_across_ranks": "zeroshard.state.start",
     }
@@ -108,7 +123,8 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value = importlib.import_module("zeroshard.core.version").VERSION
     elif name in _MODULES:
-        value = getattr(importlib.import_module(_MODULES[name]), name)
+        module = importlib.import_module(_MODULES[name])
+        value = getattr(module, name, module)  # `plan` is a package that can be called
     else:
         raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")
     globals()[name] = value

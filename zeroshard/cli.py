@@ -1,6 +1,6 @@
-"""The command line: `zeroshard train`, `tokenizer`, `checkpoint` and `version`.
+"""The command line: `zeroshard train`, `plan`, `doctor`, `tokenizer`, `checkpoint` and `version`.
 
-Owns the terminal: arguments in, text out. Thin on purpose: what it runs is in `zeroshard/train` and
+Owns the terminal: arguments in, text out. Thin on purpose: what it runs is in `zeroshard/train`, `zeroshard/plan` and
 `zeroshard/checkpoint`. Needs typer, rich and
 pydantic (the extra `zeroshard[cli]`), and says so where they are missing. Read `train` first, then `Terminal`.
 
@@ -42,6 +42,7 @@ __all__ = ["Terminal", "main"]
 _COLUMNS: Final = ("states", "gradients", "parameters", "padding", "transient")
 _PLAIN_WIDTH: Final = 100
 _PROFILED_STEPS: Final = 3
+_DOCTOR_PATIENCE_S: Final = 10.0
 _KEPT_IN_SAMPLE: Final = "\n\t\u00a0\u200c\u200d"
 """What is not printable and belongs to text: ends of lines, tabs, spaces and joiners of writing systems."""
 
@@ -59,6 +60,8 @@ def main() -> None:
     app.command()(train)
     app.command()(tokenizer)
     app.command()(version)
+    app.command()(doctor)
+    _add_plan(app)
     app.add_typer(_checkpoint_commands(), name="checkpoint")
     try:
         app()
@@ -149,6 +152,31 @@ def tokenizer(
     _say(f"{vocab} tokens, from {cut:,} bytes of {source.name}, written to {out}")
 
 
+def doctor(
+    ranks: Annotated[int, typer.Option(help="Processes to start, for collectives; torchrun's own number wins.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="File of the profile; --device this finds the usual one.")] = None,
+) -> None:
+    """Measure this machine's products, copies and collectives, and store the profile for plans."""
+    from zeroshard.plan.doctor import measure_device, measure_ranks, profile_path, write_profile
+
+    joined = joined_world_size()
+    if joined is None and ranks > 1:
+        status, failure = launch_ranks(ranks, sys.argv[1:], patience_s=_DOCTOR_PATIENCE_S)
+        if failure:
+            _fail(failure, status)
+        sys.exit(status)
+    if joined is not None:
+        follow_launcher()
+        zeroshard.init()
+    device = measure_ranks(measure_device())
+    if is_first_rank():
+        path = out or profile_path()
+        write_profile(device, path)
+        peaks = ", ".join(f"{dtype} {flops / 1e12:,.2f}" for dtype, flops in device.peak_flops.items())
+        _say(f"products, TFLOPS: {peaks}; memory {device.memory_bytes_per_s / 1e9:,.1f} GB/s")
+        _say(f"links: {device.link_bytes_per_s / 1e9:,.2f} GB/s, {1e6 * device.hop_s:,.1f} us a hop; written to {path}")
+
+
 def version() -> None:
     """Print the version."""
     print(f"zeroshard {zeroshard.__version__}")
@@ -159,6 +187,13 @@ def _checkpoint_commands() -> typer.Typer:
     from zeroshard.checkpoint.commands import make_commands
 
     return make_commands(print, lambda text: print(f"zeroshard: {text}", file=sys.stderr), _progress_of_bytes)
+
+
+def _add_plan(app: typer.Typer) -> None:
+    """Add `plan`, which prints here."""
+    from zeroshard.plan.commands import add_commands
+
+    add_commands(app, _say, _fail)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from zeroshard.table.spec import Formats, UnitSpec, itemsize
 from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, row_of_stage
 from zeroshard.table.wires import Native, Silence, Wire
 
-__all__ = ["Options", "check_options", "job_of_shape", "row_of"]
+__all__ = ["Options", "check_options", "job_of_shape", "outside_bytes_of", "precision_for", "row_of"]
 
 TOKEN_BYTES: Final = 8
 """Of a token and of a target: torch's int64."""
@@ -98,6 +98,12 @@ class Options:
         }
 
 
+def precision_for(device: Device) -> str:
+    """Return the half precision that a device computes in: bfloat16 where it is as fast as float16."""
+    peaks = device.peak_flops
+    return "bf16" if peaks.get("bfloat16", 0) >= peaks.get("float16", 0) else "fp16"
+
+
 def row_of(stage: int | None, residency: Residency | str | None, activations: ActivationsLike) -> Residency:
     """Return the row that `zs.shard` would use for the same arguments.
 
@@ -140,6 +146,12 @@ def treatment_of(chain: Chain) -> str:
     if how is None:
         return "keep"
     return "recompute-rest" if how.keeps == "products" else "recompute"
+
+
+def outside_bytes_of(options: Options) -> int:
+    """Return what a process takes of a device outside the allocator: its context, a communicator for each group."""
+    groups = (options.shard_ranks > 1) + (options.tensor > 1) + (options.replicas > 1)
+    return options.device.context_bytes + groups * options.device.communicator_bytes
 
 
 def wire_of(options: Options) -> Wire:

@@ -5,45 +5,27 @@ are simulated with each unit summed up (`tape.coarse`), which keeps peak and tim
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 from typing import Any, Final, final
 
 from zeroshard.describe.treatments import activations_of
-from zeroshard.plan.film import make_film
 from zeroshard.plan.hardware import Device, device_named
-from zeroshard.plan.job import Options, check_options, check_shape, job_of_shape
-from zeroshard.plan.planning import Change, Plan, Verdict, plan_shape, shape_of, verdict_of
+from zeroshard.plan.job import Options, check_options, check_shape, precision_for
+from zeroshard.plan.planning import plan_shape, shape_of
+from zeroshard.plan.result import Plan
 from zeroshard.plan.shapes import Transformer
-from zeroshard.table.activations import Recomputed
+from zeroshard.plan.text import aligned, thinned
+from zeroshard.plan.trying import Candidate, candidate_of
 from zeroshard.table.stages import STAGES, row_of_stage
 
-__all__ = ["Candidate", "Search", "changes_of", "search"]
+__all__ = ["Search", "search"]
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32)
 TREATMENTS: Final = ("keep", "recompute-rest", "recompute")
 TENSORS: Final = (1, 2, 4, 8)
-
-
-@final
-@dataclass(frozen=True)
-class Candidate:
-    """A configuration, and what it comes to.
-
-    Args:
-        peak_bytes: allocated at most; what the allocator reserves beside that is in a plan alone.
-    """
-
-    options: Options
-    peak_bytes: int
-    step_s: float
-    verdict: Verdict
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of all ranks."""
-        return self.options.tokens_per_step / self.step_s
 
 
 @final
@@ -54,18 +36,16 @@ class Search:
     Args:
         candidates: all that were simulated.
         frontier: those that no other beats in both memory and tokens a second, by memory.
-        best: the plan of the fastest that fits; None where none does.
+        best: for each number of ranks the plan of the fastest that fits; None where none does.
     """
 
     model: Transformer
     candidates: Sequence[Candidate]
     frontier: Sequence[Candidate]
-    best: Plan | None
+    best: Mapping[int, Plan | None]
 
     def __str__(self) -> str:
-        from zeroshard.plan.text import render_search
-
-        return render_search(self)
+        return _render(self)
 
     def to_json(self) -> dict[str, Any]:
         """Return the frontier and the best plan as numbers, texts, lists and mappings."""
@@ -83,7 +63,7 @@ class Search:
                 }
                 for one in self.frontier
             ],
-            "best": None if self.best is None else self.best.to_json(),
+            "best": {ranks: plan and plan.to_json() for ranks, plan in self.best.items()},
         }
 
 
@@ -93,7 +73,7 @@ def search(
     world_size: int | Sequence[int],
     device: str | Device = "h100-80",
     seq: int | None = None,
-    precision: str = "bf16",
+    precision: str | None = None,
     optimizer: str = "adamw",
     stages: Sequence[int] = tuple(STAGES),
     batches: Sequence[int] = BATCHES,
@@ -117,7 +97,7 @@ def search(
     import zeroshard as zs
 
     found = zs.search("gpt2-xl", world_size=8, device="a100-40", seq=1024, batches=(1, 4))
-    assert found.best is not None and found.best.verdict == "fits"
+    assert found.best[8].verdict == "fits"
     ```
     """
     shape, preset = shape_of(model), device_named(device)
@@ -127,7 +107,7 @@ def search(
         device=preset,
         sequence=seq if seq is not None else min(shape.sequence, 4096),
         row=row_of_stage(0),
-        precision=precision,
+        precision=precision or precision_for(preset),
         optimizer=optimizer,
     )
     rows = [dataclasses.replace(row_of_stage(n), activations=activations_of(a)) for n in stages for a in activations]
@@ -139,7 +119,8 @@ def search(
     candidates = [one for options in asked if (one := _try(shape, options, global_batch)) is not None]
     if not candidates:
         raise ValueError(f"No configuration of {shape.name} on {world_size} ranks has sizes that divide.")
-    return Search(shape, tuple(candidates), tuple(frontier_of(candidates)), _best(shape, candidates))
+    best = {ranks: _best(shape, [one for one in candidates if one.options.world_size == ranks]) for ranks in sizes}
+    return Search(shape, tuple(candidates), tuple(frontier_of(candidates)), MappingProxyType(best))
 
 
 def _widths(options: Options) -> Iterator[Options]:
@@ -169,14 +150,6 @@ def _try(shape: Transformer, options: Options, global_batch: int | None) -> Cand
     return candidate_of(shape, options)
 
 
-def candidate_of(shape: Transformer, options: Options) -> Candidate:
-    """Simulate a configuration with each unit summed up."""
-    film = make_film(job_of_shape(shape, options, is_coarse=True))
-    device = options.device
-    outside_bytes = device.context_bytes + (1 + (options.tensor > 1)) * device.communicator_bytes
-    return Candidate(options, film.peak[0], film.step_s, verdict_of(film.peak[0], outside_bytes, device))
-
-
 def frontier_of(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return what no other candidate beats in memory and in tokens a second of each rank, by memory."""
     best, found = 0.0, list[Candidate]()
@@ -201,41 +174,35 @@ def _best(shape: Transformer, candidates: Sequence[Candidate]) -> Plan | None:
     return None
 
 
-def changes_of(plan: Plan) -> Sequence[Change]:
-    """Return what would lower a plan's memory, each with its price, fastest first."""
-    if plan.shape is None:
-        return ()
-    options, found = plan.asked, list[Change]()
-    for what, changed in _neighbours(options):
-        try:
-            check_options(changed)
-            check_shape(plan.shape, changed)
-        except ValueError:
-            continue
-        one = candidate_of(plan.shape, changed)
-        if one.peak_bytes < plan.peak_bytes:
-            total_bytes = one.peak_bytes + plan.outside_bytes
-            found.append(Change(what, changed.words(), one.verdict, total_bytes, one.tokens_per_s))
-    return tuple(sorted(found, key=lambda one: -one.tokens_per_s))
+SHOWN: Final = 12
+"""Entries of the frontier that a person is shown."""
 
 
-def _neighbours(options: Options) -> Iterator[tuple[str, Options]]:
-    """Yield changes of one option."""
-    row = options.row
-    for number, other in STAGES.items():
-        changed = dataclasses.replace(other, activations=row.activations)
-        if changed != row and options.shard_ranks > 1:
-            yield f"stage {number}", dataclasses.replace(options, row=changed)
-    has_recomputation = any(isinstance(link, Recomputed) for link in row.activations.chain)
-    for name in ("recompute-rest", "recompute"):
-        changed = dataclasses.replace(row, activations=activations_of(name))
-        if changed != row and not (has_recomputation and name == "recompute-rest"):
-            yield f"activations {name}", dataclasses.replace(options, row=changed)
-    if options.batch > 1 and options.batch % 2 == 0:
-        halved = dataclasses.replace(options, batch=options.batch // 2, micro_batches=2 * options.micro_batches)
-        yield f"micro-batches of {halved.batch}", halved
-    if options.replicas > 1:
-        yield "one copy of the state", dataclasses.replace(options, replicas=1)
-    if 2 * options.tensor <= options.device.node_ranks:
-        yield f"tensor {2 * options.tensor}", dataclasses.replace(options, tensor=2 * options.tensor)
-    yield f"{2 * options.world_size} ranks", dataclasses.replace(options, world_size=2 * options.world_size)
+def _render(found: Search) -> str:
+    """Return the frontier and the best plan of a search."""
+    heads = ("ranks", "row", "copies", "tensor", "micro-batch", "activations", "GiB at most", "tokens/s a rank", "")
+    shown = thinned(found.frontier, SHOWN)
+    rows = [
+        (
+            *(str(one.options.words()[name]) for name in heads[:6]),
+            f"{one.peak_bytes / 2**30:.1f}",
+            f"{one.tokens_per_s / one.options.world_size:,.0f}",
+            one.verdict,
+        )
+        for one in shown
+    ]
+    text = [f"{found.model.name}: {len(found.candidates):,} configurations; the frontier of memory and speed:", ""]
+    text += aligned([heads, *rows])
+    text += ["", "the fastest that fits:"]
+    text += [
+        f"  {ranks:6,} ranks: " + ("none" if plan is None else f"{plan.tokens_per_s:,.0f} tokens/s with {_row(plan)}")
+        for ranks, plan in found.best.items()
+    ]
+    plans = [plan for plan in found.best.values() if plan is not None]
+    return "\n".join(text + (["", str(plans[0])] if len(found.best) == 1 and plans else []))
+
+
+def _row(plan: Plan) -> str:
+    words = plan.options
+    named = ("copies", "tensor", "micro-batch")
+    return ", ".join([str(words["row"]), f"activations {words['activations']}", *(f"{n} {words[n]}" for n in named)])

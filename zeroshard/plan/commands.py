@@ -1,0 +1,100 @@
+"""`zeroshard plan`: a plan, or a search, as text or JSON.
+
+Owns the arguments and the words of its errors. It prints through what `cli.py` hands it, and needs typer only when it
+is asked for its command. Plans of shapes work without torch.
+"""
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+from zeroshard.plan.doctor import device_for
+from zeroshard.plan.hardware import DEVICES
+from zeroshard.plan.planning import make_plan
+from zeroshard.plan.search import search
+from zeroshard.plan.shapes import SHAPES
+
+if TYPE_CHECKING:
+    import typer
+
+__all__ = ["add_commands"]
+
+Print = Callable[[str], None]
+
+
+def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -> None:
+    """Add `plan` to the command line.
+
+    Args:
+        show: prints a text of one or more lines.
+        fail: ends with a message about something that the user can put right.
+    """
+    import typer
+
+    def plan(
+        model: Annotated[
+            str, typer.Argument(help="A bundled shape, or a config.json or its folder; --list names all.")
+        ] = "",
+        ranks: Annotated[str, typer.Option(help="Processes; with --search also several: 8,16,32.")] = "8",
+        device: Annotated[str, typer.Option(help="A preset, this (see doctor), or a file of doctor.")] = "h100-80",
+        batch: Annotated[int, typer.Option(help="Sequences of one micro-batch of one rank.")] = 1,
+        seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+        stage: Annotated[int | None, typer.Option(help="Row of the residency table, 0 to 3.")] = None,
+        residency: Annotated[str | None, typer.Option(help="C1 to C5: a row of the ZeRO paper.")] = None,
+        activations: Annotated[str | None, typer.Option(help="recompute, recompute-rest, ..., joined by +.")] = None,
+        precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, or the paper's: paper.")] = None,
+        mesh: Annotated[int, typer.Option(help="Copies of the sharded state.")] = 1,
+        tensor: Annotated[int, typer.Option(help="Ranks that products are split over.")] = 1,
+        optimizer: Annotated[str, typer.Option(help="adamw, sgd, momentum, lion, ...")] = "adamw",
+        micro_batches: Annotated[int, typer.Option(help="Of a step.")] = 1,
+        as_search: Annotated[bool, typer.Option("--search", help="Try many configurations.")] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,
+        as_list: Annotated[bool, typer.Option("--list", help="Name the bundled shapes and devices.")] = False,
+    ) -> None:
+        """Predict memory and time of a run, without a device."""
+        if as_list or not model:
+            show("\n".join([*_shapes(), "", *_devices()]))
+            return
+        try:
+            where = device_for(device)
+            counts = [int(one) for one in ranks.split(",")]
+            if as_search:
+                found = search(
+                    model, world_size=counts, device=where, seq=seq, precision=precision, optimizer=optimizer
+                )
+                show(json.dumps(found.to_json()) if as_json else str(found))
+                return
+            if len(counts) > 1:
+                raise ValueError(f"--ranks takes several numbers with --search only; got {ranks!r}.")
+            made = make_plan(
+                model,
+                world_size=counts[0],
+                device=where,
+                batch=batch,
+                seq=seq,
+                stage=stage,
+                residency=residency,
+                activations=activations,
+                precision=precision,
+                mesh=mesh,
+                tensor=tensor,
+                optimizer=optimizer,
+                micro_batches=micro_batches,
+            )
+        except (ValueError, TypeError, OSError) as error:
+            fail(str(error))
+            return
+        show(json.dumps(made.to_json()) if as_json else str(made))
+
+    app.command()(plan)
+
+
+def _shapes() -> list[str]:
+    return [
+        "shapes:",
+        *(f"  {name:18} {shape.numel() / 1e9:10.3f} billion parameters" for name, shape in SHAPES.items()),
+    ]
+
+
+def _devices() -> list[str]:
+    return ["devices:", *(f"  {name:18} {device.memory_bytes / 2**30:10.1f} GiB" for name, device in DEVICES.items())]

@@ -1,0 +1,260 @@
+"""What a plan says: bytes, seconds, a verdict, and their text.
+
+Owns the record and what follows from it. Must not know how it came to be (`planning.py`).
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, final
+
+from zeroshard.plan.film import Film
+from zeroshard.plan.hardware import Device
+from zeroshard.plan.job import Options
+from zeroshard.plan.text import bar, count, seconds
+
+__all__ = ["Change", "Plan", "RankClass", "Verdict", "verdict_of"]
+
+ERROR: Final = (0.02, 0.08)
+"""Median and nine tenths of the errors of memory, in parts, on published runs (docs/plan.md); the verdict uses them."""
+GIB: Final = 2**30
+
+Verdict = Literal["fits", "tight", "no"]
+
+
+@final
+@dataclass(frozen=True)
+class RankClass:
+    """Ranks that hold the same.
+
+    Args:
+        resident_bytes: between steps, by column.
+        peak_bytes: allocated at most in a steady step.
+        reserved_bytes: by torch's allocator at most, over a first and two steady steps.
+    """
+
+    name: str
+    count: int
+    resident_bytes: Mapping[str, int]
+    peak_bytes: int
+    reserved_bytes: int
+
+
+@final
+@dataclass(frozen=True)
+class Change:
+    """Something to change, and its price.
+
+    Args:
+        total_bytes: of the device, with it.
+        step_s: of a step with it, for the same tokens a step.
+    """
+
+    what: str
+    options: Mapping[str, str | int]
+    verdict: Verdict
+    total_bytes: int
+    tokens_per_s: float
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take.
+
+    Args:
+        model: its name; `parameters_numel` of all its parameters, `used_numel` of those each token is multiplied with.
+        options: as a person reads them.
+        ranks: classes of ranks that hold the same.
+        live: what is there at the peak, largest first: (column, unit, what, bytes).
+        film: a steady step of the first rank; `first` its first step.
+        flops_per_step: of all ranks: 6 for each parameter and token, and causal attention; no recomputation.
+        save_bytes: of host memory that an asynchronous save of a rank takes.
+        host_bytes: of host memory that the processes of a node take.
+        outside_bytes: of the device, outside the allocator.
+        notes: what was not predicted, and why.
+        changes: what would lower memory, each with its price, fastest first.
+    """
+
+    model: str
+    parameters_numel: int
+    used_numel: int
+    asked: Options
+    options: Mapping[str, str | int]
+    ranks: Sequence[RankClass]
+    live: Sequence[tuple[str, str, str, int]]
+    film: Film
+    first: Film
+    flops_per_step: float
+    save_bytes: int
+    host_bytes: int
+    outside_bytes: int
+    notes: Sequence[str]
+    changes: Sequence[Change] = ()
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    @property
+    def resident_bytes(self) -> Mapping[str, int]:
+        """Between steps on the first rank, by column."""
+        return self.ranks[0].resident_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Allocated at most in a steady step."""
+        return max(one.peak_bytes for one in self.ranks)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Reserved at most by torch's allocator."""
+        return max(one.reserved_bytes for one in self.ranks)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the device at most."""
+        return self.reserved_bytes + self.outside_bytes
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it fits: "fits" with nine tenths of the known errors on top, "tight" without them, or "no"."""
+        return verdict_of(self.reserved_bytes, self.outside_bytes, self.asked.device)
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    @property
+    def step_s(self) -> float:
+        """Of a steady step."""
+        return self.film.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks."""
+        return self.asked.tokens_per_step / self.step_s
+
+    @property
+    def mfu(self) -> float:
+        """The part of the devices' peak that the model's own operations are."""
+        device = self.asked.device
+        peak = device.peak_flops.get(self.asked.formats.param, device.peak_flops["float32"])
+        return self.flops_per_step / self.step_s / (peak * self.asked.world_size)
+
+    def gpu_hours(self, tokens: float) -> float:
+        """Return the device-hours of a number of tokens."""
+        return tokens / self.tokens_per_s * self.asked.world_size / 3600
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but the film's events, as numbers, texts, lists and mappings."""
+        return {
+            "version": 1,
+            "model": {"name": self.model, "parameters": self.parameters_numel, "used_parameters": self.used_numel},
+            "options": dict(self.options),
+            "verdict": self.verdict,
+            "memory": {
+                "ranks": [_plain(one) for one in self.ranks],
+                "peak": {
+                    "bytes": self.film.peak[0],
+                    "phase": self.film.peak_phase,
+                    "at_s": self.film.events[self.film.peak[1]].at_s,
+                    "live": [dict(zip(("column", "unit", "what", "bytes"), one, strict=True)) for one in self.live],
+                },
+                "first_step_peak_bytes": self.first.peak[0],
+                "reserved_bytes": self.reserved_bytes,
+                "outside_bytes": self.outside_bytes,
+                "total_bytes": self.total_bytes,
+                "device_bytes": self.asked.device.memory_bytes,
+                "host_bytes": self.host_bytes,
+                "save_bytes": self.save_bytes,
+                "error": {"median": ERROR[0], "nine_tenths": ERROR[1]},
+            },
+            "traffic": dict(self.film.sent_bytes),
+            "time": {
+                "step_s": self.step_s,
+                "first_step_s": self.first.step_s,
+                "compute_s": self.step_s - self.film.exposed_s - self.film.update_s,
+                "exposed_s": self.film.exposed_s,
+                "update_s": self.film.update_s,
+                "tokens_per_step": self.asked.tokens_per_step,
+                "tokens_per_s": self.tokens_per_s,
+                "mfu": self.mfu,
+                "gpu_hours_per_1e9_tokens": self.gpu_hours(1e9),
+            },
+            "changes": [_plain(one) for one in self.changes],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        return _render(self)
+
+
+def _plain(record: RankClass | Change) -> dict[str, Any]:
+    """Return a record as a dictionary, mappings in it as well."""
+    values = {one.name: getattr(record, one.name) for one in dataclasses.fields(record)}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+
+
+def verdict_of(reserved_bytes: int, outside_bytes: int, device: Device) -> Verdict:
+    """Return whether a device holds so much, with the calibrated error on what the allocator reserves."""
+    if reserved_bytes + outside_bytes > device.memory_bytes:
+        return "no"
+    return "fits" if reserved_bytes * (1 + ERROR[1]) + outside_bytes <= device.memory_bytes else "tight"
+
+
+SHOWN_LIVE: Final = 6
+SHOWN_CHANGES: Final = 5
+SHOWN_FRONTIER: Final = 12
+SAYS: Final = {
+    "fits": "FITS, with the error of nine plans in ten on top",
+    "tight": "TIGHT: fits as predicted, but not with the error of nine plans in ten on top",
+    "no": "DOES NOT FIT",
+}
+
+
+PLAIN: Final = (("copies", 1), ("tensor", 1), ("sequence parallel", "no"), ("micro-batches", 1))
+"""Options that need no mention."""
+
+
+def _render(plan: Plan) -> str:
+    """Return a plan as a person reads it at a glance."""
+    device, options = plan.asked.device, plan.options
+    lines = [
+        f"{plan.model}: {count(plan.parameters_numel)} parameters"
+        + f" ({count(plan.used_numel)} used by each token)" * (plan.used_numel != plan.parameters_numel),
+        ", ".join(f"{name} {value}" for name, value in options.items() if (name, value) not in PLAIN),
+        "",
+        f"memory of a rank, GiB: {SAYS[plan.verdict]}",
+    ]
+    resident = plan.resident_bytes
+    rows = [(name, nbytes) for name, nbytes in resident.items() if nbytes]
+    rows.append(("the rest at the peak", plan.film.peak[0] - sum(resident.values())))
+    rows.append(("reserved beside that", max(0, plan.reserved_bytes - plan.film.peak[0])))
+    rows.append(("context, communicators", plan.outside_bytes))
+    lines += [bar(name, nbytes, device.memory_bytes) for name, nbytes in rows]
+    lines.append(bar("in all", plan.total_bytes, device.memory_bytes) + f" of {device.memory_bytes / GIB:.1f}")
+    lines += ["", f"at the peak ({plan.film.peak_phase}):"]
+    lines += [
+        f"  {nbytes / GIB:8.2f}  {column}: {what}" + f" of {unit}" * bool(unit)
+        for column, unit, what, nbytes in plan.live[:SHOWN_LIVE]
+    ]
+    film = plan.film
+    parts = {"computing": film.step_s - film.exposed_s - film.update_s}
+    parts |= {"waiting for others": film.exposed_s, "update": film.update_s}
+    each = plan.tokens_per_s / plan.asked.world_size
+    lines += [
+        "",
+        f"time of a step      {seconds(plan.step_s)}: "
+        + ", ".join(f"{name} {seconds(took_s)}" for name, took_s in parts.items()),
+        f"speed               {plan.tokens_per_s:,.0f} tokens/s, {each:,.0f} a rank, {plan.mfu:.1%} of the peak; "
+        f"{plan.gpu_hours(1e9):,.1f} device-hours for 1e9 tokens",
+        "sent by a rank      "
+        + (", ".join(f"{kind} {nbytes / 1e9:,.2f} GB" for kind, nbytes in film.sent_bytes.items()) or "nothing"),
+        f"first step          peak {plan.first.peak[0] / GIB:.2f} GiB, {seconds(plan.first.step_s)}",
+        f"asynchronous save   {plan.save_bytes / GIB:.2f} GiB of the host's memory for each rank",
+    ]
+    if plan.verdict != "fits" and plan.changes:
+        lines += ["", "what would help, fastest first:"]
+        lines += [
+            f"  {one.what:26} {one.total_bytes / GIB:7.1f} GiB  {one.tokens_per_s:12,.0f} tokens/s  {one.verdict}"
+            for one in plan.changes[:SHOWN_CHANGES]
+        ]
+    lines += [f"note: {note}" for note in plan.notes]
+    return "\n".join(lines)

@@ -1,0 +1,84 @@
+"""Configurations tried quickly: peak and time of a step with each unit summed up, and the neighbours of one.
+
+Owns what a search and a plan's advice are made of. Needs no torch. Read `tape.coarse` first.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from zeroshard.describe.treatments import activations_of
+from zeroshard.plan.film import make_film
+from zeroshard.plan.job import Options, check_options, check_shape, job_of_shape, outside_bytes_of
+from zeroshard.plan.result import Change, Verdict, verdict_of
+from zeroshard.plan.shapes import Transformer
+from zeroshard.table.activations import Recomputed
+from zeroshard.table.stages import STAGES
+
+__all__ = ["Candidate", "candidate_of", "changes_of"]
+
+
+@final
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration, and what it comes to.
+
+    Args:
+        peak_bytes: allocated at most; what the allocator reserves beside that is in a plan alone.
+    """
+
+    options: Options
+    peak_bytes: int
+    step_s: float
+    verdict: Verdict
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks."""
+        return self.options.tokens_per_step / self.step_s
+
+
+def candidate_of(shape: Transformer, options: Options) -> Candidate:
+    """Simulate a configuration with each unit summed up."""
+    film = make_film(job_of_shape(shape, options, is_coarse=True))
+    verdict = verdict_of(film.peak[0], outside_bytes_of(options), options.device)
+    return Candidate(options, film.peak[0], film.step_s, verdict)
+
+
+def changes_of(shape: Transformer, options: Options, peak_bytes: int) -> Sequence[Change]:
+    """Return changes of one option that lower the peak, each with its price, fastest first."""
+    found = list[Change]()
+    for what, changed in _neighbours(options):
+        try:
+            check_options(changed)
+            check_shape(shape, changed)
+        except ValueError:
+            continue
+        one = candidate_of(shape, changed)
+        if one.peak_bytes < peak_bytes:
+            total_bytes = one.peak_bytes + outside_bytes_of(changed)
+            found.append(Change(what, changed.words(), one.verdict, total_bytes, one.tokens_per_s))
+    return tuple(sorted(found, key=lambda one: -one.tokens_per_s))
+
+
+def _neighbours(options: Options) -> Iterator[tuple[str, Options]]:
+    """Yield changes of one option."""
+    row = options.row
+    for number, other in STAGES.items():
+        changed = dataclasses.replace(other, activations=row.activations)
+        if changed != row and options.shard_ranks > 1:
+            yield f"stage {number}", dataclasses.replace(options, row=changed)
+    has_recomputation = any(isinstance(link, Recomputed) for link in row.activations.chain)
+    for name in ("recompute-rest", "recompute"):
+        changed = dataclasses.replace(row, activations=activations_of(name))
+        if changed != row and not (has_recomputation and name == "recompute-rest"):
+            yield f"activations {name}", dataclasses.replace(options, row=changed)
+    if options.batch > 1 and options.batch % 2 == 0:
+        halved = dataclasses.replace(options, batch=options.batch // 2, micro_batches=2 * options.micro_batches)
+        yield f"micro-batches of {halved.batch}", halved
+    if options.replicas > 1:
+        yield "one copy of the state", dataclasses.replace(options, replicas=1)
+    if 2 * options.tensor <= options.device.node_ranks:
+        yield f"tensor {2 * options.tensor}", dataclasses.replace(options, tensor=2 * options.tensor)
+    yield f"{2 * options.world_size} ranks", dataclasses.replace(options, world_size=2 * options.world_size)
