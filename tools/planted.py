@@ -287,7 +287,14 @@ ENGINE = (
         "a gather sends nothing",
         "core/unit.py",
         "self._pending.append(comm.gather(bucket.full, tag, kind))",
-        "pass",
+        "self._pending.append(Pending(lambda: None))",
+        _PLANNED,
+    ),
+    Bug(
+        "a reduction sends nothing",
+        "core/unit.py",
+        "comm.reduce(full, own, bucket.codec, scale, tag)",
+        "Pending(lambda: None)",
         _PLANNED,
     ),
     Bug(

@@ -141,7 +141,7 @@ def test_the_table_imports_without_torch() -> None:
 
 
 def test_what_the_planner_knows_imports_without_torch() -> None:
-    modules = ("allocator", "arena", "blocks", "events", "rules", "saved")
+    modules = ("allocator", "arena", "blocks", "events", "passes", "rules", "saved")
     names = ["zeroshard.plan", *(f"zeroshard.plan.{name}" for name in modules)]
     assert run(BLOCKED.format(blocked=("torch", "numpy", "safetensors"), names=names)) == [
         f"IMPORTED {name}" for name in names

@@ -209,7 +209,7 @@ class UnitSpec:
         """Elements of all its parameters."""
         return sum(bucket.layout.numel for bucket in self.buckets)
 
-    @property
+    @cached_property
     def reduced(self) -> Sequence[BucketSpec]:
         """The buckets whose gradients are reduced."""
         return [bucket for bucket in self.buckets if bucket.is_trained and bucket.layout.full_numel]
@@ -220,5 +220,5 @@ class UnitSpec:
 
     def wire_dtypes(self, kind: str) -> str:
         """Return the dtypes that an event of `kind` has on the wire, as "bfloat16" or "bfloat16+float32"."""
-        reduced, gathered = [b.formats.reduce for b in self.reduced], [b.formats.param for b in self.buckets]
-        return "" if kind == "release" else "+".join(sorted(set(reduced if kind == "reduce" else gathered)))
+        formats = [b.formats for b in (self.reduced if kind == "reduce" else self.buckets) if kind != "release"]
+        return "+".join(sorted({one.reduce if kind == "reduce" else one.param for one in formats}))
