@@ -7,7 +7,8 @@ Needs no torch.
 Note: lanes
     "compute" runs one kernel after the other. "gather" and "reduce" run one collective after the other beside it, each
     from when it was issued. The compute lane waits where a unit is not whole yet, and at the end of a pass for its
-    reductions; what it waits is exposed. Exchanges along the tensor axis are part of an operation, so compute waits.
+    reductions; what it waits is exposed. Exchanges along the tensor axis are part of an operation, so compute waits;
+    for copies of activations to the host and back it waits, too.
 """
 
 from bisect import bisect_right
@@ -401,6 +402,12 @@ class _Camera:
                 took_s = self._job.device.collective_s(exchange.kind, exchange.nbytes, span)
                 self._lanes.append(LaneSpan("compute", self._now_s, self._now_s + took_s, one.what, is_exposed=True))
                 self._sent[f"{exchange.axis} {exchange.kind}"] += sent_of(exchange.kind, exchange.nbytes, span)
+                self._now_s += took_s
+                self._exposed_s += took_s
+            elif one.kind == "copy":
+                took_s = self._job.device.copy_s(one.nbytes)
+                self._lanes.append(LaneSpan("compute", self._now_s, self._now_s + took_s, one.what, is_exposed=True))
+                self._sent[one.what] += one.nbytes
                 self._now_s += took_s
                 self._exposed_s += took_s
             elif one.kind == "hand":
