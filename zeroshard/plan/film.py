@@ -97,6 +97,8 @@ class Job:
         micro_batches: forwards and backwards of a step.
         input_bytes: of one micro-batch, there from its start to its end.
         buffer_bytes: of buffers of the model.
+        keeps_gradients: whether the memory of gradients stays from step to step, as with
+            `zero_grad(set_to_none=False)`.
         seconds: of one kernel; the device's own formula where not given.
     """
 
@@ -110,6 +112,7 @@ class Job:
     micro_batches: int = 1
     input_bytes: int = 0
     buffer_bytes: int = 0
+    keeps_gradients: bool = False
     seconds: Callable[[Cost], float] | None = None
 
 
@@ -276,6 +279,10 @@ class _Camera:
         self._make(job.buffer_bytes, "parameters", "", "buffers")
         if not is_first:
             self._make_states(buckets)
+        if job.keeps_gradients and not is_first:
+            for unit in units:
+                for bucket in unit.reduced:
+                    self._hold(bucket)
         before, self._events = self._events, []
         for number in range(min(job.micro_batches, 2)):
             is_last = number == min(job.micro_batches, 2) - 1
@@ -532,7 +539,7 @@ class _Camera:
                 self._tick("publish", unit.name, unit.sent_bytes("publish"))
                 self._free_s["gather"] = max(self._free_s["gather"], self._now_s)
                 self._wait(unit.name, self._exchange("gather", unit.name, [("gather", nbytes, "shard")]))
-        for number, (_, column, _, _) in list(self._open.items()):
+        for number, (_, column, _, _) in [] if job.keeps_gradients else list(self._open.items()):
             if column == "gradients" or self._open[number][3] == "padding of gradients":
                 self._drop(number)
         self._held.clear()
