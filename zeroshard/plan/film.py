@@ -7,7 +7,8 @@ Needs no torch.
 Note: lanes
     "compute" runs one kernel after the other. "gather" and "reduce" run one collective after the other beside it, each
     from when it was issued. The compute lane waits where a unit is not whole yet, and at the end of a pass for its
-    reductions; what it waits is exposed. Exchanges along the tensor axis are part of an operation, so compute waits.
+    reductions; what it waits is exposed. Exchanges along the tensor axis are part of an operation, so compute waits;
+    for copies of activations to the host and back it waits, too.
 """
 
 from bisect import bisect_right
@@ -96,6 +97,8 @@ class Job:
         micro_batches: forwards and backwards of a step.
         input_bytes: of one micro-batch, there from its start to its end.
         buffer_bytes: of buffers of the model.
+        keeps_gradients: whether the memory of gradients stays from step to step, as with
+            `zero_grad(set_to_none=False)`.
         seconds: of one kernel; the device's own formula where not given.
     """
 
@@ -109,6 +112,7 @@ class Job:
     micro_batches: int = 1
     input_bytes: int = 0
     buffer_bytes: int = 0
+    keeps_gradients: bool = False
     seconds: Callable[[Cost], float] | None = None
 
 
@@ -275,6 +279,10 @@ class _Camera:
         self._make(job.buffer_bytes, "parameters", "", "buffers")
         if not is_first:
             self._make_states(buckets)
+        if job.keeps_gradients and not is_first:
+            for unit in units:
+                for bucket in unit.reduced:
+                    self._hold(bucket)
         before, self._events = self._events, []
         for number in range(min(job.micro_batches, 2)):
             is_last = number == min(job.micro_batches, 2) - 1
@@ -403,6 +411,12 @@ class _Camera:
                 self._sent[f"{exchange.axis} {exchange.kind}"] += sent_of(exchange.kind, exchange.nbytes, span)
                 self._now_s += took_s
                 self._exposed_s += took_s
+            elif one.kind == "copy":
+                took_s = self._job.device.copy_s(one.nbytes)
+                self._lanes.append(LaneSpan("compute", self._now_s, self._now_s + took_s, one.what, is_exposed=True))
+                self._sent[one.what] += one.nbytes
+                self._now_s += took_s
+                self._exposed_s += took_s
             elif one.kind == "hand":
                 handed = numbers[one.tensor]
         return handed if handed >= 0 else self._make(0, "activations", name, "nothing")
@@ -525,7 +539,7 @@ class _Camera:
                 self._tick("publish", unit.name, unit.sent_bytes("publish"))
                 self._free_s["gather"] = max(self._free_s["gather"], self._now_s)
                 self._wait(unit.name, self._exchange("gather", unit.name, [("gather", nbytes, "shard")]))
-        for number, (_, column, _, _) in list(self._open.items()):
+        for number, (_, column, _, _) in [] if job.keeps_gradients else list(self._open.items()):
             if column == "gradients" or self._open[number][3] == "padding of gradients":
                 self._drop(number)
         self._held.clear()

@@ -30,6 +30,8 @@ WORKSPACE: Final = -2
 """The number of what a kernel takes for itself."""
 GIVEN: Final = -3
 """The number of the gradient of a tape's output, which the backward is given."""
+PART: Final = -4
+"""The number of what stays of a recomputed module's input: a tensor rank's part of it."""
 
 
 @final
@@ -51,8 +53,8 @@ class Exchange:
 class Instruction(NamedTuple):
     """One thing that happens.
 
-    `kind` is "make" and "drop" (a tensor), "run" (a kernel, or several in `seconds`), "exchange", "land" (the gradient
-    of weights is there), or "hand" (the tensor is left to whoever comes next).
+    `kind` is "make" and "drop" (a tensor), "run" (a kernel, or several in `seconds`), "exchange", "copy" (to the host or
+    back), "land" (the gradient of weights is there), or "hand" (the tensor is left to whoever comes next).
     """
 
     kind: str
@@ -145,8 +147,8 @@ def coarse(parts: Parts, seconds: Callable[[Cost], float]) -> Parts:
     return Parts(forward, _coarse(parts.backward, seconds, None, kept), parts.output)
 
 
-_KEPT: Final = -4
-_EXTRA: Final = -5
+_KEPT: Final = -5
+_EXTRA: Final = -6
 
 
 def _coarse(
@@ -157,9 +159,13 @@ def _coarse(
     made = {one.tensor: one.nbytes for one in run if one.kind == "make"}
     dropped = {one.tensor: one.nbytes for one in run if one.kind == "drop"}
     given = INPUT if output is not None else GIVEN
-    ends = [Instruction("drop", "its input", one, dropped[one]) for one in {INPUT, given} if one in dropped]
+    ends = [
+        Instruction("drop", "its input", one, dropped[one])
+        for one in {INPUT, given}
+        if one in dropped and one not in made
+    ]
     took_s = sum(seconds(one.cost) for one in run if one.kind == "run" and one.cost is not None)
-    work = [Instruction("run", "kernels", seconds=took_s), *(one for one in run if one.kind == "exchange")]
+    work = [Instruction("run", "kernels", seconds=took_s), *(one for one in run if one.kind in ("exchange", "copy"))]
     ended_bytes = sum(one.nbytes for one in ends)
     if output is not None:
         rest = left + ended_bytes - made[output]
@@ -283,7 +289,9 @@ class Tape:
         return first
 
 
-def instructions(tape: Tape, treatment: str = "keep") -> Parts:
+def instructions(
+    tape: Tape, treatment: str = "keep", *, input_parts: int = 1, is_input_offloaded: bool = False
+) -> Parts:
     """Return what a module does in one step.
 
     Its input is somebody else's output, and it drops that when nothing of its own needs it any more. Its output, and in
@@ -291,12 +299,20 @@ def instructions(tape: Tape, treatment: str = "keep") -> Parts:
 
     Args:
         treatment: of what the forward saves, one of `TREATMENTS`.
+        input_parts: tensor ranks that each keep a part of a recomputed module's input (P_a).
+        is_input_offloaded: whether what is kept of that input lies in memory of the host (P_a+cpu).
 
     Raises:
-        ValueError: there is no such treatment.
+        ValueError: there is no such treatment, or one that keeps no input is to part or offload it.
     """
     if treatment not in TREATMENTS:
         raise ValueError(f"treatment must be one of {', '.join(TREATMENTS)}; got {treatment!r}.")
+    is_treated = input_parts > 1 or is_input_offloaded
+    if is_treated and treatment == "keep":
+        raise ValueError(
+            f"input_parts={input_parts}, is_input_offloaded={is_input_offloaded}: only recomputation keeps "
+            "inputs; give treatment='recompute'."
+        )
     run = _Run(tape)
     if treatment == "keep":
         run.forward({number for one in tape.operations for number in one.saves} | {tape.output})
@@ -304,7 +320,11 @@ def instructions(tape: Tape, treatment: str = "keep") -> Parts:
     else:
         kept = {n for one in tape.operations for n, _ in one.makes if one.is_kept and treatment == "recompute-rest"}
         run.forward(kept | {INPUT, tape.output})
+        if is_treated:
+            run.put_away(input_parts, is_offloaded=is_input_offloaded)
         forward = run.take()
+        if is_treated:
+            run.bring_back(input_parts, is_offloaded=is_input_offloaded)
         if tape.output not in kept:
             run.forget(tape.output)
         run.forward({number for one in tape.operations for number in one.saves}, skips=kept)
@@ -333,6 +353,31 @@ class _Run:
     def forget(self, number: int) -> None:
         """Leave a tensor to its other user, the next module."""
         self._live.discard(number)
+
+    def put_away(self, parts: int, *, is_offloaded: bool) -> None:
+        """Keep a part of the input, here or in memory of the host, in place of the input."""
+        name, nbytes = "keep a part of the input", -(-self._tape.input_bytes // parts)
+        if parts > 1:
+            self._out.append(Instruction("make", name, PART, nbytes))
+            self._out.append(Instruction("run", name, cost=Cost(moved_bytes=2 * nbytes)))
+        if is_offloaded:
+            self._out.append(Instruction("copy", "copy to the host", nbytes=nbytes))
+            if parts > 1:
+                self._out.append(Instruction("drop", name, PART, nbytes))
+        self._drop(INPUT, name)
+
+    def bring_back(self, parts: int, *, is_offloaded: bool) -> None:
+        """Make the input whole again."""
+        name, whole_bytes = "gather the input", self._tape.input_bytes
+        nbytes = -(-whole_bytes // parts)
+        self._live.add(INPUT)
+        if is_offloaded:
+            self._out.append(Instruction("make", name, PART if parts > 1 else INPUT, nbytes))
+            self._out.append(Instruction("copy", "copy from the host", nbytes=nbytes))
+        if parts > 1:
+            self._out.append(Instruction("make", name, INPUT, whole_bytes))
+            self._out.append(Instruction("exchange", name, exchange=Exchange("gather", whole_bytes)))
+            self._out.append(Instruction("drop", name, PART, nbytes))
 
     def forward(self, held: set[int], skips: Collection[int] = ()) -> None:
         """Play the operations in order; those whose results are all in `skips` do not run again.

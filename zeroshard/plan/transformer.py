@@ -23,18 +23,22 @@ class Kernels:
     """Which kernels a program uses, as far as they keep or take different memory.
 
     Args:
-        attention: "flash" keeps a sum for each row; "plain" keeps scores, their softmax and, with dropout, a mask.
+        attention: "flash" keeps a sum for each row; "plain" keeps scores, their softmax and, with dropout, a mask;
+            "stepwise" keeps the same, copies queries, keys and values by head, and scales and masks scores in kernels
+            of their own, as programs of 2019 did.
         fused_gate: whether one kernel makes SiLU and product of a gate.
         fused_norm: whether a norm is one kernel.
+        fused_bias: whether a product adds its bias.
         mask_bytes: of an element of a dropout mask.
         loss: "logits" keeps logits, their fp32 copy and the fp32 log-softmax; "fused" keeps logits alone; "sharded"
             (over the tensor ranks) keeps an fp32 softmax.
         grad_bytes: of an element of a weight's gradient as autograd makes it; 0 stands for that of the weight.
     """
 
-    attention: Literal["flash", "plain"] = "flash"
+    attention: Literal["flash", "plain", "stepwise"] = "flash"
     fused_gate: bool = False
     fused_norm: bool = True
+    fused_bias: bool = True
     mask_bytes: int = 1
     loss: Literal["logits", "fused", "sharded"] = "logits"
     grad_bytes: int = 0
@@ -110,11 +114,12 @@ class _Writer:
         """
         n = rows or self.n
         weight_numel = weights * inputs * outputs
+        has_bias = not self.load.kernels.fused_bias and self.model.block == "gpt2" and name != "head"
         # What was gathered along the tensor axis is not kept, but gathered once more.
         kept = self._gathered.get(x, x)
         again = Exchange("gather", self.tape.sizes[x]) if kept != x and x not in self._is_read else None
         self._is_read.add(x)
-        return self.tape.add(
+        made = self.tape.add(
             name,
             [x],
             [n * outputs * self.e],
@@ -129,6 +134,9 @@ class _Writer:
             exchanged=exchanged,
             exchanged_back=again,
         )
+        nbytes = self.tape.sizes[made]
+        # The backward reads the gradient, for the sum over rows, and passes it on.
+        return self.tape.add("bias", [made], [nbytes], passes=True, moved=(2 * nbytes, nbytes)) if has_bias else made
 
     def norm(self, name: str, x: int, width: int, tokens: int, *, heads: int = 1, is_split: bool = False) -> int:
         """Write a norm: a layer norm keeps two numbers for each row, an RMS norm one.
@@ -176,6 +184,10 @@ class _Writer:
     def pointwise(self, name: str, reads: list[int], nbytes: int, saves: list[int]) -> int:
         """Write an operation of each element."""
         return self.tape.add(name, reads, [nbytes], saves)
+
+    def elementwise(self, name: str, x: int, nbytes: int) -> int:
+        """Write an operation whose backward needs nothing but the gradient: each reads and writes `nbytes`."""
+        return self.tape.add(name, [x], [nbytes], moved=(2 * nbytes, 2 * nbytes))
 
     def add(self, name: str, one: int, other: int) -> int:
         """Write a sum, whose gradient is that of both."""
@@ -264,7 +276,12 @@ def attention(write: _Writer, reads: list[int], width: int, head_width: int, *, 
             workspace=(0, n * width * FP32 + joined_bytes),
         )  # fmt: skip
     scores_numel = load.batch * heads * load.sequence**2
+    if load.kernels.attention == "stepwise":
+        reads = [write.elementwise(f"{name} by head", reads[0], n * width * e) for name in ("query", "key", "value")]
     scores = write.tape.add("scores", reads[:2], [scores_numel * e], reads[:2], flops=flops / 2, kind="matmul")
+    if load.kernels.attention == "stepwise":
+        for name in ("scale", "mask", "shift"):
+            scores = write.elementwise(name, scores, scores_numel * e)
     weights = write.tape.add("softmax", [scores], [scores_numel * e], saves_made=[0])
     weights = write.dropout("attention dropout", weights)
     values = reads[-1]
