@@ -20,6 +20,8 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import final
 
+from zeroshard.plan.hardware import Cost
+
 __all__ = ["Category", "Event", "Peak", "Phase", "Saved", "Span", "Trace", "UnitBytes"]
 
 
@@ -161,6 +163,7 @@ class Trace:
         units: names of modules whose bytes were asked for.
         edges: (bytes of inputs, bytes of outputs) of each unit that ran.
         personality: whose kernels the trace stands for.
+        kernels: (order of the first event after it, cost) of each operation that computes or copies.
     """
 
     events: Sequence[Event]
@@ -169,6 +172,7 @@ class Trace:
     units: Sequence[str]
     edges: Mapping[str, tuple[int, int]]
     personality: str
+    kernels: Sequence[tuple[int, Cost]] = ()
 
     @cached_property
     def live(self) -> Sequence[int]:
@@ -179,6 +183,10 @@ class Trace:
     def peak(self) -> Peak:
         """The peak of the whole step, what was there before it included."""
         return self.peak_of()
+
+    def phase_at(self, order: int) -> Phase:
+        """Return the phase of an event, or of the last one where `order` is behind it."""
+        return self.events[min(order, len(self.events) - 1)].phase
 
     def peak_of(self, *phases: Phase) -> Peak:
         """Return the peak within some phases, without any in all of them.

@@ -29,7 +29,7 @@ from zeroshard.table.pool import Buffer, Buffers
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.wires import Wire
 
-__all__ = ["COLUMNS", "Call", "Event", "Film", "Job", "LaneSpan", "Phase", "Tick", "make_film"]
+__all__ = ["COLUMNS", "Call", "Event", "Film", "Job", "LaneSpan", "Phase", "Script", "Tick", "make_film"]
 
 COLUMNS: Final = ("parameters", "gradients", "states", "padding", "activations", "transient")
 
@@ -83,12 +83,24 @@ class Call:
 
 @final
 @dataclass(frozen=True)
+class Script:
+    """What a model that was traced does: instructions with the number of their unit, whose tensors have one numbering.
+
+    Between them stand "need" and "leave", the uses of units.
+    """
+
+    forward: Sequence[tuple[int, Instruction]]
+    backward: Sequence[tuple[int, Instruction]]
+
+
+@final
+@dataclass(frozen=True)
 class Job:
     """What one rank does in a step.
 
     Args:
         units: as this rank sees them, the root first.
-        calls: uses of units, in order of the forward.
+        calls: uses of units, in order of the forward; none where there is a script.
         updates: what the optimizer updates and keeps.
         wire: the transport of gradients and parameters.
         device: whose kernels run.
@@ -100,6 +112,7 @@ class Job:
         keeps_gradients: whether the memory of gradients stays from step to step, as with
             `zero_grad(set_to_none=False)`.
         seconds: of one kernel; the device's own formula where not given.
+        script: of a model that was traced.
     """
 
     units: Sequence[UnitSpec]
@@ -114,6 +127,7 @@ class Job:
     buffer_bytes: int = 0
     keeps_gradients: bool = False
     seconds: Callable[[Cost], float] | None = None
+    script: Script | None = None
 
 
 @final
@@ -325,6 +339,10 @@ class _Camera:
         self._phases.append(Phase(name, start_s, self._now_s))
 
     def _forward(self) -> None:
+        if self._job.script is not None:
+            self._numbers: dict[int, int] = {}
+            self._play_script(self._job.script.forward, is_backward=False)
+            return
         calls = self._job.calls
         order = list(dict.fromkeys(call.unit for call in calls if call.unit != schedule.ROOT))
         requests: list[schedule.Request] = [("gather", unit) for unit in (schedule.ROOT, *order)]
@@ -340,7 +358,51 @@ class _Camera:
             self._do(self._schedule.leave(call.unit))
         self._do(self._schedule.close())
 
+    def _play_script(self, script: Sequence[tuple[int, Instruction]], *, is_backward: bool) -> None:
+        """Play a pass of a model that was traced."""
+        needs = Counter(unit for unit, one in script if one.kind == "need")
+        last = {unit: place for place, (unit, one) in enumerate(script) if one.kind == "leave"}
+        order = [unit for unit, one in script if one.kind in ("need", "leave")]
+        requests: list[schedule.Request] = [("gather", schedule.ROOT)]
+        for place, (unit, one) in enumerate(script):
+            if one.kind == "need" and ("gather", unit) not in requests:
+                requests.append(("gather", unit))
+            if is_backward and last.get(unit) == place:
+                requests.append(("reduce", unit))
+        missing = [unit.number for unit in self._job.units if unit.number not in {*order, schedule.ROOT}]
+        requests += [("reduce", unit) for unit in (*missing, schedule.ROOT)] * is_backward
+        pinned = frozenset(unit for unit, count in needs.items() if count > 1)
+        self._begin(schedule.Record(schedule.hoist(requests), pinned))
+        self._need(schedule.ROOT)
+        for place, (unit, one) in enumerate(script):
+            if one.kind == "need":
+                self._need(unit)
+            elif one.kind == "leave":
+                if is_backward and last[unit] == place:
+                    self._land(unit)
+                    self._do(self._schedule.land(unit))
+                self._do(self._schedule.leave(unit))
+            else:
+                self._play(unit, (one,), self._numbers)
+        if not is_backward:
+            self._do(self._schedule.close())
+            return
+        for unit in (*missing, schedule.ROOT):
+            self._land(unit)
+            self._do(self._schedule.land(unit))
+        self._end_backward()
+
+    def _end_backward(self) -> None:
+        """Close the pass, and wait for its reductions."""
+        self._do(self._schedule.close())
+        self._give(self._before)
+        self._before = []
+        self._wait("reductions", self._reduced_s)
+
     def _backward(self) -> None:
+        if self._job.script is not None:
+            self._play_script(self._job.script.backward, is_backward=True)
+            return
         calls = list(zip(self._job.calls, self._saved, strict=True))
         last = {call.unit: place for place, (call, _) in enumerate(reversed(calls))}
         requests: list[schedule.Request] = [("gather", schedule.ROOT)]
@@ -366,10 +428,7 @@ class _Camera:
         self._drop(given)
         self._land(schedule.ROOT)
         self._do(self._schedule.land(schedule.ROOT))
-        self._do(self._schedule.close())
-        self._give(self._before)
-        self._before = []
-        self._wait("reductions", max(self._reduced_s, 0.0))
+        self._end_backward()
 
     def _begin(self, record: schedule.Record) -> None:
         self._schedule = schedule.Schedule(record, lambda _: False)
@@ -401,8 +460,7 @@ class _Camera:
             elif one.kind == "run":
                 self._compute(one.what, self._kernel_s(one.cost) if one.cost is not None else one.seconds)
             elif one.kind == "land":
-                if number not in self._landing:
-                    self._begin_landing(number)
+                self._land(number)
             elif one.kind == "exchange" and one.exchange is not None:
                 exchange = one.exchange
                 span = self._job.spans[exchange.axis]

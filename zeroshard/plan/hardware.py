@@ -115,6 +115,11 @@ class Device:
     context_bytes: int = 600 * MIB
     communicator_bytes: int = 400 * MIB
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a host's processor, whose kernels differ from those of an accelerator."""
+        return self.multiprocessors == 1
+
     def kernel_s(self, cost: Cost, dtype: str) -> float:
         """Return the seconds of one kernel.
 

@@ -43,14 +43,20 @@ def make_plan(
     sequence_parallel: bool = False,
     optimizer: str = "adamw",
     micro_batches: int = 1,
+    inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    units: Sequence[object] | None = None,
+    reads: Callable[[Any], bool | int | float] | None = None,
 ) -> Plan:
     """Predict a run: memory by column and at its peak, time of a step, traffic, and whether it fits.
 
-    Nothing is built and no device is needed. A shape, or a `config.json` of a known type, needs no torch.
+    Nothing is built and no device is needed. A shape, or a `config.json` of a known type, needs no torch: its norms,
+    attention and gates are single kernels, as fast programs have them. Modules are traced as they are.
 
     Args:
         model: the name of a bundled shape (`zeroshard.plan.shapes.SHAPES`), the path of a Transformers `config.json`
-            or of its folder, or a `Transformer`.
+            or of its folder, a `Transformer`, a configuration object of Transformers, or any `nn.Module`, which may be
+            on the meta device and stays as it is.
         world_size: ranks.
         device: the name of a preset (`zeroshard.plan.hardware.DEVICES`), or a `Device`, such as the one that
             `zeroshard doctor` stored.
@@ -64,10 +70,17 @@ def make_plan(
         sequence_parallel: whether the rest is split by tokens over these ranks.
         optimizer: a name in `zeroshard.plan.specs.OPTIMIZERS`.
         micro_batches: of a step.
+        inputs: of a module: the arguments of its forward for one micro-batch, by place or by name; tokens and labels of
+            `batch` and `seq` for language models of Transformers, where not said. In its place count tokens, or
+            samples where no input is of integers.
+        loss: makes the loss of a module's output; by default the output itself, its `loss`, or its sum.
+        units: of a module, as `zs.shard` takes them.
+        reads: answers what a module reads of tensors' values, as `if x.any():` does.
 
     Raises:
         ValueError: a name that is not known, or numbers that do not go together.
         TypeError: a model that is none of these.
+        RuntimeError: a module whose step depends on values that `reads` does not answer.
 
     ```python
     import zeroshard as zs
@@ -77,13 +90,15 @@ def make_plan(
     assert plan.verdict == "fits"
     ```
     """
-    shape = shape_of(model)
     preset = device_named(device)
+    model = _module_of(model)
+    is_module = hasattr(model, "named_parameters")
+    shape = None if is_module else shape_of(model)
     options = Options(
         world_size=world_size,
         device=preset,
         batch=batch,
-        sequence=seq if seq is not None else min(shape.sequence, 4096),
+        sequence=seq if seq is not None else min(shape.sequence if shape is not None else 4096, 4096),
         row=row_of(stage, residency, activations),
         precision=precision or precision_for(preset),
         replicas=mesh,
@@ -93,8 +108,24 @@ def make_plan(
         micro_batches=micro_batches,
     )
     check_options(options)
+    if shape is None:
+        return plan_module(model, options, inputs, loss, units, reads)
+    given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads}
+    if others := [name for name, value in given.items() if value is not None]:
+        raise TypeError(f"{', '.join(others)}: of modules only; {shape.name} is a shape.")
     plan = plan_shape(shape, options)
     return dataclasses.replace(plan, changes=changes_of(shape, options, plan.peak_bytes))
+
+
+def _module_of(model: Any) -> Any:
+    """Return what is to be planned; of a configuration object of Transformers the model, on the meta device."""
+    if not hasattr(model, "model_type") or hasattr(model, "named_parameters"):
+        return model
+    import torch
+    import transformers
+
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(model)
 
 
 def shape_of(model: Any) -> Transformer:
@@ -110,29 +141,71 @@ def shape_of(model: Any) -> Transformer:
         is_path = isinstance(model, Path) or (model not in SHAPES and Path(model).exists())
         return read_config(model) if is_path else shape_named(str(model))
     raise TypeError(
-        f"plan() takes the name of a shape, the path of a config.json or a Transformer; got {type(model).__name__}."
+        "plan() takes the name of a shape, the path of a config.json, a Transformer, a configuration of Transformers "
+        f"or a module; got {type(model).__name__}."
     )
+
+
+def plan_module(
+    model: Any,
+    options: Options,
+    inputs: Sequence[Any] | Mapping[str, Any] | None,
+    loss: Callable[[Any], Any] | None,
+    units: Sequence[object] | None,
+    reads: Callable[[Any], bool | int | float] | None,
+) -> Plan:
+    """Return the plan of a module.
+
+    Raises:
+        ValueError: it is to be split over tensor ranks.
+    """
+    from zeroshard.plan.traced import language_inputs, trace_job  # torch is needed for modules only
+
+    if options.tensor > 1:
+        raise ValueError(f"tensor={options.tensor}: modules are traced as they are, whole; plan a shape instead.")
+    given = inputs if inputs is not None else language_inputs(model, options.batch, options.sequence)
+    personality = "cpu" if options.device.is_cpu else "cuda"
+    traced = trace_job(model, options, given, loss, units=units, personality=personality, reads=reads)
+    if inputs is not None:
+        options = dataclasses.replace(options, batch=traced.tokens, sequence=1)
+    numel = traced.parameters_numel
+    flops = 3 * traced.flops * options.micro_batches * options.world_size
+    return _plan(type(model).__name__, (numel, numel), options, traced.job, flops, [])
 
 
 def plan_shape(shape: Transformer, options: Options) -> Plan:
     """Return the plan of a shape."""
-    job = job_of_shape(shape, options)
+    flops = flops_of(shape, options) * options.tokens_per_step
+    others = _other_ranks(shape, options) if options.shard_ranks > 1 else []
+    return _plan(shape.name, (shape.numel(), shape.used_numel()), options, job_of_shape(shape, options), flops, others)
+
+
+def _plan(
+    name: str, numels: tuple[int, int], options: Options, job: Job, flops: float, others: Sequence[tuple[str, int, Job]]
+) -> Plan:
+    """Return the plan of a job.
+
+    Args:
+        numels: of all parameters, and of those that each token is multiplied with.
+        flops: of a step of all ranks.
+        others: classes of ranks besides the first: name, count, job.
+    """
     film, first = make_film(job), make_film(job, is_first=True)
     reserved_bytes = simulate(_steps(first, film), Rules()).peak_reserved_bytes
     ranks = [RankClass("rank 0", 1, film.resident_bytes, film.peak[0], reserved_bytes)]
-    if options.shard_ranks > 1:
-        ranks += _other_ranks(shape, options, ranks[0])
+    for title, count, other in others:
+        resident_bytes = make_film(other).resident_bytes
+        ranks.append(RankClass(title, count, resident_bytes, film.peak[0], reserved_bytes))
     return Plan(
-        shape.name,
-        shape.numel(),
-        shape.used_numel(),
+        name,
+        *numels,
         options,
         options.words(),
         tuple(ranks),
         tuple((one.column, one.unit, one.what, one.nbytes) for one in film.live_at(film.peak[1])[:LISTED]),
         film,
         first,
-        flops_of(shape, options) * options.tokens_per_step,
+        flops,
         save_bytes_of(job),
         host_bytes_of(options),
         outside_bytes_of(options),
@@ -140,16 +213,15 @@ def plan_shape(shape: Transformer, options: Options) -> Plan:
     )
 
 
-def _other_ranks(shape: Transformer, options: Options, first: RankClass) -> list[RankClass]:
+def _other_ranks(shape: Transformer, options: Options) -> list[tuple[str, int, Job]]:
     """Return the classes of the other ranks: shards are equal, and differ in how much of them is padding."""
-    last = make_film(job_of_shape(shape, options, is_coarse=True, rank=options.shard_ranks - 1))
-    others = options.world_size - 1
-    if last.resident_bytes == first.resident_bytes:
-        return [RankClass("the others", others, first.resident_bytes, first.peak_bytes, first.reserved_bytes)]
     end = options.world_size // options.shard_ranks
-    middle = RankClass("the others", others - end, first.resident_bytes, first.peak_bytes, first.reserved_bytes)
-    ends = RankClass("the last shard", end, last.resident_bytes, last.peak[0], first.reserved_bytes)
-    return [one for one in (middle, ends) if one.count > 0]
+    others = [("the others", options.world_size - 1 - end, 0), ("the last shard", end, options.shard_ranks - 1)]
+    return [
+        (title, count, job_of_shape(shape, options, is_coarse=True, rank=rank))
+        for title, count, rank in others
+        if count > 0
+    ]
 
 
 def _steps(first: Film, film: Film) -> Iterator[Call]:

@@ -18,6 +18,7 @@ Note: what fake tensors change
     reference to the first tensor exists, and one tensor on its storage.
 """
 
+import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -27,8 +28,10 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
 
 from zeroshard.plan.events import Category, Event, Phase, Saved, Span, Trace, unit_of
+from zeroshard.plan.hardware import Cost
 from zeroshard.plan.personality import Personality
 from zeroshard.torch_private import (
     DispatchMode,
@@ -97,6 +100,7 @@ class Recorder(DispatchMode):
         self._hooks: list[Any] = []
         self._spans: list[Span] = []
         self._edges: dict[str, tuple[int, int]] = {}
+        self._kernels: list[tuple[int, Cost]] = []
 
     # -- before and after ---------------------------------------------------------------------------------------------
 
@@ -138,6 +142,7 @@ class Recorder(DispatchMode):
         del self._categories[len(numbers) :], self._makers[len(numbers) :]
         self._results.clear()
         self._recomputed.clear()
+        self._kernels.clear()
         self.phase, self._last = Phase.BEFORE, ""
 
     def result(self) -> Trace:
@@ -153,7 +158,15 @@ class Recorder(DispatchMode):
             if number in sizes
         )
         spans = sorted([*self._spans, *_backward_spans(events, frozenset(self._units))], key=lambda span: span.start)
-        return Trace(events, saved, tuple(spans), self._units, MappingProxyType(dict(self._edges)), self.kernels.name)
+        return Trace(
+            events,
+            saved,
+            tuple(spans),
+            self._units,
+            MappingProxyType(dict(self._edges)),
+            self.kernels.name,
+            tuple(self._kernels),
+        )
 
     # -- storages -----------------------------------------------------------------------------------------------------
 
@@ -248,7 +261,9 @@ class Recorder(DispatchMode):
             self._note_result(out)
         else:
             out = self.kernels.run(func, args, kwargs)
-        for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
+        made = (out,) if isinstance(out, Tensor) else tensors_in(out)
+        self._note_cost(func, args, kwargs, out, made)
+        for tensor in made:
             self._note(tensor, _TEMPORARY[self.phase])
         if nbytes := self.kernels.workspace(func, args, out):
             number = len(self._categories)
@@ -259,6 +274,20 @@ class Recorder(DispatchMode):
             self._event(nbytes, number, module)
             self._event(-nbytes, number, module)
         return out
+
+    def _note_cost(self, func: Any, args: Any, kwargs: Any, out: Any, made: Sequence[Tensor]) -> None:
+        """Note what an operation computes, reads and writes; views do nothing."""
+        given = tensors_in((args, kwargs))
+        storages = {storage_of(one) for one in given}
+        if not made or (func.is_view or (all(storage_of(one) in storages for one in made) and not _is_in_place(func))):
+            return
+        formula = flop_registry.get(func.overloadpacket)
+        flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
+        moved_bytes = sum(one.nbytes for one in given) + sum(one.nbytes for one in made)
+        kind = "memory" if not flops else "attention" if "attention" in str(func) else "matmul"
+        shape = tuple(made[0].shape) if kind == "matmul" else ()
+        rows, columns = (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (0, 0)
+        self._kernels.append((len(self._events), Cost(flops, moved_bytes, kind, rows, columns)))
 
     def _is_sum_in_place(self, first: Tensor, second: Tensor) -> bool:
         """Tell whether autograd would add a gradient to another one in place, if they were not fake."""
@@ -331,6 +360,10 @@ class Recorder(DispatchMode):
     def _accumulated(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.assign([parameter.grad], Category.GRADIENT)
+
+
+def _is_in_place(func: Any) -> bool:
+    return str(func.overloadpacket).endswith("_")
 
 
 def _is_inside(name: str, ancestor: str) -> bool:

@@ -53,8 +53,8 @@ class Exchange:
 class Instruction(NamedTuple):
     """One thing that happens.
 
-    `kind` is "make" and "drop" (a tensor), "run" (a kernel, or several in `seconds`), "exchange", "copy" (to the host or
-    back), "land" (the gradient of weights is there), or "hand" (the tensor is left to whoever comes next).
+    `kind` is "make" and "drop" (a tensor), "run" (a kernel, or several in `seconds`), "exchange", "copy" (to the host
+    or back), "land" (the gradient of weights is there), or "hand" (the tensor is left to whoever comes next).
     """
 
     kind: str

@@ -1,0 +1,267 @@
+"""The job of a model that is given as modules: a trace of its step, and its units as `zs.shard` has them.
+
+Owns the way from a trace to a film's script. Must not know what a step comes to (`film.py`). Read `tracer.py` and
+`describe/specs.py` first.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from zeroshard.describe.activations import recomputed_modules
+from zeroshard.describe.precision import Precision
+from zeroshard.describe.specs import describe_units
+from zeroshard.describe.units import UnitPlan, plan_units
+from zeroshard.plan.events import Category, Event, Phase, Trace
+from zeroshard.plan.film import Job, Script
+from zeroshard.plan.job import Options, wire_of
+from zeroshard.plan.saved import KEPT_OPERATIONS
+from zeroshard.plan.specs import OPTIMIZERS, updates_of
+from zeroshard.plan.tape import Instruction
+from zeroshard.plan.tracer import trace_step
+from zeroshard.table.schedule import ROOT
+from zeroshard.table.spec import Formats
+from zeroshard.torch_private import tensors_in
+
+__all__ = ["Traced", "language_inputs", "trace_job"]
+
+_STAYS: Final = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER, Category.INPUT)
+"""Categories that the film has from elsewhere."""
+
+
+@final
+@dataclass(frozen=True)
+class Traced:
+    """A model's job, and what was learned on the way.
+
+    Args:
+        flops: of one micro-batch's forward.
+        tokens: of one micro-batch: elements of the first integer input, or else samples.
+    """
+
+    job: Job
+    parameters_numel: int
+    flops: float
+    tokens: int
+    notes: Sequence[str]
+
+
+def language_inputs(model: nn.Module, batch: int, sequence: int) -> Mapping[str, Tensor]:
+    """Return tokens and labels for a language model of Transformers, on the meta device.
+
+    Raises:
+        TypeError: the model is none.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(config, "vocab_size"):
+        raise TypeError(
+            f"plan() of a {type(model).__name__} needs inputs=: the arguments of its forward, tensors on any device."
+        )
+    size = (batch, sequence)
+    return {name: torch.zeros(size, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
+
+
+def trace_job(
+    model: nn.Module,
+    options: Options,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    loss: Callable[[Any], Tensor] | None = None,
+    *,
+    units: Sequence[object] | None = None,
+    personality: str = "cuda",
+    reads: Callable[[Tensor], bool | int | float] | None = None,
+) -> Traced:
+    """Trace a step of a model, and return what one rank does in it. The model stays as it is.
+
+    Args:
+        inputs: arguments of the model's forward, by place or by name.
+        loss: makes the loss of the model's output; by default the output itself, its `loss`, or its sum.
+        units: as `zs.shard` takes them.
+        personality: whose kernels run, "cuda" or "cpu".
+        reads: answers what the model reads of tensors, as in `trace_step`.
+
+    Raises:
+        ValueError: activations are recomputed in segments, whose order is not traced.
+        RuntimeError: the model reads values of tensors.
+    """
+    precision = _precision(options.formats)
+    copied = on_meta(model, options.formats.param)
+    plans = plan_units(model, units)
+    specs = describe_units(plans, options.row, precision, shard_size=options.shard_ranks, replicas=options.replicas)
+    twins = dict(zip(model.modules(), copied.modules(), strict=True))
+    treat(plans, twins, options)
+    names = {name: number for number, plan in enumerate(plans) for name in plan.entries.values() if number != ROOT}
+    given = inputs if isinstance(inputs, Mapping) else tuple(inputs)
+    dtype = getattr(torch, options.formats.param)
+
+    def step(run: nn.Module, given: Any) -> Tensor:
+        out = run(**_cast(given, dtype)) if isinstance(given, Mapping) else run(*_cast(given, dtype))
+        return loss(out) if loss is not None else loss_of(out)
+
+    trace = trace_step(
+        step, copied, [given], units=[name for name in names if name], personality=personality, reads=reads
+    )
+    tensors = tensors_in(given)
+    whole = [one for one in tensors if not one.is_floating_point()]
+    by_category = _before(trace)
+    script = Script(_stream(trace, names, Phase.FORWARD), _stream(trace, names, Phase.BACKWARD))
+    spans = {
+        "shard": options.device.spread(options.shard_ranks),
+        "replicate": options.device.spread(options.replicas, options.shard_ranks),
+    }
+    job = Job(
+        specs,
+        (),
+        [updates_of(specs, OPTIMIZERS[options.optimizer])],
+        wire_of(options),
+        options.device,
+        options.formats.param,
+        spans,
+        options.micro_batches,
+        by_category[Category.INPUT],
+        by_category[Category.BUFFER],
+        script=script,
+    )
+    flops = sum(cost.flops for order, cost in trace.kernels if trace.phase_at(order) is Phase.FORWARD)
+    return Traced(
+        job,
+        sum(plan.numel for plan in plans),
+        flops,
+        whole[0].numel() if whole else tensors[0].shape[0],
+        (),
+    )
+
+
+def on_meta(model: nn.Module, dtype: str) -> nn.Module:
+    """Return a copy of a model on the meta device, floating-point parameters in a dtype; tied ones stay tied."""
+    memo: dict[int, Any] = {}
+    wanted = getattr(torch, dtype)
+    for parameter in model.parameters():
+        kind = wanted if parameter.is_floating_point() and parameter.element_size() > 1 else parameter.dtype
+        made = torch.empty_strided(parameter.shape, parameter.stride(), dtype=kind, device="meta")
+        memo[id(parameter)] = nn.Parameter(made, parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def treat(plans: Sequence[UnitPlan], twins: Mapping[nn.Module, nn.Module], options: Options) -> None:
+    """Have modules of the copy recomputed as `zs.shard` has those of the model.
+
+    Raises:
+        ValueError: they are recomputed in segments.
+    """
+    for module, how in recomputed_modules(options.row.activations, plans):
+        if how.every != 1:
+            raise ValueError(
+                f"activations={options.row.activations}: segments of several modules are not traced; plan every=1."
+            )
+        contexts: dict[str, Any] = {}
+        if how.keeps == "products":
+            kept = [functools.reduce(getattr, name.split(".")[1:], torch.ops.aten) for name in KEPT_OPERATIONS]
+            contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)}
+        twin = twins[module]
+        twin.forward = functools.partial(checkpoint, twin.forward, use_reentrant=False, **contexts)
+
+
+def loss_of(out: Any) -> Tensor:
+    """Return the loss in a model's output, or the sum of what it returned."""
+    if isinstance(out, Mapping) and out.get("loss") is not None:
+        out = out["loss"]
+    elif getattr(out, "loss", None) is not None:
+        out = out.loss
+    if isinstance(out, Tensor):
+        return out if out.numel() == 1 else out.float().sum()
+    floating = [one for one in tensors_in(out) if one.is_floating_point() and one.requires_grad]
+    return torch.stack([one.float().sum() for one in floating]).sum()
+
+
+def _precision(formats: Formats) -> Precision:
+    kinds = {name: getattr(torch, getattr(formats, name)) for name in ("param", "reduce", "grad", "master")}
+    return Precision(**kinds) if formats.param != formats.master else Precision()
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast floating-point inputs to what modules compute with."""
+    if isinstance(value, Mapping):
+        return {name: _cast(one, dtype) for name, one in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_cast(one, dtype) for one in value)
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _before(trace: Trace) -> Mapping[Category, int]:
+    """Return the bytes that are there before the step, by category."""
+    found = dict.fromkeys(Category, 0)
+    for event in trace.events:
+        if event.phase is Phase.BEFORE:
+            found[event.category] += event.nbytes
+    return found
+
+
+def _stream(trace: Trace, numbers: Mapping[str, int], phase: Phase) -> tuple[tuple[int, Instruction], ...]:
+    """Return what happens in one phase, in order: instructions with their units, "need" and "leave" between them."""
+    start = next((event.order for event in trace.events if event.phase is phase), 0)
+    runs = _runs(trace, numbers, phase)
+    marks: dict[int, list[tuple[int, Instruction]]] = {}
+    for unit, first, stop in runs:
+        marks.setdefault(first, []).append((unit, Instruction("need", "")))
+        marks.setdefault(stop, []).insert(0, (unit, Instruction("leave", "")))
+    kernels: dict[int, list[Instruction]] = {}
+    for order, cost in trace.kernels:
+        kernels.setdefault(order, []).append(Instruction("run", "", cost=cost))
+    stop = max((event.order for event in trace.events if event.phase is phase), default=-1) + 1
+    found: list[tuple[int, Instruction]] = []
+    owners = _owners(runs, start, stop)
+    for order in range(start, stop + 1):
+        found += marks.get(order, [])
+        if order == stop:
+            break
+        unit, event = owners.get(order, ROOT), trace.events[order]
+        found += [(unit, one) for one in kernels.get(order, []) if event.phase is phase]
+        if event.phase is phase and event.nbytes and event.category not in _STAYS:
+            found += [(unit, one) for one in _happened(event)]
+    return tuple(found)
+
+
+def _happened(event: Event) -> Iterable[Instruction]:
+    if event.category is Category.GRADIENT:
+        return [Instruction("land", event.operation, nbytes=event.nbytes)] if event.nbytes > 0 else []
+    return [Instruction("make" if event.nbytes > 0 else "drop", event.operation, event.storage, abs(event.nbytes))]
+
+
+def _runs(trace: Trace, numbers: Mapping[str, int], phase: Phase) -> list[tuple[int, int, int]]:
+    """Return the uses of units: (unit, first event, first event behind it); those that meet are one."""
+    spans = sorted(
+        (span.start, span.stop, numbers[span.unit])
+        for span in trace.spans
+        if span.phase is phase and span.unit in numbers
+    )
+    if phase is Phase.BACKWARD:
+        # A unit is used from its first operation to its last, whatever runs between them.
+        ends: dict[int, tuple[int, int]] = {}
+        for start, stop, unit in spans:
+            first, _ = ends.get(unit, (start, stop))
+            ends[unit] = first, stop
+        return [(unit, start, stop) for unit, (start, stop) in ends.items()]
+    found: list[tuple[int, int, int]] = []
+    for start, stop, unit in spans:
+        if found and found[-1][0] == unit:
+            found[-1] = unit, found[-1][1], max(stop, found[-1][2])
+        else:
+            found.append((unit, start, stop))
+    return found
+
+
+def _owners(runs: Sequence[tuple[int, int, int]], start: int, stop: int) -> Mapping[int, int]:
+    """Return the innermost unit of each event."""
+    found: dict[int, int] = {}
+    for unit, first, last in sorted(runs, key=lambda run: run[1] - run[2]):
+        found.update(dict.fromkeys(range(max(first, start), min(last, stop)), unit))
+    return found
