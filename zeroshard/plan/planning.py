@@ -5,7 +5,7 @@ Owns the plan and its verdict. Must not know how a step is simulated (`film.py`)
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
