@@ -208,6 +208,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "a block that is skipped": (Skipping, {}),
     "recomputed by the model": (Checkpointed, {}),
     "frozen parts": (Frozen, {}),
+    "frozen parts, recomputed": (Frozen, {"activations": "recompute"}),
+    "parameters without gradients, recomputed by the model": (functools.partial(Checkpointed, kind=Spare), {}),
     "parameters without gradients": (functools.partial(models.Stack, kind=Spare), {}),
     "blocks beside one another": (Across, {}),
     "units inside units": (models.Stack, units_of([models.Block, nn.LayerNorm])),
