@@ -15,10 +15,11 @@ import functools
 import math
 import operator
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 __all__ = [
     "BatchNorm",
+    "Call",
     "DisabledFunction",
     "DispatchMode",
     "NoFunctionTransforms",
@@ -314,6 +316,35 @@ def is_called_by_checkpoint() -> bool:
 
 def _is_of(frame: FrameType, path: str) -> bool:
     return frame.f_code.co_filename.replace("\\", "/").endswith(path)
+
+
+@final
+class Call:
+    """The running call that a hook was called by; torch calls no hooks of a module that a KeyboardInterrupt ends.
+
+    Args:
+        passed_over: the beginning of the names of modules whose functions are parts of the hook.
+    """
+
+    __slots__ = ("_frame", "_thread")
+
+    def __init__(self, passed_over: str) -> None:
+        frame = sys._getframe(1)
+        # Dynamo puts a function around each that it must not compile.
+        while (name := frame.f_globals.get("__name__", "")).startswith((passed_over, "torch._dynamo.")) or (
+            name == __name__
+        ):
+            assert frame.f_back is not None
+            frame = frame.f_back
+        self._frame, self._thread = frame, threading.get_ident()
+
+    def is_running(self) -> bool:
+        """Tell whether the call has not ended; another thread may ask, such as that of a backward on a GPU."""
+        is_here = threading.get_ident() == self._thread
+        frame = sys._getframe(1) if is_here else sys._current_frames().get(self._thread)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
 
 
 def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
