@@ -24,7 +24,6 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # sees each operation below autograd
 from torch.utils.checkpoint import checkpoint
 
@@ -56,7 +55,6 @@ __all__ = [
     "is_dense",
     "is_inside_reentrant_checkpoint",
     "local_of",
-    "map_tensors",
     "next_node_number",
     "nodes_before",
     "note_visit",
@@ -70,7 +68,6 @@ __all__ = [
     "setting_of",
     "slot_grad",
     "storage_of",
-    "tensors_in",
     "users_of_storage",
     "version_of",
     "will_run",
@@ -241,16 +238,6 @@ def running_node_number() -> int | None:
     found: int = node._sequence_nr()
     # What accumulates a gradient comes after all others, by a number that no other node has.
     return found if found < 2**63 else None
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in a value of nested containers, in order."""
-    return [one for one in pytree.tree_leaves(value) if isinstance(one, Tensor)]
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a value of nested containers with `change` applied to each tensor in it."""
-    return pytree.tree_map_only(Tensor, change, value)
 
 
 def without_storage(

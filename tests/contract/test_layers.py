@@ -14,6 +14,7 @@ LAYERS = (
     "testing",
     "table",
     "torch_private",
+    "tree",
     "wire",
     "core",
     "state",
@@ -30,7 +31,7 @@ LAYERS = (
     "cli",
 )
 # The planner runs without an engine: it reads the table that the engine runs on, and traces with torch's fake tensors.
-PLAN_READS = ("table", "torch_private", "plan")
+PLAN_READS = ("table", "torch_private", "tree", "plan")
 # The product does not use its test helper.
 TEST_ONLY = "testing"
 # The main job is a program like any user's: it imports the names that the package exports, and itself.
@@ -163,7 +164,6 @@ def test_an_import_downwards_passes(name: str, text: str) -> None:
 # Each may import itself and what stands before it, for types only included.
 CORE = (
     "version",
-    "tree",
     "precision",
     "states",
     "changes",

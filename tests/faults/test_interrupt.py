@@ -1,4 +1,4 @@
-"""An exception that torch calls no hooks for, such as KeyboardInterrupt, is caught by user code, which goes on training.
+"""User code catches an exception that torch calls no hooks for, such as KeyboardInterrupt, and goes on training.
 
 Where all ranks are interrupted at one place, or there is one, losses are those of a run that was never interrupted;
 where a single one is, all end in one error.

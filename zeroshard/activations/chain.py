@@ -19,9 +19,9 @@ from typing import Any, final
 import torch
 
 from zeroshard.core.saved import Box, Treatment
-from zeroshard.core.tree import find
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import local_of, storage_of, version_of
+from zeroshard.tree import find
 
 __all__ = ["Chained", "Held", "Link"]
 

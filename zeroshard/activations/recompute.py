@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -37,31 +37,15 @@ from torch.utils.checkpoint import (
 from zeroshard.activations.surroundings import Kept, Surroundings
 from zeroshard.core.hooks import Enter, Exit, Hook
 from zeroshard.core.saved import SavedTensors
-from zeroshard.core.tree import find, map_tensors
-from zeroshard.table.activations import Recomputed
+from zeroshard.table.activations import PRODUCTS, Recomputed
 from zeroshard.torch_private import graph_task, local_of, version_of, without_modes
+from zeroshard.tree import find, map_tensors
 
 __all__ = ["recompute"]
 
 Tensor = torch.Tensor
 
-PRODUCTS = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "addbmm",
-        "convolution",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-    )
-)
-"""What `Recomputed(keeps="products")` keeps the results of: most of the time of a forward, and few of its bytes."""
+KEPT: Final = frozenset(getattr(torch.ops.aten, name) for name in PRODUCTS)
 
 
 def recompute(
@@ -343,5 +327,5 @@ def _itself(forward: Any) -> Any:
 
 
 def _keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_kept = getattr(op, "overloadpacket", op) in PRODUCTS
+    is_kept = getattr(op, "overloadpacket", op) in KEPT
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

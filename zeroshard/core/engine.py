@@ -35,7 +35,6 @@ from zeroshard.core.precision import LossScale
 from zeroshard.core.saved import SavedTensors, Treatment
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence, Scope
-from zeroshard.core.tree import find
 from zeroshard.core.unit import Unit
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
@@ -48,6 +47,7 @@ from zeroshard.torch_private import (
     slot_grad,
     version_of,
 )
+from zeroshard.tree import find
 from zeroshard.wire.comm import Comm, Tag
 from zeroshard.wire.mesh import Mesh
 

@@ -38,9 +38,9 @@ from zeroshard.torch_private import (
     next_node_number,
     running_node_number,
     storage_of,
-    tensors_in,
     users_of_storage,
 )
+from zeroshard.tree import find
 
 __all__ = ["Recorder", "unreadable"]
 
@@ -248,7 +248,7 @@ class Recorder(DispatchMode):
             self._note_result(out)
         else:
             out = self.kernels.run(func, args, kwargs)
-        for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
+        for tensor in (out,) if isinstance(out, Tensor) else find(out, Tensor):
             self._note(tensor, _TEMPORARY[self.phase])
         if nbytes := self.kernels.workspace(func, args, out):
             number = len(self._categories)
@@ -322,7 +322,7 @@ class Recorder(DispatchMode):
     def _numbers(self, value: Any) -> dict[int, int]:
         """Return the bytes of the tensors in a value, parameters and buffers aside, by number of the storage."""
         found: dict[int, int] = {}
-        for tensor in tensors_in(value):
+        for tensor in find(value, Tensor):
             number = self._number(tensor)
             if number is not None and self._categories[number] not in (Category.PARAMETER, Category.BUFFER):
                 found[number] = max(found.get(number, 0), tensor.nbytes)

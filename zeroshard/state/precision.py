@@ -11,9 +11,9 @@ from torch import nn
 
 from zeroshard.core.hooks import Hook
 from zeroshard.core.precision import Dtypes, LossScale
-from zeroshard.core.tree import map_floating
 from zeroshard.table.spec import CODECS
 from zeroshard.torch_private import BatchNorm
+from zeroshard.tree import map_floating
 
 __all__ = ["CastIn", "CastOut", "Precision", "precision_of"]
 
