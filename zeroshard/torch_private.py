@@ -54,6 +54,7 @@ __all__ = [
     "is_called_by_checkpoint",
     "is_dense",
     "is_inside_reentrant_checkpoint",
+    "is_inside_transform",
     "local_of",
     "next_node_number",
     "nodes_before",
@@ -340,6 +341,11 @@ def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     return found
 
 
+def is_inside_transform() -> bool:
+    """Tell whether a transform of torch.func, such as vmap, is under way on this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_inside_reentrant_checkpoint() -> bool:
     """Tell whether a reentrant checkpoint is recomputing: its backward function is then on this thread's stack."""
     frame = sys._getframe()
@@ -433,6 +439,17 @@ def _tests_reentrant_checkpoint() -> bool:
 
     checkpoint(run, x, use_reentrant=True).sum().backward()
     return seen == [False, True]
+
+
+def _tests_transforms() -> bool:
+    seen = [is_inside_transform()]
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(is_inside_transform())
+        return x
+
+    torch.vmap(look)(torch.ones(2))
+    return [*seen, is_inside_transform()] == [False, True, False]
 
 
 def _tests_inputs_of_checkpoint() -> bool:
@@ -579,6 +596,7 @@ _TESTS: Final = (
     ("the number, the nodes or the callbacks of a backward pass", _tests_autograd),
     ("torch.utils.checkpoint with use_reentrant=True", _tests_reentrant_checkpoint),
     ("how torch.utils.checkpoint saves inputs", _tests_inputs_of_checkpoint),
+    ("the stack of transforms of torch.func", _tests_transforms),
     (f"torch.amp.GradScaler's use of {SCALER_CHECK}", _tests_scaler),
     ("torch._C._storage_Use_Count, or the identity of a storage", _tests_storage),
     ("Tensor._version", _tests_version),

@@ -300,6 +300,24 @@ def test_a_pickled_block_computes(name: str) -> None:
         assert torch.equal(pickle.loads(pickle.dumps(block))(x), block(x))
 
 
+@pytest.mark.parametrize("name", [*TREATMENTS, "compress"])
+def test_vmap_over_recomputed_modules_is_refused_by_name(name: str) -> None:
+    model = Stack(Block).eval()
+    zs.shard(model, stage=0, activations=TREATMENTS.get(name, name), units=list(model.blocks))
+    x = torch.randn(2, ROWS, WIDTH)
+    with torch.no_grad():
+        expected = model(x)
+        assert torch.allclose(torch.vmap(model)(x), expected, atol=1e-6)
+    if name == "compress":
+        torch.vmap(model)(x).sum().backward()
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"torch\.vmap.* over 'blocks\.0', which is recomputed.*leave its unit out"
+        ):
+            torch.vmap(model)(x)
+    model(x).sum().backward()
+
+
 class Counting(models.Block):
     """A block that computes with how often it was called."""
 

@@ -38,7 +38,7 @@ from zeroshard.activations.surroundings import Kept, Surroundings
 from zeroshard.core.hooks import Enter, Exit, Hook
 from zeroshard.core.saved import SavedTensors
 from zeroshard.table.activations import PRODUCTS, Recomputed
-from zeroshard.torch_private import graph_task, local_of, version_of, without_modes
+from zeroshard.torch_private import graph_task, is_inside_transform, local_of, version_of, without_modes
 from zeroshard.tree import find, map_tensors
 
 __all__ = ["recompute"]
@@ -104,9 +104,18 @@ class _Forward(Hook):
         """Run the module, to be run again in the backward pass.
 
         Inside other recomputation, the user's own say, it only runs: what it saves is dropped there.
+
+        Raises:
+            RuntimeError: a transform of torch.func is under way.
         """
         if not torch.is_grad_enabled() or not self._saved.is_innermost():
             return self.plain(*args, **kwargs)
+        if is_inside_transform():
+            raise RuntimeError(
+                f"torch.vmap, or another transform of torch.func, over '{self.enter.name}', which is recomputed: its "
+                "recomputation would run in the backward, outside the transform. Batch its inputs without torch.vmap, "
+                "or leave its unit out of activations='recompute'."
+            )
         run = _Run(
             self, ([*map(self._without_cache, args)], {k: self._without_cache(one) for k, one in kwargs.items()})
         )
