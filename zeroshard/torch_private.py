@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
-from types import FrameType
+from types import CellType, FrameType
 from typing import Any, Final, final
 
 import torch
@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # sees each operation below autograd
 from torch.utils.checkpoint import checkpoint
+
+from zeroshard.tree import find
 
 __all__ = [
     "BatchNorm",
@@ -35,10 +37,12 @@ __all__ = [
     "NoFunctionTransforms",
     "NoSubclasses",
     "SCALER_CHECK",
+    "VersionsBelowAutograd",
     "WeakStorage",
     "accept_in_foreach",
     "accumulator_of",
     "call_after_backward",
+    "captured_by_checkpoint",
     "check_dtensor",
     "check_torch",
     "check_tracing",
@@ -55,6 +59,7 @@ __all__ = [
     "is_dense",
     "is_inside_reentrant_checkpoint",
     "is_inside_transform",
+    "keeps_graph",
     "local_of",
     "next_node_number",
     "nodes_before",
@@ -86,6 +91,10 @@ NoSubclasses: Final = torch._C.DisableTorchFunctionSubclass
 """A context in which subclasses are plain tensors."""
 NoFunctionTransforms: Final = torch._C._DisableFuncTorch
 """A context outside the transforms of torch.func."""
+VersionsBelowAutograd: Final = functools.partial(
+    torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False
+)
+"""A context below autograd in which a detached tensor shares the count of changes in place, as it does above."""
 WeakStorage: Final[Any] = StorageWeakRef
 """Keeps what `storage_of` returned from being given to another storage, and the memory not."""
 SCALER_CHECK: Final = "_amp_foreach_non_finite_check_and_unscale_"
@@ -94,6 +103,8 @@ SCALER_CHECK: Final = "_amp_foreach_non_finite_check_and_unscale_"
 # Asked many times a step: torch's own functions, and nothing around them.
 graph_task: Final = torch._C._current_graph_task_id
 """Returns the number of the backward pass that this thread is in, -1 outside."""
+keeps_graph: Final = torch._C._autograd._get_current_graph_task_keep_graph
+"""Tells whether the backward pass that this thread is in leaves the graph for another; it does outside one."""
 will_run: Final = torch._C._will_engine_execute_node
 """Tells whether the backward pass that this thread is in will run a node."""
 foreach_norm: Final = torch._foreach_norm
@@ -302,6 +313,34 @@ def is_called_by_checkpoint() -> bool:
     return _is_of(frame, "torch/utils/checkpoint.py")
 
 
+def captured_by_checkpoint() -> list[Tensor]:
+    """Return what activation checkpointing keeps beside its positional inputs, parameters aside.
+
+    Asked where `is_called_by_checkpoint` is. These are tensors in keyword arguments, in those that `functools.partial`
+    has bound, and in the closure of a function.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != _CHECKPOINT:
+        frame = frame.f_back
+    if frame is None:
+        return []
+    own = frame.f_locals
+    inputs = {storage_of(local_of(one)) for one in find(own["args"], Tensor)}
+    tensors = find([own["kwargs"], *_bound_to(own["fn"])], Tensor)
+    return [
+        one for one in tensors if not isinstance(one, torch.nn.Parameter) and storage_of(local_of(one)) not in inputs
+    ]
+
+
+_CHECKPOINT: Final = "_checkpoint_without_reentrant_generator"
+
+
+def _bound_to(function: Any) -> list[Any]:
+    if isinstance(function, functools.partial):
+        return [function.args, function.keywords, *_bound_to(function.func)]
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
+
+
 def _is_of(frame: FrameType, path: str) -> bool:
     return frame.f_code.co_filename.replace("\\", "/").endswith(path)
 
@@ -452,11 +491,34 @@ def _tests_transforms() -> bool:
     return [*seen, is_inside_transform()] == [False, True, False]
 
 
+class _Below(DispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        with VersionsBelowAutograd():
+            self.alias = made.detach()
+        return made
+
+
+def _tests_selective() -> bool:
+    """Below autograd an alias shares the count of changes; a backward says whether its graph stays."""
+    x, seen = torch.ones(2, requires_grad=True), []
+    with (below := _Below()):  # type: ignore[no-untyped-call]
+        made = x * 2.0
+    made.add_(1.0)
+    y = x * 3.0
+    y.register_hook(lambda grad: seen.append(keeps_graph()))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    return seen == [True, False] and version_of(below.alias) == version_of(made) == 1
+
+
 def _tests_inputs_of_checkpoint() -> bool:
     seen: list[bool] = []
+    captured: list[list[Tensor]] = []
 
     def pack(tensor: Tensor) -> Tensor:
         seen.append(is_called_by_checkpoint())
+        captured.append(captured_by_checkpoint())
         return tensor
 
     def unpack(tensor: Tensor) -> Tensor:
@@ -465,12 +527,16 @@ def _tests_inputs_of_checkpoint() -> bool:
 
     x = torch.ones(2, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        product = checkpoint(torch.sin, x * x, use_reentrant=False) * x
+        # A closure, an argument that is bound, and one by keyword.
+        bound, other, x_2 = torch.ones(2), torch.ones(2), x.detach() * 2.0
+        run = functools.partial(lambda y, factor, other: y * factor * other * x_2, factor=bound)
+        product = checkpoint(run, x * x, other=other, use_reentrant=False) * x
         found = innermost_hooks()
     product.sum().backward()
     # Two factors each time, and one input in between.
     expected = [False, False, True, False, False]
-    return seen == 2 * expected and found == (pack, unpack) and innermost_hooks() is None
+    is_captured = [[*map(id, some)] for some in captured] == [[], [], [id(other), id(bound), id(x_2)], [], []]
+    return seen == 2 * expected and found == (pack, unpack) and innermost_hooks() is None and is_captured
 
 
 class _Seen(torch.Tensor):
@@ -597,6 +663,7 @@ _TESTS: Final = (
     ("torch.utils.checkpoint with use_reentrant=True", _tests_reentrant_checkpoint),
     ("how torch.utils.checkpoint saves inputs", _tests_inputs_of_checkpoint),
     ("the stack of transforms of torch.func", _tests_transforms),
+    ("aliases below autograd, or whether a backward keeps its graph", _tests_selective),
     (f"torch.amp.GradScaler's use of {SCALER_CHECK}", _tests_scaler),
     ("torch._C._storage_Use_Count, or the identity of a storage", _tests_storage),
     ("Tensor._version", _tests_version),

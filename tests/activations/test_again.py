@@ -106,12 +106,9 @@ def train(make: Callable[[], nn.Module], activations: Any, is_evaluated: bool = 
         torch.manual_seed(step)
         loss = model(torch.randn(ROWS, WIDTH)).square().mean()
         model.train(not is_evaluated)
-        # Selective checkpointing has no second backward.
-        is_used_twice = activations != "recompute-rest"
-        loss.backward(retain_graph=is_used_twice)
-        if is_used_twice:
-            model.zero_grad()
-            loss.backward()
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        loss.backward()
         model.train()
         found[f"loss {step}"] = loss.detach()
         found |= {f"{name} {step}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -13,8 +13,8 @@ from .source import Module, package_modules, plant
 LAYERS = (
     "testing",
     "table",
-    "torch_private",
     "tree",
+    "torch_private",
     "wire",
     "core",
     "state",
@@ -31,7 +31,7 @@ LAYERS = (
     "cli",
 )
 # The planner runs without an engine: it reads the table that the engine runs on, and traces with torch's fake tensors.
-PLAN_READS = ("table", "torch_private", "tree", "plan")
+PLAN_READS = ("table", "tree", "torch_private", "plan")
 # The product does not use its test helper.
 TEST_ONLY = "testing"
 # The main job is a program like any user's: it imports the names that the package exports, and itself.

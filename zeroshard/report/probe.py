@@ -100,8 +100,8 @@ class Probe:
             self._time(engine, ends, HOOKS)
         self._time(engine, Engine.norms, OPTIMIZER)
         self._time(engine.order, Order.publish, HOOKS)
-        self._time(engine.saved, SavedTensors._pack, HOOKS)
-        self._time(engine.saved, SavedTensors._unpack, HOOKS, self._unit_unpacked, before=self._unpack)
+        self._time(engine.saved, SavedTensors.pack, HOOKS)
+        self._time(engine.saved, SavedTensors.unpack, HOOKS, self._unit_unpacked, before=self._unpack)
 
     def _attach_bytes(self) -> None:
         """Time what moves bytes: units, buckets, reductions, messages."""
