@@ -121,8 +121,8 @@ class _Use(_Within):
         if known is None or known is not func:
             raise RuntimeError(
                 f"The recomputation of '{self._enter.name}' runs {func} where its forward ran "
-                f"{known or 'no more products'}, so gradients would be wrong: it reads something that has changed in between. Leave its unit out of "
-                "activations='recompute-rest'."
+                f"{known or 'no more products'}, so gradients would be wrong: it reads something that has changed in "
+                "between. Leave its unit out of activations='recompute-rest'."
             )
         result = self._products.take(kept) if kept is not None else None
         if result is None or not keeps_graph():

@@ -172,14 +172,14 @@ class Recorder(DispatchMode):
     def assign(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Say what the storages of some tensors are for."""
         for tensor in tensors:
-            number = self._number(tensor)
+            number = self.number_of(tensor)
             # A state may be the parameter itself, as in an averaged model.
             if number is not None and self._categories[number] not in (Category.PARAMETER, Category.BUFFER):
                 self._categories[number] = category
 
     def packed(self, tensor: Tensor) -> Tensor:
         """Note a tensor that autograd saves."""
-        number = self._number(tensor)
+        number = self.number_of(tensor)
         if number is not None and self._categories[number] not in (Category.PARAMETER, Category.BUFFER):
             # Also an input: it is kept from one module to the other, whoever else holds it.
             self._saved.setdefault(number, self.module)
@@ -189,13 +189,19 @@ class Recorder(DispatchMode):
 
     def end_forward(self, loss: Tensor) -> None:
         """Note what outlives the forward though no hook saw it saved."""
-        result = self._number(loss)
+        result = self.number_of(loss)
         for _, number, _ in self._live.values():
             if self._categories[number] is Category.FORWARD and number != result:
                 self._categories[number] = Category.ACTIVATION
                 self._saved.setdefault(number, self._makers[number][1])
 
-    def _number(self, tensor: Tensor) -> int | None:
+    @property
+    def count(self) -> int:
+        """How many events there were so far."""
+        return len(self._events)
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor's storage, as in events; None for one that was not seen."""
         found = self._live.get(storage_of(tensor))
         return None if found is None else found[1]
 
@@ -323,7 +329,7 @@ class Recorder(DispatchMode):
         """Return the bytes of the tensors in a value, parameters and buffers aside, by number of the storage."""
         found: dict[int, int] = {}
         for tensor in find(value, Tensor):
-            number = self._number(tensor)
+            number = self.number_of(tensor)
             if number is not None and self._categories[number] not in (Category.PARAMETER, Category.BUFFER):
                 found[number] = max(found.get(number, 0), tensor.nbytes)
         return found
