@@ -6,6 +6,7 @@ buckets and optimizers; `state/accounting.py` has the same bytes by column of th
 
 import warnings
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -26,11 +27,13 @@ __all__ = ["summarize", "warn_if_whole"]
 WARNED_BYTES = 256 << 20
 """Parameters of a smaller model may be whole at once: other memory decides there."""
 
-SAVED = {
-    "activations": "activations on the device",
-    "products": "results of products kept beside recomputation, before other treatments",
-    "captured": "captured by the model's own checkpointing, beside its inputs and untreated",
-}
+SAVED = MappingProxyType(
+    {
+        "activations": "activations on the device",
+        "products": "results of products kept beside recomputation, before other treatments",
+        "captured": "captured by the model's own checkpointing, beside its inputs and untreated",
+    }
+)
 """Columns of the ledger about activations, in words."""
 
 HEADS = ("unit", "parameters", "elements", "dtype", "kept", "shard", "padding", "resident bytes", "sent bytes")
