@@ -37,7 +37,6 @@ __all__ = [
     "NoFunctionTransforms",
     "NoSubclasses",
     "SCALER_CHECK",
-    "VersionsBelowAutograd",
     "WeakStorage",
     "accept_in_foreach",
     "accumulator_of",
@@ -76,6 +75,7 @@ __all__ = [
     "storage_of",
     "users_of_storage",
     "version_of",
+    "versions_below_autograd",
     "will_run",
     "without_modes",
     "without_storage",
@@ -91,10 +91,6 @@ NoSubclasses: Final = torch._C.DisableTorchFunctionSubclass
 """A context in which subclasses are plain tensors."""
 NoFunctionTransforms: Final = torch._C._DisableFuncTorch
 """A context outside the transforms of torch.func."""
-VersionsBelowAutograd: Final = functools.partial(
-    torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False
-)
-"""A context below autograd in which a detached tensor shares the count of changes in place, as it does above."""
 WeakStorage: Final[Any] = StorageWeakRef
 """Keeps what `storage_of` returned from being given to another storage, and the memory not."""
 SCALER_CHECK: Final = "_amp_foreach_non_finite_check_and_unscale_"
@@ -213,6 +209,14 @@ def without_modes() -> AbstractContextManager[Any]:
 
     manager: AbstractContextManager[Any] = _disable_current_modes()
     return manager
+
+
+def versions_below_autograd() -> AbstractContextManager[Any]:
+    """Return a context below autograd in which a detached tensor shares the count of changes, as it does above."""
+    guard: AbstractContextManager[Any] = torch._C._SetExcludeDispatchKeyGuard(
+        torch._C.DispatchKey.ADInplaceOrView, False
+    )
+    return guard
 
 
 def fake_errors() -> tuple[type[Exception], ...]:
@@ -494,7 +498,7 @@ def _tests_transforms() -> bool:
 class _Below(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        with VersionsBelowAutograd():
+        with versions_below_autograd():
             self.alias = made.detach()
         return made
 

@@ -21,7 +21,7 @@ from zeroshard.core.hooks import Enter
 from zeroshard.core.saved import Box, SavedTensors
 from zeroshard.table.activations import PRODUCTS
 from zeroshard.table.trace import Ledger
-from zeroshard.torch_private import DispatchMode, VersionsBelowAutograd, keeps_graph, version_of
+from zeroshard.torch_private import DispatchMode, keeps_graph, version_of, versions_below_autograd
 from zeroshard.tree import find, map_tensors
 
 __all__ = ["COLUMN", "Products"]
@@ -54,7 +54,7 @@ class Products:
 
     def keep(self, result: Any) -> Any:
         """Return what stands for the result of an operation."""
-        with VersionsBelowAutograd():
+        with versions_below_autograd():
             kept = map_tensors(result, self.saved.pack)
         for box in find(kept, Box):
             box.count = Counted([box.value], self._ledger, self._uses, COLUMN)
