@@ -62,7 +62,7 @@ def treat(model: nn.Module, how: str) -> None:
             plan.module.register_forward_pre_hook(enter(number))
             plan.module.register_forward_hook(leave(number))
     nothing: Any = (lambda *_: None, lambda *_: None)
-    recompute_units(cell, plans, {plan.module: nothing for plan in plans}, saved)
+    recompute_units(cell, plans, {plan.module: nothing for plan in plans}, saved, Ledger())
     plain = model.forward
 
     def forward(*args: Any) -> Any:

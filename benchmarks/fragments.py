@@ -2,9 +2,9 @@
 
     python -m benchmarks.fragments --output benchmarks/results/fragments.json
 
-Owns the traces, the policies that are compared and the goals; `zeroshard/plan/` owns the simulation. A trace is the
-allocations of a real training step, forward, backward and update, several times over, with fake tensors: what is
-recorded is when the storage of each tensor comes and goes, and nothing is computed. It takes some ten minutes.
+Owns the trainings, the policies that are compared and the goals; `zeroshard/plan/` owns the recorder and the
+simulation. A trace is the allocations of real training steps, forward, backward and update, with fake tensors and the
+kernels of a GPU: when the storage of each tensor comes and goes. It takes some ten minutes.
 
 The excess of a run is the memory reserved at its peak over the memory needed at its peak, less 1. Needed is what is
 alive, in sizes rounded to 512 bytes, without any arena: an arena that is larger than its tensors, or idle at the peak,
@@ -15,7 +15,6 @@ longest sequences.
 import argparse
 import math
 import statistics
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,19 +24,19 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.machine import circumstances, write_result
 from zeroshard.plan.allocator import Action, Event, Rules
 from zeroshard.plan.arena import Arena, Lifetime, Replay, needed_bytes, place_events, plan_arena, replay
+from zeroshard.plan.events import Phase
+from zeroshard.plan.personality import PERSONALITIES
+from zeroshard.plan.recorder import Recorder
+from zeroshard.table.activations import PRODUCTS
+from zeroshard.torch_private import check_tracing, fake_tensors, run_backward
 from zeroshard.train.models.gpt import GPT, GPTConfig
 
 __all__ = ["main"]
-
-SAVED_OPERATORS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
 
 
 @final
@@ -77,7 +76,7 @@ class Trace:
     """What was recorded.
 
     Args:
-        events: allocations and frees, in order; keys are numbers.
+        events: allocations and frees, in order; keys are numbers of storages.
         kinds: what the long-lived allocations are: parameter, state, gradient or checkpoint.
         steps: number of events before each step, and at the end.
         ends: by key of a gradient or checkpoint, the number of events when a copy of it could have been made, and the
@@ -93,81 +92,82 @@ class Trace:
 
 
 @final
-class Recorder(TorchDispatchMode):
-    """Notes each storage that an operator returns, and when it goes."""
+class Notes:
+    """What the benchmark notes beside the planner's recorder."""
 
-    def __init__(self, trace: Trace) -> None:
-        super().__init__()
-        self.trace = trace
-        self.is_closed = False
-        self._keys: dict[int, int] = {}
-        self._watched: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and note what it returns."""
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.key_of(leaf)
-        return result
-
-    def key_of(self, tensor: Tensor) -> int:
-        """Return the key of a tensor's storage; note the storage if it is new."""
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address not in self._keys:
-            key = self._keys[address] = len(self.trace.events)
-            self.trace.events.append(Event(key, storage.nbytes()))
-            self._watched[address] = weakref.ref(storage, partial(self._gone, address, key))
-        return self._keys[address]
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self.trace = recorder, Trace()
 
     def note(self, tensor: Tensor, kind: str, role: str) -> int:
         """Say what a tensor is."""
-        key = self.key_of(tensor)
+        key = self.recorder.number_of(tensor)
+        assert key is not None
         self.trace.kinds.setdefault(key, kind)
         self.trace.roles.setdefault(key, f"{kind} {role}")
         return key
 
+    def role_of(self, tensor: Tensor) -> str:
+        """Return what was said of a tensor."""
+        key = self.recorder.number_of(tensor)
+        assert key is not None
+        return self.trace.roles[key]
+
     def end(self, key: int) -> None:
         """Note that a tensor could be dropped now, if a copy was kept elsewhere."""
-        self.trace.ends.setdefault(key, len(self.trace.events))
+        self.trace.ends.setdefault(key, self.recorder.count)
 
-    def _gone(self, address: int, key: int, _: object) -> None:
-        del self._keys[address], self._watched[address]
-        if not self.is_closed:
-            self.trace.events.append(Event(key, 0, 0, Action.FREE))
+    def result(self) -> Trace:
+        """Return what was recorded; a storage's first event is its allocation, its second the end."""
+        seen: set[int] = set()
+        for event in self.recorder.result().events:
+            is_end = event.storage in seen
+            seen.add(event.storage)
+            one = Event(event.storage, 0, 0, Action.FREE) if is_end else Event(event.storage, event.nbytes)
+            self.trace.events.append(one)
+        return self.trace
 
 
 def record(case: Case) -> Trace:
-    """Train with fake tensors; return what was allocated."""
-    trace = Trace()
-    with FakeTensorMode(), Recorder(trace) as recorder:
+    """Train with fake tensors and a GPU's kernels; return what was allocated."""
+    check_tracing()
+    kernels = PERSONALITIES["cuda"]()
+    notes = Notes(Recorder(kernels, (), None))
+    recorder = notes.recorder
+    with fake_tensors():
         config = GPTConfig(case.depth, max(case.times), case.vocabulary)
         with default_dtype(torch.bfloat16 if case.precision == "bf16" else torch.float32):
             model = GPT(config)
             for block in list(model.blocks)[::2] if case.is_mixed else []:
                 block.mlp.up = nn.Linear(config.width, 2 * config.width, bias=False)
                 block.mlp.down = nn.Linear(2 * config.width, config.width, bias=False)
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        masters = [p.detach().float() for p in names] if case.precision == "bf16" else list(names)
-        for parameter, name in names.items():
-            recorder.note(parameter, "parameter", name)
-            parameter.register_post_accumulate_grad_hook(
-                lambda p: recorder.end(recorder.note(p.grad, "gradient", names[p]))
-            )
-        for master, name in zip(masters, names.values(), strict=True):
-            recorder.note(master, "parameter", f"master of {name}")
-        optimizer = torch.optim.AdamW(masters, foreach=case.update == "foreach", fused=case.update == "fused")
-        for time_ in case.times:
-            trace.steps.append(len(trace.events))
-            train_step(case, model, optimizer, masters, recorder, time_)
-            for number, state in enumerate(optimizer.state.values()):
-                for name, value in state.items():
-                    if isinstance(value, Tensor):
-                        recorder.note(value, "state", f"{name} {number}")
-        trace.steps.append(len(trace.events))
-        recorder.is_closed = True  # what is still there at the end is not freed
-    return trace
+        recorder.begin(model, ())
+        with recorder, kernels.rewriting():
+            recorder.calibrate()
+            kept = train(case, model, notes)
+            trace = notes.result()  # what is still there is not freed
+            del kept
+            return trace
+
+
+def train(case: Case, model: GPT, notes: Notes) -> Any:
+    """Take all steps; return what lives on."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    masters = [p.detach().float() for p in names] if case.precision == "bf16" else list(names)
+    for parameter, name in names.items():
+        notes.note(parameter, "parameter", name)
+        parameter.register_post_accumulate_grad_hook(lambda p: notes.end(notes.note(p.grad, "gradient", names[p])))
+    for master, name in zip(masters, names.values(), strict=True):
+        notes.note(master, "parameter", f"master of {name}")
+    optimizer = torch.optim.AdamW(masters, foreach=case.update == "foreach", fused=case.update == "fused")
+    for time_ in case.times:
+        notes.trace.steps.append(notes.recorder.count)
+        train_step(case, model, optimizer, masters, notes, time_)
+        for number, state in enumerate(optimizer.state.values()):
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    notes.note(value, "state", f"{name} {number}")
+    notes.trace.steps.append(notes.recorder.count)
+    return optimizer, masters
 
 
 @contextmanager
@@ -181,16 +181,21 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def train_step(case: Case, model: GPT, optimizer: Any, masters: list[Tensor], recorder: Recorder, time_: int) -> None:
+def train_step(case: Case, model: GPT, optimizer: Any, masters: list[Tensor], notes: Notes, time_: int) -> None:
     """Forward, backward and update."""
+    notes.recorder.phase = Phase.FORWARD
     tokens = torch.zeros(case.batch, time_, dtype=torch.int64)
     targets = torch.zeros(case.batch, time_, dtype=torch.int64)
-    forward(case, model, tokens, targets, recorder).backward()
+    loss = forward(case, model, tokens, targets, notes)
+    notes.recorder.phase = Phase.BACKWARD
+    run_backward(loss)
+    del loss
+    notes.recorder.phase = Phase.UPDATE
     parameters = list(model.parameters())
     if case.precision == "bf16":
         for master, parameter in zip(masters, parameters, strict=True):
             master.grad = parameter.grad.float()
-            recorder.note(master.grad, "gradient", f"of {recorder.trace.roles[recorder.key_of(master)]}")
+            notes.note(master.grad, "gradient", f"of {notes.role_of(master)}")
             parameter.grad = None
     optimizer.step()
     if case.precision == "bf16":
@@ -200,22 +205,23 @@ def train_step(case: Case, model: GPT, optimizer: Any, masters: list[Tensor], re
     optimizer.zero_grad()
 
 
-def forward(case: Case, model: GPT, tokens: Tensor, targets: Tensor, recorder: Recorder) -> Tensor:
+def forward(case: Case, model: GPT, tokens: Tensor, targets: Tensor, notes: Notes) -> Tensor:
     """Return the loss; as `GPT.forward`, with checkpoints."""
     time_ = tokens.shape[1]
     x, cosine, sine = model.embedding(tokens), model.cosine[:time_], model.sine[:time_]
     blocks = list(model.blocks)
     group = max(1, round(math.sqrt(len(blocks)))) if case.treatment == "sqrt" else 1
+    kept = [getattr(torch.ops.aten, name).default for name in PRODUCTS]
+    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, kept)}
     for start in range(0, len(blocks), group):
         run = partial(run_blocks, blocks[start : start + group])
         if case.treatment == "kept":
             x = run(x, cosine, sine)
             continue
-        key = recorder.note(x, "checkpoint", f"input {start}")
-        contexts = {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+        key = notes.note(x, "checkpoint", f"input {start}")
         extra = contexts if case.treatment == "selective" else {}
         x = checkpoint(run, x, cosine, sine, use_reentrant=False, preserve_rng_state=False, **extra)
-        recorder.end(key)
+        notes.end(key)
     logits = model.head(model.norm(x)).float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
@@ -225,12 +231,6 @@ def run_blocks(blocks: Sequence[nn.Module], x: Tensor, cosine: Tensor, sine: Ten
     for block in blocks:
         x = block(x, cosine, sine)
     return x
-
-
-def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what is costly to compute."""
-    is_saved = operator in SAVED_OPERATORS
-    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # -- policies ---------------------------------------------------------------------------------------------------------

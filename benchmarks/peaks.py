@@ -23,8 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zeroshard.plan.events import Trace
-from zeroshard.plan.saved import KEPT_OPERATIONS, TREATMENTS
+from zeroshard.plan.saved import TREATMENTS
 from zeroshard.plan.tracer import trace_step
+from zeroshard.table.activations import PRODUCTS
 from zeroshard.train.models.gpt import GPT, GPTConfig
 
 __all__ = ["Block", "Measured", "measure_gpt", "measure_peak", "trace_gpt", "treat"]
@@ -110,7 +111,7 @@ def treat(blocks: list[nn.Module], treatment: str) -> None:
         return
     contexts: dict[str, Any] = {}
     if treatment == "selective":
-        kept = [functools.reduce(getattr, name.split(".")[1:], torch.ops.aten) for name in KEPT_OPERATIONS]
+        kept = [getattr(torch.ops.aten, name).default for name in PRODUCTS]
         contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)}
     for block in blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)

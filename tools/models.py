@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from tools.published import MISSING, REAL, TINY, Tiny
-from zeroshard.core.tree import find
 from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.testing import run_ranks
+from zeroshard.tree import find
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 LARGE_BYTES, LARGE_PART, EQUAL, SMALL_BYTES = 64 << 20, 8, 8, 1 << 20

@@ -178,7 +178,7 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     engine = build(described, comm, ledger, treatment_of(cell, plans, comm, ledger))
     zero = Zero(engine, described)
     hooks = wire(engine, described.model, plans, settings.forward_methods, described.precision)
-    recompute_units(cell, plans, hooks, engine.saved)
+    recompute_units(cell, plans, hooks, engine.saved, ledger)
     warn_if_whole(described.mesh, engine.units, described.plans)
     return zero
 

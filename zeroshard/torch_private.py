@@ -15,20 +15,23 @@ import functools
 import math
 import operator
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
-from types import FrameType
-from typing import Any, Final
+from types import CellType, FrameType
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # sees each operation below autograd
 from torch.utils.checkpoint import checkpoint
 
+from zeroshard.tree import find
+
 __all__ = [
     "BatchNorm",
+    "Call",
     "DisabledFunction",
     "DispatchMode",
     "NoFunctionTransforms",
@@ -38,6 +41,7 @@ __all__ = [
     "accept_in_foreach",
     "accumulator_of",
     "call_after_backward",
+    "captured_by_checkpoint",
     "check_dtensor",
     "check_torch",
     "check_tracing",
@@ -53,8 +57,9 @@ __all__ = [
     "is_called_by_checkpoint",
     "is_dense",
     "is_inside_reentrant_checkpoint",
+    "is_inside_transform",
+    "keeps_graph",
     "local_of",
-    "map_tensors",
     "next_node_number",
     "nodes_before",
     "note_visit",
@@ -68,9 +73,9 @@ __all__ = [
     "setting_of",
     "slot_grad",
     "storage_of",
-    "tensors_in",
     "users_of_storage",
     "version_of",
+    "versions_below_autograd",
     "will_run",
     "without_modes",
     "without_storage",
@@ -94,6 +99,8 @@ SCALER_CHECK: Final = "_amp_foreach_non_finite_check_and_unscale_"
 # Asked many times a step: torch's own functions, and nothing around them.
 graph_task: Final = torch._C._current_graph_task_id
 """Returns the number of the backward pass that this thread is in, -1 outside."""
+keeps_graph: Final = torch._C._autograd._get_current_graph_task_keep_graph
+"""Tells whether the backward pass that this thread is in leaves the graph for another; it does outside one."""
 will_run: Final = torch._C._will_engine_execute_node
 """Tells whether the backward pass that this thread is in will run a node."""
 foreach_norm: Final = torch._foreach_norm
@@ -204,6 +211,14 @@ def without_modes() -> AbstractContextManager[Any]:
     return manager
 
 
+def versions_below_autograd() -> AbstractContextManager[Any]:
+    """Return a context below autograd in which a detached tensor shares the count of changes, as it does above."""
+    guard: AbstractContextManager[Any] = torch._C._SetExcludeDispatchKeyGuard(
+        torch._C.DispatchKey.ADInplaceOrView, False
+    )
+    return guard
+
+
 def fake_errors() -> tuple[type[Exception], ...]:
     """Return what fake tensors raise where a program asks for values, or for shapes that depend on them."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -239,16 +254,6 @@ def running_node_number() -> int | None:
     found: int = node._sequence_nr()
     # What accumulates a gradient comes after all others, by a number that no other node has.
     return found if found < 2**63 else None
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in a value of nested containers, in order."""
-    return [one for one in pytree.tree_leaves(value) if isinstance(one, Tensor)]
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a value of nested containers with `change` applied to each tensor in it."""
-    return pytree.tree_map_only(Tensor, change, value)
 
 
 def without_storage(
@@ -312,14 +317,76 @@ def is_called_by_checkpoint() -> bool:
     return _is_of(frame, "torch/utils/checkpoint.py")
 
 
+def captured_by_checkpoint() -> list[Tensor]:
+    """Return what activation checkpointing keeps beside its positional inputs, parameters aside.
+
+    Asked where `is_called_by_checkpoint` is. These are tensors in keyword arguments, in those that `functools.partial`
+    has bound, and in the closure of a function.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != _CHECKPOINT:
+        frame = frame.f_back
+    if frame is None:
+        return []
+    own = frame.f_locals
+    inputs = {storage_of(local_of(one)) for one in find(own["args"], Tensor)}
+    tensors = find([own["kwargs"], *_bound_to(own["fn"])], Tensor)
+    return [
+        one for one in tensors if not isinstance(one, torch.nn.Parameter) and storage_of(local_of(one)) not in inputs
+    ]
+
+
+_CHECKPOINT: Final = "_checkpoint_without_reentrant_generator"
+
+
+def _bound_to(function: Any) -> list[Any]:
+    if isinstance(function, functools.partial):
+        return [function.args, function.keywords, *_bound_to(function.func)]
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
+
+
 def _is_of(frame: FrameType, path: str) -> bool:
     return frame.f_code.co_filename.replace("\\", "/").endswith(path)
+
+
+@final
+class Call:
+    """The running call that a hook was called by; torch calls no hooks of a module that a KeyboardInterrupt ends.
+
+    Args:
+        passed_over: the beginning of the names of modules whose functions are parts of the hook.
+    """
+
+    __slots__ = ("_frame", "_thread")
+
+    def __init__(self, passed_over: str) -> None:
+        frame = sys._getframe(1)
+        # Dynamo puts a function around each that it must not compile.
+        while (name := frame.f_globals.get("__name__", "")).startswith((passed_over, "torch._dynamo.")) or (
+            name == __name__
+        ):
+            assert frame.f_back is not None
+            frame = frame.f_back
+        self._frame, self._thread = frame, threading.get_ident()
+
+    def is_running(self) -> bool:
+        """Tell whether the call has not ended; another thread may ask, such as that of a backward on a GPU."""
+        is_here = threading.get_ident() == self._thread
+        frame = sys._getframe(1) if is_here else sys._current_frames().get(self._thread)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
 
 
 def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the pair of saved-tensor hooks that autograd runs here, the innermost one."""
     found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
+
+
+def is_inside_transform() -> bool:
+    """Tell whether a transform of torch.func, such as vmap, is under way on this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_inside_reentrant_checkpoint() -> bool:
@@ -417,11 +484,45 @@ def _tests_reentrant_checkpoint() -> bool:
     return seen == [False, True]
 
 
+def _tests_transforms() -> bool:
+    seen = [is_inside_transform()]
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(is_inside_transform())
+        return x
+
+    torch.vmap(look)(torch.ones(2))
+    return [*seen, is_inside_transform()] == [False, True, False]
+
+
+class _Below(DispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        with versions_below_autograd():
+            self.alias = made.detach()
+        return made
+
+
+def _tests_selective() -> bool:
+    """Below autograd an alias shares the count of changes; a backward says whether its graph stays."""
+    x, seen = torch.ones(2, requires_grad=True), []
+    with (below := _Below()):  # type: ignore[no-untyped-call]
+        made = x * 2.0
+    made.add_(1.0)
+    y = x * 3.0
+    y.register_hook(lambda grad: seen.append(keeps_graph()))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    return seen == [True, False] and version_of(below.alias) == version_of(made) == 1
+
+
 def _tests_inputs_of_checkpoint() -> bool:
     seen: list[bool] = []
+    captured: list[list[Tensor]] = []
 
     def pack(tensor: Tensor) -> Tensor:
         seen.append(is_called_by_checkpoint())
+        captured.append(captured_by_checkpoint())
         return tensor
 
     def unpack(tensor: Tensor) -> Tensor:
@@ -430,12 +531,16 @@ def _tests_inputs_of_checkpoint() -> bool:
 
     x = torch.ones(2, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        product = checkpoint(torch.sin, x * x, use_reentrant=False) * x
+        # A closure, an argument that is bound, and one by keyword.
+        bound, other, x_2 = torch.ones(2), torch.ones(2), x.detach() * 2.0
+        run = functools.partial(lambda y, factor, other: y * factor * other * x_2, factor=bound)
+        product = checkpoint(run, x * x, other=other, use_reentrant=False) * x
         found = innermost_hooks()
     product.sum().backward()
     # Two factors each time, and one input in between.
     expected = [False, False, True, False, False]
-    return seen == 2 * expected and found == (pack, unpack) and innermost_hooks() is None
+    is_captured = [[*map(id, some)] for some in captured] == [[], [], [id(other), id(bound), id(x_2)], [], []]
+    return seen == 2 * expected and found == (pack, unpack) and innermost_hooks() is None and is_captured
 
 
 class _Seen(torch.Tensor):
@@ -561,6 +666,8 @@ _TESTS: Final = (
     ("the number, the nodes or the callbacks of a backward pass", _tests_autograd),
     ("torch.utils.checkpoint with use_reentrant=True", _tests_reentrant_checkpoint),
     ("how torch.utils.checkpoint saves inputs", _tests_inputs_of_checkpoint),
+    ("the stack of transforms of torch.func", _tests_transforms),
+    ("aliases below autograd, or whether a backward keeps its graph", _tests_selective),
     (f"torch.amp.GradScaler's use of {SCALER_CHECK}", _tests_scaler),
     ("torch._C._storage_Use_Count, or the identity of a storage", _tests_storage),
     ("Tensor._version", _tests_version),

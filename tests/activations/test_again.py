@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from tests import models
+from zeroshard.activations.surroundings import Surroundings
 
 WIDTH, DEPTH, ROWS = 8, 5, 4
 TREATMENTS: dict[str, Any] = {
@@ -105,12 +106,9 @@ def train(make: Callable[[], nn.Module], activations: Any, is_evaluated: bool = 
         torch.manual_seed(step)
         loss = model(torch.randn(ROWS, WIDTH)).square().mean()
         model.train(not is_evaluated)
-        # Selective checkpointing has no second backward.
-        is_used_twice = activations != "recompute-rest"
-        loss.backward(retain_graph=is_used_twice)
-        if is_used_twice:
-            model.zero_grad()
-            loss.backward()
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        loss.backward()
         model.train()
         found[f"loss {step}"] = loss.detach()
         found |= {f"{name} {step}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -134,6 +132,37 @@ def test_state_of_modules_is_that_of_the_forward(name: str, kind: type[Block]) -
 def test_modes_are_those_of_the_forward(name: str) -> None:
     found = train(lambda: Stack(Normed), TREATMENTS[name], is_evaluated=True)
     assert_same(found, train(lambda: Stack(Normed), None))
+
+
+def test_generators_are_found_whenever_they_appear() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first, last = vars(module[0]), module[1]
+    last.own = None
+    surroundings = Surroundings(module)
+
+    def draws() -> list[float]:
+        found = [one for part in module for one in vars(part).values() if isinstance(one, torch.Generator)]
+        return [float(torch.rand((), generator=one)) for one in found]
+
+    changes: list[Callable[[], None]] = [
+        lambda: setattr(last, "own", torch.Generator().manual_seed(1)),
+        lambda: setattr(last, "own", torch.Generator().manual_seed(2)),
+        lambda: setattr(module[0], "more", torch.Generator().manual_seed(3)),
+        lambda: first.pop("more"),
+        lambda: setattr(last, "own", None),
+    ]
+    counts = []
+    for change in changes:
+        change()
+        for _ in range(2):
+            kept = surroundings.keep()
+            before = draws()
+            surroundings.note(kept)
+            with kept.restored():
+                assert draws() == before
+            assert not before or draws() != before
+        counts.append(len(before))
+    assert counts == [1, 1, 2, 1, 0]
 
 
 def test_buffers_that_change_only_later_are_an_error() -> None:
@@ -213,6 +242,38 @@ def test_records_are_not_made_anew(name: str) -> None:
     assert_same(train(make, TREATMENTS[name]), train(make, None))
 
 
+class Pair(tuple[Tensor, Tensor]):
+    """A tuple that is made of two arguments, and has an attribute."""
+
+    name: str
+
+    def __new__(cls, first: Tensor, second: Tensor) -> "Pair":
+        made = super().__new__(cls, (first, second))
+        made.name = "a pair"
+        return made
+
+
+class Paired(Block):
+    """Takes and returns pairs."""
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            x = Pair(x, 2 * x)
+        assert type(x) is Pair and x.name == "a pair" and len(x) == 2
+        return Pair(super().forward(x[0]), x[1] + x[0])
+
+
+@pytest.mark.parametrize("name", TREATMENTS)
+def test_tuples_with_a_constructor_of_their_own_are_inputs(name: str) -> None:
+    def make() -> nn.Module:
+        model = Stack(Paired)
+        model.head = nn.Sequential(nn.Linear(WIDTH, 2))
+        model.head.register_forward_pre_hook(lambda module, args: (args[0][0] + args[0][1],))
+        return model
+
+    assert_same(train(make, TREATMENTS[name]), train(make, None))
+
+
 @pytest.mark.parametrize("name", TREATMENTS)
 def test_a_graph_that_is_dropped_leaves_nothing(name: str) -> None:
     model = Stack(Block)
@@ -234,6 +295,24 @@ def test_a_pickled_block_computes(name: str) -> None:
     with zero.gathered(), torch.no_grad():
         block = model.blocks[0].eval()
         assert torch.equal(pickle.loads(pickle.dumps(block))(x), block(x))
+
+
+@pytest.mark.parametrize("name", [*TREATMENTS, "compress"])
+def test_vmap_over_recomputed_modules_is_refused_by_name(name: str) -> None:
+    model = Stack(Block).eval()
+    zs.shard(model, stage=0, activations=TREATMENTS.get(name, name), units=list(model.blocks))
+    x = torch.randn(2, ROWS, WIDTH)
+    with torch.no_grad():
+        expected = model(x)
+        assert torch.allclose(torch.vmap(model)(x), expected, atol=1e-6)
+    if name == "compress":
+        torch.vmap(model)(x).sum().backward()
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"torch\.vmap.* over 'blocks\.0', which is recomputed.*leave its unit out"
+        ):
+            torch.vmap(model)(x)
+    model(x).sum().backward()
 
 
 class Counting(models.Block):

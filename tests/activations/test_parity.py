@@ -161,8 +161,8 @@ def saved_bytes(activations: Any) -> int:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
             loss = model(x).sum()
     else:
-        real = run.zeros[0]._engine.saved._pack
-        run.zeros[0]._engine.saved._pack = lambda tensor: real(pack(tensor))  # type: ignore[method-assign]
+        real = run.zeros[0]._engine.saved.pack
+        run.zeros[0]._engine.saved.pack = lambda tensor: real(pack(tensor))  # type: ignore[method-assign]
         loss = model(x).sum()
     loss.backward()
     return sum(nbytes for address, nbytes in seen.items() if address not in held)

@@ -13,6 +13,7 @@ from .source import Module, package_modules, plant
 LAYERS = (
     "testing",
     "table",
+    "tree",
     "torch_private",
     "describe",
     "wire",
@@ -32,7 +33,7 @@ LAYERS = (
 )
 # The planner runs without an engine: it reads the table that the engine runs on and the description of a model that the
 # engine is built from, and traces with torch's fake tensors.
-PLAN_READS = ("table", "torch_private", "describe", "plan")
+PLAN_READS = ("table", "tree", "torch_private", "describe", "plan")
 # The product does not use its test helper.
 TEST_ONLY = "testing"
 # The main job is a program like any user's: it imports the names that the package exports, and itself.
@@ -167,7 +168,6 @@ def test_an_import_downwards_passes(name: str, text: str) -> None:
 # Each may import itself and what stands before it, for types only included.
 CORE = (
     "version",
-    "tree",
     "precision",
     "states",
     "changes",

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from zeroshard.plan.saved import KEPT_OPERATIONS, SAVED, TREATMENTS, Shape, saved_bytes
+from zeroshard.plan.saved import SAVED, TREATMENTS, Shape, saved_bytes
 from zeroshard.plan.tracer import trace_step
+from zeroshard.table.activations import PRODUCTS
 
 from .blocks import GPT2Block, LlamaBlock
 
@@ -38,7 +39,7 @@ def traced_bytes(block: str, shape: Shape, treatment: str, personality: str, ite
         x = torch.empty(shape.batch, shape.sequence, shape.hidden, dtype=dtype, requires_grad=True)
     run = model.forward
     if treatment != "kept":
-        kept = [functools.reduce(getattr, name.split(".")[1:], torch.ops.aten) for name in KEPT_OPERATIONS]
+        kept = [getattr(torch.ops.aten, name).default for name in PRODUCTS]
         contexts = functools.partial(create_selective_checkpoint_contexts, kept)
         options: dict[str, Any] = {"context_fn": contexts} if treatment == "selective" else {}
         run = functools.partial(checkpoint, run, use_reentrant=False, **options)

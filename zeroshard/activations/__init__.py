@@ -14,6 +14,7 @@ from zeroshard.activations.chain import Chained, Link
 from zeroshard.activations.compress import Compress
 from zeroshard.activations.offload import Offload
 from zeroshard.activations.partition import Partition
+from zeroshard.activations.products import Products
 from zeroshard.activations.recompute import recompute
 from zeroshard.core.hooks import Enter, Exit
 from zeroshard.core.saved import SavedTensors, Treatment
@@ -49,7 +50,11 @@ def treatment_of(cell: Activations, plans: Sequence[UnitPlan], comm: Comm, ledge
 
 
 def recompute_units(
-    cell: Activations, plans: Sequence[UnitPlan], hooks: Mapping[nn.Module, tuple[Enter, Exit]], saved: SavedTensors
+    cell: Activations,
+    plans: Sequence[UnitPlan],
+    hooks: Mapping[nn.Module, tuple[Enter, Exit]],
+    saved: SavedTensors,
+    ledger: Ledger,
 ) -> None:
     """Have the modules of units recomputed where a cell asks for it."""
-    recompute(recomputed_modules(cell, plans), hooks, saved)
+    recompute(recomputed_modules(cell, plans), hooks, Products(saved, ledger))

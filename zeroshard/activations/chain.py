@@ -14,18 +14,21 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
 from zeroshard.core.saved import Box, Treatment
-from zeroshard.core.tree import find
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import local_of, storage_of, version_of
+from zeroshard.tree import find
 
-__all__ = ["Chained", "Held", "Link"]
+__all__ = ["CAPTURED", "Chained", "Counted", "Held", "Link"]
 
 Tensor = torch.Tensor
+
+CAPTURED: Final = "captured"
+"""Of the ledger: what the user's own activation checkpointing keeps beside its positional inputs."""
 
 
 class Link(ABC):
@@ -114,23 +117,27 @@ class _Batch:
 
 
 @final
-class _Counted:
-    """Counts the memory of some tensors as activations for as long as it lives itself."""
+class Counted:
+    """Counts the memory of some tensors in a column for as long as it lives itself.
 
-    def __init__(self, tensors: Sequence[Tensor], ledger: Ledger, uses: Counter[int]) -> None:
-        self._ledger, self._uses = ledger, uses
+    Args:
+        uses: how many others count a storage.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], ledger: Ledger, uses: Counter[int], column: str) -> None:
+        self._ledger, self._uses, self._column = ledger, uses, column
         self._sizes = {storage_of(one): one.untyped_storage().nbytes() for one in map(local_of, tensors)}
         for storage, nbytes in self._sizes.items():
             uses[storage] += 1
             if uses[storage] == 1:
-                ledger.add("activations", nbytes)
+                ledger.add(column, nbytes)
 
     def __del__(self) -> None:
         for storage, nbytes in self._sizes.items():
             self._uses[storage] -= 1
             if not self._uses[storage]:
                 del self._uses[storage]
-                self._ledger.add("activations", -nbytes)
+                self._ledger.add(self._column, -nbytes)
 
 
 @final
@@ -146,6 +153,7 @@ class Chained(Treatment):
         self._links, self._ledger = links, ledger
         ledger.add("activations", 0)
         self._uses: Counter[int] = Counter()
+        self._captured: Counter[int] = Counter()
         self._last: weakref.ref[_Batch] | None = None
 
     def treat(self, boxes: Sequence[Box], unit: int, outputs: Any) -> None:
@@ -159,7 +167,12 @@ class Chained(Treatment):
         treated = [one for one in held if one.steps]
         for box, one in zip(sound, held, strict=True):
             tensors = one.steps[-1].held_on_device(one.value) if one.steps else [one.value]
-            box.count = _Counted(tensors, self._ledger, self._uses)
+            # What counts it otherwise goes on doing so.
+            counts = [box.count, Counted(tensors, self._ledger, self._uses, "activations")]
+            if box.captured:
+                counts.append(Counted(box.captured, self._ledger, self._captured, CAPTURED))
+                box.captured = ()
+            box.count = counts
             if one.steps:
                 box.value, box.treatment = one, self
         if treated:

@@ -55,8 +55,8 @@ from zeroshard.activations.compress_codes import (
 )
 from zeroshard.activations.compress_nodes import Need, Origin, Rearranged, Use, Uses
 from zeroshard.activations.compress_rounded import Rounded, RoundedTo, round_to
-from zeroshard.core.tree import find
 from zeroshard.torch_private import storage_of, users_of_storage, version_of
+from zeroshard.tree import find
 
 __all__ = ["Compress"]
 

@@ -18,8 +18,8 @@ from typing import Any, final
 import torch
 
 from zeroshard.core.saved import Box
-from zeroshard.core.tree import find
 from zeroshard.torch_private import edge_of, nodes_before, note_visit, saved_by, setting_of
+from zeroshard.tree import find
 
 __all__ = ["Need", "Origin", "Rearranged", "Use", "Uses"]
 

@@ -26,53 +26,29 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
+from zeroshard.activations.products import Products
 from zeroshard.activations.surroundings import Kept, Surroundings
 from zeroshard.core.hooks import Enter, Exit, Hook
-from zeroshard.core.saved import SavedTensors
-from zeroshard.core.tree import find, map_tensors
 from zeroshard.table.activations import Recomputed
-from zeroshard.torch_private import graph_task, local_of, version_of, without_modes
+from zeroshard.torch_private import graph_task, is_inside_transform, local_of, version_of, without_modes
+from zeroshard.tree import find, map_tensors
 
 __all__ = ["recompute"]
 
 Tensor = torch.Tensor
 
-PRODUCTS = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "addbmm",
-        "convolution",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-    )
-)
-"""What `Recomputed(keeps="products")` keeps the results of: most of the time of a forward, and few of its bytes."""
-
 
 def recompute(
-    modules: Sequence[tuple[nn.Module, Recomputed]], hooks: Mapping[nn.Module, tuple[Enter, Exit]], saved: SavedTensors
+    modules: Sequence[tuple[nn.Module, Recomputed]], hooks: Mapping[nn.Module, tuple[Enter, Exit]], products: Products
 ) -> None:
     """Have modules keep their inputs alone.
 
     Args:
         modules: in the order of the model, each with how.
         hooks: what tells the engine of a module's forward.
-        saved: the hooks of the model.
+        products: keeps results of products, where a cell asks for it.
     """
     counts: dict[Recomputed, int] = {}
     for _, how in modules:
@@ -82,7 +58,7 @@ def recompute(
         for how, count in counts.items()
     }
     for module, how in modules:
-        module.__dict__["forward"] = _Forward(module, how, hooks[module], saved, segments[how])
+        module.__dict__["forward"] = _Forward(module, how, hooks[module], products, segments[how])
 
 
 @final
@@ -94,7 +70,7 @@ class _Forward(Hook):
         module: nn.Module,
         how: Recomputed,
         hooks: tuple[Enter, Exit],
-        saved: SavedTensors,
+        products: Products,
         segments: "_Segments",
     ) -> None:
         self.module, self.plain, self.segments = module, module.forward, segments
@@ -102,11 +78,9 @@ class _Forward(Hook):
         self.is_compared = False
         """Whether a recomputation has been compared with its forward."""
         self.enter, self.leave = hooks
-        self._saved = saved
+        self._saved = products.saved
         self._contexts = (
-            functools.partial(create_selective_checkpoint_contexts, _keep_products)
-            if how.keeps == "products"
-            else noop_context_fn
+            functools.partial(products.contexts, self.enter) if how.keeps == "products" else noop_context_fn
         )
         functools.update_wrapper(self, self.plain)
 
@@ -120,9 +94,18 @@ class _Forward(Hook):
         """Run the module, to be run again in the backward pass.
 
         Inside other recomputation, the user's own say, it only runs: what it saves is dropped there.
+
+        Raises:
+            RuntimeError: a transform of torch.func is under way.
         """
         if not torch.is_grad_enabled() or not self._saved.is_innermost():
             return self.plain(*args, **kwargs)
+        if is_inside_transform():
+            raise RuntimeError(
+                f"torch.vmap, or another transform of torch.func, over '{self.enter.name}', which is recomputed: its "
+                "recomputation would run in the backward, outside the transform. Batch its inputs without torch.vmap, "
+                "or leave its unit out of activations='recompute'."
+            )
         run = _Run(
             self, ([*map(self._without_cache, args)], {k: self._without_cache(one) for k, one in kwargs.items()})
         )
@@ -340,8 +323,3 @@ def _sums_of(outputs: Any) -> Tensor | None:
 def _itself(forward: Any) -> Any:
     """Return what a pickled module has for its forward: a copy is not recomputed."""
     return forward
-
-
-def _keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_kept = getattr(op, "overloadpacket", op) in PRODUCTS
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

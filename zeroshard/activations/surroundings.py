@@ -9,10 +9,15 @@ Note: buffers that a forward changes
     which all are copied; batch norm's kernels leave the version alone, so that a change of one buffer counts for all
     buffers of its module (`num_batches_tracked` tells of the others). A later forward that changes other buffers than
     those before is an error in its recomputation, since the values before are gone.
+Note: generators
+    All attributes of all modules are looked at when there are more or fewer of them than at the forward before. Any
+    other forward looks again at those attributes alone that held a generator or None then. A generator that replaces
+    something else later is not found.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any, final
 
 import torch
@@ -33,10 +38,23 @@ class Surroundings:
         self._modules = dict(module.named_modules())
         self._changed: set[str] | None = None
         """Names of modules that change buffers in place; None before the first forward."""
+        self._attributes = [vars(one) for one in self._modules.values()]
+        self._places: list[tuple[Mapping[str, Any], str]] = []
+        self._count = -1
 
     def keep(self) -> "Kept":
         """Note everything, before a forward."""
-        return Kept(self._modules, self._changed)
+        return Kept(self._modules, self._generators(), self._changed)
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return the generators that are attributes of the modules; see the note."""
+        if (count := sum(map(len, self._attributes))) != self._count:
+            self._count, kinds = count, (torch.Generator, NoneType)
+            self._places = [
+                (own, key) for own in self._attributes for key, one in own.items() if isinstance(one, kinds)
+            ]
+        found = (own.get(key) for own, key in self._places)
+        return [one for one in found if isinstance(one, torch.Generator)]
 
     def note(self, kept: "Kept") -> None:
         """Learn from a forward that is over which buffers change."""
@@ -49,18 +67,16 @@ class Kept:
 
     Args:
         modules: by name.
+        generators: of the modules.
         changed: names of those of which buffers are copied; None for all.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], changed: set[str] | None) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], generators: Sequence[torch.Generator], changed: set[str] | None
+    ) -> None:
         self._modules = modules
         self._modes = [module.training for module in modules.values()]
-        self._generators = [
-            (one, one.get_state())
-            for module in modules.values()
-            for one in vars(module).values()
-            if isinstance(one, torch.Generator)
-        ]
+        self._generators = [(one, one.get_state()) for one in generators]
         self._buffers = {
             name: {key: (one, version_of(one)) for key, one in module._buffers.items() if one is not None}
             for name, module in modules.items()

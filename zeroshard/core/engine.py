@@ -35,11 +35,11 @@ from zeroshard.core.precision import LossScale
 from zeroshard.core.saved import SavedTensors, Treatment
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence, Scope
-from zeroshard.core.tree import find
 from zeroshard.core.unit import Unit
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import (
+    Call,
     call_after_backward,
     graph_task,
     is_inside_reentrant_checkpoint,
@@ -47,6 +47,7 @@ from zeroshard.torch_private import (
     slot_grad,
     version_of,
 )
+from zeroshard.tree import find
 from zeroshard.wire.comm import Comm, Tag
 from zeroshard.wire.mesh import Mesh
 
@@ -66,6 +67,7 @@ class Frame:
     is_recompute: bool
     exception: BaseException | None
     has_grad: bool
+    call: Call = field(default_factory=lambda: Call("zeroshard.core."))
     saved: Any = None
     taken: list[int] = field(default_factory=list)
     between: int | None = None
@@ -131,7 +133,7 @@ class Engine:
         if self.gathered is not None:
             return
         is_recompute = graph_task() != -1
-        if not is_recompute and not self._frames:
+        if not self._running() and not is_recompute:
             self._complete()
         if not self.has_frames:
             return
@@ -147,8 +149,8 @@ class Engine:
             self.order.leave(between)
         for number in units:
             self.order.need(number)
-            frame.taken.append(number)
             self.units[number].users += 1
+            frame.taken.append(number)
         if is_recompute:
             for number in units:
                 self.units[number].is_recomputed = True
@@ -158,19 +160,12 @@ class Engine:
 
     def exit(self, module: torch.nn.Module, outputs: Any) -> None:
         """End a module's forward: release its units, and in the outermost one end the pass."""
-        if self.gathered is not None or not self._frames or self._frames[-1].module is not module:
+        if self.gathered is not None or not self._running() or self._frames[-1].module is not module:
             return
-        frame = self._frames.pop()
-        has_failed = sys.exception() is not frame.exception
-        for number in frame.taken:
-            self.units[number].users -= 1
-        if frame.is_recompute:
-            # What was recomputed saved plain aliases: the unit stays whole until its backward is over.
-            return
-        if has_failed:
-            # Ranks may fail alone, so nothing is communicated here; the next entry completes the pass.
-            if not self._frames:
-                frame.saved.__exit__(None, None, None)
+        frame = self._undo()
+        if frame.is_recompute or sys.exception() is not frame.exception:
+            # What was recomputed saved plain aliases: the unit stays whole until its backward is over. And ranks may
+            # fail alone, so nothing is communicated after an exception; the next entry completes the pass.
             return
         for number in frame.taken:
             if not self.units[number].users and self.units[number].blocks and self._frames:
@@ -181,8 +176,22 @@ class Engine:
         if frame.has_grad:
             self._hint_begin(frame.units, outputs)
         if not self._frames:
-            frame.saved.__exit__(None, None, None)
             self.order.close()
+
+    def _undo(self) -> Frame:
+        """Undo what the last entry did to this rank alone."""
+        frame = self._frames.pop()
+        for number in frame.taken:
+            self.units[number].users -= 1
+        if frame.saved is not None:
+            frame.saved.__exit__(None, None, None)
+        return frame
+
+    def _running(self) -> list[Frame]:
+        """Return the entered modules; undo entries of calls that ended past their hooks, as by a KeyboardInterrupt."""
+        while self._frames and not self._frames[-1].call.is_running():
+            self._undo()
+        return self._frames
 
     def _open_forward(self, frame: Frame, name: str) -> None:
         kind = "training" if frame.has_grad else "no-grad"
@@ -219,7 +228,7 @@ class Engine:
         Collective: where a pass is open, on every rank.
         """
         self.check_outside_backward(what)
-        if self._frames:
+        if self._is_in_forward:
             raise RuntimeError(f"{self.mesh} {what} inside a forward of the model: leave it first.")
         self._complete()
 
@@ -234,13 +243,9 @@ class Engine:
     def _complete(self) -> None:
         """Complete a pass that an exception left open."""
         if self.order.current is not None:
-            for frame in self._frames:
-                if frame.saved is not None:
-                    frame.saved.__exit__(None, None, None)
-            self._frames = []
+            while self._frames:
+                self._undo()
             self.saved.forget()
-            for unit in self.units:
-                unit.users = 0
             self._close(self.order.current)
 
     def _close(self, pass_: Pass) -> None:
@@ -259,7 +264,7 @@ class Engine:
         if graph_task() != -1 and self.is_sharded:
             self._need_in_backward(number)
             return True
-        if self.order.current is None or not self._frames:
+        if not self._is_in_forward:
             return False
         self.order.need(number)
         self.units[number].is_read_outside = True
@@ -272,7 +277,7 @@ class Engine:
     @property
     def _is_in_forward(self) -> bool:
         """Whether a forward pass is under way; a backward inside it is a part of it, and reduces nothing."""
-        return bool(self._frames) and self.order.current is not None and self.order.current.phase == "forward"
+        return bool(self._running()) and self.order.current is not None and self.order.current.phase == "forward"
 
     def _enter_backward(self) -> None:
         """Open a backward pass at the first event in it."""

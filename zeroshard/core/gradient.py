@@ -21,8 +21,8 @@ import torch
 
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Own, Scope, Sum
-from zeroshard.core.tree import find
 from zeroshard.torch_private import SCALER_CHECK, DisabledFunction, NoSubclasses, foreach_norm, without_storage
+from zeroshard.tree import find
 
 __all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "name_of", "read"]
 

@@ -19,8 +19,8 @@ import torch
 
 from zeroshard.core import gradient
 from zeroshard.core.slot import Form, slot_of
-from zeroshard.core.tree import find
 from zeroshard.torch_private import DisabledFunction, NoSubclasses, raw_data
+from zeroshard.tree import find
 
 __all__ = ["PlainForm", "ReleasedParameter", "ShardedParameter", "demand"]
 

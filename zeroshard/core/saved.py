@@ -21,6 +21,7 @@ import torch
 
 from zeroshard.core.buffer import Bucket
 from zeroshard.torch_private import (
+    captured_by_checkpoint,
     graph_task,
     innermost_hooks,
     is_called_by_checkpoint,
@@ -57,11 +58,13 @@ class Box(_Saved):
         is_input: whether it is an input of a module that activation checkpointing recomputes.
         treatment: what made the value, and makes the tensor of it again.
         count: what lives as long as the box.
+        captured: what activation checkpointing keeps beside such inputs; until the treatment has seen it.
     """
 
     is_input: bool
     treatment: "Treatment | None" = None
     count: Any = None
+    captured: Sequence[Tensor] = ()
 
 
 class Treatment(ABC):
@@ -105,12 +108,12 @@ class SavedTensors:
 
     def context(self) -> Any:
         """Return the context manager that packs what is saved inside it."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def is_innermost(self) -> bool:
         """Tell whether what autograd saves here goes through these hooks."""
         hooks = innermost_hooks()
-        return hooks is not None and hooks[0] == self._pack
+        return hooks is not None and hooks[0] == self.pack
 
     def treat(self, unit: int, outputs: Any) -> None:
         """Treat what the forward of a unit has saved, which is over."""
@@ -121,7 +124,8 @@ class SavedTensors:
         """Leave untreated what an unfinished forward has saved."""
         self._boxes.clear()
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what is kept of a tensor."""
         # Autograd saves a DTensor as it is; the bytes are those of its local tensor.
         inner = local_of(tensor)
         found = self._by_storage.get(storage_of(inner)) if inner.layout is torch.strided else None
@@ -131,10 +135,17 @@ class SavedTensors:
         if self._treatment is None or graph_task() != -1:
             return _Saved(tensor.detach(), version_of(tensor))
         box = Box(tensor.detach(), version_of(tensor), is_called_by_checkpoint())
+        if box.is_input:
+            box.captured = captured_by_checkpoint()
         self._boxes.setdefault(self._unit_under_way(), []).append(box)
         return box
 
-    def _unpack(self, packed: _Saved) -> Tensor:
+    def unpack(self, packed: _Saved) -> Tensor:
+        """Return the tensor of which this was kept.
+
+        Raises:
+            RuntimeError: it has changed since.
+        """
         treatment = packed.treatment if isinstance(packed, Box) else None
         if isinstance(packed, _FromBucket) and packed.bucket.updates != packed.updates:
             raise RuntimeError(

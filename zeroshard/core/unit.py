@@ -193,9 +193,9 @@ class Unit:
     def wait(self) -> None:
         """Return when the values are there."""
         if self.presence is Presence.COMING:
-            pending, self._pending = self._pending, []
-            for one in pending:
-                one.wait()
+            while self._pending:
+                self._pending[0].wait()  # one that is interrupted is awaited again
+                self._pending.pop(0)
             for bucket in self._gathered:
                 bucket.changes.restore()
             self.let_read(Presence.WHOLE)

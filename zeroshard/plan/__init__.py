@@ -1,7 +1,8 @@
 """Predictions: what fits, how fast, and where memory goes, without a device. `zs.plan(...)` calls this package.
 
 Must not know the engine. What only holds data or does arithmetic imports without torch: plans of shapes need none. Read
-`planning.py`, then `film.py`; for models that are traced `tracer.py`, then `events.py`.
+`planning.py`, then `film.py`; for models that are traced `tracer.py`, then `events.py`; for what a step gathers and
+reduces `passes.py`.
 """
 
 import sys

@@ -11,7 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from zeroshard.torch_private import map_tensors, storage_of
+from zeroshard.torch_private import storage_of
+from zeroshard.tree import map_tensors
 
 __all__ = ["Fakes", "exchanged"]
 

@@ -41,9 +41,9 @@ from zeroshard.torch_private import (
     next_node_number,
     running_node_number,
     storage_of,
-    tensors_in,
     users_of_storage,
 )
+from zeroshard.tree import find
 
 __all__ = ["Recorder", "unreadable"]
 
@@ -185,14 +185,14 @@ class Recorder(DispatchMode):
     def assign(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Say what the storages of some tensors are for."""
         for tensor in tensors:
-            number = self._number(tensor)
+            number = self.number_of(tensor)
             # A state may be the parameter itself, as in an averaged model.
             if number is not None and self._categories[number] not in (Category.PARAMETER, Category.BUFFER):
                 self._categories[number] = category
 
     def packed(self, tensor: Tensor) -> Tensor:
         """Note a tensor that autograd saves."""
-        number = self._number(tensor)
+        number = self.number_of(tensor)
         if number is not None and self._categories[number] not in (Category.PARAMETER, Category.BUFFER):
             # Also an input: it is kept from one module to the other, whoever else holds it.
             self._saved.setdefault(number, self.module)
@@ -202,13 +202,19 @@ class Recorder(DispatchMode):
 
     def end_forward(self, loss: Tensor) -> None:
         """Note what outlives the forward though no hook saw it saved."""
-        result = self._number(loss)
+        result = self.number_of(loss)
         for _, number, _ in self._live.values():
             if self._categories[number] is Category.FORWARD and number != result:
                 self._categories[number] = Category.ACTIVATION
                 self._saved.setdefault(number, self._makers[number][1])
 
-    def _number(self, tensor: Tensor) -> int | None:
+    @property
+    def count(self) -> int:
+        """How many events there were so far."""
+        return len(self._events)
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor's storage, as in events; None for one that was not seen."""
         found = self._live.get(storage_of(tensor))
         return None if found is None else found[1]
 
@@ -261,7 +267,7 @@ class Recorder(DispatchMode):
             self._note_result(out)
         else:
             out = self.kernels.run(func, args, kwargs)
-        made = (out,) if isinstance(out, Tensor) else tensors_in(out)
+        made = (out,) if isinstance(out, Tensor) else find(out, Tensor)
         self._note_cost(func, args, kwargs, out, made)
         for tensor in made:
             self._note(tensor, _TEMPORARY[self.phase])
@@ -277,7 +283,7 @@ class Recorder(DispatchMode):
 
     def _note_cost(self, func: Any, args: Any, kwargs: Any, out: Any, made: Sequence[Tensor]) -> None:
         """Note what an operation computes, reads and writes; views do nothing."""
-        given = tensors_in((args, kwargs))
+        given = find((args, kwargs), Tensor)
         storages = {storage_of(one) for one in given}
         if not made or (func.is_view or (all(storage_of(one) in storages for one in made) and not _is_in_place(func))):
             return
@@ -351,8 +357,8 @@ class Recorder(DispatchMode):
     def _numbers(self, value: Any) -> dict[int, int]:
         """Return the bytes of the tensors in a value, parameters and buffers aside, by number of the storage."""
         found: dict[int, int] = {}
-        for tensor in tensors_in(value):
-            number = self._number(tensor)
+        for tensor in find(value, Tensor):
+            number = self.number_of(tensor)
             if number is not None and self._categories[number] not in (Category.PARAMETER, Category.BUFFER):
                 found[number] = max(found.get(number, 0), tensor.nbytes)
         return found

@@ -9,7 +9,7 @@ Note: how to read a table
     the widths inside attention and the MLP are divided by T, "h/T" and "f/T"; "k/T" is the width of keys, which is
     smaller than h where queries are grouped. Treatments: "kept" is what autograd saves; "recompute" is activation
     checkpointing of the block, which saves its input; "selective" recomputes all but products and attention
-    (`KEPT_OPERATIONS`).
+    (`PRODUCTS` of `table/activations.py`).
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.1, whose 34
 bytes of b s h are those of the GPT-2 block in half precision.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, final
 
-__all__ = ["KEPT_OPERATIONS", "SAVED", "Shape", "TREATMENTS", "Table", "Term", "saved_bytes"]
+__all__ = ["SAVED", "Shape", "TREATMENTS", "Table", "Term", "saved_bytes"]
 
 
 @final
@@ -110,15 +110,6 @@ class Term:
     elements: int = 0
     nbytes: int = 0
 
-
-KEPT_OPERATIONS: Final = (
-    "aten.mm.default",
-    "aten.addmm.default",
-    "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "aten._scaled_dot_product_flash_attention.default",
-    "aten._scaled_dot_product_efficient_attention.default",
-)
-"""Operations whose results are kept by "selective"."""
 
 _INPUT: Final = (Term("b s h", 1),)
 # Of flash attention: the state of the random numbers, also where nothing is dropped.

@@ -21,13 +21,13 @@ from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.plan.events import Category, Event, Phase, Trace
 from zeroshard.plan.film import Job, Script
 from zeroshard.plan.job import Options, wire_of
-from zeroshard.plan.saved import KEPT_OPERATIONS
 from zeroshard.plan.specs import OPTIMIZERS, updates_of
 from zeroshard.plan.tape import Instruction
 from zeroshard.plan.tracer import trace_step
+from zeroshard.table.activations import PRODUCTS
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.spec import Formats
-from zeroshard.torch_private import tensors_in
+from zeroshard.tree import find
 
 __all__ = ["Traced", "language_inputs", "trace_job"]
 
@@ -107,7 +107,7 @@ def trace_job(
     trace = trace_step(
         step, copied, [given], units=[name for name in names if name], personality=personality, reads=reads
     )
-    tensors = tensors_in(given)
+    tensors = find(given, Tensor)
     whole = [one for one in tensors if not one.is_floating_point()]
     by_category = _before(trace)
     script = Script(_stream(trace, names, Phase.FORWARD), _stream(trace, names, Phase.BACKWARD))
@@ -164,7 +164,7 @@ def treat(plans: Sequence[UnitPlan], twins: Mapping[nn.Module, nn.Module], optio
             )
         contexts: dict[str, Any] = {}
         if how.keeps == "products":
-            kept = [functools.reduce(getattr, name.split(".")[1:], torch.ops.aten) for name in KEPT_OPERATIONS]
+            kept = [getattr(torch.ops.aten, name).default for name in PRODUCTS if hasattr(torch.ops.aten, name)]
             contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)}
         twin = twins[module]
         twin.forward = functools.partial(checkpoint, twin.forward, use_reentrant=False, **contexts)
@@ -178,7 +178,7 @@ def loss_of(out: Any) -> Tensor:
         out = out.loss
     if isinstance(out, Tensor):
         return out if out.numel() == 1 else out.float().sum()
-    floating = [one for one in tensors_in(out) if one.is_floating_point() and one.requires_grad]
+    floating = [one for one in find(out, Tensor) if one.is_floating_point() and one.requires_grad]
     return torch.stack([one.float().sum() for one in floating]).sum()
 
 

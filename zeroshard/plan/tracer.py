@@ -15,7 +15,8 @@ from zeroshard.plan.events import Category, Phase, Trace
 from zeroshard.plan.fake import Fakes, exchanged
 from zeroshard.plan.personality import PERSONALITIES
 from zeroshard.plan.recorder import Recorder, unreadable
-from zeroshard.torch_private import check_tracing, fake_errors, fake_tensors, run_backward, tensors_in
+from zeroshard.torch_private import check_tracing, fake_errors, fake_tensors, run_backward
+from zeroshard.tree import find
 
 __all__ = ["trace_step"]
 
@@ -80,7 +81,7 @@ def trace_step(
         stack.enter_context(exchanged(model, fakes))
         given = fakes.of_all(tuple(inputs))
         fakes.forget_storages()
-        recorder.begin(model, tensors_in(given))
+        recorder.begin(model, find(given, Tensor))
         stack.callback(recorder.end)
         stack.enter_context(recorder)
         recorder.calibrate()
@@ -114,7 +115,7 @@ def _run(
         if optimizer is not None:
             optimizer.step()
             recorder.assign(
-                tensors_in([list(state.values()) for state in optimizer.state.values()]), Category.OPTIMIZER
+                find([list(state.values()) for state in optimizer.state.values()], Tensor), Category.OPTIMIZER
             )
         model.zero_grad(set_to_none=True)
     return optimizer

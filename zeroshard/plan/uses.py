@@ -34,9 +34,9 @@ from zeroshard.torch_private import (
     graph_task,
     run_backward,
     storage_of,
-    tensors_in,
     will_run,
 )
+from zeroshard.tree import find
 
 __all__ = ["trace_uses"]
 
@@ -161,7 +161,7 @@ class _Watch:
         between, self._between = self._between, None
         if between is not None and between not in units:
             self._forward.append(("leave", between))
-        inputs = [one for one in tensors_in((args, kwargs)) if one.requires_grad and one.grad_fn is not None]
+        inputs = [one for one in find((args, kwargs), Tensor) if one.requires_grad and one.grad_fn is not None]
         for number in units:
             self._forward.append(("need", number))
             self._users[number] += 1
@@ -184,7 +184,7 @@ class _Watch:
             elif not self._users[number]:
                 self._forward.append(("leave", number))
         targets = [number for number in units if number != ROOT]
-        for tensor in tensors_in(output):
+        for tensor in find(output, Tensor):
             if targets and tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._begin_calls, targets))
         if not self._stack:

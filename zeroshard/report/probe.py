@@ -25,7 +25,6 @@ from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.order import Order
 from zeroshard.core.saved import SavedTensors
 from zeroshard.core.slot import slot_of
-from zeroshard.core.tree import find
 from zeroshard.core.unit import Reduction, Unit
 from zeroshard.report.timeline import (
     BACKWARD,
@@ -41,6 +40,7 @@ from zeroshard.report.timeline import (
 )
 from zeroshard.table.schedule import ROOT
 from zeroshard.torch_private import call_after_backward, graph_task
+from zeroshard.tree import find
 from zeroshard.wire.comm import Comm
 
 __all__ = ["Probe"]
@@ -100,8 +100,8 @@ class Probe:
             self._time(engine, ends, HOOKS)
         self._time(engine, Engine.norms, OPTIMIZER)
         self._time(engine.order, Order.publish, HOOKS)
-        self._time(engine.saved, SavedTensors._pack, HOOKS)
-        self._time(engine.saved, SavedTensors._unpack, HOOKS, self._unit_unpacked, before=self._unpack)
+        self._time(engine.saved, SavedTensors.pack, HOOKS)
+        self._time(engine.saved, SavedTensors.unpack, HOOKS, self._unit_unpacked, before=self._unpack)
 
     def _attach_bytes(self) -> None:
         """Time what moves bytes: units, buckets, reductions, messages."""

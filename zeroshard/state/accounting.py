@@ -15,7 +15,10 @@ from zeroshard.core.unit import Unit
 from zeroshard.table.bytes import Updates, kept_bytes, predict, step_bytes
 from zeroshard.table.trace import Memory
 
-__all__ = ["measure", "predict_step_bytes"]
+__all__ = ["TREATED", "measure", "predict_step_bytes"]
+
+TREATED = ("activations", "captured")
+"""Columns that are there with treatments of activations only."""
 
 
 def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
@@ -31,8 +34,7 @@ def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
         "padding": padding + more + counters,
         "transient": engine.ledger.now["transient"],
     }
-    if "activations" in engine.ledger.now:
-        now["activations"] = engine.ledger.now["activations"]
+    now |= {column: engine.ledger.now[column] for column in TREATED if column in engine.ledger.now}
     for column, nbytes in now.items():
         engine.ledger.note(column, nbytes)
     predicted = predict([u.described() for u in engine.units], [_updates(o) for o in optimizers], engine.comm.wire)

@@ -10,7 +10,7 @@ from torch import nn
 
 from zeroshard.core.hooks import Hook
 from zeroshard.core.precision import LossScale
-from zeroshard.core.tree import map_floating
+from zeroshard.tree import map_floating
 
 __all__ = ["CastIn", "CastOut"]
 

@@ -16,8 +16,8 @@ from typing import Any, Final, final
 import torch
 
 from zeroshard.core.hooks import Eager
-from zeroshard.core.tree import find
 from zeroshard.torch_private import nodes_before
+from zeroshard.tree import find
 
 __all__ = ["AddInPlace"]
 

@@ -29,9 +29,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zeroshard.core.parameter import METADATA, ReleasedParameter, ShardedParameter
-from zeroshard.core.tree import find
 from zeroshard.describe.units import UnitPlan
 from zeroshard.torch_private import version_of
+from zeroshard.tree import find
 from zeroshard.wire.mesh import Mesh
 
 __all__ = ["InitFn", "Weights", "check_source", "is_on_meta", "materialize"]

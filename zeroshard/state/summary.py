@@ -6,6 +6,7 @@ buckets and optimizers; `state/accounting.py` has the same bytes by column of th
 
 import warnings
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -26,6 +27,15 @@ __all__ = ["summarize", "warn_if_whole"]
 WARNED_BYTES = 256 << 20
 """Parameters of a smaller model may be whole at once: other memory decides there."""
 
+SAVED = MappingProxyType(
+    {
+        "activations": "activations on the device",
+        "products": "results of products kept beside recomputation, before other treatments",
+        "captured": "captured by the model's own checkpointing, beside its inputs and untreated",
+    }
+)
+"""Columns of the ledger about activations, in words."""
+
 HEADS = ("unit", "parameters", "elements", "dtype", "kept", "shard", "padding", "resident bytes", "sent bytes")
 
 
@@ -43,8 +53,9 @@ def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str) 
     states = _states_by_unit(engine.units, optimizers)
     lines = [_line(unit, states[unit.number]) for unit in engine.units]
     total = _total(engine.units, sum(states))
-    saved = [f"activations on the device: {engine.ledger.peak['activations']:,} bytes at most"]
-    saved *= "activations" in engine.ledger.peak
+    saved = [
+        f"{what}: {engine.ledger.peak[of]:,} bytes at most" for of, what in SAVED.items() if of in engine.ledger.peak
+    ]
     return "\n".join([f"{engine.mesh} {row}", *_aligned([HEADS, *lines, total]), *_judge(engine.units), *saved])
 
 

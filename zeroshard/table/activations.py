@@ -6,18 +6,31 @@ Owns the cells as data, and which of them go together. What they do is in `activ
 from abc import ABC
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, final
+from typing import Final, Literal, final
 
 __all__ = [
     "Activations",
     "Chain",
     "Compressed",
     "Offloaded",
+    "PRODUCTS",
     "Partitioned",
     "Recomputed",
     "Treated",
     "fits",
 ]
+
+
+PRODUCTS: Final = (
+    *("mm", "addmm", "bmm", "baddbmm", "addbmm", "convolution"),
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+"""The operations of `torch.ops.aten` whose results `Recomputed(keeps="products")` keeps: most of the time of a forward,
+and few of its bytes."""
 
 
 class Treated(ABC):

@@ -1,10 +1,12 @@
 """What modules and functions take and return: tensors in tuples, lists, mappings and dataclasses, one in another.
 
-Owns the one walk over such values. It must not know what the tensors are.
+Owns the one walk over such values, which the engine, treatments and traces share. It must not know what the tensors
+are. Classes of tuples, lists and mappings stay what they are, with the attributes of their objects.
 """
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
@@ -38,9 +40,12 @@ def map_tensors(value: Any, change: Callable[[Any], Any], kind: type[Any] = torc
     """Return a value with `change` applied to each tensor in it, or to each object of another class."""
     if isinstance(value, kind):
         return change(value)
-    if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, change, kind) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, tuple):
+        return _tuple_like(value, [map_tensors(item, change, kind) for item in value])
+    if isinstance(value, list):
+        copied_list = copy.copy(value)
+        copied_list[:] = [map_tensors(item, change, kind) for item in value]
+        return copied_list
     if isinstance(value, MutableMapping):
         changed = copy.copy(value)
         for key, item in value.items():
@@ -54,3 +59,18 @@ def map_tensors(value: Any, change: Callable[[Any], Any], kind: type[Any] = torc
                 object.__setattr__(copied, field.name, map_tensors(getattr(value, field.name), change, kind))
         return copied
     return value
+
+
+def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """Return a tuple of the class of another; how that class makes its objects from arguments is not known."""
+    kind = type(value)
+    if all(map(operator.is_, items, value)):
+        return value
+    try:
+        made: tuple[Any, ...] = tuple.__new__(kind, items)
+    except TypeError:
+        # Of a class written in C, as what torch.max returns: these take their items.
+        return kind(items)
+    if hasattr(value, "__dict__"):
+        vars(made).update(vars(value))
+    return made
