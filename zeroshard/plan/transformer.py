@@ -278,7 +278,10 @@ def attention(write: _Writer, reads: list[int], width: int, head_width: int, *, 
     scores_numel = load.batch * heads * load.sequence**2
     if load.kernels.attention == "stepwise":
         reads = [write.elementwise(f"{name} by head", reads[0], n * width * e) for name in ("query", "key", "value")]
-    scores = write.tape.add("scores", reads[:2], [scores_numel * e], reads[:2], flops=flops / 2, kind="matmul")
+    scores = write.tape.add(
+        "scores", reads[:2], [scores_numel * e], reads[:2], flops=flops / 2, kind="matmul",
+        shape=(n * heads, load.sequence),
+    )  # fmt: skip
     if load.kernels.attention == "stepwise":
         for name in ("scale", "mask", "shift"):
             scores = write.elementwise(name, scores, scores_numel * e)
@@ -287,7 +290,7 @@ def attention(write: _Writer, reads: list[int], width: int, head_width: int, *, 
     values = reads[-1]
     return write.tape.add(
         "attention", [weights, values], [n * width * e], [weights, values], flops=flops / 2, kind="matmul",
-        workspace=(0, joined_bytes),
+        shape=(n * heads, head_width), workspace=(0, joined_bytes),
     )  # fmt: skip
 
 

@@ -1,0 +1,256 @@
+"""The ZeRO paper, reproduced: its tables and figures, predicted beside published.
+
+Owns what is set beside what, and the targets that a reproduction should reach. What was published is in
+`paper_data.py`, how a run is predicted in `paper_runs.py`, how sizes alone are counted in `paper_sizes.py`. Needs no
+torch; docs/paper.md explains each table.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Final, final
+
+from zeroshard.plan import paper_data as data
+from zeroshard.plan.paper_data import Largest, Run
+from zeroshard.plan.paper_runs import BUDGET_BYTES, film_of, model_of, outcome_of, software_part
+from zeroshard.plan.paper_sizes import activations, communication, figure_1, partitioned, table_1, table_2, table_faults
+from zeroshard.plan.paper_tables import Column, Table, Target, wrapped
+
+__all__ = ["Reproduction", "TITLES", "reproduce"]
+
+GB: Final = 10**9
+MARK: Final = "Published values were read off the paper's chart, to about 2%."
+TITLES: Final = (
+    "figure_1", "table_1", "table_2", "communication", "activations", "partitioned", "figure_2", "figure_3",
+    "figure_4", "figure_6", "figure_7", "figure_8",
+)  # fmt: skip
+"""Names of the tables, in order."""
+
+
+@final
+@dataclass(frozen=True)
+class Reproduction:
+    """All tables, and the targets.
+
+    ```python
+    from zeroshard.plan.paper import reproduce
+
+    found = reproduce()
+    print(found.tables["table_1"].render())
+    ```
+    """
+
+    tables: Mapping[str, Table]
+    targets: tuple[Target, ...]
+
+    def render(self) -> str:
+        """Return everything as plain text."""
+        columns = [Column("target"), Column("wanted"), Column("reached"), Column("met")]
+        rows = [[one.what, one.wanted, one.reached, "yes" if one.is_met else "no"] for one in self.targets]
+        slips = "\n".join(["Where the paper contradicts itself", *(wrapped(slip) for slip in data.SLIPS)])
+        parts = [*(table.render() for table in self.tables.values()), Table("", "Targets", columns, rows).render()]
+        return "\n\n".join([*parts, slips])
+
+    def as_mapping(self) -> Mapping[str, object]:
+        """Return everything for JSON."""
+        return {
+            "tables": {name: table.as_mapping() for name, table in self.tables.items()},
+            "targets": [asdict(one) for one in self.targets],
+            "slips": list(data.SLIPS),
+        }
+
+    def json(self) -> str:
+        """Return everything as JSON."""
+        return json.dumps(self.as_mapping(), indent=2)
+
+
+def reproduce() -> Reproduction:
+    """Predict everything; some seconds on one core."""
+    makers = (figure_1, table_1, table_2, communication, activations, partitioned, figure_2, figure_3, figure_4,
+              figure_6, figure_7, figure_8)  # fmt: skip
+    tables = {table.name: table for table in (make() for make in makers)}
+    return Reproduction(tables, targets())
+
+
+def teraflops(run: Run) -> float:
+    """Return the predicted teraFLOPS of each device."""
+    return outcome_of(run).teraflops
+
+
+def figure_2() -> Table:
+    """Return throughput by model size, and its ratio to the baseline's."""
+    columns = [Column("model"), Column("ZeRO MP"), Column("batch"), Column("published", ".1f"),
+               Column("predicted", ".1f"), Column("error", "+.0%"), Column("baseline MP"), Column("base published", ".1f"),
+               Column("base predicted", ".1f"), Column("base error", "+.0%"), Column("ratio published", ".1f"),
+               Column("ratio predicted", ".1f"), Column("ratio error", "+.0%"),
+               Column("peak GB", ".1f")]  # fmt: skip
+    rows = []
+    for pair in data.FIGURE_2:
+        ours, theirs = teraflops(pair.zero), teraflops(pair.baseline)
+        published, ratio = pair.zero.published / pair.baseline.published, ours / theirs
+        rows.append(
+            [pair.zero.label, pair.zero.tensor, pair.zero.batch, pair.zero.published, ours,
+             ours / pair.zero.published - 1, pair.baseline.tensor, pair.baseline.published, theirs,
+             theirs / pair.baseline.published - 1, published, ratio, ratio / published - 1,
+             outcome_of(pair.zero).peak_bytes / GB]
+        )  # fmt: skip
+    title = "Figure 2: teraFLOPS of each device by model size, 400 devices, against Megatron-LM"
+    return Table("figure_2", title, columns, rows, [MARK])
+
+
+def ratio_errors() -> dict[str, float]:
+    """Return the error of the ratio to the baseline, by size."""
+    return {str(row[0]): float(row[-2] or 0) for row in figure_2().rows}
+
+
+def figure_3() -> Table:
+    """Return throughput by number of devices."""
+    columns = [Column("devices"), Column("batch"), Column("published", ".1f"), Column("predicted", ".1f"),
+               Column("error", "+.0%"), Column("published PFLOPS", ".2f"), Column("predicted PFLOPS", ".2f"),
+               Column("states GB", ".1f"), Column("peak GB", ".1f"), Column("at batch 48", ".1f")]  # fmt: skip
+    rows = []
+    for run in data.FIGURE_3:
+        found = outcome_of(run)
+        resident = found.film.resident_bytes
+        states = sum(resident[column] for column in ("parameters", "gradients", "states"))
+        rows.append(
+            [run.devices, run.batch, run.published, found.teraflops, found.teraflops / run.published - 1,
+             run.published * run.devices / 1000, found.teraflops * run.devices / 1000, states / GB,
+             found.peak_bytes / GB, teraflops(replace(run, batch=48))]
+        )  # fmt: skip
+    note = "The last column is predicted for a batch of 48 everywhere, whether or not it fits."
+    title = "Figure 3: teraFLOPS of each device with 60B parameters, by number of devices"
+    return Table("figure_3", title, columns, rows, [MARK, note])
+
+
+def figure_4() -> Table:
+    """Return throughput without model parallelism."""
+    columns = [Column("model"), Column("batch"), Column("published", ".1f"), Column("predicted", ".1f"),
+               Column("error", "+.0%"), Column("peak GB", ".1f"), Column("roofline alone", ".1f")]  # fmt: skip
+    rows = []
+    for run in data.FIGURE_4:
+        found = outcome_of(run)
+        plain = found.teraflops * found.film.step_s / film_of(run).step_s
+        rows.append([run.label, run.batch, run.published, found.teraflops, found.teraflops / run.published - 1,
+                     found.peak_bytes / GB, plain])  # fmt: skip
+    sizes = [row for row in rows if not str(row[0]).startswith("DDP")]
+    published, found_mean, plain = (sum(float(row[place]) for row in sizes) / len(sizes) for place in (2, 3, 6))
+    rows.append(["mean of the 9 ZeRO sizes", None, published, found_mean, found_mean / published - 1, None, plain])
+    note = (
+        "The last column is predicted as if kernels reached the roofline; "
+        f"they reach {software_part():.0%} of it, as Megatron-LM's single-device baseline does."
+    )
+    title = "Figure 4: teraFLOPS of each device with data parallelism alone, 128 devices"
+    return Table("figure_4", title, columns, rows, [MARK, note])
+
+
+@cache
+def largest_layers(case: Largest) -> int:
+    """Return the most layers with which a configuration of figure 6 fits."""
+
+    def peak_bytes(layers: int) -> int:
+        run = Run(label="", row=case.row, layers=layers, hidden=case.hidden, heads=case.heads, devices=400, tensor=16,
+                  batch=16, published=0)  # fmt: skip
+        return outcome_of(run).peak_bytes
+
+    # Memory grows by the same amount with each layer, so two sizes tell nearly where the limit is.
+    few, many = peak_bytes(20), peak_bytes(40)
+    layers = 20 + int((BUDGET_BYTES - few) / (many - few) * 20)
+    while peak_bytes(layers) > BUDGET_BYTES:
+        layers -= 1
+    while peak_bytes(layers + 1) <= BUDGET_BYTES:
+        layers += 1
+    return layers
+
+
+def largest_parameters(case: Largest) -> float:
+    """Return the parameters of the largest model that fits, in billions."""
+    run = Run(label="", row=case.row, layers=largest_layers(case), hidden=case.hidden, heads=case.heads, devices=400,
+              tensor=16, batch=16, published=0)  # fmt: skip
+    return model_of(run).numel() / 1e9
+
+
+def figure_6() -> Table:
+    """Return the largest model by configuration."""
+    columns = [Column("configuration"), Column("published B", ".0f"), Column("predicted B", ".1f"),
+               Column("error", "+.0%"), Column("layers"), Column("hidden")]  # fmt: skip
+    rows = []
+    for case in data.FIGURE_6:
+        found = largest_parameters(case)
+        rows.append([case.row, case.published, found, found / case.published - 1, largest_layers(case), case.hidden])
+    notes = [
+        f"One budget for all: {BUDGET_BYTES / GB:.1f} GB, the device's memory less context and communicators.",
+        "The paper ran multiples of 10 billion parameters, so a published value is a lower bound.",
+    ]
+    return Table("figure_6", "Figure 6: the largest model, 400 devices, MP 16, batch 16", columns, rows, notes)
+
+
+def figure_7() -> Table:
+    """Return the most memory by configuration."""
+    columns = [Column("model"), Column("configuration"), Column("batch"), Column("published GB", ".1f"),
+               Column("predicted GB", ".1f"), Column("error", "+.0%")]  # fmt: skip
+    rows = []
+    for run in data.FIGURE_7:
+        found = outcome_of(run).peak_bytes / GB
+        rows.append([run.label, run.row, run.batch, run.published, found, found / run.published - 1])
+    note = "Published is what the allocator cached, predicted what is allocated."
+    return Table("figure_7", "Figure 7: the most memory, 400 devices, MP 16", columns, rows, [MARK, note])
+
+
+def figure_8() -> Table:
+    """Return throughput by configuration."""
+    columns = [Column("model"), Column("configuration"), Column("batch"), Column("published", ".1f"),
+               Column("predicted", ".1f"), Column("error", "+.0%"), Column("peak GB", ".1f"), Column("fits"),
+               Column("ran")]  # fmt: skip
+    rows = []
+    for run in data.FIGURE_8:
+        found = outcome_of(run)
+        shown = found.teraflops if found.fits else None
+        error = shown / run.published - 1 if shown and run.published else None
+        rows.append([run.label, run.row, run.batch, run.published or None, shown, error, found.peak_bytes / GB,
+                     found.fits, run.published > 0])  # fmt: skip
+    title = "Figure 8: teraFLOPS of each device by configuration: 60B on 128 devices, 170B on 400"
+    return Table("figure_8", title, columns, rows, [MARK])
+
+
+# -- the targets ------------------------------------------------------------------------------------------------------
+
+
+def targets() -> tuple[Target, ...]:
+    """Return what a reproduction should reach, and what this one reaches."""
+    faults = table_faults()
+    errors = {case.row: largest_parameters(case) / case.published - 1 for case in data.FIGURE_6}
+    sizes = [case.row for case in sorted(data.FIGURE_6, key=lambda case: case.published)]
+    predicted = sorted(data.FIGURE_6, key=largest_parameters)
+    peaks = [outcome_of(run).peak_bytes for row in ("C1", "C3", "C2", "C4", "C5") for run in data.FIGURE_7
+             if (run.label, run.row) == ("40B", row)]  # fmt: skip
+    each = {run.devices: teraflops(run) for run in data.FIGURE_3}
+    zero = [run for run in data.FIGURE_4 if run.row != "stage 0"]
+    mean = sum(map(teraflops, zero)) / sum(run.published for run in zero) - 1
+    at_60 = {run.row: teraflops(run) for run in data.FIGURE_8 if run.label == "60B"}
+    at_170 = [run.row for run in data.FIGURE_8 if run.label == "170B" and outcome_of(run).fits]
+    ratios = ratio_errors()
+    close = sum(abs(error) <= 0.25 for error in ratios.values())
+    four = [errors[row] for row in ("C1", "C3", "C4", "C5")]
+    return (
+        Target("tables 1 and 2", "every cell", f"{len(faults)} differ", not faults),
+        Target("figure 6, C1, C3, C4, C5", "within 15%", " ".join(f"{e:+.0%}" for e in four),
+               all(abs(error) <= 0.15 for error in four)),
+        Target("figure 6, C2", "over-predicted", f"{errors['C2']:+.0%}", errors["C2"] > 0),
+        Target("figure 6, order", " < ".join(sizes), " < ".join(case.row for case in predicted),
+               sizes == [case.row for case in predicted]),
+        Target("figure 7, order at 40B", "C1 > C3 > C2 > C4 >= C5", " ".join(f"{peak / GB:.1f}" for peak in peaks),
+               all(a > b for a, b in pairwise(peaks[:4])) and peaks[3] >= peaks[4]),
+        Target("figure 3, 64 to 400 devices", "super-linear", f"{each[400] / each[64] - 1:+.1%}",
+               each[400] > each[64]),
+        Target("figure 3, 256 to 400 devices", "sub-linear", f"{each[400] / each[256] - 1:+.1%}",
+               each[400] < each[256]),
+        Target("figure 4, mean of 9 sizes", "within 20%", f"{mean:+.0%}", abs(mean) <= 0.2),
+        Target("figure 8, 60B", "C4 above C5", f"{at_60['C4']:.1f} {at_60['C5']:.1f}", at_60["C4"] > at_60["C5"]),
+        Target("figure 8, 170B", "C5 alone fits", " ".join(at_170), at_170 == ["C5"]),
+        Target("figure 2, ratio within 25%", "7 of 9", f"{close} of {len(ratios)}", close >= 7),
+    )  # fmt: skip

@@ -1,0 +1,87 @@
+"""Tables of results: columns, rows, notes, as plain text and as a mapping for JSON.
+
+Owns the layout of what `paper.py` computes, and nothing of how.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, final
+
+__all__ = ["Column", "Table", "Target", "Value"]
+
+Value = str | int | float | bool | None
+"""Of a field; None where there is nothing to say."""
+WIDTH: Final = 120
+
+
+class Column(NamedTuple):
+    """A column: its title, and the format of its numbers, as of `format`."""
+
+    title: str
+    digits: str = ""
+
+
+@final
+@dataclass(frozen=True)
+class Table:
+    """A table or a figure of the paper, predicted beside published.
+
+    Args:
+        name: for JSON, e.g. "figure_2".
+        rows: a value for each column.
+        notes: sentences below it.
+    """
+
+    name: str
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Value]]
+    notes: Sequence[str] = ()
+
+    def render(self) -> str:
+        """Return the table as plain text."""
+        head = [column.title for column in self.columns]
+        body = [[_shown(v, c.digits) for v, c in zip(row, self.columns, strict=True)] for row in self.rows]
+        widths = [max(len(line[place]) for line in (head, *body)) for place in range(len(head))]
+        is_text = [all(isinstance(row[place], str) for row in self.rows) for place in range(len(head))]
+        lines = [
+            "  ".join(v.ljust(w) if left else v.rjust(w) for v, w, left in zip(line, widths, is_text, strict=True)).rstrip()
+            for line in (head, *body)
+        ]
+        rule = "-" * max(map(len, lines))
+        return "\n".join([self.title, rule, lines[0], rule, *lines[1:], *(wrapped(note) for note in self.notes)])
+
+    def as_mapping(self) -> Mapping[str, object]:
+        """Return title, rows by column title, and notes."""
+        titles = [column.title for column in self.columns]
+        rows = [dict(zip(titles, row, strict=True)) for row in self.rows]
+        return {"title": self.title, "rows": rows, "notes": list(self.notes)}
+
+
+@final
+@dataclass(frozen=True)
+class Target:
+    """What a reproduction should reach, and what it reaches."""
+
+    what: str
+    wanted: str
+    reached: str
+    is_met: bool
+
+
+def _shown(value: Value, digits: str) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, str) else format(value, digits)
+
+
+def wrapped(text: str) -> str:
+    """Return a sentence in lines of at most `WIDTH` characters, with an indent."""
+    lines = ["  "]
+    for word in text.split():
+        if len(lines[-1]) + len(word) + 1 > WIDTH:
+            lines.append("  ")
+        lines[-1] += word if lines[-1] == "  " else f" {word}"
+    return "\n".join(lines)
