@@ -133,7 +133,7 @@ def plan(count: int = 4000, seed: int = 0) -> dict[str, Any]:
     """Return data for every view but the walk, which the page has."""
     rng = random.Random(seed + 1)
     numel = ROOT_NUMEL + BLOCKS * BLOCK_NUMEL
-    hardware = {"name": "H100 80 GB", "capacity_bytes": 80 * 10**9, "usable_bytes": 74 * GIB}
+    hardware = {"name": "H100 80 GB", "capacity_bytes": 80 * 10**9, "usable_bytes": 76 * 10**9}
     resident = {"parameters": 2 * numel // 8, "gradients": 4 * numel // 8, "states": 12 * numel // 8, "padding": 4096}
     return {
         "version": 1,

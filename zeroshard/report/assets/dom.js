@@ -37,8 +37,10 @@ export function swatch(color) {
   return el("span", { class: "swatch", style: { background: color }, "aria-hidden": "true" });
 }
 
+/** Entries are [colour, text, glyph]; without a glyph a square is shown. */
 export function legend(entries) {
-  return el("ul", { class: "legend" }, entries.map(([color, text]) => el("li", {}, swatch(color), text)));
+  const sign = (color, glyph) => (glyph ? el("span", { class: "glyph", style: { color }, "aria-hidden": "true" }, glyph) : swatch(color));
+  return el("ul", { class: "legend" }, entries.map(([color, text, glyph]) => el("li", {}, sign(color, glyph), text)));
 }
 
 /** A table; `columns` are [title, isNumber], cells are text or elements. */

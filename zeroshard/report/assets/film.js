@@ -1,12 +1,12 @@
 // The step film, the two clocks under it on the same time axis, and where every byte goes at one moment.
 
-import { columnColor, el, explain, hideTooltip, legend, PALETTE, showTooltip, swatch, table } from "./dom.js";
+import { columnColor, el, hideTooltip, legend, PALETTE, showTooltip, swatch, table } from "./dom.js";
 import { Icicle } from "./icicle.js";
 import { onceAFrame, Plot } from "./plot.js";
 import { Timeline, treeOf } from "./timeline.js";
-import { byteTicks, bytesText, exactBytes, roundTicks, secondsText } from "./units.js";
+import { byteTickText, byteTicks, bytesText, exactBytes, roundTicks, secondsText } from "./units.js";
 
-const LIVE_ROWS = 100;
+const LIVE_ROWS = 200;
 const LANE_HEIGHT = 26;
 const TICK_ROWS = [
   ["gather", PALETTE.blue], ["release", PALETTE.gray], ["reduce", PALETTE.orange], ["publish", PALETTE.green], ["step", PALETTE.purple],
@@ -43,7 +43,7 @@ export class FilmView {
     });
     this.icicle = new Icicle(data.columns);
     this.readout = el("div", { id: "film-readout", role: "status" });
-    this.liveTable = el("div", { id: "film-live" });
+    this.liveTable = el("div", { id: "film-live", class: "scroll", tabIndex: 0, role: "region", "aria-label": "Live storages" });
     this._listen(this.film);
     this._listen(this.clocks);
     if (this.strip) this._listen(this.strip);
@@ -181,12 +181,12 @@ export class FilmView {
     const live = this.timeline.live(this.moment);
     this.icicle.show(treeOf(live, data.columns, data.names));
     const rows = live.slice(0, LIVE_ROWS).map((one) => [
-      el("span", {}, swatch(columnColor(data.columns[one.column], one.column)), data.columns[one.column]),
-      data.names[one.module] || "(model)", data.names[one.tensor], data.names[one.operation], bytesText(one.nbytes)]);
+      el("span", { class: "keep" }, swatch(columnColor(data.columns[one.column], one.column)), data.columns[one.column]),
+      bytesText(one.nbytes), data.names[one.module] || "(model)", data.names[one.tensor], data.names[one.operation]]);
     const rest = live.slice(LIVE_ROWS).reduce((sum, one) => sum + one.nbytes, 0);
     const total = live.reduce((sum, one) => sum + one.nbytes, 0);
-    if (rest) rows.push([`and ${(live.length - LIVE_ROWS).toLocaleString("en-US")} smaller`, "", "", "", bytesText(rest)]);
-    const shown = table([["column", false], ["module", false], ["tensor", false], ["operation", false], ["bytes", true]], rows, [`${live.length.toLocaleString("en-US")} storages`, "", "", "", bytesText(total)]);
+    if (rest) rows.push([`and ${(live.length - LIVE_ROWS).toLocaleString("en-US")} smaller`, bytesText(rest), "", "", ""]);
+    const shown = table([["column", false], ["bytes", true], ["module", false], ["tensor", false], ["operation", false]], rows, [`${live.length.toLocaleString("en-US")} storages`, bytesText(total), "", "", ""]);
     shown.dataset.bytes = String(total);
     this.liveTable.replaceChildren(shown);
   }
@@ -207,7 +207,7 @@ export class FilmView {
     const y = (nbytes) => film.bottom - (nbytes / top) * (film.bottom - film.top);
     const x = (seconds) => this.x(seconds);
     this._drawPhases(film);
-    film.yAxis(byteTicks(top, 5), y, (tick) => bytesText(tick));
+    film.yAxis(byteTicks(top, 5), y, byteTickText);
     const moments = timeline.sample(...this.range, Math.max(1, Math.floor(film.right - film.left)));
     context.save();
     context.beginPath();

@@ -21,12 +21,14 @@ export class LossView {
     canvas.addEventListener("pointerleave", () => { hideTooltip(); this.cursor = null; this.plot.draw(); });
     canvas.addEventListener("keydown", (event) => this._key(event));
     this.readout = el("p", { id: "loss-readout", role: "status", class: "muted" });
+    this.smooth = el("select", { id: "loss-smooth", onchange: () => this.draw() }, [1, 10, 50, 200].map((steps) => el("option", { value: String(steps) }, steps === 1 ? "each step" : `mean of ${steps} steps`)));
     const rows = this.runs.map((run) => {
       const [lowest, last] = [run.points.reduce((best, one) => (one[1] < best[1] ? one : best), run.points[0] ?? [0, NaN]), run.points.at(-1) ?? [0, NaN]];
       return [el("span", {}, swatch(run.color), run.name), String(run.points.length + run.lost), last[1].toFixed(4), lowest[1].toFixed(4), String(lowest[0])];
     });
     this.element = el("div", { id: "losses" },
       el("p", {}, "Training loss in nats a token, after each step."),
+      el("label", { class: "row" }, "Show", this.smooth),
       this.plot.canvas, this.readout,
       table([["run", false], ["steps", true], ["last loss", true], ["lowest loss", true], ["at step", true]], rows));
   }
@@ -75,7 +77,7 @@ export class LossView {
       context.lineJoin = "round";
       context.setLineDash(run.dash);
       context.beginPath();
-      for (const [step, loss] of thinned(run.points, plot.right - plot.left)) context.lineTo(this.x(step), this.y(loss));
+      for (const [step, loss] of thinned(averaged(run.points, Number(this.smooth.value)), plot.right - plot.left)) context.lineTo(this.x(step), this.y(loss));
       context.stroke();
       context.restore();
     }
@@ -88,6 +90,15 @@ function extent(values) {
   for (const value of values) [low, high] = [Math.min(low, value), Math.max(high, value)];
   if (!(high >= low)) return [0, 1];
   return high > low ? [low, high] : [low - 0.5, high + 0.5];
+}
+
+/** Puts in place of each loss the mean of it and of those before it, `steps` in all. */
+function averaged(points, steps) {
+  let sum = 0;
+  return points.map(([step, loss], place) => {
+    sum += loss - (place >= steps ? points[place - steps][1] : 0);
+    return [step, steps === 1 ? loss : sum / Math.min(steps, place + 1)];
+  });
 }
 
 /** Keeps the lowest and highest of each pixel's points. */

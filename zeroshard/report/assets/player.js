@@ -1,10 +1,10 @@
 // The stage player: bytes of each rank by closed forms, for any ZeRO stage, number of ranks, batch and sequence.
 
 import { columnColor, el, explain, legend, STATE_COLUMNS, swatch, table } from "./dom.js";
-import { byteTicks, bytesText, countText, exactBytes } from "./units.js";
+import { byteTickText, byteTicks, bytesText, countText, exactBytes } from "./units.js";
 
 const SHOWN_RANKS = 16;
-const STAGE_NAMES = ["0: plain data parallelism", "1: states sharded", "2: states and gradients sharded", "3: states, gradients and parameters sharded"];
+const STAGE_NAMES = ["plain data parallelism: each rank holds everything", "optimizer states are sharded", "optimizer states and gradients are sharded", "optimizer states, gradients and parameters are sharded"];
 
 const sum = (values) => values.reduce((total, one) => total + one, 0);
 
@@ -93,14 +93,15 @@ export class PlayerView {
     };
     this.setting = defaults;
     this.bars = el("div", { class: "bars", id: "player-bars" });
+    this.stage = el("span", { class: "muted", id: "player-stage" });
     this.badge = el("span", { class: "badge", id: "player-badge" });
     this.total = el("span", { class: "big", id: "player-total" });
     this.lines = el("div", { id: "player-formulas" });
     this.element = el("div", {},
       el("p", {}, "Bytes of each rank at the peak of a step, by closed forms. Hover over a part of a bar, or move the focus to it, for its formula; the step film has the exact trace of one configuration."),
-      el("div", { class: "row" }, this.total, this.badge),
+      el("div", { class: "row" }, this.total, this.badge, this.stage),
       el("div", { class: "sliders" },
-        this._slider("stage", "ZeRO stage", (value) => STAGE_NAMES[value]),
+        this._slider("stage", "ZeRO stage", String),
         this._slider("ranks", "Ranks (N)", (value) => value.toLocaleString("en-US")),
         this._slider("batch", "Batch of one rank, sequences", (value) => value.toLocaleString("en-US")),
         this._slider("sequence", "Sequence, tokens", (value) => value.toLocaleString("en-US"))),
@@ -134,6 +135,7 @@ export class PlayerView {
     this.total.dataset.bytes = String(most);
     this.badge.textContent = { fits: "✓ fits", tight: "≈ tight", no: "✗ does not fit" }[verdict];
     this.badge.dataset.verdict = verdict;
+    this.stage.textContent = `Stage ${setting.stage}: ${STAGE_NAMES[setting.stage]}.`;
     const top = Math.max(most, player.capacity_bytes) * 1.05;
     this._drawBars(shown, bytes, top);
     this._drawLevels(top);
@@ -164,7 +166,7 @@ export class PlayerView {
       explain(part, () => `rank ${rank}, ${column}: ${exactBytes(Number(part.dataset.bytes))}\n${forms()[column].join("\n= ")}`);
       bar.append(part);
     }
-    explain(bar, () => bar.getAttribute("aria-label").replaceAll(/[:,] /g, (mark) => (mark === ": " ? "\n" : "\n")));
+    explain(bar, () => bar.getAttribute("aria-label").replaceAll(/: |, /g, "\n"));
     bar.append(el("small", {}, String(rank)));
     return bar;
   }
@@ -172,7 +174,7 @@ export class PlayerView {
   _drawLevels(top) {
     const { player, hardware } = this;
     const place = (nbytes) => ({ bottom: `${(100 * nbytes) / top}%` });
-    const rules = byteTicks(top, 4).map((tick) => el("div", { class: "rule", style: place(tick) }, el("span", { class: "tick" }, bytesText(tick))));
+    const rules = byteTicks(top, 4).map((tick) => el("div", { class: "rule", style: place(tick) }, el("span", { class: "tick" }, byteTickText(tick))));
     const level = (name, nbytes, kind) => el("div", { class: `level ${kind}`, style: place(nbytes), "data-bytes": String(nbytes) }, el("span", {}, `${name}: ${bytesText(nbytes)}`));
     this.bars.append(...rules, level(hardware?.name ?? "device", player.capacity_bytes, "solid"), level("usable", player.usable_bytes, "below"));
   }
@@ -180,7 +182,7 @@ export class PlayerView {
   _drawFormulas(bytes) {
     const forms = formulas(this.player, this.setting);
     const rows = STATE_COLUMNS.map((column) => [
-      el("span", {}, swatch(columnColor(column)), column), el("span", { class: "formula" }, forms[column][0]),
+      el("span", { class: "keep" }, swatch(columnColor(column)), column), el("span", { class: "formula" }, forms[column][0]),
       el("span", { class: "formula muted" }, forms[column][1]), bytesText(bytes[column])]);
     this.lines.replaceChildren(
       table([["column", false], ["formula", false], ["with numbers", false], ["rank 0", true]], rows, ["sum", "", "", bytesText(sum(Object.values(bytes)))]),

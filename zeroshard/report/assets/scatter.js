@@ -2,13 +2,17 @@
 
 import { el, hideTooltip, legend, PALETTE, SERIES, showTooltip, swatch, table } from "./dom.js";
 import { Plot } from "./plot.js";
-import { binaryUnit, bytesText, countText, logTicks, percentText, plainNumber, roundTicks, valueText } from "./units.js";
+import { binaryUnit, byteTickText, bytesText, countText, countTickText, logTicks, logUnitTicks, percentText, plainNumber, roundTicks, tickText, valueText } from "./units.js";
 
 const NEAR_PX = 16;
 const BAND = 0.05;
 const VERDICTS = {
-  fits: ["circle", PALETTE.green, "fits"], tight: ["triangle", PALETTE.orange, "tight"], no: ["cross", PALETTE.vermilion, "does not fit"],
+  fits: ["circle", PALETTE.green, "fits", "fit"], tight: ["triangle", PALETTE.orange, "tight", "are tight"],
+  no: ["cross", PALETTE.vermilion, "does not fit", "do not fit"],
 };
+
+const SHAPES = ["circle", "square", "triangle", "diamond", "cross"];
+const GLYPHS = { circle: "●", square: "■", triangle: "▲", diamond: "◆", cross: "✕" };
 
 class Scatter {
   /** Points are { x, y, shape, color, text, of }; axes are { low, high, isLog, ticks, name, title }. */
@@ -142,7 +146,7 @@ export class FrontierView {
       label: "Tokens per second against peak memory of all configurations", height: 400,
       onselect: (point) => this._show(point.of), under: (scatter) => this._lines(scatter, hardware),
     });
-    const counts = Object.keys(VERDICTS).map((verdict) => [VERDICTS[verdict][1], `${configurations.filter((one) => one.verdict === verdict).length.toLocaleString("en-US")} ${{ fits: "fit (circles)", tight: "are tight (triangles)", no: "do not fit (crosses)" }[verdict]}`]);
+    const counts = Object.entries(VERDICTS).map(([verdict, [shape, color, , name]]) => [color, `${configurations.filter((one) => one.verdict === verdict).length.toLocaleString("en-US")} ${name}`, GLYPHS[shape]]);
     this.element = el("div", {},
       el("p", {}, "Each mark is a configuration. The line joins those that no other beats in both memory and speed; the star is the best that fits. Click a mark, or use the arrow keys, for its options."),
       legend(counts), this.scatter.plot.canvas, this.detail);
@@ -157,8 +161,8 @@ export class FrontierView {
     const [slow, fast] = [Math.min(...speed), Math.max(...speed)];
     const isLogSpeed = fast / slow > 20;
     this.axes = [
-      { low, high: high * 1.04, isLog, title: "peak of the fullest rank", name: (tick) => bytesText(tick), ticks: isLog ? logTicks(low / scale, high / scale).map((tick) => tick * scale) : roundTicks(0, high / scale, 8).map((tick) => tick * scale) },
-      { low: isLogSpeed ? slow / 1.2 : 0, high: fast * (isLogSpeed ? 1.2 : 1.06), isLog: isLogSpeed, title: "tokens/s, all ranks", name: countText, ticks: isLogSpeed ? logTicks(slow / 1.2, fast * 1.2) : roundTicks(0, fast * 1.06, 6) },
+      { low, high: high * 1.04, isLog, title: "peak of the fullest rank", name: byteTickText, ticks: isLog ? logUnitTicks(low, high, "B") : roundTicks(0, high / scale, 8).map((tick) => tick * scale) },
+      { low: isLogSpeed ? slow / 1.2 : 0, high: fast * (isLogSpeed ? 1.2 : 1.06), isLog: isLogSpeed, title: "tokens/s, all ranks", name: countTickText, ticks: isLogSpeed ? logTicks(slow / 1.2, fast * 1.2) : roundTicks(0, fast * 1.06, 6) },
     ];
     this.points = configurations.filter((one) => one.tokens_per_s > 0).map((one) => ({
       x: one.peak_bytes, y: one.tokens_per_s, shape: one.is_best ? "star" : VERDICTS[one.verdict][0], color: VERDICTS[one.verdict][1], of: one,
@@ -206,7 +210,7 @@ export class FrontierView {
 
 /** Median, and the value that nine of ten are below, of absolute relative errors. */
 export function errorsOf(scores) {
-  const errors = scores.map((one) => Math.abs(one.predicted / one.measured - 1)).sort((one, other) => one - other);
+  const errors = scores.map((one) => Math.abs(errorOf(one))).sort((one, other) => one - other);
   const at = (share) => {
     const place = share * (errors.length - 1);
     const below = Math.floor(place);
@@ -215,7 +219,6 @@ export function errorsOf(scores) {
   return { count: errors.length, median: at(0.5), p90: at(0.9), within: errors.filter((one) => one <= BAND).length };
 }
 
-const SHAPES = ["circle", "square", "triangle", "diamond", "cross"];
 
 export class ScorecardView {
   constructor(scorecard) {
@@ -224,6 +227,10 @@ export class ScorecardView {
     this.sources = [...new Set(this.scores.map((one) => one.source))];
     this.metric = el("select", { id: "scorecard-metric", onchange: () => this.update() }, this.metrics.map((one) => el("option", { value: one }, one)));
     this.source = el("select", { id: "scorecard-source", onchange: () => this.update() }, el("option", { value: "" }, "all sources"), this.sources.map((one) => el("option", { value: one }, one)));
+    this.errors = el("button", {
+      class: "plain", type: "button", id: "scorecard-errors", "aria-pressed": "false",
+      onclick: () => { this.errors.setAttribute("aria-pressed", String(!this.isOfErrors)); this.update(); },
+    }, "Show errors");
     this.summary = el("div", { id: "scorecard-summary" });
     this.detail = el("p", { id: "scorecard-detail", role: "status", class: "muted" }, "Click a mark, or use the arrow keys, for its numbers.");
     this.legend = el("div");
@@ -234,7 +241,7 @@ export class ScorecardView {
     const label = (text, select) => el("label", {}, `${text} `, select);
     this.element = el("div", {},
       el("p", {}, `Predictions beside what was published or measured. On the line a prediction is exact; the band is ±${100 * BAND}%.`),
-      el("div", { class: "row" }, label("Quantity", this.metric), label("Source", this.source)),
+      el("div", { class: "row" }, label("Quantity", this.metric), label("Source", this.source), this.errors),
       this.legend, this.scatter.plot.canvas, this.detail, this.summary);
     this.update();
   }
@@ -248,12 +255,17 @@ export class ScorecardView {
     const inMetric = this.scores.filter((one) => `${one.metric} (${one.unit})` === this.metric.value);
     const shown = inMetric.filter((one) => !this.source.value || one.source === this.source.value);
     const sources = this.sources.filter((source) => inMetric.some((one) => one.source === source));
-    this.legend.replaceChildren(legend(sources.map((source) => [this.style(source)[1], source])));
+    this.legend.replaceChildren(legend(sources.map((source) => [this.style(source)[1], source, GLYPHS[this.style(source)[0]]])));
     const values = (shown.length ? shown : inMetric).flatMap((one) => [one.predicted, one.measured]);
     const [low, high] = [Math.min(...values) / 1.15, Math.max(...values) * 1.15];
     const unit = inMetric[0]?.unit ?? "";
-    const axis = (title) => ({ low, high, isLog: true, title, ticks: logTicks(low, high), name: (tick) => valueText(tick, unit) });
-    this.scatter.show(shown.map((one) => ({ x: one.measured, y: one.predicted, shape: this.style(one.source)[0], color: this.style(one.source)[1], of: one, text: describe(one) })), axis("measured"), axis("predicted"));
+    const axis = (title) => ({ low, high, isLog: true, title, ticks: logUnitTicks(low, high, unit), name: (tick) => tickText(tick, unit) });
+    const worst = 1.1 * Math.max(2 * BAND, ...shown.map((one) => Math.abs(errorOf(one))));
+    const errors = { low: -worst, high: worst, isLog: false, title: "error of the prediction", ticks: roundTicks(-worst, worst, 8), name: (tick) => percentText(tick, 0) };
+    this.isOfErrors = this.errors.getAttribute("aria-pressed") === "true";
+    this.scatter.show(shown.map((one) => ({
+      x: one.measured, y: this.isOfErrors ? errorOf(one) : one.predicted, shape: this.style(one.source)[0], color: this.style(one.source)[1], of: one, text: describe(one),
+    })), axis("measured"), this.isOfErrors ? errors : axis("predicted"));
     const line = (name, scores) => {
       const { count, median, p90, within } = errorsOf(scores);
       return [name, String(count), percentText(median).slice(1), percentText(p90).slice(1), `${within} of ${count}`];
@@ -274,19 +286,26 @@ export class ScorecardView {
     context.globalAlpha = 0.22;
     context.fillStyle = PALETTE.sky;
     context.beginPath();
-    context.moveTo(scatter.px(low), scatter.py(low * (1 + BAND)));
-    context.lineTo(scatter.px(high), scatter.py(high * (1 + BAND)));
-    context.lineTo(scatter.px(high), scatter.py(high * (1 - BAND)));
-    context.lineTo(scatter.px(low), scatter.py(low * (1 - BAND)));
+    // Of a quantity the exact prediction is the quantity itself, of an error it is 0.
+    const exact = this.isOfErrors ? () => 0 : (value) => value;
+    const off = (value, share) => (this.isOfErrors ? share : value * (1 + share));
+    context.moveTo(scatter.px(low), scatter.py(off(low, BAND)));
+    context.lineTo(scatter.px(high), scatter.py(off(high, BAND)));
+    context.lineTo(scatter.px(high), scatter.py(off(high, -BAND)));
+    context.lineTo(scatter.px(low), scatter.py(off(low, -BAND)));
     context.fill();
     context.globalAlpha = 1;
-    plot.line(scatter.px(low), scatter.py(low), scatter.px(high), scatter.py(high), plot.color("muted"));
+    plot.line(scatter.px(low), scatter.py(exact(low)), scatter.px(high), scatter.py(exact(high)), plot.color("muted"));
     context.restore();
   }
 
   draw() { this.scatter.plot.draw(); }
 }
 
+function errorOf(one) {
+  return one.predicted / one.measured - 1;
+}
+
 function describe(one) {
-  return `${one.label} (${one.source})\n${one.metric}: predicted ${valueText(one.predicted, one.unit)}, measured ${valueText(one.measured, one.unit)}, ${percentText(one.predicted / one.measured - 1)}`;
+  return `${one.label} (${one.source})\n${one.metric}: predicted ${valueText(one.predicted, one.unit)}, measured ${valueText(one.measured, one.unit)}, ${percentText(errorOf(one))}`;
 }

@@ -21,10 +21,11 @@ export class RanksView {
     this.element = el("div", {},
       el("p", {}, `Bytes that each rank holds between steps, by column${hasPeak ? ", and the peak of a step" : ""}${hardware ? `; ${bytesText(hardware.usable_bytes)} are usable on ${hardware.name}` : ""}.`),
       legend(shown.map((column) => [columnColor(column, columns.indexOf(column)), column])),
-      table([["ranks", false], ["number", true], ["", false], ...shown.map((column) => [column, true]), ["between steps", true], ...(hasPeak ? [["peak", true]] : [])],
+      table([["ranks", false], ["number", true], ["between steps", true], ...(hasPeak ? [["peak", true]] : []), ["", false], ...shown.map((column) => [column, true])],
         ranks.map((rank) => [
-          rank.name, rank.count.toLocaleString("en-US"), bar(rank), ...shown.map((column) => bytesText(rank.resident_bytes[column] ?? 0)),
-          el("span", { "data-bytes": String(resident(rank)) }, bytesText(resident(rank))), ...(hasPeak ? [rank.peak_bytes ? bytesText(rank.peak_bytes) : ""] : [])])));
+          rank.name, rank.count.toLocaleString("en-US"), el("span", { "data-bytes": String(resident(rank)) }, bytesText(resident(rank))),
+          ...(hasPeak ? [rank.peak_bytes ? el("span", { "data-bytes": String(rank.peak_bytes) }, bytesText(rank.peak_bytes)) : ""] : []),
+          bar(rank), ...shown.map((column) => bytesText(rank.resident_bytes[column] ?? 0))])));
     this.element.id = "ranks";
   }
 }

@@ -24,6 +24,12 @@ export function bytesText(nbytes, exponent = binaryUnit(nbytes)) {
   return `${exponent ? threeDigits(value) : Math.round(value).toLocaleString("en-US")} ${BINARY[exponent]}`;
 }
 
+/** Bytes of a round number, without digits that say nothing. */
+export function byteTickText(nbytes) {
+  const exponent = binaryUnit(nbytes);
+  return `${Number((nbytes / 1024 ** exponent).toPrecision(4)).toLocaleString("en-US")} ${BINARY[exponent]}`;
+}
+
 /** The rounded text, and the exact number of bytes. */
 export function exactBytes(nbytes) {
   return nbytes < 1024 ? bytesText(nbytes) : `${bytesText(nbytes)} (${Math.round(nbytes).toLocaleString("en-US")} B)`;
@@ -34,6 +40,11 @@ export function countText(value) {
   let rest = Math.abs(value);
   for (; rest >= 1000 && exponent < DECIMAL.length - 1; rest /= 1000) exponent += 1;
   return exponent ? `${threeDigits(value / 1000 ** exponent)}${DECIMAL[exponent]}` : plainNumber(value);
+}
+
+/** A round number with a decimal prefix, without digits that say nothing. */
+export function countTickText(value) {
+  return countText(value).replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
 }
 
 export function plainNumber(value) {
@@ -64,7 +75,7 @@ export function roundTicks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= rough);
   const ticks = [];
-  for (let place = Math.ceil(low / step - 1e-9); place * step <= high * (1 + 1e-12) + 1e-300; place += 1) ticks.push(place * step);
+  for (let place = Math.ceil(low / step - 1e-9); place * step <= high * (1 + 1e-12) + 1e-300; place += 1) ticks.push(place * step + 0); // + 0: never -0
   return ticks;
 }
 
@@ -72,6 +83,18 @@ export function roundTicks(low, high, count) {
 export function byteTicks(high, count) {
   const scale = 1024 ** binaryUnit(high);
   return roundTicks(0, high / scale, count).map((value) => value * scale);
+}
+
+/** Round values in a unit on a logarithmic axis. */
+export function logUnitTicks(low, high, unit) {
+  const scale = unit === "B" ? 1024 ** binaryUnit(high) : 1;
+  return logTicks(low / scale, high / scale).map((tick) => tick * scale);
+}
+
+/** Text of a round value in a unit. */
+export function tickText(value, unit) {
+  if (unit === "B") return byteTickText(value);
+  return unit === "s" ? secondsText(value).replace(/\.0+ /, " ") : countTickText(value);
 }
 
 /** 1, 2 and 5 times powers of ten between two positive numbers; only powers where there are many. */
