@@ -69,7 +69,9 @@ def film(count: int, seed: int = 0) -> dict[str, Any]:
                 is_kept = keep is not None and rng.random() < 0.02
                 nbytes = rng.randrange(2**16, 2**24)
                 column = "activations" if is_kept else "transient"
-                entry = record.take(nbytes, column, f"{unit}.{rng.choice(['attention', 'mlp', 'norm'])}", kind, f"aten.{kind}")
+                entry = record.take(
+                    nbytes, column, f"{unit}.{rng.choice(['attention', 'mlp', 'norm'])}", kind, f"aten.{kind}"
+                )
                 (keep if is_kept and keep is not None else young).append(entry)
         for entry in young:
             record.give(entry)
@@ -168,7 +170,10 @@ def plan(count: int = 4000, seed: int = 0) -> dict[str, Any]:
             {"what": "step", "unit": "s", "predicted": 0.912, "measured": 0.954},
             {"what": "tokens/s", "unit": "tokens/s", "predicted": 35_930, "measured": 34_340},
         ],
-        "losses": [curve(rng, name, steps) for name, steps in (("stage 3, bf16", 1000), ("stage 0, bf16", 1000), ("stage 3, fp32", 600))],
+        "losses": [
+            curve(rng, name, steps)
+            for name, steps in (("stage 3, bf16", 1000), ("stage 0, bf16", 1000), ("stage 3, fp32", 600))
+        ],
     }
 
 
@@ -179,9 +184,20 @@ def configurations(rng: random.Random, usable: int) -> Iterator[dict[str, Any]]:
             for recompute in ("keep", "selective", "recompute"):
                 for tensor in (1, 2, 4):
                     keep = {"keep": 9.0, "selective": 4.0, "recompute": 1.2}[recompute]
-                    peak = int((110 / tensor / (1 + 2.2 * stage) + keep * batch / tensor + 6) * GIB * rng.uniform(0.97, 1.03))
-                    speed = 52_000 * batch / (batch + 1.5) / (1 + 0.05 * stage) * {"keep": 1.0, "selective": 0.95, "recompute": 0.77}[recompute] * (1 - 0.06 * tensor)
-                    found.append((peak, speed, {"stage": stage, "batch": batch, "activations": recompute, "tensor": tensor}))
+                    peak = int(
+                        (110 / tensor / (1 + 2.2 * stage) + keep * batch / tensor + 6) * GIB * rng.uniform(0.97, 1.03)
+                    )
+                    speed = (
+                        52_000
+                        * batch
+                        / (batch + 1.5)
+                        / (1 + 0.05 * stage)
+                        * {"keep": 1.0, "selective": 0.95, "recompute": 0.77}[recompute]
+                        * (1 - 0.06 * tensor)
+                    )
+                    found.append(
+                        (peak, speed, {"stage": stage, "batch": batch, "activations": recompute, "tensor": tensor})
+                    )
     best = max((one for one in found if one[0] < 0.95 * usable), key=lambda one: one[1])
     for one in found:
         peak, speed, options = one
@@ -200,10 +216,24 @@ def scores(rng: random.Random) -> Iterator[dict[str, Any]]:
         for place in range(count):
             gib = rng.uniform(8, 76)
             error = rng.gauss(0, sigma)
-            yield {"source": source, "label": f"row {place}", "metric": "peak memory", "unit": "B", "predicted": gib * GIB * (1 + error), "measured": gib * GIB}
+            yield {
+                "source": source,
+                "label": f"row {place}",
+                "metric": "peak memory",
+                "unit": "B",
+                "predicted": gib * GIB * (1 + error),
+                "measured": gib * GIB,
+            }
             if place % 2:
                 step = rng.uniform(0.3, 9.0)
-                yield {"source": source, "label": f"row {place}", "metric": "step time", "unit": "s", "predicted": step * (1 + 2 * error), "measured": step}
+                yield {
+                    "source": source,
+                    "label": f"row {place}",
+                    "metric": "step time",
+                    "unit": "s",
+                    "predicted": step * (1 + 2 * error),
+                    "measured": step,
+                }
 
 
 def curve(rng: random.Random, run: str, steps: int) -> dict[str, Any]:

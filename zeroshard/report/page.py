@@ -18,7 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from zeroshard.report.schema import PageData, check_page
+from zeroshard.report.check import check_page
+from zeroshard.report.schema import PageData
+from zeroshard.report.stages import table_rows
 from zeroshard.report.walk import read_walk
 
 __all__ = ["join_modules", "make_page", "write_page"]
@@ -51,8 +53,8 @@ def write_page(data: PageData | Mapping[str, Any], path: str | Path) -> Path:
 
     losses = [{"run": "a", "step": [1, 2], "loss": [5.5, 5.1]}]
     with tempfile.TemporaryDirectory() as folder:
-        path = write_page({"version": 1, "kind": "run", "title": "a run", "losses": losses}, pathlib.Path(folder, "a.html"))
-        assert path.stat().st_size < 300_000
+        page = {"version": 1, "kind": "run", "title": "a run", "losses": losses}
+        assert write_page(page, pathlib.Path(folder, "a.html")).stat().st_size < 300_000
     ```
     """
     path = Path(path)
@@ -68,7 +70,7 @@ def make_page(data: PageData | Mapping[str, Any]) -> str:
     True
     """
     check_page(data)
-    shown = {"walk": read_walk(), **data}
+    shown = {"walk": read_walk(), **data, "rows": table_rows()}
     parts = {
         "title": html.escape(data["title"]),
         "style": _read("style.css"),

@@ -46,11 +46,15 @@ def tell_walk(recording: Mapping[str, Any]) -> Walk:
     Raises:
         ValueError: moments that were measured and events do not agree in number.
     """
-    events = [cast(WalkEvent, dict(zip(WalkEvent.__annotations__, event, strict=True))) for event in recording["events"]]
+    events = [
+        cast(WalkEvent, dict(zip(WalkEvent.__annotations__, event, strict=True))) for event in recording["events"]
+    ]
     measured: Sequence[Sequence[dict[str, int]]] = recording["measured"]
     for rank, moments in enumerate(measured):
         if len(moments) != len(events) + 1:
-            raise ValueError(f"rank {rank} has {len(moments)} measured moments for {len(events)} events; one more is due")
+            raise ValueError(
+                f"rank {rank} has {len(moments)} measured moments for {len(events)} events; one more is due"
+            )
     state = WalkState(whole=[], kept=[], reduced=[], is_updated=False, resident_bytes=[m[0] for m in measured])
     walk = Walk(
         model=recording["model"],
@@ -99,17 +103,24 @@ def _sentence(event: WalkEvent, state: WalkState, ranks: int) -> str:
         case "gather" if event["unit"] == _ROOT:
             return f"The backward begins: {unit} is gathered again, because it was released after the forward ({sent})."
         case "gather" if in_use and is_forward:
-            return f"{unit} is gathered ahead of its use, so that its values travel while {in_use[-1]} computes ({sent})."
+            return (
+                f"{unit} is gathered ahead of its use, so that its values travel while {in_use[-1]} computes ({sent})."
+            )
         case "gather" if in_use:
-            return f"{unit} is gathered ahead of its backward, while {in_use[-1]} is recomputed and differentiated ({sent})."
+            return f"{unit} is gathered ahead of its backward, while that of {in_use[-1]} runs ({sent})."
         case "gather" if is_forward:
             return f"All ranks gather {unit} for its forward: for a while each rank holds it whole ({sent})."
         case "gather":
-            return f"{unit} is gathered again: its forward is recomputed from the kept input, then comes its backward ({sent})."
+            return (
+                f"{unit} is gathered again: its forward is recomputed from the kept input, and its backward follows "
+                f"({sent})."
+            )
         case "release" if event["unit"] == _ROOT and is_forward:
             return f"The forward of the model is over: {unit} is released, and no parameter is whole on any rank."
         case "release" if is_forward:
-            return f"The forward of {unit} is over: the shards of other ranks are released, and its input alone is kept."
+            return (
+                f"The forward of {unit} is over: the shards of other ranks are released, and its input alone is kept."
+            )
         case "release" if event["unit"] == _ROOT:
             return f"The backward is over: {unit} is released, and each rank holds its shard of all gradients in fp32."
         case "release":

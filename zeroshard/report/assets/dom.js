@@ -68,7 +68,10 @@ export function hideTooltip() {
 
 /** Shows text while the pointer or the focus is on an element. */
 export function explain(element, text) {
-  element.addEventListener("pointermove", (event) => showTooltip(text(), event.clientX, event.clientY));
+  element.addEventListener("pointermove", (event) => {
+    event.stopPropagation(); // a part explains itself, not the whole that it is in
+    showTooltip(text(), event.clientX, event.clientY);
+  });
   element.addEventListener("pointerleave", hideTooltip);
   element.addEventListener("focus", () => {
     const box = element.getBoundingClientRect();

@@ -45,7 +45,7 @@ export class Icicle {
     const path = [];
     for (let one = node; one?.parent; one = one.parent) path.unshift(one.name);
     const share = this.root.nbytes ? (100 * node.nbytes) / this.root.nbytes : 0;
-    return `${path.join(" › ") || "everything"}: ${exactBytes(node.nbytes)}, ${share.toFixed(1)}% of what is live`;
+    return `${path.join(" / ") || "everything"}: ${exactBytes(node.nbytes)}, ${share.toFixed(1)}% of what is live`;
   }
 
   _select(node) {

@@ -10,7 +10,7 @@ import { WalkView } from "./walk.js";
 
 const VIEWS = [
   ["ranks", "Ranks", (data) => data.ranks?.length && new RanksView(data)],
-  ["player", "Stage player", (data) => data.player && new PlayerView(data.player, data.hardware)],
+  ["player", "Stage player", (data) => data.player && new PlayerView(data.player, data.rows, data.hardware)],
   ["film", "Step film", (data) => data.film && new FilmView(data)],
   ["frontier", "Frontier", (data) => data.frontier?.length && new FrontierView(data.frontier, data.hardware)],
   ["scorecard", "Scorecard", (data) => data.scorecard?.length && new ScorecardView(data.scorecard)],
@@ -94,5 +94,8 @@ const tabs = new Tabs(data);
 tabs.show(location.hash.slice(1));
 if (!tabs.entries.length) document.getElementById("panels").append(el("p", {}, "This page has no data to show."));
 // For tests and for the console: the data, the views that were made, and when the first one was drawn.
-window.zeroshard = { data, views: tabs.views, drawnAfterMs: performance.now() };
-document.documentElement.dataset.isReady = "true";
+window.zeroshard = { data, views: tabs.views };
+requestAnimationFrame(() => setTimeout(() => { // after the browser has painted
+  window.zeroshard.drawnAfterMs = performance.now();
+  document.documentElement.dataset.isReady = "true";
+}));

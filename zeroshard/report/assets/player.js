@@ -8,21 +8,17 @@ const STAGE_NAMES = ["plain data parallelism: each rank holds everything", "opti
 
 const sum = (values) => values.reduce((total, one) => total + one, 0);
 
-/** Which columns a ZeRO stage shards. */
-export function shardedColumns(stage) {
-  return { states: stage >= 1, gradients: stage >= 2, parameters: stage >= 3 };
-}
-
 /**
  * Returns bytes by column of one rank.
  *
+ * `rows` is the residency table: for each ZeRO stage which columns a rank keeps a shard of.
  * A shard of a unit of P elements is ceil(P / ranks), rounded up to `align_numel`. What is sharded has the elements that
  * the rank owns in its column and the rest of the shard in "padding"; what is whole has all elements, and the padding of
  * all shards. With one rank nothing travels, so every stage is plain data parallelism.
  */
-export function rankBytes(player, { stage, ranks, batch, sequence }, rank) {
+export function rankBytes(player, rows, { stage, ranks, batch, sequence }, rank) {
   const align = player.align_numel ?? 1;
-  const sharded = shardedColumns(stage);
+  const sharded = rows[stage];
   const widths = { parameters: player.parameter_bytes, gradients: player.gradient_bytes, states: player.state_bytes };
   const bytes = Object.fromEntries(STATE_COLUMNS.map((column) => [column, 0]));
   const full = player.units.map((numel) => shardNumel(numel, ranks, align) * ranks);
@@ -57,8 +53,8 @@ export function verdictOf(player, nbytes) {
 }
 
 /** The closed form of each column, in symbols and in numbers. */
-export function formulas(player, { stage, ranks, batch, sequence }) {
-  const sharded = shardedColumns(stage);
+export function formulas(player, rows, { stage, ranks, batch, sequence }) {
+  const sharded = rows[stage];
   const numel = countText(sum(player.units));
   const state = (column, symbol, width) => sharded[column]
     ? [`${symbol} · P / N`, `${width} B · ${numel} / ${ranks}`]
@@ -83,17 +79,18 @@ function powers(limit, extra) {
 }
 
 export class PlayerView {
-  constructor(player, hardware) {
+  constructor(player, rows, hardware) {
     this.player = player;
+    this.rows = rows;
     this.hardware = hardware;
     const defaults = { stage: 3, ranks: 8, batch: 1, sequence: 2048, ...player.defaults };
     this.choices = {
-      stage: [0, 1, 2, 3], ranks: powers(4096, [3, 6, 12, defaults.ranks]), batch: powers(512, [3, 6, 12, defaults.batch]),
+      stage: [...rows.keys()], ranks: powers(4096, [3, 6, 12, defaults.ranks]), batch: powers(512, [3, 6, 12, defaults.batch]),
       sequence: powers(2 ** 20, [defaults.sequence]).filter((one) => one >= 64 || one === defaults.sequence),
     };
     this.setting = defaults;
     this.bars = el("div", { class: "bars", id: "player-bars" });
-    this.stage = el("span", { class: "muted", id: "player-stage" });
+    this.stage = el("span", { class: "muted", id: "player-row" });
     this.badge = el("span", { class: "badge", id: "player-badge" });
     this.total = el("span", { class: "big", id: "player-total" });
     this.lines = el("div", { id: "player-formulas" });
@@ -127,7 +124,7 @@ export class PlayerView {
   update() {
     const { player, setting } = this;
     const shown = setting.ranks <= SHOWN_RANKS ? [...Array(setting.ranks).keys()] : [...Array(SHOWN_RANKS - 2).keys(), setting.ranks - 1];
-    const bytes = new Map(shown.map((rank) => [rank, rankBytes(player, setting, rank)]));
+    const bytes = new Map(shown.map((rank) => [rank, rankBytes(player, this.rows, setting, rank)]));
     const totals = shown.map((rank) => sum(Object.values(bytes.get(rank))));
     const most = Math.max(...totals);
     const verdict = verdictOf(player, most);
@@ -144,7 +141,7 @@ export class PlayerView {
 
   _drawBars(shown, bytes, top) {
     const old = new Map([...this.bars.querySelectorAll(".bar[data-rank]")].map((bar) => [Number(bar.dataset.rank), bar]));
-    const forms = () => formulas(this.player, this.setting);
+    const forms = () => formulas(this.player, this.rows, this.setting);
     const elements = shown.flatMap((rank, place) => {
       const bar = old.get(rank) ?? this._makeBar(rank, forms);
       for (const part of bar.querySelectorAll("i")) {
@@ -180,7 +177,7 @@ export class PlayerView {
   }
 
   _drawFormulas(bytes) {
-    const forms = formulas(this.player, this.setting);
+    const forms = formulas(this.player, this.rows, this.setting);
     const rows = STATE_COLUMNS.map((column) => [
       el("span", { class: "keep" }, swatch(columnColor(column)), column), el("span", { class: "formula" }, forms[column][0]),
       el("span", { class: "formula muted" }, forms[column][1]), bytesText(bytes[column])]);
