@@ -4,9 +4,12 @@ import json
 
 import pytest
 
-from tools.walk import recording
+from tools.walk import CONTEXT, DEPTH, recording
 from zeroshard.report.check import check_page
 from zeroshard.report.walk import RECORDING, read_walk, tell_walk
+from zeroshard.train.models.gpt import GPTConfig
+
+HEAD_WIDTH = 32
 
 
 def test_the_recording_is_what_the_engine_does() -> None:
@@ -47,20 +50,33 @@ def test_states_agree_with_the_bytes_that_were_measured() -> None:
 
 
 def test_kept_inputs_agree_with_the_bytes_that_were_measured() -> None:
-    """What a block's checkpoint keeps is counted when its module returns, which is one event after its release."""
+    """What a block keeps is counted when its module has returned, and no more once its backward has taken it."""
     walk = read_walk()
-    activations = [step["state"]["resident_bytes"][0]["activations"] for step in walk["steps"]]
-    kept = [len(step["state"]["kept"]) for step in walk["steps"]]
-    blocks = len(walk["units"]) - 1
-    (input_bytes,) = {
-        activations[place + 1] - activations[place] for place in (5, 6, 7) if kept[place] > kept[place - 1]
-    } - {0}
-    last_forward = max(place for place, step in enumerate(walk["steps"]) if step["event"]["phase"] == "forward")
-    for place in range(1, last_forward - 2):
-        assert activations[place + 1] >= input_bytes * kept[place]
-        assert (activations[place + 1] == 0) == (kept[place] == 0)
-    assert max(kept) == blocks
-    assert activations[-1] == 0
+    width, of_rotation, of_targets = GPTConfig(DEPTH).width, 2 * CONTEXT * HEAD_WIDTH // 2 * 4, CONTEXT * 8 + 8
+    steps = walk["steps"]
+    backward = next(place for place, step in enumerate(steps) if step["event"]["phase"] == "backward")
+    found = []
+    for place, step in enumerate(steps):
+        following = steps[place + 1]["event"] if place + 1 < len(steps) else None
+        kept = len(step["state"]["kept"])
+        if step["event"]["kind"] == "release" and following and following["kind"] == "gather" and place < backward - 1:
+            kept -= 1  # the next gather is issued in the hook that released, before the block has returned
+        if following and following["kind"] == "reduce" and following["unit"]:
+            kept -= 1  # the backward that runs between these two events takes the input
+        of_blocks = 2 * CONTEXT * width * kept + of_rotation * bool(kept)  # bf16 inputs, and what all blocks share
+        activations = step["state"]["resident_bytes"][0]["activations"]
+        found.append(activations - of_blocks)
+    last_block = max(
+        place
+        for place, step in enumerate(steps[:backward])
+        if step["event"]["unit"] and step["event"]["kind"] == "release"
+    )
+    first_reduce = next(place for place, step in enumerate(steps) if step["event"]["kind"] == "reduce")
+    # Outside the blocks nothing is kept before the head runs, and the targets alone from its backward to the end.
+    assert set(found[:last_block]) == {0}
+    assert min(found[last_block : first_reduce - 1]) > of_targets
+    assert set(found[first_reduce - 1 : -4]) == {of_targets}
+    assert set(found[-4:]) == {0}
 
 
 def test_a_recording_that_misses_a_moment_is_refused() -> None:

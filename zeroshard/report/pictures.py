@@ -58,7 +58,7 @@ def write_pictures(
         OSError: a file cannot be written.
     """
     check_page(data)
-    figure_type = _need_matplotlib()
+    matplotlib, figure_type = _need_matplotlib()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     drawings: dict[str, tuple[str, Callable[[Any, Any], None]]] = {
@@ -79,14 +79,15 @@ def write_pictures(
         draw(axes, data)
         for suffix in formats:
             paths.append(folder / f"{name}.{suffix}")
-            # Without a date the same data gives the same file.
-            figure.savefig(paths[-1], dpi=_DPI, metadata={"Date": None} if suffix == "svg" else None)
+            # Without a date, and with names of its own, the same data gives the same file.
+            with matplotlib.rc_context({"svg.hashsalt": name}):
+                figure.savefig(paths[-1], dpi=_DPI, metadata={"Date": None} if suffix == "svg" else None)
     return paths
 
 
-def _need_matplotlib() -> Any:
+def _need_matplotlib() -> tuple[Any, Any]:
     try:
-        return importlib.import_module("matplotlib.figure").Figure
+        return importlib.import_module("matplotlib"), importlib.import_module("matplotlib.figure").Figure
     except ModuleNotFoundError as error:
         raise ImportError(f'pictures need {error.name!r}; install it with: pip install "zeroshard[report]"') from None
 

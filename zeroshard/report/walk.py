@@ -7,7 +7,8 @@ Note: what is read and what is derived
     The order, kind, unit and bytes of each step are those of an event of `zero.trace`; nothing is added between events.
     Bytes in memory are those that `zero.memory()` had on each rank when the next event was issued. Which units are
     whole, and whose gradients are held, follows from the events, and agrees with these bytes exactly. The input of a
-    block is kept for recomputation from the end of its forward to the end of its backward, which its two releases mark.
+    block is kept for recomputation from the end of its forward, which its release marks, until its backward has used
+    it, which its reduction marks.
 """
 
 import json
@@ -80,10 +81,10 @@ def _after(event: WalkEvent, state: WalkState, resident_bytes: list[dict[str, in
         whole.remove(unit)
         if unit != _ROOT and event["phase"] == "forward":
             kept.append(unit)
-        elif unit in kept:
-            kept.remove(unit)
     elif kind == "reduce":
         reduced.append(unit)
+        if unit in kept:
+            kept.remove(unit)
     is_updated = state["is_updated"] or kind == "step"
     return WalkState(whole=whole, kept=kept, reduced=reduced, is_updated=is_updated, resident_bytes=resident_bytes)
 
@@ -124,7 +125,7 @@ def _sentence(event: WalkEvent, state: WalkState, ranks: int) -> str:
         case "release" if event["unit"] == _ROOT:
             return f"The backward is over: {unit} is released, and each rank holds its shard of all gradients in fp32."
         case "release":
-            return f"The backward of {unit} is over: its parameters are released, and its kept input with them."
+            return f"The backward of {unit} is over: the shards of other ranks are released."
         case "reduce":
             return (
                 f"All gradients of {unit} are there: a reduce-scatter sums them over the {ranks} ranks, "
