@@ -1,0 +1,101 @@
+// Reads the data of the page, and shows a tab for each view that has some.
+
+import { el } from "./dom.js";
+import { FilmView } from "./film.js";
+import { LossView } from "./losses.js";
+import { PlayerView } from "./player.js";
+import { FrontierView, ScorecardView } from "./scatter.js";
+import { ComparisonView, headerOf, RanksView } from "./tables.js";
+import { WalkView } from "./walk.js";
+
+const VIEWS = [
+  ["ranks", "Ranks", (data) => data.ranks?.length && new RanksView(data)],
+  ["player", "Stage player", (data) => data.player && new PlayerView(data.player, data.rows, data.hardware)],
+  ["film", "Step film", (data) => data.film && new FilmView(data)],
+  ["frontier", "Frontier", (data) => data.frontier?.length && new FrontierView(data.frontier, data.hardware)],
+  ["scorecard", "Scorecard", (data) => data.scorecard?.length && new ScorecardView(data.scorecard)],
+  ["comparison", "Plan against measurement", (data) => data.comparison?.length && new ComparisonView(data.comparison)],
+  ["losses", "Loss", (data) => data.losses?.length && new LossView(data.losses)],
+  ["walk", "The walk", (data) => data.walk && new WalkView(data.walk)],
+];
+
+/** The data is JSON, deflated, as base64. */
+async function readData() {
+  const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(stream).json();
+}
+
+function makeThemeButton() {
+  const root = document.documentElement;
+  const wished = matchMedia("(prefers-color-scheme: dark)");
+  const button = el("button", { class: "plain", type: "button", id: "theme" });
+  const set = (theme) => {
+    root.dataset.theme = theme;
+    button.textContent = theme === "dark" ? "☀ Light" : "☾ Dark";
+    button.setAttribute("aria-label", theme === "dark" ? "Switch to light colours" : "Switch to dark colours");
+    dispatchEvent(new Event("themechange"));
+  };
+  button.addEventListener("click", () => set(root.dataset.theme === "dark" ? "light" : "dark"));
+  wished.addEventListener("change", () => set(wished.matches ? "dark" : "light"));
+  set(wished.matches ? "dark" : "light");
+  return button;
+}
+
+class Tabs {
+  constructor(data) {
+    this.views = new Map();
+    this.entries = VIEWS.filter(([key]) => (Array.isArray(data[key]) ? data[key].length : data[key])).map(([key, title, make]) => {
+      const tab = el("button", { role: "tab", type: "button", id: `tab-${key}`, "aria-controls": key, onclick: () => this.show(key) }, title);
+      const panel = el("section", { role: "tabpanel", "aria-labelledby": `tab-${key}`, id: `panel-${key}`, hidden: true });
+      return { key, title, tab, panel, make: () => make(data) };
+    });
+    const bar = document.getElementById("tabs");
+    bar.append(...this.entries.map(({ tab }) => tab));
+    bar.addEventListener("keydown", (event) => this._key(event));
+    document.getElementById("panels").append(...this.entries.map(({ panel }) => panel));
+    addEventListener("hashchange", () => this.show(location.hash.slice(1)));
+  }
+
+  show(key) {
+    const entry = this.entries.find((one) => one.key === key) ?? this.entries[0];
+    if (!entry) return;
+    for (const { tab, panel } of this.entries) {
+      const isShown = tab === entry.tab;
+      tab.setAttribute("aria-selected", String(isShown));
+      tab.tabIndex = isShown ? 0 : -1;
+      panel.hidden = !isShown;
+    }
+    for (const [other, view] of this.views) if (other !== entry.key) view.hide?.();
+    // A view is made when it is first seen: a page of all views opens as fast as one of them.
+    if (!this.views.has(entry.key)) {
+      const view = entry.make();
+      this.views.set(entry.key, view);
+      entry.panel.append(el("h2", {}, entry.title), view.element);
+    }
+    this.views.get(entry.key).draw?.();
+    history.replaceState(null, "", `#${entry.key}`);
+  }
+
+  _key(event) {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const place = this.entries.findIndex(({ tab }) => tab.getAttribute("aria-selected") === "true");
+    const next = this.entries.at((place + step) % this.entries.length);
+    this.show(next.key);
+    next.tab.focus();
+  }
+}
+
+const data = await readData();
+document.getElementById("header").append(...headerOf(data, makeThemeButton()));
+const tabs = new Tabs(data);
+tabs.show(location.hash.slice(1));
+if (!tabs.entries.length) document.getElementById("panels").append(el("p", {}, "This page has no data to show."));
+// For tests and for the console: the data, the views that were made, and when the first one was drawn.
+window.zeroshard = { data, views: tabs.views };
+requestAnimationFrame(() => setTimeout(() => { // after the browser has painted
+  window.zeroshard.drawnAfterMs = performance.now();
+  document.documentElement.dataset.isReady = "true";
+}));

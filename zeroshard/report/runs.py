@@ -1,0 +1,170 @@
+"""The folder of a run of `zeroshard train` as data of the page: losses, bytes by rank, plan against measurement.
+
+Owns the reading of `metrics.jsonl` and `summary.json`, whose records are described in `zeroshard/train/metrics.py`.
+Must not know torch, nor import what wrote the files. Read `read_runs` first.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from zeroshard.report.schema import VERSION, Comparison, Losses, Model, PageData, RankClass
+from zeroshard.report.stages import PLAYER_COLUMNS
+
+__all__ = ["read_runs"]
+
+_AT_MOST: Final = "transient"
+"""The column whose prediction is of its peak, not of what is held between steps."""
+
+
+def read_runs(folders: Sequence[str | Path]) -> PageData:
+    r"""Read one or several runs; a run that has not ended yet has losses alone.
+
+    Args:
+        folders: `runs/NAME`, each with `metrics.jsonl` and, once it has ended, `summary.json`.
+
+    Returns:
+        Data for `write_page`, with the losses of all runs, and bytes and comparisons of those that have ended.
+
+    Raises:
+        ValueError: no folder is given, or one holds no run or a file that cannot be read as JSON.
+        OSError: a file cannot be read.
+
+    ```python
+    import json, pathlib, tempfile
+    from zeroshard.report.runs import read_runs
+
+    with tempfile.TemporaryDirectory() as folder:
+        line = json.dumps({"kind": "step", "step": 1, "loss": 5.5})
+        pathlib.Path(folder, "metrics.jsonl").write_text(line + "\n")
+        assert read_runs([folder])["losses"][0]["loss"] == [5.5]
+    ```
+    """
+    if not folders:
+        raise ValueError("folders is empty: name at least one folder of a run, such as runs/NAME")
+    runs = [(Path(folder), _read_summary(Path(folder))) for folder in folders]
+    ended = [(folder, summary) for folder, summary in runs if summary is not None]
+    names = {path: _name(path, summary) for path, summary in runs}
+    data = PageData(
+        version=VERSION,
+        kind="run",
+        title=", ".join(names.values()),
+        losses=[_read_losses(folder, names[folder]) for folder, _ in runs],
+    )
+    if not ended:
+        return data
+    # Names of runs stand in front of what they say where there are several.
+    labelled = [(f"{names[folder]}: " if len(runs) > 1 else "", summary) for folder, summary in ended]
+    held = {column for _, summary in ended for rank in summary["ranks"] for column in rank["resident_bytes"]}
+    data["columns"] = [*PLAYER_COLUMNS, *sorted(held - {*PLAYER_COLUMNS})]
+    data["ranks"] = [one for label, summary in labelled for one in _ranks(summary["ranks"], label)]
+    data["comparison"] = [one for label, summary in labelled for one in _comparison(summary["ranks"], label)]
+    if len(ended) == 1:
+        (_, summary), *_ = ended
+        data["model"] = Model(name=summary["model"], parameters_numel=summary["parameters_numel"])
+        data["options"] = {
+            "row": summary["row"],
+            "ranks": summary["world_size"],
+            "steps": summary["steps"],
+            "tokens/s": round(summary["tokens_per_s"]),
+        }
+    return data
+
+
+def _name(folder: Path, summary: Mapping[str, Any] | None) -> str:
+    return str(summary["name"]) if summary else folder.resolve().name
+
+
+def _read_summary(folder: Path) -> Mapping[str, Any] | None:
+    path = folder / "summary.json"
+    if not path.exists():
+        return None
+    try:
+        summary = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON ({error}): it was not written by zeroshard train, or is damaged") from None
+    if not isinstance(summary, dict) or not isinstance(summary.get("ranks"), list):
+        raise ValueError(f"{path} has no bytes by rank: it was not written by zeroshard train")
+    return summary
+
+
+def _read_losses(folder: Path, name: str) -> Losses:
+    """Read the losses of a run; a last line that is being written is left out."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        raise ValueError(f"{folder} holds no run: there is no {path.name}; name the folder that zeroshard train wrote")
+    losses = Losses(run=name, step=[], loss=[])
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        if not line.endswith("\n"):
+            break
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}, is no JSON ({error})") from None
+        if record["kind"] == "step":
+            loss = float(record["loss"])  # what is not finite stands there as a name
+            losses["step"].append(record["step"])
+            losses["loss"].append(loss if math.isfinite(loss) else None)
+    return losses
+
+
+def _ranks(ranks: Sequence[Mapping[str, Any]], label: str) -> list[RankClass]:
+    """Put ranks that hold the same into one class."""
+    return [
+        RankClass(
+            name=f"{label}{_ranks_text(members)}",
+            count=len(members),
+            resident_bytes={column: nbytes for column, nbytes in ranks[members[0]]["resident_bytes"].items() if nbytes},
+            peak_bytes=None,
+        )
+        for members in _classes([rank["resident_bytes"] for rank in ranks])
+    ]
+
+
+def _comparison(ranks: Sequence[Mapping[str, Any]], label: str) -> list[Comparison]:
+    """Compare what ranks held and sent with what was predicted, in one line for ranks that are alike."""
+    found = []
+    for what, rows in _pairs(ranks).items():
+        for members in _classes(rows):
+            predicted, measured = rows[members[0]]
+            name = f"{label}{what}, {_ranks_text(members)}"
+            found.append(Comparison(what=name, unit="B", predicted=predicted, measured=measured))
+    return found
+
+
+def _pairs(ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """Return (predicted, measured) of each rank, by what is compared."""
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for column in ranks[0]["predicted_bytes"]:
+        source = "peak_bytes" if column == _AT_MOST else "resident_bytes"
+        what = f"{column}, at most" if column == _AT_MOST else column
+        pairs[what] = [(rank["predicted_bytes"][column], rank[source].get(column, 0)) for rank in ranks]
+    for kind in ranks[0]["predicted_sent_bytes"]:
+        pairs[f"sent to {kind}"] = [
+            (rank["predicted_sent_bytes"][kind], rank["sent_bytes"].get(kind, 0)) for rank in ranks
+        ]
+    return {what: rows for what, rows in pairs.items() if any(any(row) for row in rows)}
+
+
+def _classes(values: Sequence[Any]) -> list[list[int]]:
+    """Return places of equal values together, in the order of their first."""
+    classes: list[list[int]] = []
+    for place, value in enumerate(values):
+        for members in classes:
+            if values[members[0]] == value:
+                members.append(place)
+                break
+        else:
+            classes.append([place])
+    return classes
+
+
+def _ranks_text(members: Sequence[int]) -> str:
+    if len(members) == 1:
+        return f"rank {members[0]}"
+    if members[-1] - members[0] == len(members) - 1:
+        return f"ranks {members[0]} to {members[-1]}"
+    return f"ranks {', '.join(map(str, members))}"

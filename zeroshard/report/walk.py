@@ -1,0 +1,140 @@
+"""The walk: one step at stage 3, told event by event from a recorded trace of the engine.
+
+Owns the sentences and the state after each event. Must not know torch or the engine: `tools/walk.py` runs the real
+engine and writes the recording that is bundled with the page. Read `tell_walk` first.
+
+Note: what is read and what is derived
+    The order, kind, unit and bytes of each step are those of an event of `zero.trace`; nothing is added between events.
+    Bytes in memory are those that `zero.memory()` had on each rank when the next event was issued. Which units are
+    whole, and whose gradients are held, follows from the events, and agrees with these bytes exactly. The input of a
+    block is kept for recomputation from the end of its forward, which its release marks, until its backward has used
+    it, which its reduction marks.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+from zeroshard.report.schema import Walk, WalkEvent, WalkState, WalkStep, WalkUnit
+
+__all__ = ["RECORDING", "read_walk", "tell_walk"]
+
+RECORDING: Final = Path(__file__).parent / "assets" / "walk.json"
+"""What `tools/walk.py` recorded."""
+
+_ROOT: Final = ""
+_ROOT_NAME: Final = "the root unit"
+
+
+def read_walk() -> Walk:
+    """Return the walk that is bundled with the page.
+
+    >>> from zeroshard.report.walk import read_walk
+    >>> read_walk()["steps"][0]["event"]["kind"]
+    'gather'
+    """
+    return tell_walk(json.loads(RECORDING.read_text("utf-8")))
+
+
+def tell_walk(recording: Mapping[str, Any]) -> Walk:
+    """Turn a recording of `tools/walk.py` into steps.
+
+    Args:
+        recording: "model", "ranks", "units" as (name, numel, shard_numel), "events" as (phase, kind, unit, bytes sent,
+            dtype), and "measured": for each rank the bytes by column before each event, and after the last one.
+
+    Raises:
+        ValueError: moments that were measured and events do not agree in number.
+    """
+    events = [
+        cast(WalkEvent, dict(zip(WalkEvent.__annotations__, event, strict=True))) for event in recording["events"]
+    ]
+    measured: Sequence[Sequence[dict[str, int]]] = recording["measured"]
+    for rank, moments in enumerate(measured):
+        if len(moments) != len(events) + 1:
+            raise ValueError(
+                f"rank {rank} has {len(moments)} measured moments for {len(events)} events; one more is due"
+            )
+    state = WalkState(whole=[], kept=[], reduced=[], is_updated=False, resident_bytes=[m[0] for m in measured])
+    walk = Walk(
+        model=recording["model"],
+        ranks=recording["ranks"],
+        units=[WalkUnit(name=name, numel=numel, shard_numel=shard) for name, numel, shard in recording["units"]],
+        start=state,
+        steps=[],
+    )
+    for place, event in enumerate(events):
+        sentence = _sentence(event, state, walk["ranks"])
+        state = _after(event, state, [moments[place + 1] for moments in measured])
+        walk["steps"].append(WalkStep(sentence=sentence, event=event, state=state))
+    return walk
+
+
+def _after(event: WalkEvent, state: WalkState, resident_bytes: list[dict[str, int]]) -> WalkState:
+    """Return the state that an event leads to."""
+    unit, kind = event["unit"], event["kind"]
+    whole, kept, reduced = [*state["whole"]], [*state["kept"]], [*state["reduced"]]
+    if kind == "gather":
+        whole.append(unit)
+    elif kind == "release":
+        whole.remove(unit)
+        if unit != _ROOT and event["phase"] == "forward":
+            kept.append(unit)
+    elif kind == "reduce":
+        reduced.append(unit)
+        if unit in kept:
+            kept.remove(unit)
+    is_updated = state["is_updated"] or kind == "step"
+    return WalkState(whole=whole, kept=kept, reduced=reduced, is_updated=is_updated, resident_bytes=resident_bytes)
+
+
+def _sentence(event: WalkEvent, state: WalkState, ranks: int) -> str:
+    """Say what an event does and why; `state` is the one before it."""
+    unit = event["unit"] or _ROOT_NAME
+    in_use = [name for name in state["whole"] if name != _ROOT]
+    sent = f"{event['nbytes']:,} bytes of {event['dtype']} sent by each rank"
+    is_forward = event["phase"] == "forward"
+    match event["kind"]:
+        case "gather" if event["unit"] == _ROOT and is_forward:
+            return (
+                f"The forward begins: all ranks gather {unit}, the parameters outside the blocks, "
+                f"each from the {ranks} shards ({sent})."
+            )
+        case "gather" if event["unit"] == _ROOT:
+            return f"The backward begins: {unit} is gathered again, because it was released after the forward ({sent})."
+        case "gather" if in_use and is_forward:
+            return (
+                f"{unit} is gathered ahead of its use, so that its values travel while {in_use[-1]} computes ({sent})."
+            )
+        case "gather" if in_use:
+            return f"{unit} is gathered ahead of its backward, while that of {in_use[-1]} runs ({sent})."
+        case "gather" if is_forward:
+            return f"All ranks gather {unit} for its forward: for a while each rank holds it whole ({sent})."
+        case "gather":
+            return (
+                f"{unit} is gathered again: its forward is recomputed from the kept input, and its backward follows "
+                f"({sent})."
+            )
+        case "release" if event["unit"] == _ROOT and is_forward:
+            return f"The forward of the model is over: {unit} is released, and no parameter is whole on any rank."
+        case "release" if is_forward:
+            return (
+                f"The forward of {unit} is over: the shards of other ranks are released, and its input alone is kept."
+            )
+        case "release" if event["unit"] == _ROOT:
+            return f"The backward is over: {unit} is released, and each rank holds its shard of all gradients in fp32."
+        case "release":
+            return f"The backward of {unit} is over: the shards of other ranks are released."
+        case "reduce":
+            return (
+                f"All gradients of {unit} are there: a reduce-scatter sums them over the {ranks} ranks, "
+                f"and each rank keeps the sum of its own shard ({sent})."
+            )
+        case "step":
+            return (
+                "The update: AdamW changes the fp32 masters of each rank's shard, and the parameter shard becomes "
+                "their bf16 values; nothing is sent, because the next forward gathers."
+            )
+        case _:
+            return f"{unit} is published: ranks gather the updated parameters ({sent})."
