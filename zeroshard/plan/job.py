@@ -21,7 +21,7 @@ from zeroshard.table.activations import Activations, Chain, Recomputed
 from zeroshard.table.cells import Residency
 from zeroshard.table.spec import Formats, UnitSpec, itemsize
 from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, row_of_stage
-from zeroshard.table.wires import Native, Silence, Wire
+from zeroshard.table.wires import SHOWN_NUMEL, HostWire, Messages, Native, Silence, Wire
 
 __all__ = ["Options", "check_options", "job_of_shape", "outside_bytes_of", "precision_for", "row_of"]
 
@@ -50,6 +50,8 @@ class Options:
         optimizer: a name in `OPTIMIZERS`.
         micro_batches: of a step.
         kernels: of the program.
+        shared_memory: whether ranks of a CPU read each other's memory where all are on one host, as
+            `zs.Settings(shared_memory=)` says.
     """
 
     world_size: int
@@ -64,6 +66,7 @@ class Options:
     optimizer: str = "adamw"
     micro_batches: int = 1
     kernels: Kernels = PLAIN_KERNELS
+    shared_memory: bool = True
 
     @property
     def shard_ranks(self) -> int:
@@ -156,7 +159,12 @@ def outside_bytes_of(options: Options) -> int:
 
 def wire_of(options: Options) -> Wire:
     """Return the transport of a device's collectives."""
-    return Silence() if options.world_size // options.tensor == 1 else Native()
+    if options.world_size // options.tensor == 1:
+        return Silence()
+    if not options.device.is_cpu:
+        return Native()
+    is_shared = options.shared_memory and options.shard_ranks > 1
+    return HostWire(SHOWN_NUMEL) if is_shared else Messages()
 
 
 def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = False, rank: int = 0) -> Job:

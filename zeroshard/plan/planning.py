@@ -43,6 +43,7 @@ def make_plan(
     sequence_parallel: bool = False,
     optimizer: str = "adamw",
     micro_batches: int = 1,
+    shared_memory: bool = True,
     inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     loss: Callable[[Any], Any] | None = None,
     units: Sequence[object] | None = None,
@@ -70,6 +71,8 @@ def make_plan(
         sequence_parallel: whether the rest is split by tokens over these ranks.
         optimizer: a name in `zeroshard.plan.specs.OPTIMIZERS`.
         micro_batches: of a step.
+        shared_memory: whether ranks on a CPU, all on one host, read each other's memory, as
+            `zs.Settings(shared_memory=)` says.
         inputs: of a module: the arguments of its forward for one micro-batch, by place or by name; tokens and labels of
             `batch` and `seq` for language models of Transformers, where not said. In its place count tokens, or
             samples where no input is of integers.
@@ -106,6 +109,7 @@ def make_plan(
         is_sequence_parallel=sequence_parallel,
         optimizer=optimizer,
         micro_batches=micro_batches,
+        shared_memory=shared_memory,
     )
     check_options(options)
     if shape is None:
@@ -191,7 +195,9 @@ def _plan(
         others: classes of ranks besides the first: name, count, job.
     """
     film, first = make_film(job), make_film(job, is_first=True)
-    reserved_bytes = simulate(_steps(first, film), Rules()).peak_reserved_bytes
+    # The rules are those of the allocator of GPUs; that of a CPU keeps nothing.
+    is_cpu = options.device.is_cpu
+    reserved_bytes = film.peak[0] if is_cpu else simulate(_steps(first, film), Rules()).peak_reserved_bytes
     ranks = [RankClass("rank 0", 1, film.resident_bytes, film.peak[0], reserved_bytes)]
     for title, count, other in others:
         resident_bytes = make_film(other).resident_bytes

@@ -18,7 +18,7 @@ from zeroshard.describe.activations import recomputed_modules
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan, plan_units
-from zeroshard.plan.events import Category, Event, Phase, Trace
+from zeroshard.plan.events import Category, Event, Landed, Phase, Trace
 from zeroshard.plan.film import Job, Script
 from zeroshard.plan.job import Options, wire_of
 from zeroshard.plan.specs import OPTIMIZERS, updates_of
@@ -105,7 +105,13 @@ def trace_job(
         return loss(out) if loss is not None else loss_of(out)
 
     trace = trace_step(
-        step, copied, [given], units=[name for name in names if name], personality=personality, reads=reads
+        step,
+        copied,
+        [given],
+        units=[name for name in names if name],
+        personality=personality,
+        reads=reads,
+        takes_gradients=True,
     )
     tensors = find(given, Tensor)
     whole = [one for one in tensors if not one.is_floating_point()]
@@ -219,7 +225,13 @@ def _stream(trace: Trace, numbers: Mapping[str, int], phase: Phase) -> tuple[tup
     stop = max((event.order for event in trace.events if event.phase is phase), default=-1) + 1
     found: list[tuple[int, Instruction]] = []
     owners = _owners(runs, start, stop)
+    landed: dict[int, list[Landed]] = {}
+    for gradient in trace.landed if phase is Phase.BACKWARD else ():
+        landed.setdefault(min(gradient.order, stop), []).append(gradient)
     for order in range(start, stop + 1):
+        for one in landed.get(order, []):
+            land = Instruction("land", one.parameter, one.storage, one.nbytes, is_alone=one.is_alone)
+            found.append((owners.get(order - 1, ROOT), land))
         found += marks.get(order, [])
         if order == stop:
             break
@@ -231,8 +243,6 @@ def _stream(trace: Trace, numbers: Mapping[str, int], phase: Phase) -> tuple[tup
 
 
 def _happened(event: Event) -> Iterable[Instruction]:
-    if event.category is Category.GRADIENT:
-        return [Instruction("land", event.operation, nbytes=event.nbytes)] if event.nbytes > 0 else []
     return [Instruction("make" if event.nbytes > 0 else "drop", event.operation, event.storage, abs(event.nbytes))]
 
 

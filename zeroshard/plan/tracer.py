@@ -32,6 +32,7 @@ def trace_step(
     micro_batches: int = 1,
     steps: int = 1,
     reads: Callable[[Tensor], bool | int | float] | None = None,
+    takes_gradients: bool = False,
 ) -> Trace:
     """Run training steps of a model on tensors without memory, and return what would be allocated.
 
@@ -50,6 +51,8 @@ def trace_step(
         steps: how many are traced; the first one has no gradients and no states of the optimizer before it.
         reads: called with the tensor of one element whose value the model reads, returns the value. What an optimizer
             reads is 1: of its step counters.
+        takes_gradients: whether gradients are taken out of their parameters as they come, as the engine does; the trace
+            says when (`Trace.landed`). Nothing is updated then.
 
     Raises:
         ValueError: the model has no such unit, the personality is not known, or a count is below 1.
@@ -74,7 +77,7 @@ def trace_step(
     if missing := [name for name in units if name not in names]:
         raise ValueError(f"The model has no module called {', '.join(map(repr, missing))}.")
     kernels = PERSONALITIES[personality]()
-    recorder = Recorder(kernels, units, reads)
+    recorder = Recorder(kernels, units, reads, takes_gradients=takes_gradients)
     with ExitStack() as stack:
         stack.enter_context(fake_tensors())
         fakes = Fakes()
