@@ -6,6 +6,8 @@ Owns the way from a trace to a film's script. Must not know what a step comes to
 
 import copy
 import functools
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -21,7 +23,8 @@ from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.plan.events import Category, Event, Landed, Phase, Trace
 from zeroshard.plan.film import Job, Script
 from zeroshard.plan.job import Options, wire_of
-from zeroshard.plan.specs import OPTIMIZERS, updates_of
+from zeroshard.plan.segments import Segments
+from zeroshard.plan.specs import OPTIMIZERS, kernel_bytes_of, updates_of
 from zeroshard.plan.tape import Instruction
 from zeroshard.plan.tracer import trace_step
 from zeroshard.table.activations import PRODUCTS
@@ -87,7 +90,6 @@ def trace_job(
         reads: answers what the model reads of tensors, as in `trace_step`.
 
     Raises:
-        ValueError: activations are recomputed in segments, whose order is not traced.
         RuntimeError: the model reads values of tensors.
     """
     precision = _precision(options.formats)
@@ -117,6 +119,7 @@ def trace_job(
     whole = [one for one in tensors if not one.is_floating_point()]
     by_category = _before(trace)
     script = Script(_stream(trace, names, Phase.FORWARD), _stream(trace, names, Phase.BACKWARD))
+    updates = updates_of(specs, OPTIMIZERS[options.optimizer])
     spans = {
         "shard": options.device.spread(options.shard_ranks),
         "replicate": options.device.spread(options.replicas, options.shard_ranks),
@@ -124,7 +127,7 @@ def trace_job(
     job = Job(
         specs,
         (),
-        [updates_of(specs, OPTIMIZERS[options.optimizer])],
+        [updates],
         wire_of(options),
         options.device,
         options.formats.param,
@@ -133,6 +136,7 @@ def trace_job(
         by_category[Category.INPUT],
         by_category[Category.BUFFER],
         script=script,
+        update_bytes=kernel_bytes_of(updates, OPTIMIZERS[options.optimizer]) if options.device.is_cpu else 0,
     )
     flops = sum(cost.flops for order, cost in trace.kernels if trace.phase_at(order) is Phase.FORWARD)
     return Traced(
@@ -158,21 +162,22 @@ def on_meta(model: nn.Module, dtype: str) -> nn.Module:
 
 
 def treat(plans: Sequence[UnitPlan], twins: Mapping[nn.Module, nn.Module], options: Options) -> None:
-    """Have modules of the copy recomputed as `zs.shard` has those of the model.
-
-    Raises:
-        ValueError: they are recomputed in segments.
-    """
-    for module, how in recomputed_modules(options.row.activations, plans):
+    """Have modules of the copy recomputed as `zs.shard` has those of the model."""
+    modules = recomputed_modules(options.row.activations, plans)
+    counts = Counter(how for _, how in modules)
+    segments = {
+        how: Segments(max(1, round(math.sqrt(count))) if how.every == "sqrt" else how.every)
+        for how, count in counts.items()
+    }
+    for module, how in modules:
+        twin = twins[module]
         if how.every != 1:
-            raise ValueError(
-                f"activations={options.row.activations}: segments of several modules are not traced; plan every=1."
-            )
+            segments[how].hang(twin)
+            continue
         contexts: dict[str, Any] = {}
         if how.keeps == "products":
-            kept = [getattr(torch.ops.aten, name).default for name in PRODUCTS if hasattr(torch.ops.aten, name)]
+            kept = [functools.reduce(getattr, name.split(".")[1:], torch.ops.aten) for name in KEPT_OPERATIONS]
             contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)}
-        twin = twins[module]
         twin.forward = functools.partial(checkpoint, twin.forward, use_reentrant=False, **contexts)
 
 
