@@ -74,6 +74,7 @@ class Found:
         peak_bytes: of torch's allocator at most, in a steady step.
         first_bytes: the same in the first step.
         at: where the peak was.
+        lost_bytes: of blocks whose end the profiler did not see, of those that are gone at the end.
     """
 
     resident_bytes: dict[str, int]
@@ -81,6 +82,7 @@ class Found:
     peak_bytes: int
     first_bytes: int
     at: str
+    lost_bytes: int = 0
 
 
 def make_model(case: Case) -> GPT:
@@ -100,13 +102,8 @@ def measure_rank(case: Case) -> Found:
     torch.set_num_threads(1)
     resident: dict[str, int] = {}
     train(replace(case, depth=1, context=16), {})  # what torch makes once in a process
-    for _ in range(TRIES):
-        measured = measure_peak(lambda: run(case, resident))
-        # The profiler sometimes misses the end of a block, most often in the first step.
-        if abs(lost_bytes := sum(block.nbytes for block in measured.blocks)) < LOST_BYTES:
-            break
-    else:
-        raise RuntimeError(f"the profiler missed the end of blocks of {lost_bytes:,} bytes, {TRIES} times")
+    measured = measure_peak(lambda: run(case, resident))
+    lost_bytes = sum(block.nbytes for block in measured.blocks)
     live, levels = 0, dict[str, list[int]]()
     where: dict[str, tuple[int, str]] = {}
     for block in measured.blocks:
@@ -117,7 +114,7 @@ def measure_rank(case: Case) -> Found:
                 at = " > ".join(block.operations[-2:])
                 where[name] = max(where.get(name, (0, "")), (live, at))
     last = f"{STEP} {STEPS - 1}"
-    return Found(resident, levels[END][-1] - 4, max(levels[last]), max(levels[f"{STEP} 0"]), where[last][1])
+    return Found(resident, levels[END][-1] - 4, max(levels[last]), max(levels[f"{STEP} 0"]), where[last][1], lost_bytes)
 
 
 def run(case: Case, resident: dict[str, int]) -> None:
@@ -156,10 +153,16 @@ def train(case: Case, resident: dict[str, int]) -> list[Any]:
 
 
 def measure(case: Case) -> list[Found]:
-    """Return what each rank took."""
-    if case.ranks == 1:
-        return [measure_rank(case)]
-    return run_ranks(measure_rank, case.ranks, case, timeout_s=600)
+    """Return what each rank took.
+
+    Raises:
+        RuntimeError: the profiler missed the end of blocks, as it sometimes does, in each of several runs.
+    """
+    for _ in range(TRIES):
+        found = [measure_rank(case)] if case.ranks == 1 else run_ranks(measure_rank, case.ranks, case, timeout_s=600)
+        if all(abs(one.lost_bytes) < LOST_BYTES for one in found):
+            return found
+    raise RuntimeError(f"{case}: the profiler missed the end of {max(one.lost_bytes for one in found):,} bytes")
 
 
 def predict(case: Case) -> Found:

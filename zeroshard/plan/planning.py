@@ -174,18 +174,25 @@ def plan_module(
         options = dataclasses.replace(options, batch=traced.tokens, sequence=1)
     numel = traced.parameters_numel
     flops = 3 * traced.flops * options.micro_batches * options.world_size
-    return _plan(type(model).__name__, (numel, numel), options, traced.job, flops, [])
+    return _plan(type(model).__name__, (numel, numel), options, traced.job, flops, [], traced.notes)
 
 
 def plan_shape(shape: Transformer, options: Options) -> Plan:
     """Return the plan of a shape."""
     flops = flops_of(shape, options) * options.tokens_per_step
     others = _other_ranks(shape, options) if options.shard_ranks > 1 else []
-    return _plan(shape.name, (shape.numel(), shape.used_numel()), options, job_of_shape(shape, options), flops, others)
+    numels = shape.numel(), shape.used_numel()
+    return _plan(shape.name, numels, options, job_of_shape(shape, options), flops, others, notes_of(options))
 
 
 def _plan(
-    name: str, numels: tuple[int, int], options: Options, job: Job, flops: float, others: Sequence[tuple[str, int, Job]]
+    name: str,
+    numels: tuple[int, int],
+    options: Options,
+    job: Job,
+    flops: float,
+    others: Sequence[tuple[str, int, Job]],
+    notes: Sequence[str],
 ) -> Plan:
     """Return the plan of a job.
 
@@ -193,6 +200,7 @@ def _plan(
         numels: of all parameters, and of those that each token is multiplied with.
         flops: of a step of all ranks.
         others: classes of ranks besides the first: name, count, job.
+        notes: what is not predicted.
     """
     film, first = make_film(job), make_film(job, is_first=True)
     # The rules are those of the allocator of GPUs; that of a CPU keeps nothing.
@@ -215,7 +223,7 @@ def _plan(
         save_bytes_of(job),
         host_bytes_of(options),
         outside_bytes_of(options),
-        tuple(notes_of(options)),
+        tuple(notes),
     )
 
 

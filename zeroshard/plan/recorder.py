@@ -212,6 +212,11 @@ class Recorder(DispatchMode):
                 self._categories[number] = Category.ACTIVATION
         return tensor
 
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is a parameter, or a view of one."""
+        number = self.number_of(tensor)
+        return number is not None and self._categories[number] is Category.PARAMETER
+
     def end_forward(self, loss: Tensor) -> None:
         """Note what outlives the forward though no hook saw it saved."""
         result = self.number_of(loss)

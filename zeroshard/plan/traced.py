@@ -20,19 +20,27 @@ from zeroshard.describe.activations import recomputed_modules
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan, plan_units
+from zeroshard.plan.codes import Compresses
 from zeroshard.plan.events import Category, Event, Landed, Phase, Trace
 from zeroshard.plan.film import Job, Script
 from zeroshard.plan.job import Options, wire_of
+from zeroshard.plan.kept import Kept, Link, Offloads
 from zeroshard.plan.segments import Segments
 from zeroshard.plan.specs import OPTIMIZERS, kernel_bytes_of, updates_of
 from zeroshard.plan.tape import Instruction
 from zeroshard.plan.tracer import trace_step
-from zeroshard.table.activations import PRODUCTS
+from zeroshard.table.activations import PRODUCTS, Compressed, Offloaded, Treated
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.spec import Formats
 from zeroshard.tree import find
 
 __all__ = ["Traced", "language_inputs", "trace_job"]
+
+SMALL_BYTES: Final = 1 << 18
+BOUNDED: Final = (
+    "Compression of a ReLU's results, and of factors with one value besides zero, depends on values: what they are of "
+    "counts as kept whole, which is the most that can be left."
+)
 
 _STAYS: Final = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER, Category.INPUT)
 """Categories that the film has from elsewhere."""
@@ -98,6 +106,9 @@ def trace_job(
     specs = describe_units(plans, options.row, precision, shard_size=options.shard_ranks, replicas=options.replicas)
     twins = dict(zip(model.modules(), copied.modules(), strict=True))
     treat(plans, twins, options)
+    kept, compressions = kept_of(plans, options)
+    if kept is not None:
+        kept.hang(model, plans, twins)
     names = {name: number for number, plan in enumerate(plans) for name in plan.entries.values() if number != ROOT}
     given = inputs if isinstance(inputs, Mapping) else tuple(inputs)
     dtype = getattr(torch, options.formats.param)
@@ -114,6 +125,7 @@ def trace_job(
         personality=personality,
         reads=reads,
         takes_gradients=True,
+        kept=kept,
     )
     tensors = find(given, Tensor)
     whole = [one for one in tensors if not one.is_floating_point()]
@@ -144,7 +156,7 @@ def trace_job(
         sum(plan.numel for plan in plans),
         flops,
         whole[0].numel() if whole else tensors[0].shape[0],
-        (),
+        [BOUNDED] * any(one.has_bounds for one in compressions),
     )
 
 
@@ -179,6 +191,21 @@ def treat(plans: Sequence[UnitPlan], twins: Mapping[nn.Module, nn.Module], optio
             kept = [functools.reduce(getattr, name.split(".")[1:], torch.ops.aten) for name in KEPT_OPERATIONS]
             contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)}
         twin.forward = functools.partial(checkpoint, twin.forward, use_reentrant=False, **contexts)
+
+
+def kept_of(plans: Sequence[UnitPlan], options: Options) -> tuple[Kept | None, Sequence[Compresses]]:
+    """Return what is done with saved tensors, and its compressions; None where all of them are kept."""
+    made: dict[Treated, Link] = {}
+    links: dict[int, list[Link]] = {}
+    for number, plan in enumerate(plans):
+        for cell in options.row.activations.of_unit(plan.name):
+            if isinstance(cell, Offloaded):
+                # What a GPU's bus moves in the time that issuing a copy takes; on a CPU all moves.
+                small_bytes = 0 if options.device.is_cpu else SMALL_BYTES
+                links.setdefault(number, []).append(made.setdefault(cell, Offloads(cell.fraction, small_bytes)))
+            elif isinstance(cell, Compressed):
+                links.setdefault(number, []).append(made.setdefault(cell, Compresses(cell.rest)))
+    return (Kept(links) if links else None), [one for one in made.values() if isinstance(one, Compresses)]
 
 
 def loss_of(out: Any) -> Tensor:
