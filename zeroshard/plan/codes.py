@@ -79,15 +79,30 @@ class _Bits(_Code):
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Derived(_Code):
+class _Nonzero:
+    packed: Tensor
     values: Tensor
+    count: int
+
+    def numel(self) -> int:
+        return self.count
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Derived(_Code):
+    source: _Nonzero | Tensor
     steps: tuple[Any, ...]
     form: _Form
 
     def restore(self) -> Tensor:
-        values = self.values
+        values = self.source if isinstance(self.source, Tensor) else self.source.values
         for step in self.steps:
             values = values.square() if step == "square" else values.to(step)
+        if not isinstance(self.source, Tensor):
+            # A name of its own: what the elements are copied from is there until then.
+            made = values.new_empty(8 * self.source.packed.numel())[: self.source.count]
+            values = made
         return self.form.spread(values)
 
 
@@ -164,10 +179,11 @@ class Compresses(Link):
 
     Args:
         rest: how what no lossless encoding makes smaller is rounded; None leaves it.
+        zeros: the part of a ReLU's results that are zero; None where nobody knows.
     """
 
-    def __init__(self, rest: str | None) -> None:
-        self._rest, self._uses = rest, Uses()
+    def __init__(self, rest: str | None, zeros: float | None = None) -> None:
+        self._rest, self._uses, self._zeros = rest, Uses(), zeros
         self.has_bounds = False
         """Whether something was counted as kept whole that depends on values."""
 
@@ -185,7 +201,7 @@ class Compresses(Link):
         originals = {id(one.held.value): (one.held.value, one, memory) for one, memory in ones}
         origins = [one.use.origin for one, _ in ones if one.use is not None]
         roots = {origin.root for origin in origins if isinstance(origin, Origin) and origin.steps}
-        sources: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
+        sources: dict[int, tuple[_Nonzero | Tensor, tuple[Any, ...]]] = {}
         with torch.no_grad():
             for memory in memories.values():
                 self._encode(memory, originals, roots, sources)
@@ -262,11 +278,29 @@ class Compresses(Link):
                     return True
         if any("square" in origin.steps for origin in origins):
             return False
-        self.has_bounds = True
+        self.has_bounds |= self._zeros is None
+        if (code := self._compact(_flat(region))) is not None:
+            for one in rest:
+                tensor, dtype = one.held.value, one.held.value.dtype
+                sources[id(tensor)] = code, ()
+                is_sign = one.need.kind == "nonzero"
+                form = _form(tensor)
+                one.held.put(self, _Bits(code.packed, dtype, form) if is_sign else _Derived(code, (), form))
+            return True
         if not memory.is_shared and self._rest is None:
             for one in rest:
                 sources[id(one.held.value)] = _flat(region), ()
         return False
+
+    def _compact(self, flat: Tensor) -> "_Nonzero | None":
+        if self._zeros is None:
+            return None
+        room = round((1 - self._zeros) * flat.numel())
+        if room > int(_PAYS * flat.numel()) - flat.numel() // (8 * flat.element_size()):
+            return None
+        mask = torch.empty(flat.numel(), dtype=torch.bool)
+        packed = _packed(mask)
+        return _Nonzero(packed, torch.empty(room + 2, dtype=flat.dtype), flat.numel())
 
     def _two_valued(self, memory: _Memory, rest: Sequence[_One]) -> bool:
         region = memory.region()

@@ -52,6 +52,8 @@ class Options:
         kernels: of the program.
         shared_memory: whether ranks of a CPU read each other's memory where all are on one host, as
             `zs.Settings(shared_memory=)` says.
+        zeros: the part of the results of ReLUs that are zero, where activations of modules are compressed; None where
+            nobody knows.
     """
 
     world_size: int
@@ -67,6 +69,7 @@ class Options:
     micro_batches: int = 1
     kernels: Kernels = PLAIN_KERNELS
     shared_memory: bool = True
+    zeros: float | None = None
 
     @property
     def shard_ranks(self) -> int:

@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from zeroshard.describe.saved_nodes import Packed
 from zeroshard.describe.units import UnitPlan
 from zeroshard.table.schedule import ROOT
-from zeroshard.torch_private import call_after_backward, graph_task, is_called_by_checkpoint, storage_of, version_of
+from zeroshard.torch_private import (
+    WeakStorage,
+    call_after_backward,
+    graph_task,
+    is_called_by_checkpoint,
+    storage_of,
+    version_of,
+)
 from zeroshard.tree import find, map_tensors
 
 __all__ = ["Held", "Kept", "Link", "Offloads"]
@@ -196,13 +203,15 @@ class Kept:
 class _Copy:
     """A range of a storage on the host, and what of it is on the device."""
 
-    __slots__ = ("__weakref__", "back", "low", "nbytes", "source", "task", "turn", "users", "wanted")
+    __slots__ = ("__weakref__", "_storage", "back", "low", "nbytes", "source", "turn", "users", "wanted")
 
     def __init__(self, source: Tensor, low: int, nbytes: int) -> None:
         self.source: Tensor | None = source
         self.low, self.nbytes = low, nbytes
         self.back: Tensor | None = None
         self.turn = self.wanted = self.users = 0
+        # So that its identity is given to no other storage.
+        self._storage = WeakStorage(source.untyped_storage())
 
 
 @final

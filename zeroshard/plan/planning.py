@@ -44,6 +44,7 @@ def make_plan(
     optimizer: str = "adamw",
     micro_batches: int = 1,
     shared_memory: bool = True,
+    zeros: float | None = None,
     inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     loss: Callable[[Any], Any] | None = None,
     units: Sequence[object] | None = None,
@@ -73,6 +74,8 @@ def make_plan(
         micro_batches: of a step.
         shared_memory: whether ranks on a CPU, all on one host, read each other's memory, as
             `zs.Settings(shared_memory=)` says.
+        zeros: the part of the results of ReLUs that are zero, from 0 to 1, for compressed activations of a module;
+            where not said they count as kept, and a note says so.
         inputs: of a module: the arguments of its forward for one micro-batch, by place or by name; tokens and labels of
             `batch` and `seq` for language models of Transformers, where not said. In its place count tokens, or
             samples where no input is of integers.
@@ -110,6 +113,7 @@ def make_plan(
         optimizer=optimizer,
         micro_batches=micro_batches,
         shared_memory=shared_memory,
+        zeros=zeros,
     )
     check_options(options)
     if shape is None:

@@ -39,7 +39,7 @@ __all__ = ["Traced", "language_inputs", "trace_job"]
 SMALL_BYTES: Final = 1 << 18
 BOUNDED: Final = (
     "Compression of a ReLU's results, and of factors with one value besides zero, depends on values: what they are of "
-    "counts as kept whole, which is the most that can be left."
+    "counts as kept whole, which is the most that can be left. Say by zeros= which part of a ReLU's results is zero."
 )
 
 _STAYS: Final = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER, Category.INPUT)
@@ -204,7 +204,7 @@ def kept_of(plans: Sequence[UnitPlan], options: Options) -> tuple[Kept | None, S
                 small_bytes = 0 if options.device.is_cpu else SMALL_BYTES
                 links.setdefault(number, []).append(made.setdefault(cell, Offloads(cell.fraction, small_bytes)))
             elif isinstance(cell, Compressed):
-                links.setdefault(number, []).append(made.setdefault(cell, Compresses(cell.rest)))
+                links.setdefault(number, []).append(made.setdefault(cell, Compresses(cell.rest, options.zeros)))
     return (Kept(links) if links else None), [one for one in made.values() if isinstance(one, Compresses)]
 
 
