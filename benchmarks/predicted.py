@@ -11,7 +11,6 @@ import argparse
 import gc
 import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -19,13 +18,12 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.profiler import record_function
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard as zs
 from benchmarks.machine import circumstances, write_result
-from benchmarks.peaks import Measured, measure_peak
+from benchmarks.peaks import measure_peak
 from zeroshard.testing import run_ranks
 from zeroshard.train.models.gpt import GPT, Block, GPTConfig
 
@@ -34,6 +32,20 @@ __all__ = ["Case", "Found", "compare", "measure", "predict"]
 RESULT = Path(__file__).parent / "results" / "predicted.json"
 STEPS = 3
 COLUMNS = ("parameters", "gradients", "states", "padding", "transient")
+TREATMENTS = (
+    "keep",
+    "recompute",
+    "recompute-sqrt",
+    "recompute-rest",
+    "offload",
+    "compress",
+    "compress-bf16",
+    "compress-int8",
+    "recompute+offload",
+    "recompute+compress-bf16",
+    "compress+offload",
+    "recompute+compress-int8+offload",
+)
 TRIES = 5
 ZEROS = 0.5
 """The part of a ReLU's results that are zero at the start, where what it is given is as often below zero as above."""
@@ -51,17 +63,15 @@ class Case:
     activations: str = "keep"
     shared_memory: bool = True
     precision: str = "fp32"
-    tensor: int = 1
     micro_batches: int = 1
     depth: int = 6
-    width: int = 384
     context: int = 256
     batch: int = 2
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}", f"{self.ranks} ranks", self.activations]
         parts += ["memory of the host" if self.shared_memory else "messages"] * (self.ranks > 1)
-        parts += [self.precision] * (self.precision != "fp32") + [f"tensor {self.tensor}"] * (self.tensor > 1)
+        parts += [self.precision] * (self.precision != "fp32")
         return ", ".join(parts + [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1))
 
 
@@ -180,7 +190,6 @@ def predict(case: Case) -> Found:
         stage=case.stage,
         precision=case.precision,
         activations=case.activations,
-        tensor=case.tensor,
         micro_batches=case.micro_batches,
         shared_memory=case.shared_memory,
         zeros=ZEROS,
@@ -199,16 +208,72 @@ def compare(case: Case) -> tuple[Found, list[Found]]:
     return predict(case), measure(case)
 
 
+def matrix() -> Iterator[Case]:
+    """Yield all configurations: stages and ranks by both transports, then treatments of activations."""
+    for ranks in (1, 2, 3, 4):
+        for stage in (0, 1, 2, 3) if ranks > 1 else (0, 3):
+            for shared_memory in (True, False) if ranks > 1 else (True,):
+                yield Case(stage, ranks, shared_memory=shared_memory)
+    for activations in TREATMENTS[1:]:
+        yield Case(0, 1, activations)
+        for shared_memory in (True, False):
+            yield Case(3, 2, activations, shared_memory)
+    for stage in (1, 2):
+        yield Case(stage, 2, "recompute", shared_memory=False)
+        yield Case(stage, 2, micro_batches=2)
+        yield Case(stage, 2, micro_batches=2, shared_memory=False)
+    for ranks, stage in ((1, 0), (2, 1), (2, 3)):
+        yield Case(stage, ranks, precision="bf16")
+
+
+def row(case: Case) -> dict[str, Any]:
+    """Return the comparison of one configuration; of ranks, that with the largest error."""
+    predicted, found = compare(case)
+    errors = [predicted.peak_bytes / one.peak_bytes - 1 for one in found]
+    worst = max(range(len(found)), key=lambda rank: abs(errors[rank]))
+    return {
+        "case": asdict(case),
+        "error": round(errors[worst], 6),
+        "first_step_error": round(predicted.first_bytes / found[worst].first_bytes - 1, 6),
+        "is_resident_exact": all(one.resident_bytes == predicted.resident_bytes for one in found),
+        "predicted": asdict(predicted),
+        "measured": asdict(found[worst]),
+    }
+
+
 def main() -> None:
+    """Compare, print and store."""
     parser = argparse.ArgumentParser()
     for name, default in asdict(Case()).items():
-        parser.add_argument(f"--{name}", type=type(default) if not isinstance(default, bool) else int, default=default)
-    case = Case(**vars(parser.parse_args()))
-    p, ms = compare(case)
-    print(case)
-    for m in ms:
-        print(p.peak_bytes, m.peak_bytes, f"{p.peak_bytes/m.peak_bytes-1:+.3%}", "first", f"{p.first_bytes/m.first_bytes-1:+.3%}", "between", p.allocated_bytes, m.allocated_bytes, p.allocated_bytes-m.allocated_bytes, m.at, "|", p.at)
-        print(p.resident_bytes, m.resident_bytes, p.resident_bytes == m.resident_bytes)
+        kind = (lambda text: text != "False") if isinstance(default, bool) else type(default)
+        parser.add_argument(f"--{name}", type=kind, help="one configuration alone")
+    asked = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    rows = []
+    for case in [Case(**asked)] if asked else matrix():
+        start_s = time.perf_counter()
+        try:
+            rows.append(row(case))
+        except (RuntimeError, ValueError) as error:
+            rows.append({"case": asdict(case), "refused": str(error).splitlines()[-1]})
+            print(f"{case}: {rows[-1]['refused']}", flush=True)
+            continue
+        print(
+            f"{case!s:64} peak {rows[-1]['measured']['peak_bytes'] / 1e6:8.3f} MB, predicted {rows[-1]['error']:+.3%}, "
+            f"first step {rows[-1]['first_step_error']:+.2%}, resident "
+            f"{'exact' if rows[-1]['is_resident_exact'] else 'WRONG'}, {time.perf_counter() - start_s:.0f} s",
+            flush=True,
+        )
+    errors = [abs(one["error"]) for one in rows if "error" in one]
+    summary = {
+        "configurations": len(errors),
+        "resident_exact": sum(one.get("is_resident_exact", False) for one in rows),
+        "median_error": statistics.median(errors),
+        "worst_error": max(errors),
+        "refused": len(rows) - len(errors),
+    }
+    print(summary)
+    if not asked:
+        write_result(RESULT, {**circumstances("benchmarks.predicted"), "summary": summary, "rows": rows})
 
 
 if __name__ == "__main__":

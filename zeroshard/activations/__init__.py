@@ -57,4 +57,6 @@ def recompute_units(
     ledger: Ledger,
 ) -> None:
     """Have the modules of units recomputed where a cell asks for it."""
-    recompute(recomputed_modules(cell, plans), hooks, Products(saved, ledger))
+    rounds = [any(isinstance(one, Compressed) and one.rest for one in cell.of_unit(plan.name)) for plan in plans]
+    rounded = {m for plan, is_rounded in zip(plans, rounds, strict=True) if is_rounded for m in plan.module.modules()}
+    recompute(recomputed_modules(cell, plans), hooks, Products(saved, ledger), rounded)

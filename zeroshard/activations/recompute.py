@@ -19,7 +19,7 @@ import copy
 import functools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
@@ -41,7 +41,10 @@ Tensor = torch.Tensor
 
 
 def recompute(
-    modules: Sequence[tuple[nn.Module, Recomputed]], hooks: Mapping[nn.Module, tuple[Enter, Exit]], products: Products
+    modules: Sequence[tuple[nn.Module, Recomputed]],
+    hooks: Mapping[nn.Module, tuple[Enter, Exit]],
+    products: Products,
+    rounded: Collection[nn.Module] = (),
 ) -> None:
     """Have modules keep their inputs alone.
 
@@ -49,6 +52,7 @@ def recompute(
         modules: in the order of the model, each with how.
         hooks: what tells the engine of a module's forward.
         products: keeps results of products, where a cell asks for it.
+        rounded: those whose inputs are kept rounded, so that a recomputation gives other outputs.
     """
     counts: dict[Recomputed, int] = {}
     for _, how in modules:
@@ -58,7 +62,9 @@ def recompute(
         for how, count in counts.items()
     }
     for module, how in modules:
-        module.__dict__["forward"] = _Forward(module, how, hooks[module], products, segments[how])
+        forward = _Forward(module, how, hooks[module], products, segments[how])
+        forward.is_compared = module in rounded
+        module.__dict__["forward"] = forward
 
 
 @final
@@ -76,7 +82,7 @@ class _Forward(Hook):
         self.module, self.plain, self.segments = module, module.forward, segments
         self.surroundings = Surroundings(module)
         self.is_compared = False
-        """Whether a recomputation has been compared with its forward."""
+        """Whether a recomputation has been compared with its forward, or cannot be."""
         self.enter, self.leave = hooks
         self._saved = products.saved
         self._contexts = (

@@ -210,9 +210,7 @@ class Compresses(Link):
         """See `Link`."""
         return value.restore()
 
-    def _encode(
-        self, memory: _Memory, originals: dict[int, Any], roots: set[Any], sources: dict[int, Any]
-    ) -> None:
+    def _encode(self, memory: _Memory, originals: dict[int, Any], roots: set[Any], sources: dict[int, Any]) -> None:
         if any(one.need.kind == "opaque" for one in memory.ones):
             return
         for one in memory.ones:

@@ -357,9 +357,7 @@ class _Camera:
         for numel, dtype in self._pooled:
             buffer = Buffer(numel, dtype)
             what = "pooled buffer"
-            buffer.memory = self._make(
-                numel * itemsize(dtype), "transient", "", what, is_mapped=job.wire.is_in_place
-            )
+            buffer.memory = self._make(numel * itemsize(dtype), "transient", "", what, is_mapped=job.wire.is_in_place)
             self._buffers.give(buffer)
         before, self._events = self._events, []
         for number in range(min(job.micro_batches, 2)):
