@@ -426,6 +426,8 @@ class _Camera:
                 self._do(self._schedule.land(call.unit))
             self._do(self._schedule.leave(call.unit))
         self._drop(given)
+        if calls:  # the loss
+            self._drop(calls[-1][1].get(calls[-1][0].parts.output, given))
         self._land(schedule.ROOT)
         self._do(self._schedule.land(schedule.ROOT))
         self._end_backward()
