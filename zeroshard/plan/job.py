@@ -23,7 +23,15 @@ from zeroshard.table.spec import Formats, UnitSpec, itemsize
 from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, row_of_stage
 from zeroshard.table.wires import Native, Silence, Wire
 
-__all__ = ["Options", "check_options", "job_of_shape", "outside_bytes_of", "precision_for", "row_of"]
+__all__ = [
+    "Options",
+    "activations_of_shape",
+    "check_options",
+    "job_of_shape",
+    "outside_bytes_of",
+    "precision_for",
+    "row_of",
+]
 
 TOKEN_BYTES: Final = 8
 """Of a token and of a target: torch's int64."""
@@ -172,14 +180,7 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
     check_shape(model, options)
     formats, device = options.formats, options.device
     specs = _specs(model, options.tensor, options.row, formats, options.shard_ranks, options.replicas, rank)
-    load = Workload(
-        batch=options.batch,
-        sequence=options.sequence,
-        itemsize=itemsize(formats.param),
-        tensor=options.tensor,
-        is_sequence_parallel=options.is_sequence_parallel,
-        kernels=options.kernels,
-    )
+    load = load_of(options)
     calls = []
     for unit, kind in _uses(model, specs):
         treatment = treatment_of(options.row.activations.of_unit(unit.name)) if kind in ("block", "dense") else "keep"
@@ -201,6 +202,28 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
         spans,
         options.micro_batches,
         2 * load.tokens * TOKEN_BYTES,
+    )
+
+
+def activations_of_shape(model: Transformer, options: Options) -> tuple[float, int, float]:
+    """Return the bytes that a block keeps for each token, the number of blocks, and what the rest keeps for a token."""
+    load = load_of(options)
+    treatment = treatment_of(options.row.activations.chain)
+    block = _parts(model, load, "block", treatment, None).saved_bytes
+    head = _parts(model, load, "head", "keep", None)
+    rest = _parts(model, load, "embedding", "keep", None).saved_bytes + head.saved_bytes + head.forward_bytes
+    return block / load.tokens, model.layers, rest / load.tokens
+
+
+def load_of(options: Options) -> Workload:
+    """Return a micro-batch of one rank."""
+    return Workload(
+        batch=options.batch,
+        sequence=options.sequence,
+        itemsize=itemsize(options.formats.param),
+        tensor=options.tensor,
+        is_sequence_parallel=options.is_sequence_parallel,
+        kernels=options.kernels,
     )
 
 

@@ -14,7 +14,15 @@ from zeroshard.plan.allocator import Event as Call
 from zeroshard.plan.allocator import Rules, simulate
 from zeroshard.plan.film import Film, Job, calls_of, make_film
 from zeroshard.plan.hardware import Device, device_named
-from zeroshard.plan.job import Options, check_options, job_of_shape, outside_bytes_of, precision_for, row_of
+from zeroshard.plan.job import (
+    Options,
+    activations_of_shape,
+    check_options,
+    job_of_shape,
+    outside_bytes_of,
+    precision_for,
+    row_of,
+)
 from zeroshard.plan.result import Plan, RankClass
 from zeroshard.plan.shapes import SHAPES, Transformer, read_config, shape_named
 from zeroshard.plan.trying import changes_of
@@ -170,24 +178,34 @@ def plan_module(
         options = dataclasses.replace(options, batch=traced.tokens, sequence=1)
     numel = traced.parameters_numel
     flops = 3 * traced.flops * options.micro_batches * options.world_size
-    return _plan(type(model).__name__, (numel, numel), options, traced.job, flops, [])
+    kept = (traced.kept_bytes / max(1, traced.tokens), 1, 0.0)
+    return _plan(type(model).__name__, (numel, numel), options, traced.job, flops, kept)
 
 
 def plan_shape(shape: Transformer, options: Options) -> Plan:
     """Return the plan of a shape."""
     flops = flops_of(shape, options) * options.tokens_per_step
     others = _other_ranks(shape, options) if options.shard_ranks > 1 else []
-    return _plan(shape.name, (shape.numel(), shape.used_numel()), options, job_of_shape(shape, options), flops, others)
+    numels = shape.numel(), shape.used_numel()
+    kept = activations_of_shape(shape, options)
+    return _plan(shape.name, numels, options, job_of_shape(shape, options), flops, kept, others)
 
 
 def _plan(
-    name: str, numels: tuple[int, int], options: Options, job: Job, flops: float, others: Sequence[tuple[str, int, Job]]
+    name: str,
+    numels: tuple[int, int],
+    options: Options,
+    job: Job,
+    flops: float,
+    activations: tuple[float, int, float],
+    others: Sequence[tuple[str, int, Job]] = (),
 ) -> Plan:
     """Return the plan of a job.
 
     Args:
         numels: of all parameters, and of those that each token is multiplied with.
         flops: of a step of all ranks.
+        activations: as in `Plan`.
         others: classes of ranks besides the first: name, count, job.
     """
     film, first = make_film(job), make_film(job, is_first=True)
@@ -210,6 +228,9 @@ def _plan(
         host_bytes_of(options),
         outside_bytes_of(options),
         tuple(notes_of(options)),
+        tuple(unit.numel for unit in job.units),
+        element_bytes_of(job),
+        activations,
     )
 
 
@@ -242,6 +263,15 @@ def flops_of(shape: Transformer, options: Options) -> float:
     width = shape.heads * (sum(shape.latent[2:]) / 2 if shape.latent else shape.head_width)
     embedding = 0 if shape.is_tied else shape.vocabulary * shape.hidden
     return 6.0 * (shape.used_numel() - embedding) + 6.0 * shape.layers * width * options.sequence
+
+
+def element_bytes_of(job: Job) -> tuple[int, int, int]:
+    """Return the bytes of an element: of a parameter, of a held gradient, and of its masters and states."""
+    bucket = max((b for unit in job.units for b in unit.buckets), key=lambda b: b.layout.numel)
+    formats = bucket.formats
+    states = sum(one.per_element for one in job.updates) * itemsize(formats.state)
+    masters = itemsize(formats.master) * (formats.master != formats.param)
+    return itemsize(formats.param), itemsize(formats.grad), states + masters
 
 
 def save_bytes_of(job: Job) -> int:

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, final
 
-from zeroshard.plan.film import Film
+from zeroshard.plan.film import COLUMNS, Event, Film, LaneSpan
 from zeroshard.plan.hardware import Device
 from zeroshard.plan.job import Options
 from zeroshard.plan.text import bar, count, seconds
 
-__all__ = ["Change", "Plan", "RankClass", "Verdict", "verdict_of"]
+__all__ = ["Change", "Plan", "RankClass", "Verdict", "film_columns", "verdict_of"]
 
 ERROR: Final = (0.02, 0.08)
 """Median and nine tenths of the errors of memory, in parts, on published runs (docs/plan.md); the verdict uses them."""
@@ -73,6 +73,9 @@ class Plan:
         host_bytes: of host memory that the processes of a node take.
         outside_bytes: of the device, outside the allocator.
         notes: what was not predicted, and why.
+        units: elements of each unit on this rank's tensor rank, the root first.
+        element_bytes: of a parameter, of a gradient that is held, and of masters and states.
+        activations: bytes that a block keeps for each token, the number of blocks, and what the rest keeps for a token.
         changes: what would lower memory, each with its price, fastest first.
     """
 
@@ -90,6 +93,9 @@ class Plan:
     host_bytes: int
     outside_bytes: int
     notes: Sequence[str]
+    units: Sequence[int]
+    element_bytes: tuple[int, int, int]
+    activations: tuple[float, int, float]
     changes: Sequence[Change] = ()
 
     # -- memory -----------------------------------------------------------------------------------------------------
@@ -143,7 +149,7 @@ class Plan:
         return tokens / self.tokens_per_s * self.asked.world_size / 3600
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but the film's events, as numbers, texts, lists and mappings."""
+        """Return everything as numbers, texts, lists and mappings; `zeroshard report` makes a page of it."""
         return {
             "version": 1,
             "model": {"name": self.model, "parameters": self.parameters_numel, "used_parameters": self.used_numel},
@@ -180,10 +186,64 @@ class Plan:
             },
             "changes": [_plain(one) for one in self.changes],
             "notes": list(self.notes),
+            "sharding": {
+                "units": list(self.units),
+                "element_bytes": dict(zip(("parameters", "gradients", "states"), self.element_bytes, strict=True)),
+                "activations": dict(zip(("token_block_bytes", "blocks", "token_bytes"), self.activations, strict=True)),
+            },
+            "film": film_columns(self.film),
         }
 
     def __str__(self) -> str:
         return _render(self)
+
+
+def film_columns(film: Film) -> dict[str, Any]:
+    """Return a film as columns of numbers, and one list of names that they number."""
+    names: dict[str, int] = {}
+
+    def number(name: str) -> int:
+        return names.setdefault(name, len(names))
+
+    def columns(events: Sequence[Event]) -> dict[str, list[Any]]:
+        return {
+            "t_s": [one.at_s for one in events],
+            "nbytes": [one.nbytes for one in events],
+            "storage": [one.storage for one in events],
+            "column": [COLUMNS.index(one.column) for one in events],
+            "module": [number(one.unit or "(root)") for one in events],
+            "tensor": [number(one.what) for one in events],
+            "operation": [number(one.what) for one in events],
+        }
+
+    lanes: dict[str, list[LaneSpan]] = {}
+    for span in film.lanes:
+        lanes.setdefault(span.lane, []).append(span)
+    return {
+        "columns": list(COLUMNS),
+        "initial": columns(film.before),
+        "events": columns(film.events),
+        "phases": [phase._asdict() for phase in film.phases],
+        "ticks": {
+            "t_s": [one.at_s for one in film.ticks],
+            "kind": [one.kind for one in film.ticks],
+            "unit": [number(one.unit or "(root)") for one in film.ticks],
+            "nbytes": [one.nbytes for one in film.ticks],
+        },
+        "lanes": [
+            {
+                "name": name,
+                "spans": {
+                    "start_s": [one.start_s for one in spans],
+                    "stop_s": [one.stop_s for one in spans],
+                    "label": [one.what for one in spans],
+                    "is_exposed": [one.is_exposed for one in spans],
+                },
+            }
+            for name, spans in lanes.items()
+        ],
+        "names": list(names),
+    }
 
 
 def _plain(record: RankClass | Change) -> dict[str, Any]:

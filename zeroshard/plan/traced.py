@@ -42,12 +42,14 @@ class Traced:
 
     Args:
         flops: of one micro-batch's forward.
+        kept_bytes: that a micro-batch's forward keeps for its backward.
         tokens: of one micro-batch: elements of the first integer input, or else samples.
     """
 
     job: Job
     parameters_numel: int
     flops: float
+    kept_bytes: int
     tokens: int
     notes: Sequence[str]
 
@@ -133,6 +135,7 @@ def trace_job(
         job,
         sum(plan.numel for plan in plans),
         flops,
+        trace.saved_bytes(),
         whole[0].numel() if whole else tensors[0].shape[0],
         (),
     )
