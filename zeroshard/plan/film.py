@@ -205,13 +205,14 @@ def _by_column(events: Iterable[Event]) -> dict[str, int]:
     return dict(sums)
 
 
-def make_film(job: Job, *, is_first: bool = False) -> Film:
+def make_film(job: Job, *, is_first: bool = False, is_settled: bool = False) -> Film:
     """Simulate a step.
 
     Args:
         is_first: whether the optimizer has no states yet, which it then makes in its update.
+        is_settled: whether pooled buffers of an earlier step are there, which takes twice the time to find out.
     """
-    return _Camera(job).run(is_first=is_first)
+    return _Camera(job).run(is_first=is_first, is_settled=is_settled)
 
 
 @final
@@ -279,8 +280,8 @@ class _Camera:
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
-    def run(self, *, is_first: bool) -> Film:
-        """Play a step."""
+    def run(self, *, is_first: bool, is_settled: bool) -> Film:
+        """Make what is there before a step, and play the step."""
         job = self._job
         units = job.units
         buckets = [bucket for unit in units for bucket in unit.buckets]
@@ -297,10 +298,21 @@ class _Camera:
             for unit in units:
                 for bucket in unit.reduced:
                     self._hold(bucket)
-        before, self._events = self._events, []
-        for number in range(min(job.micro_batches, 2)):
-            is_last = number == min(job.micro_batches, 2) - 1
-            start_s = self._now_s
+        if is_settled:
+            # Pooled buffers of the step before are there.
+            self._step(buckets, is_first=False)
+        return self._step(buckets, is_first=is_first)
+
+    def _step(self, buckets: Sequence[BucketSpec], *, is_first: bool) -> Film:
+        """Play a step; what is there before it was made before."""
+        job = self._job
+        before = [Event(0.0, nbytes, *rest) for rest, nbytes in self._left()]
+        self._events, self._lanes, self._ticks, self._phases = [], [], [], []
+        self._now_s = self._exposed_s = self._reduced_s = 0.0
+        self._free_s = {"gather": 0.0, "reduce": 0.0}
+        self._sent.clear()
+        for _ in range(min(job.micro_batches, 2)):
+            start_s, begun_s, exposed_s = self._now_s, self._now_s, self._exposed_s
             inputs = self._make(job.input_bytes, "activations", "", "inputs")
             self._forward()
             self._mark("forward", start_s)
@@ -308,7 +320,7 @@ class _Camera:
             self._backward()
             self._mark("backward", start_s)
             self._drop(inputs)
-            one_s, exposed_s = (self._now_s, self._exposed_s) if not is_last else (0.0, 0.0)
+            one_s, exposed_s = self._now_s - begun_s, self._exposed_s - exposed_s
         start_s = self._now_s
         self._update(buckets, is_first=is_first)
         self._mark("update", start_s)
@@ -321,10 +333,15 @@ class _Camera:
             tuple(self._phases),
             tuple(self._ticks),
             MappingProxyType({kind: nbytes for kind, nbytes in self._sent.items() if nbytes}),
-            self._now_s + more * one_s if job.micro_batches > 2 else self._now_s,
-            self._exposed_s + more * exposed_s if job.micro_batches > 2 else self._exposed_s,
+            self._now_s + more * one_s,
+            self._exposed_s + more * exposed_s,
             update_s,
         )
+
+    def _left(self) -> Iterator[tuple[tuple[int, str, str, str], int]]:
+        """Yield what is live: (storage, column, unit, what), and its bytes."""
+        for number, (nbytes, column, unit, what) in self._open.items():
+            yield (number, column, unit, what), nbytes
 
     def _make_states(self, buckets: Sequence[BucketSpec]) -> None:
         for one in self._job.updates:
@@ -387,6 +404,8 @@ class _Camera:
         if not is_backward:
             self._do(self._schedule.close())
             return
+        for storage in self._numbers.values():  # the loss, and what the trace saw end with it
+            self._drop(storage)
         for unit in (*missing, schedule.ROOT):
             self._land(unit)
             self._do(self._schedule.land(unit))
@@ -421,6 +440,8 @@ class _Camera:
             self._need(call.unit)
             numbers[GIVEN] = given
             given = self._play(call.unit, call.parts.backward, numbers)
+            if not place:  # what is outside blocks comes first, and is reduced last
+                self._land(schedule.ROOT)
             if last[call.unit] == place and call.unit != schedule.ROOT:
                 self._land(call.unit)
                 self._do(self._schedule.land(call.unit))

@@ -208,7 +208,7 @@ def _plan(
         activations: as in `Plan`.
         others: classes of ranks besides the first: name, count, job.
     """
-    film, first = make_film(job), make_film(job, is_first=True)
+    film, first = make_film(job, is_settled=True), make_film(job, is_first=True)
     reserved_bytes = simulate(_steps(first, film), Rules()).peak_reserved_bytes
     ranks = [RankClass("rank 0", 1, film.resident_bytes, film.peak[0], reserved_bytes)]
     for title, count, other in others:
@@ -249,7 +249,7 @@ def _steps(first: Film, film: Film) -> Iterator[Call]:
     """Yield the allocator's calls of a first and two steady steps, over one set of what is resident."""
     yield from calls_of((*first.before, *first.events))
     # States were made in the first step; what a later step makes has numbers of its own.
-    shift = 1 + max((one.storage for one in (*first.before, *first.events)), default=0)
+    shift = 1 + max((one.storage for one in (*film.before, *film.events)), default=0)
     made = {one.storage for one in film.before}
     for number in (1, 2):
         moved = [

@@ -91,10 +91,10 @@ class Transformer:
         h, is_gpt2 = self.hidden, self.block == "gpt2"
         prefix = "transformer." if is_gpt2 else "model."
         norm = prefix + ("ln_f" if is_gpt2 else "norm")
-        found: dict[str, Parameters] = {"": self._norm(norm)}
+        # Learned positions are small beside blocks, and stay in the root.
+        positions = ((f"{prefix}wpe.weight", self.sequence * h),) if is_gpt2 else ()
+        found: dict[str, Parameters] = {"": (*positions, *self._norm(norm))}
         found[prefix + ("wte" if is_gpt2 else "embed_tokens")] = (("weight", self.vocabulary * h),)
-        if is_gpt2:
-            found[f"{prefix}wpe"] = (("weight", self.sequence * h),)
         for layer in range(self.layers):
             found[f"{prefix}{'h' if is_gpt2 else 'layers'}.{layer}"] = self.block_parameters(layer)
         if not self.is_tied:
