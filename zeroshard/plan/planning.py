@@ -212,7 +212,7 @@ def _plan(
     reserved_bytes = simulate(_steps(first, film), Rules()).peak_reserved_bytes
     ranks = [RankClass("rank 0", 1, film.resident_bytes, film.peak[0], reserved_bytes)]
     for title, count, other in others:
-        resident_bytes = make_film(other).resident_bytes
+        resident_bytes = make_film(other, is_settled=True).resident_bytes
         ranks.append(RankClass(title, count, resident_bytes, film.peak[0], reserved_bytes))
     return Plan(
         name,
