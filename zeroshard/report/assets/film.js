@@ -4,7 +4,7 @@ import { columnColor, el, hideTooltip, legend, PALETTE, showTooltip, swatch, tab
 import { Icicle } from "./icicle.js";
 import { onceAFrame, Plot } from "./plot.js";
 import { Timeline, treeOf } from "./timeline.js";
-import { byteTickText, byteTicks, bytesText, exactBytes, roundTicks, secondsText } from "./units.js";
+import { byteTickText, byteTicks, bytesText, exactBytes, roundTicks, secondsText, timeTickTexts } from "./units.js";
 
 const LIVE_ROWS = 200;
 const LANE_HEIGHT = 26;
@@ -51,10 +51,16 @@ export class FilmView {
     const button = (text, action, title) => el("button", { class: "plain", type: "button", onclick: action, title }, text);
     const peak = button("Jump to peak", () => this.moveTo(timeline.peak), "Key p");
     peak.id = "film-jump";
+    const fit = button("Fit height", () => {
+      this.isFitted = !this.isFitted;
+      fit.setAttribute("aria-pressed", String(this.isFitted));
+      this.redraw();
+    }, "Cut the axis off below what is in view");
+    fit.setAttribute("aria-pressed", "false");
     return el("div", {},
       el("p", {}, "Memory of one rank over one step: what is live at each moment, stacked by column. Move the pointer, or use the arrow keys: ",
         "← → go from event to event, with Shift a hundredth of the step; + and − zoom, p jumps to the peak."),
-      el("div", { class: "row spread" }, this.readout, el("div", { class: "row" }, peak, button("Zoom in", zoom(0.5), "Key +"), button("Zoom out", zoom(2), "Key −"), button("Whole step", () => this.zoom(Infinity, this.start), "Key 0"))),
+      el("div", { class: "row spread" }, this.readout, el("div", { class: "row" }, peak, button("Zoom in", zoom(0.5), "Key +"), button("Zoom out", zoom(2), "Key −"), button("Whole step", () => this.zoom(Infinity, this.start), "Key 0"), fit)),
       legend(data.columns.map((name, place) => [columnColor(name, place), name])),
       this.film.canvas, this.strip?.canvas,
       this.lanes.length ? el("h3", {}, "Two clocks") : null,
@@ -203,12 +209,12 @@ export class FilmView {
     const { context } = film;
     const hardware = data.hardware;
     const level = hardware && hardware.usable_bytes < 1.8 * timeline.peakBytes ? hardware.capacity_bytes : 0;
-    const top = Math.max(timeline.peakBytes * 1.12, level * 1.05, 1);
-    const y = (nbytes) => film.bottom - (nbytes / top) * (film.bottom - film.top);
+    const moments = timeline.sample(...this.range, Math.max(1, Math.floor(film.right - film.left)));
+    const [low, top] = this._heights(moments, level);
+    const y = (nbytes) => film.bottom - ((nbytes - low) / (top - low)) * (film.bottom - film.top);
     const x = (seconds) => this.x(seconds);
     this._drawPhases(film);
-    film.yAxis(byteTicks(top, 5), y, byteTickText);
-    const moments = timeline.sample(...this.range, Math.max(1, Math.floor(film.right - film.left)));
+    film.yAxis(byteTicks(top, 5, low), y, byteTickText);
     context.save();
     context.beginPath();
     context.rect(film.left, film.top, film.right - film.left, film.bottom - film.top);
@@ -226,16 +232,16 @@ export class FilmView {
       context.fill();
     });
     context.restore();
-    if (hardware && level) {
+    if (hardware && level && !this.isFitted) {
       for (const [name, nbytes, dash] of [["usable", hardware.usable_bytes, [6, 4]], [hardware.name, hardware.capacity_bytes, []]]) {
         film.line(film.left, y(nbytes), film.right, y(nbytes), film.color("ink"), { dash });
         film.text(`${name}: ${bytesText(nbytes)}`, film.right - 4, y(nbytes) + 9, { align: "right", color: film.color("ink"), isOnPaper: true });
       }
-    } else if (hardware) {
+    } else if (hardware && !this.isFitted) {
       film.text(`usable on ${hardware.name}: ${bytesText(hardware.usable_bytes)}, above this scale`, film.right - 4, film.top + 8, { align: "right", isOnPaper: true });
     }
     const [px, py] = [x(timeline.timeOf(timeline.peak)), y(timeline.peakBytes)];
-    if (px >= film.left - 1 && px <= film.right + 1) {
+    if (px >= film.left - 1 && px <= film.right + 1 && py >= film.top) {
       context.fillStyle = film.color("ink");
       context.beginPath();
       context.moveTo(px, py - 1);
@@ -249,6 +255,16 @@ export class FilmView {
     this._drawCursor(film, true);
   }
 
+  /** The bytes at the bottom and at the top: from 0, or, where the height is fitted, what is in view. */
+  _heights(moments, level) {
+    const { totals, peakBytes } = this.timeline;
+    if (!this.isFitted) return [0, Math.max(peakBytes * 1.12, level * 1.05, 1)];
+    let [low, high] = [Infinity, 0];
+    for (const moment of moments) [low, high] = [Math.min(low, totals[moment]), Math.max(high, totals[moment])];
+    const spare = Math.max(1024, 0.12 * (high - low));
+    return [Math.max(0, low - spare), high + spare];
+  }
+
   _drawPhases(film) {
     (this.data.film.phases ?? []).forEach((phase, place) => {
       const [from, to] = [phase.start_s, phase.stop_s].map((seconds) => Math.min(film.right, Math.max(film.left, this.x(seconds))));
@@ -260,10 +276,10 @@ export class FilmView {
     });
   }
 
-  _drawCursor(plot, hasKnob = false) {
+  _drawCursor(plot, isInside = false) {
     const x = this.x(this.timeline.timeOf(this.moment));
     if (x < plot.left - 1 || x > plot.right + 1) return;
-    plot.line(x, hasKnob ? plot.top : 0, x, hasKnob ? plot.bottom : plot.height, plot.color("ink"), { width: 1.5 });
+    plot.line(x, isInside ? plot.top : 0, x, isInside ? plot.bottom : plot.height, plot.color("ink"), { width: 1.5 });
   }
 
   _drawTicks() {
@@ -310,8 +326,10 @@ export class FilmView {
         if (labels.length && !exposed) labels.forEach(([, x, width]) => clocks.line(x + width - 0.5, y + 3, x + width - 0.5, y + LANE_HEIGHT - 4, clocks.color("paper")));
       }
     });
-    clocks.xAxis(roundTicks(...this.range, clocks.width / 110), (tick) => this.x(tick), secondsText, "time since the step began");
-    this._drawCursor(clocks);
+    const ticks = roundTicks(...this.range, clocks.width / 110);
+    const texts = timeTickTexts(ticks);
+    clocks.xAxis(ticks, (tick) => this.x(tick), (tick) => texts.get(tick), "time since the step began");
+    this._drawCursor(clocks, true);
   }
 
   /** Stripes over what was just filled, so that exposed time does not rest on colour alone. */

@@ -4,12 +4,13 @@ import { el, hideTooltip, SERIES, showTooltip, swatch, table } from "./dom.js";
 import { Plot } from "./plot.js";
 import { roundTicks } from "./units.js";
 
-const DASHES = [[], [7, 3], [2, 2], [9, 3, 2, 3]];
+// Gaps in the lines that are drawn later, so that equal curves show each of their colours.
+const DASHES = [[], [12, 12], [4, 20], [8, 8, 2, 8]];
 
 export class LossView {
   constructor(losses) {
     this.runs = losses.map(({ run, step, loss }, place) => ({
-      name: run, color: SERIES[place % SERIES.length], dash: DASHES[Math.floor(place / SERIES.length) % DASHES.length],
+      name: run, color: SERIES[place % SERIES.length], dash: DASHES[place % DASHES.length],
       points: step.map((one, index) => [one, loss[index]]).filter(([, value]) => value !== null), lost: loss.filter((value) => value === null).length,
     }));
     const points = this.runs.flatMap((run) => run.points);
@@ -24,13 +25,23 @@ export class LossView {
     this.smooth = el("select", { id: "loss-smooth", onchange: () => this.draw() }, [1, 10, 50, 200].map((steps) => el("option", { value: String(steps) }, steps === 1 ? "each step" : `mean of ${steps} steps`)));
     const rows = this.runs.map((run) => {
       const [lowest, last] = [run.points.reduce((best, one) => (one[1] < best[1] ? one : best), run.points[0] ?? [0, NaN]), run.points.at(-1) ?? [0, NaN]];
-      return [el("span", {}, swatch(run.color), run.name), String(run.points.length + run.lost), last[1].toFixed(4), lowest[1].toFixed(4), String(lowest[0])];
+      return [
+        el("span", {}, swatch(run.color), run.name), String(run.points.length + run.lost), last[1].toFixed(4), lowest[1].toFixed(4), String(lowest[0]),
+        ...(this.runs.length > 1 ? [this._equalTo(run)] : []),
+      ];
     });
     this.element = el("div", { id: "losses" },
       el("p", {}, "Training loss in nats a token, after each step."),
       el("label", { class: "row" }, "Show", this.smooth),
       this.plot.canvas, this.readout,
-      table([["run", false], ["steps", true], ["last loss", true], ["lowest loss", true], ["at step", true]], rows));
+      table([["run", false], ["steps", true], ["last loss", true], ["lowest loss", true], ["at step", true], ...(this.runs.length > 1 ? [["equal to", false]] : [])], rows));
+  }
+
+  /** Names an earlier run that has the same loss at each step, to the last digit. */
+  _equalTo(run) {
+    const text = JSON.stringify(run.points);
+    const other = this.runs.find((one) => JSON.stringify(one.points) === text);
+    return other === run ? "" : `${other.name}, at each step`;
   }
 
   x(step) { return this.plot.left + ((step - this.steps[0]) / (this.steps[1] - this.steps[0])) * (this.plot.right - this.plot.left); }
@@ -73,7 +84,7 @@ export class LossView {
     for (const run of this.runs) {
       context.save();
       context.strokeStyle = run.color;
-      context.lineWidth = 1.8;
+      context.lineWidth = 2;
       context.lineJoin = "round";
       context.setLineDash(run.dash);
       context.beginPath();

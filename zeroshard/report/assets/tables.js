@@ -1,7 +1,7 @@
 // The ranks, and the plan against the measurement: tables with bars.
 
 import { columnColor, el, explain, legend, PALETTE, swatch, table } from "./dom.js";
-import { bytesText, exactBytes, percentText, valueText } from "./units.js";
+import { bytesText, exactBytes, percentText, plainNumber, valueText } from "./units.js";
 
 export class RanksView {
   constructor(data) {
@@ -54,9 +54,9 @@ export function headerOf(data, themeButton) {
   const facts = [];
   if (data.model) {
     facts.push(fact("model", data.model.name), fact("parameters", data.model.parameters_numel.toLocaleString("en-US")));
-    for (const [name, value] of Object.entries(data.model.details ?? {})) facts.push(fact(name, value));
+    for (const [name, value] of Object.entries(data.model.details ?? {})) facts.push(fact(name, typeof value === "number" ? plainNumber(value) : value));
   }
-  for (const [name, value] of Object.entries(data.options ?? {})) facts.push(fact(name, value));
+  for (const [name, value] of Object.entries(data.options ?? {})) facts.push(fact(name, typeof value === "number" ? plainNumber(value) : value));
   if (data.hardware) facts.push(fact("device", `${data.hardware.name}, ${bytesText(data.hardware.usable_bytes)} usable of ${bytesText(data.hardware.capacity_bytes)}`));
-  return [el("div", {}, el("h1", {}, data.title), el("div", { class: "facts" }, el("span", {}, { plan: "a plan", run: "a run" }[data.kind]), facts)), themeButton];
+  return [el("div", {}, el("h1", {}, data.title), el("div", { class: "facts" }, el("span", {}, { plan: "a plan", run: (data.losses?.length ?? 1) > 1 ? `${data.losses.length} runs` : "a run" }[data.kind]), facts)), themeButton];
 }

@@ -27,7 +27,7 @@ export function bytesText(nbytes, exponent = binaryUnit(nbytes)) {
 /** Bytes of a round number, without digits that say nothing. */
 export function byteTickText(nbytes) {
   const exponent = binaryUnit(nbytes);
-  return `${Number((nbytes / 1024 ** exponent).toPrecision(4)).toLocaleString("en-US")} ${BINARY[exponent]}`;
+  return `${Number((nbytes / 1024 ** exponent).toPrecision(6)).toLocaleString("en-US", { maximumFractionDigits: 4 })} ${BINARY[exponent]}`;
 }
 
 /** The rounded text, and the exact number of bytes. */
@@ -57,6 +57,15 @@ export function secondsText(seconds) {
   return size >= 1e-3 ? `${threeDigits(seconds * 1e3)} ms` : `${threeDigits(seconds * 1e6)} µs`;
 }
 
+/** Texts of the times of an axis: one unit, and as many digits as tell neighbours apart. */
+export function timeTickTexts(ticks) {
+  const step = ticks.length > 1 ? ticks[1] - ticks[0] : 1;
+  const high = Math.abs(ticks.at(-1));
+  const [scale, unit] = high >= 1 ? [1, "s"] : high >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
+  const digits = Math.max(0, Math.ceil(-Math.log10(step * scale) - 1e-9));
+  return new Map(ticks.map((tick) => [tick, `${(tick * scale).toFixed(digits)} ${unit}`]));
+}
+
 /** Text of a number in a named unit; "B" is bytes, "s" is seconds. */
 export function valueText(value, unit) {
   if (unit === "B") return bytesText(value);
@@ -80,9 +89,9 @@ export function roundTicks(low, high, count) {
 }
 
 /** Round numbers of bytes, in the unit of the highest. */
-export function byteTicks(high, count) {
+export function byteTicks(high, count, low = 0) {
   const scale = 1024 ** binaryUnit(high);
-  return roundTicks(0, high / scale, count).map((value) => value * scale);
+  return roundTicks(low / scale, high / scale, count).map((value) => value * scale);
 }
 
 /** Round values in a unit on a logarithmic axis. */
