@@ -449,7 +449,7 @@ def test_tables_show_the_numbers_of_the_data(open_page: Open, plan: dict[str, An
         cells = opened.page.locator("#losses tr", has_text=run["run"]).inner_text().split("\t")
         known = [loss for loss in run["loss"] if loss is not None]
         assert cells[1:4] == [str(len(run["loss"])), f"{known[-1]:.4f}", f"{min(known):.4f}"]
-    equal = plan["losses"][:1] + [plan["losses"][0] | {"run": "again"}, plan["losses"][1]]
+    equal = [*plan["losses"][:1], plan["losses"][0] | {"run": "again"}, plan["losses"][1]]
     again = open_page(plan | {"losses": equal}, "losses")
     rows = [row.split("\t")[5] for row in again.page.locator("#losses tbody tr").all_inner_texts()]
     assert rows == ["", f"{equal[0]['run']}, at each step", ""]

@@ -44,7 +44,9 @@ export function countText(value) {
 
 /** A round number with a decimal prefix, without digits that say nothing. */
 export function countTickText(value) {
-  return countText(value).replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
+  return countText(value)
+    .replace(/(\.\d*?)0+(?=\D|$)/, "$1")
+    .replace(/\.(?=\D|$)/, "");
 }
 
 export function plainNumber(value) {
@@ -84,7 +86,8 @@ export function roundTicks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= rough);
   const ticks = [];
-  for (let place = Math.ceil(low / step - 1e-9); place * step <= high * (1 + 1e-12) + 1e-300; place += 1) ticks.push(place * step + 0); // + 0: never -0
+  for (let place = Math.ceil(low / step - 1e-9); place * step <= high * (1 + 1e-12) + 1e-300; place += 1)
+    ticks.push(place * step + 0); // + 0: never -0
   return ticks;
 }
 
