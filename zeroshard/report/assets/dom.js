@@ -1,5 +1,7 @@
 // Elements, the tooltip and the colours. Text of the data goes through textContent only, never through markup.
 
+import { bytesText, exactBytes } from "./units.js";
+
 // Okabe and Ito's palette, which people with any form of colour blindness can tell apart.
 export const PALETTE = {
   orange: "#E69F00",
@@ -64,6 +66,11 @@ export function legend(entries) {
     { class: "legend" },
     entries.map(([color, text, glyph]) => el("li", {}, sign(color, glyph), text)),
   );
+}
+
+/** Bytes in a table: rounded, and exact under the pointer. */
+export function bytesCell(nbytes) {
+  return el("span", { title: exactBytes(nbytes), "data-bytes": String(nbytes) }, bytesText(nbytes));
 }
 
 /** A table; `columns` are [title, isNumber], cells are text or elements. */

@@ -1,7 +1,7 @@
 // The step film, the two clocks under it on the same time axis, and where every byte goes at one moment.
 
 import { Clocks } from "./clocks.js";
-import { columnColor, el, hideTooltip, legend, PALETTE, showTooltip, swatch, table } from "./dom.js";
+import { bytesCell, columnColor, el, hideTooltip, legend, PALETTE, showTooltip, swatch, table } from "./dom.js";
 import { Icicle } from "./icicle.js";
 import { onceAFrame, Plot } from "./plot.js";
 import { Timeline, treeOf } from "./timeline.js";
@@ -258,7 +258,7 @@ export class FilmView {
           swatch(columnColor(data.columns[one.column], one.column)),
           data.columns[one.column],
         ),
-        bytesText(one.nbytes),
+        bytesCell(one.nbytes),
         data.names[one.module] || "(model)",
         data.names[one.tensor],
         data.names[one.operation],
@@ -266,7 +266,7 @@ export class FilmView {
     const rest = live.slice(LIVE_ROWS).reduce((sum, one) => sum + one.nbytes, 0);
     const total = live.reduce((sum, one) => sum + one.nbytes, 0);
     if (rest)
-      rows.push([`and ${(live.length - LIVE_ROWS).toLocaleString("en-US")} smaller`, bytesText(rest), "", "", ""]);
+      rows.push([`and ${(live.length - LIVE_ROWS).toLocaleString("en-US")} smaller`, bytesCell(rest), "", "", ""]);
     const shown = table(
       [
         ["column", false],
@@ -276,7 +276,7 @@ export class FilmView {
         ["operation", false],
       ],
       rows,
-      [`${live.length.toLocaleString("en-US")} storages`, bytesText(total), "", "", ""],
+      [`${live.length.toLocaleString("en-US")} storages`, bytesCell(total), "", "", ""],
     );
     shown.dataset.bytes = String(total);
     this.liveTable.replaceChildren(shown);

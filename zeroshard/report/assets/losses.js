@@ -50,8 +50,8 @@ export class LossView {
       return [
         el("span", {}, swatch(run.color), run.name),
         String(run.points.length + run.lost),
-        last[1].toFixed(4),
-        lowest[1].toFixed(4),
+        lossText(last[1]),
+        lossText(lowest[1]),
         String(lowest[0]),
         ...(this.runs.length > 1 ? [this._equalTo(run)] : []),
       ];
@@ -119,7 +119,7 @@ export class LossView {
         (best, one) => (Math.abs(one[0] - step) < Math.abs(best[0] - step) ? one : best),
         run.points[0] ?? [0, NaN],
       );
-      return `${run.name} ${point[1].toFixed(4)}`;
+      return `${run.name} ${lossText(point[1])}`;
     });
     this.readout.textContent = `step ${step}: ${near.join(", ")}`;
     this.plot.draw();
@@ -159,6 +159,10 @@ export class LossView {
     if (this.cursor !== null && this.cursor !== undefined)
       plot.line(this.x(this.cursor), plot.top, this.x(this.cursor), plot.bottom, plot.color("ink"));
   }
+}
+
+function lossText(loss) {
+  return Number.isNaN(loss) ? "none" : loss.toFixed(4);
 }
 
 function extent(values) {

@@ -100,7 +100,14 @@ class Tabs {
   }
 }
 
-const data = await readData();
+/** Says what is wrong instead of leaving the page empty. */
+function refuse(error) {
+  const text = "The data of this page cannot be read. It needs a browser of 2023 or later, and a file that is whole.";
+  document.getElementById("panels").append(el("p", { role: "alert" }, text));
+  throw error;
+}
+
+const data = await readData().catch(refuse);
 document.getElementById("header").append(...headerOf(data, makeThemeButton()));
 const tabs = new Tabs(data);
 tabs.show(location.hash.slice(1));

@@ -1,6 +1,6 @@
 // The stage player: bytes of each rank by closed forms, for any ZeRO stage, number of ranks, batch and sequence.
 
-import { columnColor, el, explain, legend, STATE_COLUMNS, swatch, table } from "./dom.js";
+import { bytesCell, columnColor, el, explain, legend, STATE_COLUMNS, swatch, table } from "./dom.js";
 import { byteTickText, byteTicks, bytesText, countText, exactBytes } from "./units.js";
 
 const SHOWN_RANKS = 16;
@@ -238,7 +238,7 @@ export class PlayerView {
       el("span", { class: "keep" }, swatch(columnColor(column)), column),
       el("span", { class: "formula" }, forms[column][0]),
       el("span", { class: "formula muted" }, forms[column][1]),
-      bytesText(bytes[column]),
+      bytesCell(bytes[column]),
     ]);
     this.lines.replaceChildren(
       table(
@@ -249,7 +249,7 @@ export class PlayerView {
           ["rank 0", true],
         ],
         rows,
-        ["sum", "", "", bytesText(sum(Object.values(bytes)))],
+        ["sum", "", "", bytesCell(sum(Object.values(bytes)))],
       ),
       el(
         "p",

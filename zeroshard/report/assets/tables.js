@@ -1,26 +1,34 @@
 // The ranks, and the plan against the measurement: tables with bars.
 
-import { columnColor, el, explain, legend, PALETTE, swatch, table } from "./dom.js";
+import { bytesCell, columnColor, el, explain, legend, PALETTE, swatch, table } from "./dom.js";
 import { bytesText, exactBytes, percentText, plainNumber, valueText } from "./units.js";
 
 export class RanksView {
   constructor(data) {
     const { ranks, columns, hardware } = data;
     const resident = (rank) => Object.values(rank.resident_bytes).reduce((sum, one) => sum + one, 0);
-    const most = Math.max(...ranks.map((rank) => Math.max(resident(rank), rank.peak_bytes ?? 0)));
+    const widest = (rank) => Math.max(resident(rank), rank.peak_bytes ?? 0) || 1;
+    const most = Math.max(...ranks.map(widest));
     const bar = (rank) => {
       const line = el(
         "div",
-        { style: { display: "flex", height: "14px", "min-width": "140px" } },
+        {
+          style: {
+            display: "flex",
+            height: "14px",
+            background: "var(--grid)",
+            width: `${(100 * widest(rank)) / most}%`,
+          },
+        },
         columns.map((column, place) => {
           const nbytes = rank.resident_bytes[column] ?? 0;
           const part = el("i", {
-            style: { background: columnColor(column, place), width: `${(100 * nbytes) / most}%` },
+            style: { background: columnColor(column, place), width: `${(100 * nbytes) / widest(rank)}%` },
           });
           return explain(part, () => `${rank.name}, ${column}: ${exactBytes(nbytes)}`);
         }),
       );
-      return line;
+      return el("div", { style: { "min-width": "140px" } }, line);
     };
     const shown = columns.filter((column) => ranks.some((rank) => rank.resident_bytes[column]));
     const hasPeak = ranks.some((rank) => rank.peak_bytes);
@@ -30,7 +38,7 @@ export class RanksView {
       el(
         "p",
         {},
-        `Bytes that each rank holds between steps, by column${hasPeak ? ", and the peak of a step" : ""}${hardware ? `; ${bytesText(hardware.usable_bytes)} are usable on ${hardware.name}` : ""}.`,
+        `Bytes that each rank holds between steps, by column${hasPeak ? ", and the peak of a step, to which the grey part of each bar reaches" : ""}${hardware ? `; ${bytesText(hardware.usable_bytes)} are usable on ${hardware.name}` : ""}.`,
       ),
       legend(shown.map((column) => [columnColor(column, columns.indexOf(column)), column])),
       table(
@@ -45,12 +53,10 @@ export class RanksView {
         ranks.map((rank) => [
           rank.name,
           rank.count.toLocaleString("en-US"),
-          el("span", { "data-bytes": String(resident(rank)) }, bytesText(resident(rank))),
-          ...(hasPeak
-            ? [rank.peak_bytes ? el("span", { "data-bytes": String(rank.peak_bytes) }, bytesText(rank.peak_bytes)) : ""]
-            : []),
+          bytesCell(resident(rank)),
+          ...(hasPeak ? [rank.peak_bytes ? bytesCell(rank.peak_bytes) : ""] : []),
           bar(rank),
-          ...shown.map((column) => bytesText(rank.resident_bytes[column] ?? 0)),
+          ...shown.map((column) => bytesCell(rank.resident_bytes[column] ?? 0)),
         ]),
       ),
     );

@@ -250,6 +250,8 @@ export class WalkView {
       [...gradients.children].forEach((part, owner) =>
         part.classList.toggle("on", owner === rank && state.reduced.includes(unit.name)),
       );
+      // Before a reduction each rank has whole gradients of its own batch; it sends what the other ranks keep.
+      gradients.classList.toggle("sent", step?.event.kind === "reduce" && step.event.unit === unit.name);
       masters.classList.toggle("updated", state.is_updated);
       kept.classList.toggle("on", state.kept.includes(unit.name));
       cell.classList.toggle("active", step !== null && (step.event.unit === unit.name || step.event.kind === "step"));
