@@ -175,9 +175,10 @@ def test_classes_of_ranks_add_up() -> None:
     for ranks in (1, 8, 1000):
         plan = make_plan("gpt2-xl", world_size=ranks, stage=3, device="a100-40")
         assert sum(one.count for one in plan.ranks) == ranks
-        assert {sum(one.resident_bytes.values()) for one in plan.ranks} == {sum(plan.resident_bytes.values())}
-    last = plan.ranks[-1]
-    assert last.resident_bytes["padding"] >= plan.resident_bytes["padding"]
+        whole = sum(plan.resident_bytes.values())
+        # States are kept of parameters alone, so the shard with the padding at the end has fewer.
+        assert all(0.999 * whole <= sum(one.resident_bytes.values()) <= whole for one in plan.ranks)
+    assert plan.ranks[-1].resident_bytes["padding"] > plan.resident_bytes["padding"]
 
 
 def test_ten_thousand_ranks_cost_no_more_than_ten() -> None:
