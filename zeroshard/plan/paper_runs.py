@@ -1,8 +1,8 @@
 """The runs of the ZeRO paper, predicted: a configuration in, memory and time of one step out.
 
-Owns what the paper's programs and machines were, as arguments of the planner: DGX-2 nodes, Megatron's model parallelism,
-kernels of 2019. Must not know what was published (`paper_data.py` has that), but for the one measurement of another
-paper that says how much of a device programs of that time reached. Read `film.py` first.
+Owns what the paper's programs and machines were, as arguments of the planner: DGX-2 nodes, model parallelism as
+Megatron-LM's, kernels of 2019. Must not know what the paper measured (`paper_data.py` has that); one measurement of
+another paper says how much of a device programs of that time reached. Read `film.py` first.
 
 Note: what is assumed, and why
     Machine: the preset "v100-32" in nodes of 16 whose adapters have 800 Gb/s together, as section 10 of the paper says.
@@ -22,9 +22,10 @@ reduce_bucket_size and allgather_bucket_size.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 from typing import Final, final
 
 from zeroshard.plan.film import Call, Film, Job, make_film
@@ -45,6 +46,7 @@ __all__ = [
     "DGX_2",
     "KERNELS",
     "Outcome",
+    "ROWS",
     "film_of",
     "model_of",
     "outcome_of",
@@ -57,7 +59,12 @@ SEQUENCE: Final = 1024
 OPERATIONS: Final = 8
 """Floating-point operations for each parameter and token: two forwards of 2, a backward of 4."""
 DGX_2: Final[Device] = replace(
-    DEVICES["v100-32"], name="v100-32 in a DGX-2", node_ranks=16, node_bytes_per_s=100e9, hop_s=3.4e-6, node_hop_s=9.6e-6
+    DEVICES["v100-32"],
+    name="v100-32 in a DGX-2",
+    node_ranks=16,
+    node_bytes_per_s=100e9,
+    hop_s=3.4e-6,
+    node_hop_s=9.6e-6,
 )
 """A V100 in a node of 16, with eight adapters of 100 Gb/s."""
 CB_BYTES: Final = 2 * 5 * 10**8 * 2
@@ -68,6 +75,10 @@ BUDGET_BYTES: Final = DGX_2.memory_bytes - DGX_2.context_bytes - GROUPS * DGX_2.
 """What is left for the allocator."""
 STRAGGLING: Final = 0.015
 """Of a step's time: how much ranks differ in it."""
+ROWS: Final[Mapping[str, Residency]] = MappingProxyType(
+    dict(zip(("baseline", "P_os", "P_os+g", "P_os+g+p"), STAGES.values(), strict=True))
+)
+"""The stages by the paper's names, with activations as they are."""
 KERNELS: Final = Kernels(attention="stepwise", fused_bias=False, loss="sharded")
 
 
@@ -99,10 +110,8 @@ def model_of(run: Run) -> Transformer:
 
 
 def row_of(name: str) -> Residency:
-    """Return the row of the residency table that a run's `row` names; the baselines recompute, too."""
-    if name in CONFIGURATIONS:
-        return CONFIGURATIONS[name]
-    return replace(STAGES[int(name.removeprefix("stage "))], activations=CONFIGURATIONS["C1"].activations)
+    """Return the row of the residency table of a name; the stages recompute, too."""
+    return CONFIGURATIONS.get(name) or replace(ROWS[name], activations=CONFIGURATIONS["C1"].activations)
 
 
 def parts_of(model: Transformer, load: Workload, row: Residency) -> dict[str, Parts]:
@@ -127,16 +136,17 @@ def film_of(run: Run, device: Device = DGX_2, seconds: Callable[[Cost], float] |
         seconds: of one kernel; the device's own formula where not given.
     """
     model, row, ranks = model_of(run), row_of(run.row), run.devices // run.tensor
-    units = own_units(model, run.tensor)
+    units = dict(own_units(model, run.tensor))
+    # Positions are used with tokens and nowhere else, so they travel with them.
+    units["transformer.wte"] += tuple((f"positions.{key}", numel) for key, numel in units.pop("transformer.wpe"))
     specs = specs_of(units, row, PRECISIONS["paper"], ranks)
-    parts = parts_of(
-        model, Workload(batch=run.batch, sequence=SEQUENCE, tensor=run.tensor, kernels=KERNELS), row
-    )  # fmt: skip
-    blocks = [number for number, name in enumerate(units) if ".h." in name]
-    embedding = next(number for number, name in enumerate(units) if name.endswith("wte"))
+    load = Workload(batch=run.batch, sequence=SEQUENCE, tensor=run.tensor, kernels=KERNELS)
+    parts = parts_of(model, load, row)
+    numbers = {name: number for number, name in enumerate(units)}
+    blocks = [Call(number, parts["block"]) for name, number in numbers.items() if ".h." in name]
     job = Job(
         units=specs,
-        calls=[Call(embedding, parts["embedding"]), *(Call(n, parts["block"]) for n in blocks), Call(0, parts["head"])],
+        calls=[Call(numbers["transformer.wte"], parts["embedding"]), *blocks, Call(0, parts["head"])],
         updates=[updates_of(specs, OPTIMIZERS["adam"])],
         wire=Native() if ranks > 1 else Silence(),
         device=device,

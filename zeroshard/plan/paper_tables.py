@@ -45,7 +45,9 @@ class Table:
         widths = [max(len(line[place]) for line in (head, *body)) for place in range(len(head))]
         is_text = [all(isinstance(row[place], str) for row in self.rows) for place in range(len(head))]
         lines = [
-            "  ".join(v.ljust(w) if left else v.rjust(w) for v, w, left in zip(line, widths, is_text, strict=True)).rstrip()
+            "  ".join(
+                v.ljust(w) if left else v.rjust(w) for v, w, left in zip(line, widths, is_text, strict=True)
+            ).rstrip()
             for line in (head, *body)
         ]
         rule = "-" * max(map(len, lines))

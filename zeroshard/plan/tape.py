@@ -256,8 +256,10 @@ def instructions(
         raise ValueError(f"treatment must be one of {', '.join(TREATMENTS)}; got {treatment!r}.")
     is_treated = input_parts > 1 or is_input_offloaded
     if is_treated and treatment == "keep":
-        raise ValueError(f"input_parts={input_parts}, is_input_offloaded={is_input_offloaded}: only recomputation keeps "
-                         "inputs; give treatment='recompute'.")
+        raise ValueError(
+            f"input_parts={input_parts}, is_input_offloaded={is_input_offloaded}: only recomputation keeps "
+            "inputs; give treatment='recompute'."
+        )
     run = _Run(tape)
     if treatment == "keep":
         run.forward({number for one in tape.operations for number in one.saves} | {tape.output})
