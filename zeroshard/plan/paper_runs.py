@@ -41,6 +41,8 @@ from zeroshard.table.stages import CONFIGURATIONS, STAGES
 from zeroshard.table.wires import Native, Silence
 
 __all__ = [
+    "AS_SAID",
+    "Assumptions",
     "BUDGET_BYTES",
     "CB_BYTES",
     "DGX_2",
@@ -80,6 +82,26 @@ ROWS: Final[Mapping[str, Residency]] = MappingProxyType(
 )
 """The stages by the paper's names, with activations as they are."""
 KERNELS: Final = Kernels(attention="stepwise", fused_bias=False, loss="sharded")
+
+
+@final
+@dataclass(frozen=True)
+class Assumptions:
+    """What is not the planner's own; the note above says where each is from.
+
+    Args:
+        is_slowed: whether kernels reach `software_part` of the roofline, and not all of it.
+        straggling: of a step's time, how much ranks differ in it.
+        has_preset_latencies: whether latencies are those of the preset "v100-32".
+    """
+
+    name: str = "as the note says"
+    is_slowed: bool = True
+    straggling: float = STRAGGLING
+    has_preset_latencies: bool = False
+
+
+AS_SAID: Final = Assumptions()
 
 
 @final
@@ -164,21 +186,26 @@ def operations_of(run: Run) -> float:
 
 
 @cache
-def software_part() -> float:
+def software_part(given: Assumptions = AS_SAID) -> float:
     """Return what programs of 2019 reached of what the roofline says, from Megatron-LM's single-device baseline.
 
     That was a V100 with a peak of 130 teraFLOPS.
     """
+    if not given.is_slowed:
+        return 1.0
     device = replace(DGX_2, peak_flops={**DGX_2.peak_flops, "float16": 130e12})
     return film_of(MEGATRON, device).step_s * MEGATRON.published * 1e12 / operations_of(MEGATRON)
 
 
 @cache
-def outcome_of(run: Run) -> Outcome:
+def outcome_of(run: Run, given: Assumptions = AS_SAID) -> Outcome:
     """Predict a run."""
-    part = software_part()
-    film = film_of(run, seconds=lambda cost: DGX_2.kernel_s(cost, "float16") / part)
-    step_s = film.step_s * (1 + STRAGGLING * math.sqrt(2 * math.log(run.devices)))
+    part, device = software_part(given), DGX_2
+    if given.has_preset_latencies:
+        preset = DEVICES["v100-32"]
+        device = replace(device, hop_s=preset.hop_s, node_hop_s=preset.node_hop_s)
+    film = film_of(run, device, seconds=lambda cost: device.kernel_s(cost, "float16") / part)
+    step_s = film.step_s * (1 + given.straggling * math.sqrt(2 * math.log(run.devices)))
     # Megatron-LM and torch's DistributedDataParallel have buffers of their own, of the gradients' size at most.
     peak_bytes = film.peak[0] + (CB_BYTES if run.row in CONFIGURATIONS else 0)
     return Outcome(film, step_s, peak_bytes, operations_of(run) / step_s / 1e12)
