@@ -90,7 +90,7 @@ class Assumptions:
     """What is not the planner's own; the note above says where each is from.
 
     Args:
-        is_slowed: whether kernels reach `software_part` of the roofline, and not all of it.
+        is_slowed: whether kernels reach `software_part()` of the roofline, and not all of it.
         straggling: of a step's time, how much ranks differ in it.
         has_preset_latencies: whether latencies are those of the preset "v100-32".
     """
@@ -111,12 +111,13 @@ class Outcome:
 
     Args:
         step_s: of a step, stragglers included.
+        state_bytes: of parameters, gradients and states of a rank.
         peak_bytes: of a rank, constant buffers included.
         teraflops: of each device.
     """
 
-    film: Film
     step_s: float
+    state_bytes: int
     peak_bytes: int
     teraflops: float
 
@@ -186,26 +187,34 @@ def operations_of(run: Run) -> float:
 
 
 @cache
-def software_part(given: Assumptions = AS_SAID) -> float:
+def software_part() -> float:
     """Return what programs of 2019 reached of what the roofline says, from Megatron-LM's single-device baseline.
 
     That was a V100 with a peak of 130 teraFLOPS.
     """
-    if not given.is_slowed:
-        return 1.0
     device = replace(DGX_2, peak_flops={**DGX_2.peak_flops, "float16": 130e12})
     return film_of(MEGATRON, device).step_s * MEGATRON.published * 1e12 / operations_of(MEGATRON)
 
 
 @cache
-def outcome_of(run: Run, given: Assumptions = AS_SAID) -> Outcome:
-    """Predict a run."""
-    part, device = software_part(given), DGX_2
-    if given.has_preset_latencies:
+def _simulated(run: Run, *, is_slowed: bool, has_preset_latencies: bool) -> tuple[float, int, int]:
+    """Return the seconds of a step, and the bytes of model states and at most; a whole film would be kept for each."""
+    part, device = software_part() if is_slowed else 1.0, DGX_2
+    if has_preset_latencies:
         preset = DEVICES["v100-32"]
         device = replace(device, hop_s=preset.hop_s, node_hop_s=preset.node_hop_s)
     film = film_of(run, device, seconds=lambda cost: device.kernel_s(cost, "float16") / part)
-    step_s = film.step_s * (1 + given.straggling * math.sqrt(2 * math.log(run.devices)))
+    resident = film.resident_bytes
+    return film.step_s, sum(resident[column] for column in ("parameters", "gradients", "states")), film.peak[0]
+
+
+@cache
+def outcome_of(run: Run, given: Assumptions = AS_SAID) -> Outcome:
+    """Predict a run."""
+    alone_s, state_bytes, peak_bytes = _simulated(
+        run, is_slowed=given.is_slowed, has_preset_latencies=given.has_preset_latencies
+    )
+    step_s = alone_s * (1 + given.straggling * math.sqrt(2 * math.log(run.devices)))
     # Megatron-LM and torch's DistributedDataParallel have buffers of their own, of the gradients' size at most.
-    peak_bytes = film.peak[0] + (CB_BYTES if run.row in CONFIGURATIONS else 0)
-    return Outcome(film, step_s, peak_bytes, operations_of(run) / step_s / 1e12)
+    peak_bytes += CB_BYTES if run.row in CONFIGURATIONS else 0
+    return Outcome(step_s, state_bytes, peak_bytes, operations_of(run) / step_s / 1e12)
