@@ -39,7 +39,7 @@ class Run:
     """One measured configuration.
 
     Args:
-        row: "stage 0" for the baselines, else a configuration of table 3, "C1" to "C5".
+        row: "baseline", or a configuration of table 3, "C1" to "C5".
         layers, hidden, heads: of a model of the GPT-2 family, with sequences of 1,024 tokens.
         devices: in all.
         tensor: ranks of model parallelism (MP).
@@ -85,10 +85,10 @@ class Largest:
     published: float
 
 
-FIGURE_1: Final[Mapping[str, float]] = MappingProxyType(
-    {"baseline": 120, "P_os": 31.4, "P_os+g": 16.6, "P_os+g+p": 1.9}
+FIGURE_1: Final[Mapping[str, str]] = MappingProxyType(
+    {"baseline": "120", "P_os": "31.4", "P_os+g": "16.6", "P_os+g+p": "1.9"}
 )
-"""GB of model states of each device: 7.5 billion parameters, 64 ranks, K = 12."""
+"""GB of model states of each device, as printed: 7.5 billion parameters, 64 ranks, K = 12."""
 
 TABLE_1: Final[Mapping[tuple[float, int], tuple[str, str, str]]] = MappingProxyType(
     {
@@ -143,7 +143,7 @@ def _pair(
     ours = Run(label=label, row=row, layers=layers, hidden=hidden, heads=heads, devices=400, tensor=tensor, batch=batch,
                published=published)  # fmt: skip
     devices, tensor, heads, batch, published = base
-    theirs = Run(label=label, row="stage 0", layers=layers, hidden=hidden, heads=heads, devices=devices, tensor=tensor,
+    theirs = Run(label=label, row="baseline", layers=layers, hidden=hidden, heads=heads, devices=devices, tensor=tensor,
                  batch=batch, published=published)  # fmt: skip
     return Pair(ours, theirs)
 
@@ -172,8 +172,8 @@ FIGURE_4: Final = tuple(
     Run(label=label, row=row, layers=layers, hidden=hidden, heads=heads, devices=128, tensor=1, batch=batch,
         published=published)
     for label, row, layers, hidden, heads, batch, published in (
-        ("DDP 1.16B", "stage 0", 24, 1920, 16, 8, 39.3),
-        ("DDP 1.38B", "stage 0", 40, 1536, 16, 1, 18.1),
+        ("DDP 1.16B", "baseline", 24, 1920, 16, 8, 39.3),
+        ("DDP 1.38B", "baseline", 40, 1536, 16, 1, 18.1),
         ("1.5B", "C3", 34, 1920, 16, 24, 40.3),
         ("2.5B", "C3", 54, 1920, 16, 24, 41.9),
         ("4B", "C3", 64, 2304, 24, 16, 43.5),
@@ -227,19 +227,20 @@ FIGURE_8: Final = (
 )  # fmt: skip
 """Throughput by configuration; table 9. At 170 billion parameters only C5 ran; the batch of the others is C5's."""
 
-MEGATRON: Final = Run(label="Megatron-LM 1.2B", row="stage 0", layers=40, hidden=1536, heads=16, devices=1, tensor=1,
+MEGATRON: Final = Run(label="Megatron-LM 1.2B", row="baseline", layers=40, hidden=1536, heads=16, devices=1, tensor=1,
                       batch=8, published=39, is_read_off=False)  # fmt: skip
-"""Not of the ZeRO paper: the single-device baseline of the program that it builds on, 30% of a peak of 130 teraFLOPS."""
+"""Not of the ZeRO paper: the single-device baseline of the program below it, 30% of a peak of 130 teraFLOPS."""
 
 SLIPS: Final = (
     "Table 4 gives a hidden size of 4096 for 40B to 60B, table 5 gives 6144; only 6144 yields 40B and 60B.",
     "Captions in the appendix are shifted: its tables for figures 4, 5, 6 and 7 belong to figures 6, 7, 8 and 4. "
     "The model of 60B is 132 layers of 6144 in one table and 75 of 8192 in another, with 32 or 64 heads.",
-    "Section 3.2 has 60 GB of checkpoints for 100B at a batch of 32, section 6.1 has 33 GB, reduced to 2 GB by P_a, also "
-    "at 32. The formula gives 67.1 GB and 4.2 GB at 32, 33.6 GB and 2.1 GB at 16.",
+    "Section 3.2 has 60 GB of checkpoints for 100B at a batch of 32, section 6.1 has 33 GB, reduced to 2 GB by P_a, "
+    "also at 32. The formula gives 67.1 GB and 4.2 GB at 32, 33.6 GB and 2.1 GB at 16.",
     "The caption of table 2 calls P_os ZeRO-OS.",
     "The largest model without model parallelism is 13B; the formula of table 1 allows 15.2B on 128 ranks.",
-    "The text says that figure 4 averages more than 40 teraFLOPS; its nine ZeRO sizes average 39.0, and 13B reaches 21.",
+    "Figure 4 labels the baseline's largest model 1.38B; its 40 layers of 1536 in table 10 make 1.2 billion.",
+    "The text says that figure 4 averages more than 40 teraFLOPS; its nine ZeRO sizes average 39.0, 13B reaches 21.",
     "Figure 3 is called super-linear throughout; from 256 to 400 devices it is sub-linear.",
 )
 """Where the paper contradicts itself."""
