@@ -177,7 +177,7 @@ def test_classes_of_ranks_add_up() -> None:
         assert sum(one.count for one in plan.ranks) == ranks
         whole = sum(plan.resident_bytes.values())
         # States are kept of parameters alone, so the shard with the padding at the end has fewer.
-        assert all(0.999 * whole <= sum(one.resident_bytes.values()) <= whole for one in plan.ranks)
+        assert all(0.99 * whole <= sum(one.resident_bytes.values()) <= whole for one in plan.ranks)
     assert plan.ranks[-1].resident_bytes["padding"] > plan.resident_bytes["padding"]
 
 
