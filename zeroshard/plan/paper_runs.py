@@ -160,8 +160,6 @@ def film_of(run: Run, device: Device = DGX_2, seconds: Callable[[Cost], float] |
     """
     model, row, ranks = model_of(run), row_of(run.row), run.devices // run.tensor
     units = dict(own_units(model, run.tensor))
-    # Positions are used with tokens and nowhere else, so they travel with them.
-    units["transformer.wte"] += tuple((f"positions.{key}", numel) for key, numel in units.pop("transformer.wpe"))
     specs = specs_of(units, row, PRECISIONS["paper"], ranks)
     load = Workload(batch=run.batch, sequence=SEQUENCE, tensor=run.tensor, kernels=KERNELS)
     parts = parts_of(model, load, row)
