@@ -62,6 +62,7 @@ def main() -> None:
     app.command()(version)
     app.command()(doctor)
     app.command()(report)
+    app.command()(paper)
     _add_plan(app)
     app.add_typer(_checkpoint_commands(), name="checkpoint")
     try:
@@ -194,6 +195,23 @@ def report(
         if pictures is not None:
             _say("\n".join(str(path) for path in write_pictures(data, pictures)))
     except (ValueError, TypeError, ImportError, OSError) as error:
+        _fail(str(error))
+
+
+def paper(
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,
+    plots: Annotated[Path | None, typer.Option(help="A folder for PNG and SVG files of the figures.")] = None,
+) -> None:
+    """Print the ZeRO paper's tables and figures, predicted beside published: docs/paper.md."""
+    from zeroshard.plan.paper import reproduce
+    from zeroshard.report.paper_plots import write_paper_plots
+
+    found = reproduce()
+    print(found.json() if as_json else found.render())
+    try:
+        for path in write_paper_plots(found, plots) if plots is not None else ():
+            print(f"{path}: written", file=sys.stderr)
+    except (ImportError, OSError) as error:
         _fail(str(error))
 
 
