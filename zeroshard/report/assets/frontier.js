@@ -96,8 +96,6 @@ export class FrontierView {
         of: one,
         text: `${one.label}\n${bytesText(one.peak_bytes)}, ${countText(one.tokens_per_s)} tokens/s, ${VERDICTS[one.verdict][2]}`,
       }));
-    // The best is drawn last, so that nothing hides it.
-    this.points.sort((one, other) => Number(one.of.is_best) - Number(other.of.is_best));
     this.scatter.show(this.points, ...this.axes);
     const best = configurations.find((one) => one.is_best);
     if (best) this.scatter.select(this.scatter.points.find((point) => point.of === best));

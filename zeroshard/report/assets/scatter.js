@@ -4,6 +4,7 @@ import { hideTooltip, showTooltip } from "./dom.js";
 import { Plot } from "./plot.js";
 
 const NEAR_PX = 16;
+const DENSE = 800; // marks, above which they are small and let others shine through
 
 /** Shapes of marks, and letters that look like them. */
 export const GLYPHS = { circle: "●", square: "■", triangle: "▲", diamond: "◆", cross: "✕" };
@@ -84,8 +85,12 @@ export class Scatter {
     plot.xAxis(xAxis.ticks, (tick) => this.px(tick), xAxis.name, xAxis.title);
     plot.yTitle(yAxis.title);
     this.under(this);
-    for (const point of this.points)
-      mark(plot.context, this.px(point.x), this.py(point.y), point.shape, point.color, 4.5);
+    const isDense = this.points.length > DENSE;
+    plot.context.globalAlpha = isDense ? 0.6 : 1;
+    const place = ({ x, y, shape, color }, size) => mark(plot.context, this.px(x), this.py(y), shape, color, size);
+    for (const point of this.points) if (point.shape !== "star") place(point, isDense ? 2.8 : 4.5);
+    plot.context.globalAlpha = 1;
+    for (const point of this.points) if (point.shape === "star") place(point, 4.5);
     if (this.selected) {
       const { context } = plot;
       context.strokeStyle = plot.color("ink");
