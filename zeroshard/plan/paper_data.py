@@ -148,16 +148,19 @@ def _pair(
     return Pair(ours, theirs)
 
 
-FIGURE_2: Final = (
-    _pair("1.5B", 48, 1600, (1, 16, 24, 30.3), (400, 2, 16, 16, 26.4)),
-    _pair("8B", 72, 3072, (4, 24, 64, 36.9), (400, 8, 24, 8, 23.1)),
-    _pair("40B", 88, 6144, (4, 32, 12, 35.9), (384, 32, 64, 4, 4.9)),
-    _pair("60B", 132, 6144, (16, 32, 64, 36.5), (384, 64, 64, 4, 6.3)),
-    _pair("80B", 100, 8192, (16, 64, 32, 37.6), (384, 128, 128, 4, 5.2)),
-    _pair("100B", 125, 8192, (16, 64, 32, 38.7), (384, 128, 128, 2, 3.8)),
-    _pair("120B", 150, 8192, (16, 64, 24, 28.1), (384, 128, 128, 2, 3.8)),
-    _pair("140B", 175, 8192, (16, 64, 16, 26.9), (384, 128, 128, 2, 3.8)),
-    _pair("170B", 212, 8192, (16, 64, 12, 20.9), (256, 256, 256, 2, 2.2)),
+FIGURE_2: Final = tuple(
+    _pair(*row)
+    for row in (
+        ("1.5B", 48, 1600, (1, 16, 24, 30.3), (400, 2, 16, 16, 26.4)),
+        ("8B", 72, 3072, (4, 24, 64, 36.9), (400, 8, 24, 8, 23.1)),
+        ("40B", 88, 6144, (4, 32, 12, 35.9), (384, 32, 64, 4, 4.9)),
+        ("60B", 132, 6144, (16, 32, 64, 36.5), (384, 64, 64, 4, 6.3)),
+        ("80B", 100, 8192, (16, 64, 32, 37.6), (384, 128, 128, 4, 5.2)),
+        ("100B", 125, 8192, (16, 64, 32, 38.7), (384, 128, 128, 2, 3.8)),
+        ("120B", 150, 8192, (16, 64, 24, 28.1), (384, 128, 128, 2, 3.8)),
+        ("140B", 175, 8192, (16, 64, 16, 26.9), (384, 128, 128, 2, 3.8)),
+        ("170B", 212, 8192, (16, 64, 12, 20.9), (256, 256, 256, 2, 2.2)),
+    )
 )
 """Throughput by model size against Megatron-LM; table 5."""
 
@@ -211,19 +214,21 @@ FIGURE_7: Final = tuple(
 )  # fmt: skip
 """Most memory that the allocator cached, in GB; table 8."""
 
-FIGURE_8: Final = (
-    *(
-        Run(label="60B", row=row, layers=75, hidden=8192, heads=64, devices=128, tensor=16, batch=batch,
-            published=published)
-        for row, batch, published in (
-            ("C1", 2, 11.8), ("C2", 4, 12.2), ("C3", 8, 16.9), ("C4", 32, 35.1), ("C5", 32, 31.9),
-        )
-    ),
-    *(
-        Run(label="170B", row=row, layers=212, hidden=8192, heads=64, devices=400, tensor=16, batch=12,
-            published=published, is_read_off=row == "C5")
-        for row, published in (("C1", 0.0), ("C2", 0.0), ("C3", 0.0), ("C4", 0.0), ("C5", 20.9))
-    ),
+FIGURE_8: Final = tuple(
+    Run(label=label, row=row, layers=layers, hidden=8192, heads=64, devices=devices, tensor=16, batch=batch,
+        published=published, is_read_off=published > 0)
+    for label, layers, devices, row, batch, published in (
+        ("60B", 75, 128, "C1", 2, 11.8),
+        ("60B", 75, 128, "C2", 4, 12.2),
+        ("60B", 75, 128, "C3", 8, 16.9),
+        ("60B", 75, 128, "C4", 32, 35.1),
+        ("60B", 75, 128, "C5", 32, 31.9),
+        ("170B", 212, 400, "C1", 12, 0.0),
+        ("170B", 212, 400, "C2", 12, 0.0),
+        ("170B", 212, 400, "C3", 12, 0.0),
+        ("170B", 212, 400, "C4", 12, 0.0),
+        ("170B", 212, 400, "C5", 12, 20.9),
+    )
 )  # fmt: skip
 """Throughput by configuration; table 9. At 170 billion parameters only C5 ran; the batch of the others is C5's."""
 
