@@ -259,6 +259,8 @@ def verdict_of(reserved_bytes: int, outside_bytes: int, device: Device) -> Verdi
     return "fits" if reserved_bytes * (1 + ERROR[1]) + outside_bytes <= device.memory_bytes else "tight"
 
 
+LEAST_BYTES: Final = 5 << 20
+"""What is less is not a line of its own."""
 SHOWN_LIVE: Final = 6
 SHOWN_CHANGES: Final = 5
 SHOWN_FRONTIER: Final = 12
@@ -284,7 +286,7 @@ def _render(plan: Plan) -> str:
         f"memory of a rank, GiB: {SAYS[plan.verdict]}",
     ]
     resident = plan.resident_bytes
-    rows = [(name, nbytes) for name, nbytes in resident.items() if nbytes]
+    rows = [(name, nbytes) for name, nbytes in resident.items() if nbytes >= LEAST_BYTES]
     rows.append(("the rest at the peak", plan.film.peak[0] - sum(resident.values())))
     rows.append(("reserved beside that", max(0, plan.reserved_bytes - plan.film.peak[0])))
     rows.append(("context, communicators", plan.outside_bytes))
