@@ -159,7 +159,8 @@ def doctor(
     out: Annotated[Path | None, typer.Option(help="File of the profile; --device this finds the usual one.")] = None,
 ) -> None:
     """Measure this machine's products, copies and collectives, and store the profile for plans."""
-    from zeroshard.plan.doctor import measure_device, measure_ranks, profile_path, write_profile
+    from zeroshard.plan.profiles import profile_path, write_profile
+    from zeroshard.report.doctor import measure_device, measure_ranks
 
     joined = joined_world_size()
     if joined is None and ranks > 1:
@@ -169,8 +170,8 @@ def doctor(
         sys.exit(status)
     if joined is not None:
         follow_launcher()
-        zeroshard.init()
-    device = measure_ranks(measure_device())
+    mesh = zeroshard.init()
+    device = measure_ranks(measure_device(), mesh.world_size)
     if is_first_rank():
         path = out or profile_path()
         write_profile(device, path)

@@ -6,6 +6,7 @@ Owns the record and what follows from it. Must not know how it came to be (`plan
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
 from zeroshard.plan.film import COLUMNS, Event, Film, LaneSpan
@@ -77,6 +78,13 @@ class Plan:
         element_bytes: of a parameter, of a gradient that is held, and of masters and states.
         activations: bytes that a block keeps for each token, the number of blocks, and what the rest keeps for a token.
         changes: what would lower memory, each with its price, fastest first.
+
+    ```python
+    import zeroshard as zs
+
+    plan: zs.Plan = zs.plan("gpt2", world_size=4, stage=2, device="a100-40")
+    assert plan.total_bytes < plan.asked.device.memory_bytes and plan.verdict == "fits"
+    ```
     """
 
     model: str
@@ -264,11 +272,13 @@ LEAST_BYTES: Final = 5 << 20
 SHOWN_LIVE: Final = 6
 SHOWN_CHANGES: Final = 5
 SHOWN_FRONTIER: Final = 12
-SAYS: Final = {
-    "fits": "FITS, with the error of nine plans in ten on top",
-    "tight": "TIGHT: fits as predicted, but not with the error of nine plans in ten on top",
-    "no": "DOES NOT FIT",
-}
+SAYS: Final = MappingProxyType(
+    {
+        "fits": "FITS, with the error of nine plans in ten on top",
+        "tight": "TIGHT: fits as predicted, but not with the error of nine plans in ten on top",
+        "no": "DOES NOT FIT",
+    }
+)
 
 
 PLAIN: Final = (("copies", 1), ("tensor", 1), ("sequence parallel", "no"), ("micro-batches", 1))

@@ -39,6 +39,13 @@ class Transformer:
         latent: of multi-head latent attention: ranks of queries and of keys and values, widths of a head without
             positions, with them, and of its values; empty without.
         dropout: after attention and MLP, and in attention where that is not fused.
+
+    ```python
+    import zeroshard as zs
+
+    mine = zs.Transformer(name="mine", layers=24, hidden=2048, heads=16, vocabulary=32000, sequence=4096)
+    print(zs.plan(mine, world_size=8, stage=3))
+    ```
     """
 
     name: str

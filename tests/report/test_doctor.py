@@ -7,16 +7,9 @@ from pathlib import Path
 import pytest
 
 import zeroshard as zs
-from zeroshard.plan.doctor import (
-    device_for,
-    fit_line,
-    measure_device,
-    measure_ranks,
-    profile_path,
-    read_profile,
-    write_profile,
-)
 from zeroshard.plan.hardware import DEVICES
+from zeroshard.plan.profiles import device_for, profile_path, read_profile, write_profile
+from zeroshard.report.doctor import fit_line, measure_device, measure_ranks
 from zeroshard.testing import run_ranks
 
 
@@ -36,8 +29,8 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         path.write_text(text)
         with pytest.raises(ValueError, match=r"device\.json is (not )?a profile of"):
             read_profile(path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert profile_path() == tmp_path / "zeroshard" / "device.json"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert profile_path() == tmp_path / ".cache" / "zeroshard" / "device.json"
     with pytest.raises(ValueError, match="is not a profile of `zeroshard doctor`"):
         device_for("this")
     with pytest.raises(ValueError, match="device must be one of"):
@@ -58,12 +51,12 @@ def test_this_machine_is_measured() -> None:
     assert 1e8 < device.memory_bytes_per_s < 1e13
     assert device.memory_bytes > 1 << 30
     assert device.is_cpu or device.multiprocessors > 1
-    assert measure_ranks(device) is device
+    assert measure_ranks(device, 1) is device
 
 
 def measured_ranks() -> tuple[float, float]:
-    zs.init()
-    device = measure_ranks(dataclasses.replace(DEVICES["h100-80"]))
+    mesh = zs.init()
+    device = measure_ranks(measure_device(), mesh.world_size)
     return device.hop_s, device.link_bytes_per_s
 
 
