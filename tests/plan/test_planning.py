@@ -261,8 +261,8 @@ def test_a_modules_activations_are_recomputed() -> None:
     )
     assert again.peak_bytes < kept.peak_bytes
     assert again.step_s > kept.step_s
-    with pytest.raises(ValueError, match="segments of several modules are not traced"):
-        zs.plan(small(), world_size=2, inputs=inputs, activations="recompute-sqrt")
+    segments = zs.plan(small(), world_size=2, inputs=inputs, precision="fp32", activations="recompute-sqrt")
+    assert segments.peak_bytes < kept.peak_bytes
 
 
 def test_a_module_that_reads_values_is_told_of() -> None:

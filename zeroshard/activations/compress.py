@@ -1,7 +1,7 @@
 """Compression of activations: what autograd saved takes fewer bits until the backward pass, without loss or rounded.
 
 Owns which saved tensor gets which encoding, what is learned from earlier steps, and the count of bytes. What nodes need
-is in `compress_nodes.py`, the encodings in `compress_codes.py`, with loss in `compress_rounded.py`.
+is in `describe/saved_nodes.py`, the encodings in `compress_codes.py`, with loss in `compress_rounded.py`.
 
 Note: what gets which encoding
     Tensors that alias one stretch of memory are decided together, at the exit of the unit whose forward saved them:
@@ -53,8 +53,8 @@ from zeroshard.activations.compress_codes import (
     pattern_of,
     window_of,
 )
-from zeroshard.activations.compress_nodes import Need, Origin, Rearranged, Use, Uses
 from zeroshard.activations.compress_rounded import Rounded, RoundedTo, round_to
+from zeroshard.describe.saved_nodes import Need, Origin, Rearranged, Use, Uses
 from zeroshard.torch_private import storage_of, users_of_storage, version_of
 from zeroshard.tree import find
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from zeroshard.core.buffer import Bucket
+from zeroshard.describe.saved_nodes import Packed
 from zeroshard.torch_private import (
     captured_by_checkpoint,
     graph_task,
@@ -49,7 +50,7 @@ class _FromBucket(_Saved):
 
 
 @dataclass(slots=True)
-class Box(_Saved):
+class Box(_Saved, Packed):
     """What is kept of a tensor that autograd saved, if it is not a parameter's.
 
     Args:

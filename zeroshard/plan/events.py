@@ -22,7 +22,7 @@ from typing import final
 
 from zeroshard.plan.hardware import Cost
 
-__all__ = ["Category", "Event", "Peak", "Phase", "Saved", "Span", "Trace", "UnitBytes"]
+__all__ = ["Category", "Event", "Landed", "Peak", "Phase", "Saved", "Span", "Trace", "UnitBytes"]
 
 
 @final
@@ -112,6 +112,25 @@ class Span:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A gradient was complete, and was taken out of its parameter.
+
+    Args:
+        order: of the first event after it.
+        parameter: its full name, the first one where there are several.
+        storage: of the gradient.
+        is_alone: whether the gradient has its parameter's strides, and nothing else shares its memory.
+    """
+
+    order: int
+    parameter: str
+    storage: int
+    nbytes: int
+    is_alone: bool
+
+
+@final
 @dataclass(frozen=True)
 class Peak:
     """The moment when most bytes are live.
@@ -164,6 +183,7 @@ class Trace:
         edges: (bytes of inputs, bytes of outputs) of each unit that ran.
         personality: whose kernels the trace stands for.
         kernels: (order of the first event after it, cost) of each operation that computes or copies.
+        landed: gradients that were taken out of their parameters, in order; none where they stay there.
     """
 
     events: Sequence[Event]
@@ -173,6 +193,7 @@ class Trace:
     edges: Mapping[str, tuple[int, int]]
     personality: str
     kernels: Sequence[tuple[int, Cost]] = ()
+    landed: Sequence[Landed] = ()
 
     @cached_property
     def live(self) -> Sequence[int]:

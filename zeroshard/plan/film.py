@@ -24,7 +24,7 @@ from zeroshard.plan import rules
 from zeroshard.plan.hardware import Cost, Device, Span
 from zeroshard.plan.tape import GIVEN, INPUT, Instruction, Parts
 from zeroshard.table import schedule
-from zeroshard.table.bytes import Updates, kept_bytes
+from zeroshard.table.bytes import Updates
 from zeroshard.table.pool import Buffer, Buffers
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.wires import Wire
@@ -35,7 +35,10 @@ COLUMNS: Final = ("parameters", "gradients", "states", "padding", "activations",
 
 
 class Event(NamedTuple):
-    """Memory is taken, or given back (`nbytes` below 0), at a time in seconds from the start of the step."""
+    """Memory is taken, or given back (`nbytes` below 0), at a time in seconds from the start of the step.
+
+    `is_mapped` tells of pages that the ranks of a host map together: torch's allocator does not see them.
+    """
 
     at_s: float
     nbytes: int
@@ -43,6 +46,7 @@ class Event(NamedTuple):
     column: str
     unit: str
     what: str
+    is_mapped: bool = False
 
 
 class LaneSpan(NamedTuple):
@@ -95,6 +99,42 @@ class Script:
 
 @final
 @dataclass(frozen=True)
+class Account:
+    """What optimizers keep and move; searches make it once for many jobs.
+
+    Args:
+        states: (name of the bucket, bytes of states, bytes of counters).
+        wide_bytes, moved_bytes: of each optimizer: masters that are widened, and all that an update reads and writes.
+    """
+
+    states: Sequence[tuple[str, int, int]]
+    wide_bytes: Sequence[int]
+    moved_bytes: Sequence[int]
+
+
+def account_of(updates: Sequence[Updates]) -> Account:
+    """Return the account of some optimizers."""
+    states: list[tuple[str, int, int]] = []
+    moved_bytes: list[int] = []
+    for one in updates:
+        by_bucket: dict[int, list[tuple[BucketSpec, int]]] = {}
+        moved = 0
+        for bucket, index in one.parameters:
+            by_bucket.setdefault(bucket.number, []).append((bucket, index))
+            start, stop = bucket.layout.overlap(index, *bucket.states)
+            sizes = bucket.formats
+            # Master and states are read and written, the gradient read, the rounded parameter written.
+            each = 2 * itemsize(sizes.master) + 2 * one.per_element * itemsize(sizes.state) + itemsize(sizes.grad)
+            moved += (stop - start) * (each + itemsize(sizes.param) * bucket.has_masters)
+        moved_bytes.append(moved)
+        for places in by_bucket.values():
+            nbytes = one.per_element * Updates(places, one.per_element, one.counter_bytes).numel_bytes()
+            states.append((places[0][0].name, nbytes, one.counter_bytes * len(places)))
+    return Account(tuple(states), tuple(one.numel_bytes(only_wide=True) for one in updates), tuple(moved_bytes))
+
+
+@final
+@dataclass(frozen=True)
 class Job:
     """What one rank does in a step.
 
@@ -113,6 +153,8 @@ class Job:
             `zero_grad(set_to_none=False)`.
         seconds: of one kernel; the device's own formula where not given.
         script: of a model that was traced.
+        update_bytes: that the optimizer's kernels take beside its states.
+        account: of the updates, where it is known already.
     """
 
     units: Sequence[UnitSpec]
@@ -128,6 +170,13 @@ class Job:
     keeps_gradients: bool = False
     seconds: Callable[[Cost], float] | None = None
     script: Script | None = None
+    update_bytes: int = 0
+    account: Account | None = None
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether a steady step is played after another one, so that its pools are those that this one left."""
+        return self.script is not None or self.device.is_cpu
 
 
 @final
@@ -166,6 +215,25 @@ class Film:
         """The most bytes, and the place of the event that reaches them."""
         place = max(range(len(self.live)), key=self.live.__getitem__)
         return self.live[place], place
+
+    @cached_property
+    def resident_mapped_bytes(self) -> int:
+        """What of `resident_bytes` lies in pages that the ranks of a host map together."""
+        return sum(one.nbytes for one in self.before if one.is_mapped)
+
+    @cached_property
+    def allocated_bytes(self) -> int:
+        """The most bytes that torch's allocator has handed out at a time."""
+        return self._most(is_mapped=False)
+
+    @cached_property
+    def mapped_bytes(self) -> int:
+        """The most bytes of this rank's pages that the ranks of a host map together."""
+        return self._most(is_mapped=True)
+
+    def _most(self, *, is_mapped: bool) -> int:
+        start = sum(one.nbytes for one in self.before if one.is_mapped == is_mapped)
+        return max(accumulate((one.nbytes for one in self.events if one.is_mapped == is_mapped), initial=start))
 
     @cached_property
     def peak_phase(self) -> str:
@@ -212,7 +280,11 @@ def make_film(job: Job, *, is_first: bool = False, is_settled: bool = False) -> 
         is_first: whether the optimizer has no states yet, which it then makes in its update.
         is_settled: whether pooled buffers of an earlier step are there, which takes twice the time to find out.
     """
-    return _Camera(job).run(is_first=is_first, is_settled=is_settled)
+    camera = _Camera(job)
+    film = camera.run(is_first=is_first)
+    if is_first or not (is_settled or job.is_repeated):
+        return film
+    return _Camera(job, camera.pooled()).run(is_first=False)
 
 
 @final
@@ -228,15 +300,16 @@ class _Whole:
 class _Camera:
     """The state of the simulation."""
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._now_s = job, 0.0
+    def __init__(self, job: Job, pooled: Sequence[tuple[int, str]] = ()) -> None:
+        self._job, self._now_s, self._pooled = job, 0.0, pooled
+        self._account = job.account or account_of(job.updates)
         self._events: list[Event] = []
         self._lanes: list[LaneSpan] = []
         self._ticks: list[Tick] = []
         self._phases: list[Phase] = []
         self._free_s = {"gather": 0.0, "reduce": 0.0}
         self._sent: Counter[str] = Counter()
-        self._open: dict[int, tuple[int, str, str, str]] = {}
+        self._open: dict[int, tuple[int, str, str, str, bool]] = {}
         self._next = 0
         self._whole: dict[int, _Whole] = {}
         self._buffers, self._storage_of = Buffers(), dict[int, int]()
@@ -244,23 +317,40 @@ class _Camera:
         self._before: list[Buffer] = []
         self._reduced_s = 0.0
         self._held: set[int] = set()
+        self._summed: set[int] = set()
+        self._places = {
+            name: (bucket, unit.number) for unit in job.units for bucket in unit.buckets for name in bucket.names
+        }
+        self._missing: dict[int, set[str]] = {}
+        self._local: dict[int, Buffer] = {}
+        self._loose: set[str] = set()
         self._exposed_s = 0.0
         self._schedule = schedule.Schedule(schedule.Record(), lambda _: False)
         self._seconds: dict[Cost, float] = {}
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
-    def _make(self, nbytes: int, column: str, unit: str, what: str) -> int:
+    def _make(self, nbytes: int, column: str, unit: str, what: str, *, is_mapped: bool = False) -> int:
         number, self._next = self._next, self._next + 1
-        if nbytes:
-            self._open[number] = (nbytes, column, unit, what)
-            self._events.append(Event(self._now_s, nbytes, number, column, unit, what))
+        self._begin_storage(number, nbytes, column, unit, what, is_mapped)
         return number
+
+    def _begin_storage(self, number: int, nbytes: int, column: str, unit: str, what: str, is_mapped: bool) -> None:
+        if nbytes:
+            self._open[number] = (nbytes, column, unit, what, is_mapped)
+            self._events.append(Event(self._now_s, nbytes, number, column, unit, what, is_mapped))
 
     def _drop(self, number: int) -> None:
         if number in self._open:
-            nbytes, column, unit, what = self._open.pop(number)
-            self._events.append(Event(self._now_s, -nbytes, number, column, unit, what))
+            nbytes, column, unit, what, is_mapped = self._open.pop(number)
+            self._events.append(Event(self._now_s, -nbytes, number, column, unit, what, is_mapped))
+
+    def _turn(self, number: int, column: str, unit: str, what: str) -> None:
+        """Let a storage be something else from here on."""
+        if number in self._open:
+            nbytes, *_, is_mapped = self._open[number]
+            self._drop(number)
+            self._begin_storage(number, nbytes, column, unit, what, is_mapped)
 
     def _take(self, numel: int, dtype: str, unit: str, what: str, *, is_adopted: bool = False) -> Buffer:
         """Take a pooled buffer, or memory of its own for a gradient that fills its bucket."""
@@ -268,8 +358,13 @@ class _Camera:
         if gone is not None:
             self._drop(gone.memory)
         if buffer.memory is None:
-            buffer.memory = self._make(numel * itemsize(dtype), "transient", unit, what)
+            is_mapped = self._job.wire.is_in_place and not is_adopted
+            buffer.memory = self._make(numel * itemsize(dtype), "transient", unit, what, is_mapped=is_mapped)
         return buffer
+
+    def pooled(self) -> list[tuple[int, str]]:
+        """Return elements and dtype of each pooled buffer that is there after a step."""
+        return [(one.numel, str(kind)) for kind, free in self._buffers.free.items() for one in free]
 
     def _give(self, buffers: Iterable[Buffer]) -> None:
         for buffer in buffers:
@@ -280,37 +375,31 @@ class _Camera:
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
-    def run(self, *, is_first: bool, is_settled: bool) -> Film:
+    def run(self, *, is_first: bool) -> Film:
         """Make what is there before a step, and play the step."""
         job = self._job
         units = job.units
         buckets = [bucket for unit in units for bucket in unit.buckets]
         for unit in units:
             for bucket in unit.buckets:
-                parameters, masters, padding = kept_bytes([bucket])
-                self._make(parameters, "parameters", unit.name, "parameters")
-                self._make(masters, "states", unit.name, "masters")
-                self._make(padding, "padding", unit.name, "padding")
+                parameters, padding = bucket.bytes_of(bucket.parameters, bucket.formats.param)
+                self._make(parameters, "parameters", unit.name, "parameters", is_mapped=job.wire.is_in_place)
+                self._make(padding, "padding", unit.name, "padding", is_mapped=job.wire.is_in_place)
+                masters, padding = bucket.bytes_of(bucket.states, bucket.formats.master)
+                self._make(masters * bucket.has_masters, "states", unit.name, "masters")
+                self._make(padding * bucket.has_masters, "padding", unit.name, "padding of masters")
         self._make(job.buffer_bytes, "parameters", "", "buffers")
         if not is_first:
-            self._make_states(buckets)
-        if job.keeps_gradients and not is_first:
-            for unit in units:
-                for bucket in unit.reduced:
-                    self._hold(bucket)
-        if is_settled:
-            # Pooled buffers of the step before are there.
-            self._step(buckets, is_first=False)
-        return self._step(buckets, is_first=is_first)
-
-    def _step(self, buckets: Sequence[BucketSpec], *, is_first: bool) -> Film:
-        """Play a step; what is there before it was made before."""
-        job = self._job
-        before = [Event(0.0, nbytes, *rest) for rest, nbytes in self._left()]
-        self._events, self._lanes, self._ticks, self._phases = [], [], [], []
-        self._now_s = self._exposed_s = self._reduced_s = 0.0
-        self._free_s = {"gather": 0.0, "reduce": 0.0}
-        self._sent.clear()
+            self._make_states()
+        for unit in units if not is_first else ():
+            for bucket in filter(self._is_kept, unit.reduced):
+                self._hold(bucket)
+        for numel, dtype in self._pooled:
+            buffer = Buffer(numel, dtype)
+            what = "pooled buffer"
+            buffer.memory = self._make(numel * itemsize(dtype), "transient", "", what, is_mapped=job.wire.is_in_place)
+            self._buffers.give(buffer)
+        before, self._events = self._events, []
         for _ in range(min(job.micro_batches, 2)):
             start_s, begun_s, exposed_s = self._now_s, self._now_s, self._exposed_s
             inputs = self._make(job.input_bytes, "activations", "", "inputs")
@@ -338,19 +427,10 @@ class _Camera:
             update_s,
         )
 
-    def _left(self) -> Iterator[tuple[tuple[int, str, str, str], int]]:
-        """Yield what is live: (storage, column, unit, what), and its bytes."""
-        for number, (nbytes, column, unit, what) in self._open.items():
-            yield (number, column, unit, what), nbytes
-
-    def _make_states(self, buckets: Sequence[BucketSpec]) -> None:
-        for one in self._job.updates:
-            for bucket in buckets:
-                updated = Updates(
-                    [(b, i) for b, i in one.parameters if b is bucket], one.per_element, one.counter_bytes
-                )
-                self._make(one.per_element * updated.numel_bytes(), "states", bucket.name, "states")
-                self._make(one.counter_bytes * len(updated.parameters), "padding", bucket.name, "counters")
+    def _make_states(self) -> None:
+        for name, states_bytes, counter_bytes in self._account.states:
+            self._make(states_bytes, "states", name, "states")
+            self._make(counter_bytes, "padding", name, "counters")
 
     def _mark(self, name: str, start_s: float) -> None:
         self._phases.append(Phase(name, start_s, self._now_s))
@@ -377,39 +457,93 @@ class _Camera:
 
     def _play_script(self, script: Sequence[tuple[int, Instruction]], *, is_backward: bool) -> None:
         """Play a pass of a model that was traced."""
+        job = self._job
+        self._missing = {
+            unit.number: {name for bucket in unit.reduced for name in bucket.names} & self._landing_names
+            for unit in job.units
+        }
+        missing = {unit: set(names) for unit, names in self._missing.items()}
         needs = Counter(unit for unit, one in script if one.kind == "need")
-        last = {unit: place for place, (unit, one) in enumerate(script) if one.kind == "leave"}
-        order = [unit for unit, one in script if one.kind in ("need", "leave")]
         requests: list[schedule.Request] = [("gather", schedule.ROOT)]
-        for place, (unit, one) in enumerate(script):
+        for unit, one in script:
             if one.kind == "need" and ("gather", unit) not in requests:
                 requests.append(("gather", unit))
-            if is_backward and last.get(unit) == place:
-                requests.append(("reduce", unit))
-        missing = [unit.number for unit in self._job.units if unit.number not in {*order, schedule.ROOT}]
-        requests += [("reduce", unit) for unit in (*missing, schedule.ROOT)] * is_backward
+            if one.kind == "land" and self._is_last(one.what, missing):
+                requests.append(("reduce", self._places[one.what][1]))
+        late = [u.number for u in reversed(job.units) if u.reduced and ("reduce", u.number) not in requests]
+        requests += [("reduce", unit) for unit in late] * is_backward
         pinned = frozenset(unit for unit, count in needs.items() if count > 1)
         self._begin(schedule.Record(schedule.hoist(requests), pinned))
         self._need(schedule.ROOT)
-        for place, (unit, one) in enumerate(script):
+        for unit, one in script:
             if one.kind == "need":
                 self._need(unit)
             elif one.kind == "leave":
-                if is_backward and last[unit] == place:
-                    self._land(unit)
-                    self._do(self._schedule.land(unit))
                 self._do(self._schedule.leave(unit))
+            elif one.kind == "land":
+                self._land_gradient(one)
             else:
                 self._play(unit, (one,), self._numbers)
-        if not is_backward:
+        if is_backward:
+            for unit in late:
+                self._land(unit)
+                self._do(self._schedule.land(unit))
+            self._end_backward()
+        else:
             self._do(self._schedule.close())
+
+    @cached_property
+    def _landing_names(self) -> set[str]:
+        """Parameters whose gradients come in a traced backward."""
+        script = self._job.script
+        return set() if script is None else {one.what for _, one in script.backward if one.kind == "land"}
+
+    def _is_last(self, parameter: str, missing: Mapping[int, set[str]]) -> bool:
+        """Note a gradient, and tell whether it completes its unit."""
+        if parameter not in self._places:
+            return False
+        names = missing[self._places[parameter][1]]
+        names.discard(parameter)
+        return not names
+
+    def _land_gradient(self, one: Instruction) -> None:
+        """Move a gradient to where it is added up, as `core/grads.py` does; its own memory goes by the trace."""
+        if one.what not in self._places:
             return
-        for storage in self._numbers.values():  # the loss, and what the trace saw end with it
-            self._drop(storage)
-        for unit in (*missing, schedule.ROOT):
-            self._land(unit)
+        bucket, unit = self._places[one.what]
+        sizes, given = bucket.formats, self._numbers[one.tensor]
+        numel = one.nbytes // itemsize(sizes.param)
+        is_taken = one.is_alone and sizes.param == sizes.grad
+        if bucket.lands_on_sums:
+            if one.what in self._loose:
+                pass  # added in place to what earlier micro-batches left
+            elif is_taken:
+                self._turn(given, "gradients", bucket.name, one.what)
+                del self._numbers[one.tensor]
+            else:
+                converted = self._make(
+                    numel * itemsize(sizes.grad) * (sizes.param != sizes.grad), "transient", bucket.name, "conversion"
+                )
+                self._make(numel * itemsize(sizes.grad), "gradients", bucket.name, one.what)
+                self._drop(converted)
+            self._loose.add(one.what)
+        elif bucket.number not in self._local:
+            if bucket.adopts and is_taken:
+                self._turn(given, "transient", bucket.name, "gradients to reduce")
+                del self._numbers[one.tensor]
+                self._local[bucket.number] = Buffer(numel, None, given)
+            else:
+                self._begin_local(bucket)
+        if self._is_last(one.what, self._missing):
             self._do(self._schedule.land(unit))
-        self._end_backward()
+
+    def _begin_local(self, bucket: BucketSpec) -> None:
+        """Take the memory that a bucket's gradients land in."""
+        if bucket.holds_whole_gradients and bucket.number not in self._summed:
+            self._hold(bucket)
+        elif bucket.number not in self._local:
+            wanted = (bucket.layout.full_numel, bucket.formats.grad, bucket.name, "gradients to reduce")
+            self._local[bucket.number] = self._take(*wanted)
 
     def _end_backward(self) -> None:
         """Close the pass, and wait for its reductions."""
@@ -479,7 +613,8 @@ class _Camera:
             if one.kind == "make":
                 numbers[one.tensor] = self._make(one.nbytes, "activations", name, one.what)
             elif one.kind == "drop":
-                self._drop(numbers.pop(one.tensor))
+                if one.tensor in numbers:  # else it became a gradient
+                    self._drop(numbers.pop(one.tensor))
             elif one.kind == "run":
                 self._compute(one.what, self._kernel_s(one.cost) if one.cost is not None else one.seconds)
             elif one.kind == "land":
@@ -529,10 +664,11 @@ class _Camera:
                 self._reduce(spec)
 
     def _gather(self, spec: UnitSpec) -> None:
+        # What is read in place takes no memory of this rank.
         storages = [
             self._make(b.layout.full_numel * itemsize(b.formats.param), "transient", spec.name, "whole parameters")
             for b in spec.buckets
-            if b.is_gathered
+            if b.is_gathered and not self._job.wire.is_in_place
         ]
         self._tick("gather", spec.name, spec.sent_bytes("gather"))
         stop_s = self._exchange("gather", spec.name, [("gather", spec.full_bytes, "shard")])
@@ -552,6 +688,11 @@ class _Camera:
     def _begin_landing(self, number: int) -> None:
         """Take the memory that a unit's gradients land in."""
         spec = self._job.units[number]
+        if self._job.script is not None:
+            for bucket in spec.reduced:
+                if not bucket.lands_on_sums:
+                    self._begin_local(bucket)
+            return
         taken = []
         for bucket in spec.reduced:
             if bucket.holds_whole_gradients:
@@ -570,8 +711,13 @@ class _Camera:
         if bucket.number not in self._held:
             self._held.add(bucket.number)
             owned, padding = bucket.gradient_bytes
-            self._make(owned, "gradients", bucket.name, "gradients")
-            self._make(padding, "padding", bucket.name, "padding of gradients")
+            is_mapped = self._job.wire.is_in_place and bucket.holds_whole_gradients
+            self._make(owned, "gradients", bucket.name, "gradients", is_mapped=is_mapped)
+            self._make(padding, "padding", bucket.name, "padding of gradients", is_mapped=is_mapped)
+
+    def _is_kept(self, bucket: BucketSpec) -> bool:
+        """Tell whether the memory of sums stays from step to step, as where other ranks read it in place."""
+        return self._job.keeps_gradients or (self._job.wire.is_in_place and bucket.holds_whole_gradients)
 
     def _reduce(self, spec: UnitSpec) -> None:
         taken = self._landing.pop(spec.number, [])
@@ -579,7 +725,12 @@ class _Camera:
         self._before = []
         works: list[tuple[str, int, str]] = []
         for bucket in spec.reduced:
+            if bucket.lands_on_sums and self._job.script is not None:
+                continue
+            if bucket.number in self._local:
+                taken.append(self._local.pop(bucket.number))
             self._hold(bucket)
+            self._summed.add(bucket.number)
             if bucket.lands_on_sums:
                 continue
             taken += [self._take(*wanted, spec.name, "wire buffer") for wanted in self._job.wire.reduction(bucket)]
@@ -600,19 +751,14 @@ class _Camera:
 
     def _update(self, buckets: Sequence[BucketSpec], *, is_first: bool) -> None:
         job = self._job
-        for one in job.updates:
-            wide = self._make(one.numel_bytes(only_wide=True), "transient", "", "masters in fp32")
-            moved = 0
-            for bucket, index in one.parameters:
-                start, stop = bucket.layout.overlap(index, *bucket.states)
-                sizes = bucket.formats
-                # Master and states are read and written, the gradient read, the rounded parameter written.
-                each = 2 * itemsize(sizes.master) + 2 * one.per_element * itemsize(sizes.state) + itemsize(sizes.grad)
-                moved += (stop - start) * (each + itemsize(sizes.param) * bucket.has_masters)
+        for wide_bytes, moved_bytes in zip(self._account.wide_bytes, self._account.moved_bytes, strict=True):
+            wide = self._make(wide_bytes, "transient", "", "masters in fp32")
             if is_first:
-                self._make_states(buckets)
+                self._make_states()
+            kernels = self._make(job.update_bytes, "transient", "", "the optimizer's kernels")
             # The norm of the gradients for clipping reads them once more, and scaling rewrites them.
-            self._compute("update", self._kernel_s(Cost(0, float(moved))))
+            self._compute("update", self._kernel_s(Cost(0, float(moved_bytes))))
+            self._drop(kernels)
             self._drop(wide)
         for unit in job.units:
             nbytes = sum(b.layout.full_numel * itemsize(b.formats.param) for b in unit.buckets if b.is_published)
@@ -620,10 +766,13 @@ class _Camera:
                 self._tick("publish", unit.name, unit.sent_bytes("publish"))
                 self._free_s["gather"] = max(self._free_s["gather"], self._now_s)
                 self._wait(unit.name, self._exchange("gather", unit.name, [("gather", nbytes, "shard")]))
-        for number, (_, column, _, _) in [] if job.keeps_gradients else list(self._open.items()):
-            if column == "gradients" or self._open[number][3] == "padding of gradients":
+        kept = {bucket.name for bucket in buckets if self._is_kept(bucket)}
+        for number, (_, column, name, what, _) in list(self._open.items()):
+            if (column == "gradients" or what == "padding of gradients") and name not in kept:
                 self._drop(number)
-        self._held.clear()
+        self._held = {bucket.number for bucket in buckets if bucket.number in self._held and bucket.name in kept}
+        self._summed.clear()
+        self._loose.clear()
 
 
 def sent_of(kind: str, nbytes: int, span: Span) -> int:

@@ -8,20 +8,21 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, final
+from typing import Any, Final, final
 
 from zeroshard.describe.treatments import ActivationsLike, activations_of
-from zeroshard.plan.film import Call, Job
+from zeroshard.plan.film import Account, Call, Job, account_of
 from zeroshard.plan.hardware import Cost, Device
 from zeroshard.plan.shapes import Transformer
 from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS, own_units, specs_of, updates_of
 from zeroshard.plan.tape import Parts, coarse, instructions
 from zeroshard.plan.transformer import Kernels, Workload, tapes
 from zeroshard.table.activations import Activations, Chain, Recomputed
+from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency
 from zeroshard.table.spec import Formats, UnitSpec, itemsize
 from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, row_of_stage
-from zeroshard.table.wires import Native, Silence, Wire
+from zeroshard.table.wires import SHOWN_NUMEL, HostWire, Messages, Native, Silence, Wire
 
 __all__ = [
     "Options",
@@ -58,6 +59,8 @@ class Options:
         optimizer: a name in `OPTIMIZERS`.
         micro_batches: of a step.
         kernels: of the program.
+        shared_memory: whether ranks of a CPU read each other's memory where all are on one host, as
+            `zs.Settings(shared_memory=)` says.
     """
 
     world_size: int
@@ -72,6 +75,7 @@ class Options:
     optimizer: str = "adamw"
     micro_batches: int = 1
     kernels: Kernels = PLAIN_KERNELS
+    shared_memory: bool = True
 
     @property
     def shard_ranks(self) -> int:
@@ -164,7 +168,12 @@ def outside_bytes_of(options: Options) -> int:
 
 def wire_of(options: Options) -> Wire:
     """Return the transport of a device's collectives."""
-    return Silence() if options.world_size // options.tensor == 1 else Native()
+    if options.world_size // options.tensor == 1:
+        return Silence()
+    if not options.device.is_cpu:
+        return Native()
+    is_shared = options.shared_memory and options.shard_ranks > 1
+    return HostWire(SHOWN_NUMEL) if is_shared else Messages()
 
 
 def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = False, rank: int = 0) -> Job:
@@ -179,7 +188,10 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
     check_options(options)
     check_shape(model, options)
     formats, device = options.formats, options.device
-    specs = _specs(model, options.tensor, options.row, formats, options.shard_ranks, options.replicas, rank)
+    row = dataclasses.replace(options.row, activations=Activations())
+    sharding = (model, options.tensor, row, formats, options.shard_ranks, options.replicas, rank)
+    specs = _specs(*sharding)
+    updates, account = _account(options.optimizer, *sharding)
     load = load_of(options)
     calls = []
     for unit, kind in _uses(model, specs):
@@ -195,13 +207,14 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
     return Job(
         specs,
         calls,
-        [updates_of(specs, OPTIMIZERS[options.optimizer])],
+        updates,
         wire_of(options),
         device,
         formats.param,
         spans,
         options.micro_batches,
         2 * load.tokens * TOKEN_BYTES,
+        account=account,
     )
 
 
@@ -261,6 +274,12 @@ def _specs(
     model: Transformer, tensor: int, row: Residency, formats: Formats, ranks: int, replicas: int, rank: int
 ) -> tuple[UnitSpec, ...]:
     return specs_of(own_units(model, tensor), row, formats, ranks, replicas=replicas, rank=rank)
+
+
+@lru_cache(256)
+def _account(optimizer: str, *sharding: Any) -> tuple[Sequence[Updates], Account]:
+    updates = [updates_of(_specs(*sharding), OPTIMIZERS[optimizer])]
+    return updates, account_of(updates)
 
 
 @lru_cache(1024)

@@ -51,6 +51,7 @@ def make_plan(
     sequence_parallel: bool = False,
     optimizer: str = "adamw",
     micro_batches: int = 1,
+    shared_memory: bool = True,
     inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     loss: Callable[[Any], Any] | None = None,
     units: Sequence[object] | None = None,
@@ -78,6 +79,8 @@ def make_plan(
         sequence_parallel: whether the rest is split by tokens over these ranks.
         optimizer: a name in `zeroshard.plan.specs.OPTIMIZERS`.
         micro_batches: of a step.
+        shared_memory: whether ranks on a CPU, all on one host, read each other's memory, as
+            `zs.Settings(shared_memory=)` says.
         inputs: of a module: the arguments of its forward for one micro-batch, by place or by name; tokens and labels of
             `batch` and `seq` for language models of Transformers, where not said. In its place count tokens, or
             samples where no input is of integers.
@@ -114,6 +117,7 @@ def make_plan(
         is_sequence_parallel=sequence_parallel,
         optimizer=optimizer,
         micro_batches=micro_batches,
+        shared_memory=shared_memory,
     )
     check_options(options)
     if shape is None:
@@ -179,7 +183,7 @@ def plan_module(
     numel = traced.parameters_numel
     flops = 3 * traced.flops * options.micro_batches * options.world_size
     kept = (traced.kept_bytes / max(1, traced.tokens), 1, 0.0)
-    return _plan(type(model).__name__, (numel, numel), options, traced.job, flops, kept)
+    return _plan(type(model).__name__, (numel, numel), options, traced.job, flops, kept, notes=traced.notes)
 
 
 def plan_shape(shape: Transformer, options: Options) -> Plan:
@@ -188,7 +192,8 @@ def plan_shape(shape: Transformer, options: Options) -> Plan:
     others = _other_ranks(shape, options) if options.shard_ranks > 1 else []
     numels = shape.numel(), shape.used_numel()
     kept = activations_of_shape(shape, options)
-    return _plan(shape.name, numels, options, job_of_shape(shape, options), flops, kept, others)
+    job = job_of_shape(shape, options)
+    return _plan(shape.name, numels, options, job, flops, kept, others, notes_of(options))
 
 
 def _plan(
@@ -199,6 +204,7 @@ def _plan(
     flops: float,
     activations: tuple[float, int, float],
     others: Sequence[tuple[str, int, Job]] = (),
+    notes: Sequence[str] = (),
 ) -> Plan:
     """Return the plan of a job.
 
@@ -207,9 +213,12 @@ def _plan(
         flops: of a step of all ranks.
         activations: as in `Plan`.
         others: classes of ranks besides the first: name, count, job.
+        notes: what is not predicted.
     """
     film, first = make_film(job, is_settled=True), make_film(job, is_first=True)
-    reserved_bytes = simulate(_steps(first, film), Rules()).peak_reserved_bytes
+    # The rules are those of the allocator of GPUs; that of a CPU keeps nothing.
+    is_cpu = options.device.is_cpu
+    reserved_bytes = film.peak[0] if is_cpu else simulate(_steps(first, film), Rules()).peak_reserved_bytes
     ranks = [RankClass("rank 0", 1, film.resident_bytes, film.peak[0], reserved_bytes)]
     for title, count, other in others:
         resident_bytes = make_film(other, is_settled=True).resident_bytes
@@ -227,7 +236,7 @@ def _plan(
         save_bytes_of(job),
         host_bytes_of(options),
         outside_bytes_of(options),
-        tuple(notes_of(options)),
+        tuple(notes),
         tuple(unit.numel for unit in job.units),
         element_bytes_of(job),
         activations,

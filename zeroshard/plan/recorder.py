@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from zeroshard.plan.events import Category, Event, Phase, Saved, Span, Trace, unit_of
+from zeroshard.plan.events import Category, Event, Landed, Phase, Saved, Span, Trace, unit_of
 from zeroshard.plan.hardware import Cost
 from zeroshard.plan.personality import Personality
 from zeroshard.torch_private import (
@@ -76,11 +76,19 @@ class Recorder(DispatchMode):
         kernels: whose they are.
         units: names of modules.
         reads: answers what the model reads.
+        takes_gradients: whether gradients are taken out of their parameters as they come.
     """
 
-    def __init__(self, kernels: Personality, units: Sequence[str], reads: Callable[[Tensor], Any] | None) -> None:
+    def __init__(
+        self,
+        kernels: Personality,
+        units: Sequence[str],
+        reads: Callable[[Tensor], Any] | None,
+        *,
+        takes_gradients: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._reads = reads
+        self._reads, self._takes_gradients = reads, takes_gradients
         self.phase = Phase.BEFORE
         self.kernels, self._units = kernels, tuple(units)
         # Events, by column: bytes, storage, phase, module, operation.
@@ -101,6 +109,8 @@ class Recorder(DispatchMode):
         self._spans: list[Span] = []
         self._edges: dict[str, tuple[int, int]] = {}
         self._kernels: list[tuple[int, Cost]] = []
+        self._landed: list[Landed] = []
+        self._names: dict[int, str] = {}
 
     # -- before and after ---------------------------------------------------------------------------------------------
 
@@ -109,10 +119,11 @@ class Recorder(DispatchMode):
         self.phase = Phase.BEFORE
         for prefix, module in model.named_modules():
             self._stack = [prefix]
-            for parameter in module.parameters(recurse=False):
+            for key, parameter in module.named_parameters(recurse=False):
                 self._note(parameter, Category.PARAMETER)
                 if parameter.requires_grad:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+                    self._names.setdefault(id(parameter), f"{prefix}.{key}".lstrip("."))
             for value in [*module.buffers(recurse=False), *(v for v in vars(module).values() if isinstance(v, Tensor))]:
                 self._note(value, Category.BUFFER)
             self._hooks += [
@@ -166,6 +177,7 @@ class Recorder(DispatchMode):
             MappingProxyType(dict(self._edges)),
             self.kernels.name,
             tuple(self._kernels),
+            tuple(self._landed),
         )
 
     # -- storages -----------------------------------------------------------------------------------------------------
@@ -199,6 +211,11 @@ class Recorder(DispatchMode):
             if self._categories[number] is Category.FORWARD:
                 self._categories[number] = Category.ACTIVATION
         return tensor
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is a parameter, or a view of one."""
+        number = self.number_of(tensor)
+        return number is not None and self._categories[number] is Category.PARAMETER
 
     def end_forward(self, loss: Tensor) -> None:
         """Note what outlives the forward though no hook saw it saved."""
@@ -364,8 +381,15 @@ class Recorder(DispatchMode):
         return found
 
     def _accumulated(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self.assign([parameter.grad], Category.GRADIENT)
+        if (grad := parameter.grad) is None:
+            return
+        self.assign([grad], Category.GRADIENT)
+        number = self.number_of(grad)
+        if self._takes_gradients and number is not None:
+            is_alone = grad.stride() == parameter.stride() and grad.untyped_storage().nbytes() == grad.nbytes
+            is_alone = is_alone and users_of_storage(grad) == 1
+            self._landed.append(Landed(len(self._events), self._names[id(parameter)], number, grad.nbytes, is_alone))
+            parameter.grad = None
 
 
 def _is_in_place(func: Any) -> bool:

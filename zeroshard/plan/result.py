@@ -119,6 +119,16 @@ class Plan:
         return max(one.peak_bytes for one in self.ranks)
 
     @property
+    def allocated_bytes(self) -> int:
+        """Handed out at most by torch's allocator, in a steady step of the first rank."""
+        return self.film.allocated_bytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """At most in pages that the ranks of a host map together, of the first rank; 0 but on CPUs."""
+        return self.film.mapped_bytes
+
+    @property
     def reserved_bytes(self) -> int:
         """Reserved at most by torch's allocator."""
         return max(one.reserved_bytes for one in self.ranks)

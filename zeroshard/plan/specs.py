@@ -14,7 +14,7 @@ from zeroshard.table.cells import Residency
 from zeroshard.table.layout import plan_layout
 from zeroshard.table.spec import BucketSpec, Formats, UnitSpec, itemsize
 
-__all__ = ["OPTIMIZERS", "PRECISIONS", "States", "own_units", "specs_of", "updates_of"]
+__all__ = ["OPTIMIZERS", "PRECISIONS", "States", "own_units", "kernel_bytes_of", "specs_of", "updates_of"]
 
 _WIDE: Final = "float32"
 PRECISIONS: Final[Mapping[str, Formats]] = MappingProxyType(
@@ -38,20 +38,23 @@ class States:
     Args:
         per_element: numbers that it keeps for each element.
         counter_bytes: that it keeps for each parameter.
+        passing: numbers for each element of one parameter that torch's loop over parameters, its default on a CPU,
+            has beside these at most.
     """
 
     per_element: int
     counter_bytes: int
+    passing: int = 0
 
 
 OPTIMIZERS: Final[Mapping[str, States]] = MappingProxyType(
     {
-        "adamw": States(2, 4),
-        "adam": States(2, 4),
+        "adamw": States(2, 4, 2),
+        "adam": States(2, 4, 2),
         "sgd": States(0, 0),
         "momentum": States(1, 0),
         "lion": States(1, 0),
-        "adagrad": States(1, 4),
+        "adagrad": States(1, 4, 1),
     }
 )
 """Optimizers by name, as torch keeps their states."""
@@ -92,3 +95,12 @@ def updates_of(units: Sequence[UnitSpec], states: States) -> Updates:
     buckets = [bucket for unit in units for bucket in unit.buckets]
     places = [(bucket, index) for bucket in buckets for index in range(len(bucket.names))]
     return Updates(places, states.per_element, states.counter_bytes)
+
+
+def kernel_bytes_of(updates: Updates, states: States) -> int:
+    """Return what the kernels of an optimizer that updates one parameter after the other take at most."""
+    most = 0
+    for bucket, index in updates.parameters:
+        start, stop = bucket.layout.overlap(index, *bucket.states)
+        most = max(most, (stop - start) * itemsize(bucket.formats.state))
+    return states.passing * most

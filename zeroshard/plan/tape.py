@@ -55,6 +55,7 @@ class Instruction(NamedTuple):
 
     `kind` is "make" and "drop" (a tensor), "run" (a kernel, or several in `seconds`), "exchange", "copy" (to the host
     or back), "land" (the gradient of weights is there), or "hand" (the tensor is left to whoever comes next).
+    `is_alone` tells of a gradient that lands whether nothing else shares its memory.
     """
 
     kind: str
@@ -64,6 +65,7 @@ class Instruction(NamedTuple):
     cost: Cost | None = None
     exchange: Exchange | None = None
     seconds: float = 0.0
+    is_alone: bool = False
 
 
 @final

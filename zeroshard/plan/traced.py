@@ -6,6 +6,8 @@ Owns the way from a trace to a film's script. Must not know what a step comes to
 
 import copy
 import functools
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -18,18 +20,27 @@ from zeroshard.describe.activations import recomputed_modules
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan, plan_units
-from zeroshard.plan.events import Category, Event, Phase, Trace
+from zeroshard.plan.codes import Compresses
+from zeroshard.plan.events import Category, Event, Landed, Phase, Trace
 from zeroshard.plan.film import Job, Script
 from zeroshard.plan.job import Options, wire_of
-from zeroshard.plan.specs import OPTIMIZERS, updates_of
+from zeroshard.plan.kept import Kept, Link, Offloads
+from zeroshard.plan.segments import Segments
+from zeroshard.plan.specs import OPTIMIZERS, kernel_bytes_of, updates_of
 from zeroshard.plan.tape import Instruction
 from zeroshard.plan.tracer import trace_step
-from zeroshard.table.activations import PRODUCTS
+from zeroshard.table.activations import PRODUCTS, Compressed, Offloaded, Treated
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.spec import Formats
 from zeroshard.tree import find
 
 __all__ = ["Traced", "language_inputs", "trace_job"]
+
+SMALL_BYTES: Final = 1 << 18
+BOUNDED: Final = (
+    "Compression of a ReLU's results, and of factors with one value besides zero, depends on values: what they are of "
+    "counts as kept whole, which is the most that can be left."
+)
 
 _STAYS: Final = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER, Category.INPUT)
 """Categories that the film has from elsewhere."""
@@ -89,7 +100,6 @@ def trace_job(
         reads: answers what the model reads of tensors, as in `trace_step`.
 
     Raises:
-        ValueError: activations are recomputed in segments, whose order is not traced.
         RuntimeError: the model reads values of tensors.
     """
     precision = _precision(options.formats)
@@ -98,6 +108,9 @@ def trace_job(
     specs = describe_units(plans, options.row, precision, shard_size=options.shard_ranks, replicas=options.replicas)
     twins = dict(zip(model.modules(), copied.modules(), strict=True))
     treat(plans, twins, options)
+    kept, compressions = kept_of(plans, options)
+    if kept is not None:
+        kept.hang(model, plans, twins)
     names = {name: number for number, plan in enumerate(plans) for name in plan.entries.values() if number != ROOT}
     given = inputs if isinstance(inputs, Mapping) else tuple(inputs)
     dtype = getattr(torch, options.formats.param)
@@ -107,12 +120,20 @@ def trace_job(
         return loss(out) if loss is not None else loss_of(out)
 
     trace = trace_step(
-        step, copied, [given], units=[name for name in names if name], personality=personality, reads=reads
+        step,
+        copied,
+        [given],
+        units=[name for name in names if name],
+        personality=personality,
+        reads=reads,
+        takes_gradients=True,
+        kept=kept,
     )
     tensors = find(given, Tensor)
     whole = [one for one in tensors if not one.is_floating_point()]
     by_category = _before(trace)
     script = Script(_stream(trace, names, Phase.FORWARD), _stream(trace, names, Phase.BACKWARD))
+    updates = updates_of(specs, OPTIMIZERS[options.optimizer])
     spans = {
         "shard": options.device.spread(options.shard_ranks),
         "replicate": options.device.spread(options.replicas, options.shard_ranks),
@@ -120,7 +141,7 @@ def trace_job(
     job = Job(
         specs,
         (),
-        [updates_of(specs, OPTIMIZERS[options.optimizer])],
+        [updates],
         wire_of(options),
         options.device,
         options.formats.param,
@@ -129,6 +150,7 @@ def trace_job(
         by_category[Category.INPUT],
         by_category[Category.BUFFER],
         script=script,
+        update_bytes=kernel_bytes_of(updates, OPTIMIZERS[options.optimizer]) if options.device.is_cpu else 0,
     )
     flops = sum(cost.flops for order, cost in trace.kernels if trace.phase_at(order) is Phase.FORWARD)
     return Traced(
@@ -137,7 +159,7 @@ def trace_job(
         flops,
         trace.saved_bytes(),
         whole[0].numel() if whole else tensors[0].shape[0],
-        (),
+        [BOUNDED] * any(one.has_bounds for one in compressions),
     )
 
 
@@ -155,22 +177,38 @@ def on_meta(model: nn.Module, dtype: str) -> nn.Module:
 
 
 def treat(plans: Sequence[UnitPlan], twins: Mapping[nn.Module, nn.Module], options: Options) -> None:
-    """Have modules of the copy recomputed as `zs.shard` has those of the model.
-
-    Raises:
-        ValueError: they are recomputed in segments.
-    """
-    for module, how in recomputed_modules(options.row.activations, plans):
+    """Have modules of the copy recomputed as `zs.shard` has those of the model."""
+    modules = recomputed_modules(options.row.activations, plans)
+    counts = Counter(how for _, how in modules)
+    segments = {
+        how: Segments(max(1, round(math.sqrt(count))) if how.every == "sqrt" else how.every)
+        for how, count in counts.items()
+    }
+    for module, how in modules:
+        twin = twins[module]
         if how.every != 1:
-            raise ValueError(
-                f"activations={options.row.activations}: segments of several modules are not traced; plan every=1."
-            )
+            segments[how].hang(twin)
+            continue
         contexts: dict[str, Any] = {}
         if how.keeps == "products":
             kept = [getattr(torch.ops.aten, name).default for name in PRODUCTS if hasattr(torch.ops.aten, name)]
             contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)}
-        twin = twins[module]
         twin.forward = functools.partial(checkpoint, twin.forward, use_reentrant=False, **contexts)
+
+
+def kept_of(plans: Sequence[UnitPlan], options: Options) -> tuple[Kept | None, Sequence[Compresses]]:
+    """Return what is done with saved tensors, and its compressions; None where all of them are kept."""
+    made: dict[Treated, Link] = {}
+    links: dict[int, list[Link]] = {}
+    for number, plan in enumerate(plans):
+        for cell in options.row.activations.of_unit(plan.name):
+            if isinstance(cell, Offloaded):
+                # What a GPU's bus moves in the time that issuing a copy takes; on a CPU all moves.
+                small_bytes = 0 if options.device.is_cpu else SMALL_BYTES
+                links.setdefault(number, []).append(made.setdefault(cell, Offloads(cell.fraction, small_bytes)))
+            elif isinstance(cell, Compressed):
+                links.setdefault(number, []).append(made.setdefault(cell, Compresses(cell.rest)))
+    return (Kept(links) if links else None), [one for one in made.values() if isinstance(one, Compresses)]
 
 
 def loss_of(out: Any) -> Tensor:
@@ -222,7 +260,13 @@ def _stream(trace: Trace, numbers: Mapping[str, int], phase: Phase) -> tuple[tup
     stop = max((event.order for event in trace.events if event.phase is phase), default=-1) + 1
     found: list[tuple[int, Instruction]] = []
     owners = _owners(runs, start, stop)
+    landed: dict[int, list[Landed]] = {}
+    for gradient in trace.landed if phase is Phase.BACKWARD else ():
+        landed.setdefault(min(gradient.order, stop), []).append(gradient)
     for order in range(start, stop + 1):
+        for one in landed.get(order, []):
+            land = Instruction("land", one.parameter, one.storage, one.nbytes, is_alone=one.is_alone)
+            found.append((owners.get(order - 1, ROOT), land))
         found += marks.get(order, [])
         if order == stop:
             break
@@ -234,8 +278,6 @@ def _stream(trace: Trace, numbers: Mapping[str, int], phase: Phase) -> tuple[tup
 
 
 def _happened(event: Event) -> Iterable[Instruction]:
-    if event.category is Category.GRADIENT:
-        return [Instruction("land", event.operation, nbytes=event.nbytes)] if event.nbytes > 0 else []
     return [Instruction("make" if event.nbytes > 0 else "drop", event.operation, event.storage, abs(event.nbytes))]
 
 

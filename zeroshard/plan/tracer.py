@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zeroshard.plan.events import Category, Phase, Trace
 from zeroshard.plan.fake import Fakes, exchanged
+from zeroshard.plan.kept import Kept
 from zeroshard.plan.personality import PERSONALITIES
 from zeroshard.plan.recorder import Recorder, unreadable
 from zeroshard.torch_private import check_tracing, fake_errors, fake_tensors, run_backward
@@ -32,6 +33,8 @@ def trace_step(
     micro_batches: int = 1,
     steps: int = 1,
     reads: Callable[[Tensor], bool | int | float] | None = None,
+    takes_gradients: bool = False,
+    kept: Kept | None = None,
 ) -> Trace:
     """Run training steps of a model on tensors without memory, and return what would be allocated.
 
@@ -50,6 +53,9 @@ def trace_step(
         steps: how many are traced; the first one has no gradients and no states of the optimizer before it.
         reads: called with the tensor of one element whose value the model reads, returns the value. What an optimizer
             reads is 1: of its step counters.
+        takes_gradients: whether gradients are taken out of their parameters as they come, as the engine does; the trace
+            says when (`Trace.landed`). Nothing is updated then.
+        kept: what is done between forward and backward to what autograd saves.
 
     Raises:
         ValueError: the model has no such unit, the personality is not known, or a count is below 1.
@@ -74,7 +80,7 @@ def trace_step(
     if missing := [name for name in units if name not in names]:
         raise ValueError(f"The model has no module called {', '.join(map(repr, missing))}.")
     kernels = PERSONALITIES[personality]()
-    recorder = Recorder(kernels, units, reads)
+    recorder = Recorder(kernels, units, reads, takes_gradients=takes_gradients)
     with ExitStack() as stack:
         stack.enter_context(fake_tensors())
         fakes = Fakes()
@@ -87,11 +93,11 @@ def trace_step(
         recorder.calibrate()
         stack.enter_context(kernels.rewriting())
         try:
-            kept = _run(recorder, step, model, given, optimizer, micro_batches, steps)
+            made = _run(recorder, step, model, given, optimizer, micro_batches, steps, kept)
         except fake_errors() as error:
             raise unreadable(recorder.module, str(error)) from error
         trace = recorder.result()
-        del kept  # states live to the end of the trace
+        del made  # states live to the end of the trace
         return trace
 
 
@@ -103,6 +109,7 @@ def _run(
     make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
     micro_batches: int,
     steps: int,
+    kept: Kept | None,
 ) -> torch.optim.Optimizer | None:
     """Run the steps and return the optimizer."""
     optimizer = make(model.parameters()) if make is not None else None
@@ -110,7 +117,7 @@ def _run(
         recorder.kernels.prepare(optimizer)
     for _ in range(steps):
         for _ in range(micro_batches):
-            _pass(recorder, step, model, inputs)
+            _pass(recorder, step, model, inputs, kept)
         recorder.phase = Phase.UPDATE
         if optimizer is not None:
             optimizer.step()
@@ -121,10 +128,22 @@ def _run(
     return optimizer
 
 
-def _pass(recorder: Recorder, step: Callable[..., Tensor], model: nn.Module, inputs: tuple[Any, ...]) -> None:
+def _pass(
+    recorder: Recorder, step: Callable[..., Tensor], model: nn.Module, inputs: tuple[Any, ...], kept: Kept | None
+) -> None:
     """Run one forward and its backward."""
     recorder.phase = Phase.FORWARD
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(recorder.packed, lambda tensor: tensor):
+
+    def pack(tensor: Tensor) -> Any:
+        recorder.packed(tensor)
+        return tensor if kept is None else kept.pack(tensor)
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if kept is None else kept.unpack(packed)
+
+    if kept is not None:
+        kept.is_parameter = recorder.is_parameter
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         loss = step(model, *inputs)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

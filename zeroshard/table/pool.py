@@ -27,18 +27,18 @@ class Buffers:
     """Buffers that are used again and again: units of about one size share those of the largest."""
 
     def __init__(self) -> None:
-        self._free: dict[Hashable, list[Buffer]] = defaultdict(list)
+        self.free: dict[Hashable, list[Buffer]] = defaultdict(list)
 
     def take(self, numel: int, kind: Hashable) -> tuple[Buffer, Buffer | None]:
         """Return a buffer of at least `numel` elements, and one that it replaces, which nobody will use again."""
-        free = self._free[kind]
+        free = self.free[kind]
         place, replaced = choose_buffer([buffer.numel for buffer in free], numel)
         gone = None if replaced is None else free.pop(replaced)
         return (Buffer(numel, kind) if place is None else free.pop(place)), gone
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back."""
-        self._free[buffer.kind].append(buffer)
+        self.free[buffer.kind].append(buffer)
 
 
 def choose_buffer(free: Sequence[int], numel: int) -> tuple[int | None, int | None]:

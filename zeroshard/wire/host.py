@@ -18,7 +18,7 @@ import torch
 
 from zeroshard.table.spec import BLOCK_NUMEL
 from zeroshard.table.trace import Ledger
-from zeroshard.table.wires import HostWire
+from zeroshard.table.wires import SHOWN_NUMEL, HostWire
 from zeroshard.wire.board import WORDS
 from zeroshard.wire.codec import Codec, sum_in_rank_order
 from zeroshard.wire.comm import Pending, Tag
@@ -32,8 +32,6 @@ __all__ = ["HostComm"]
 Tensor = torch.Tensor
 SEEN_NUMEL = 4 * BLOCK_NUMEL
 """Elements of another rank's memory that are read before their pages are dropped."""
-SHOWN_NUMEL = 16 * BLOCK_NUMEL
-"""Elements that a rank shows each other at once of what is not in the memory of the host."""
 NOWHERE, NOT_READY = -1, -2
 """In the place of an address in the memory of the host."""
 

@@ -17,11 +17,10 @@ from typing import Any, final
 
 import torch
 
-from zeroshard.core.saved import Box
 from zeroshard.torch_private import edge_of, nodes_before, note_visit, saved_by, setting_of
 from zeroshard.tree import find
 
-__all__ = ["Need", "Origin", "Rearranged", "Use", "Uses"]
+__all__ = ["Need", "Origin", "Packed", "Rearranged", "Use", "Uses"]
 
 Tensor = torch.Tensor
 
@@ -72,6 +71,13 @@ _INPUTS: Mapping[tuple[str, str], int] = MappingProxyType(
 _RESULTS = frozenset((("SigmoidBackward0", "result"), ("TanhBackward0", "result"))) | frozenset(
     (name, "output") for name in _ATTENTION
 )
+
+
+class Packed:
+    """What saved-tensor hooks put in the place of a tensor: its `value`, until something else stands for it."""
+
+    __slots__ = ()
+    value: Any
 
 
 @final
@@ -177,7 +183,7 @@ class Uses:
 
 def _tensor_of(packed: Any) -> Tensor | None:
     """Return the tensor of a box that no treatment has changed."""
-    return packed.value if isinstance(packed, Box) and isinstance(packed.value, Tensor) else None
+    return packed.value if isinstance(packed, Packed) and isinstance(packed.value, Tensor) else None
 
 
 def _use(node: Any, name: str, place: str, tensor: Tensor) -> Use:
@@ -197,7 +203,7 @@ def _use(node: Any, name: str, place: str, tensor: Tensor) -> Use:
         settings = [tuple(setting_of(node, one)) for one in ("kernel_size", "stride", "padding", "dilation")]
         settings[1] = settings[1] or settings[0]
         pooled = next((one for known, one in saved_by(node) if known == "self"), None)
-        source = pooled.value if isinstance(pooled, Box) else None
+        source = pooled.value if isinstance(pooled, Packed) else None
         width = (source.shape if isinstance(source, Tensor) else torch.Size((0,)))[-1]
         return Use(name, place, Need("window", settings=(*settings, (width,))) if width else _VALUES)
     position = _INPUTS.get((name, place))
