@@ -8,7 +8,7 @@ STAMP := $(VENV)/.stamp
 # One thread a process: ranks share the cores of this host.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test torture bench check clean
+.PHONY: train test torture bench check browser clean
 
 train: $(STAMP)
 	$(VENV)/bin/zeroshard train $(ARGS)
@@ -32,6 +32,10 @@ check: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pytest tests/contract
+
+# Chromium of Debian or Ubuntu, for the tests of the report page; they are skipped where it is missing.
+browser:
+	command -v chromium || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

@@ -9,7 +9,6 @@ that are there between steps. Every rank of a run is compared with the plan of i
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Iterator

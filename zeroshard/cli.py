@@ -1,8 +1,8 @@
-"""The command line: `zeroshard train`, `plan`, `doctor`, `tokenizer`, `checkpoint` and `version`.
+"""The command line: `zeroshard train`, `plan`, `doctor`, `report`, `tokenizer`, `checkpoint` and `version`.
 
-Owns the terminal: arguments in, text out. Thin on purpose: what it runs is in `zeroshard/train`, `zeroshard/plan` and
-`zeroshard/checkpoint`. Needs typer, rich and
-pydantic (the extra `zeroshard[cli]`), and says so where they are missing. Read `train` first, then `Terminal`.
+Owns the terminal: arguments in, text out. Thin on purpose: what it runs is in `zeroshard/train`, `zeroshard/plan`,
+`zeroshard/report` and `zeroshard/checkpoint`. Needs typer, rich and pydantic (the extra `zeroshard[cli]`), and says so
+where they are missing. Read `train` first, then `Terminal`.
 
 Note: texts of others
     Names of files, folders and models, and what a model writes, are printed with escapes for characters that steer a
@@ -61,6 +61,8 @@ def main() -> None:
     app.command()(tokenizer)
     app.command()(version)
     app.command()(doctor)
+    app.command()(report)
+    app.command()(paper)
     _add_plan(app)
     app.add_typer(_checkpoint_commands(), name="checkpoint")
     try:
@@ -157,7 +159,8 @@ def doctor(
     out: Annotated[Path | None, typer.Option(help="File of the profile; --device this finds the usual one.")] = None,
 ) -> None:
     """Measure this machine's products, copies and collectives, and store the profile for plans."""
-    from zeroshard.plan.doctor import measure_device, measure_ranks, profile_path, write_profile
+    from zeroshard.plan.profiles import profile_path, write_profile
+    from zeroshard.report.doctor import measure_device, measure_ranks
 
     joined = joined_world_size()
     if joined is None and ranks > 1:
@@ -167,14 +170,50 @@ def doctor(
         sys.exit(status)
     if joined is not None:
         follow_launcher()
-        zeroshard.init()
-    device = measure_ranks(measure_device())
+    mesh = zeroshard.init()
+    device = measure_ranks(measure_device(), mesh.world_size)
     if is_first_rank():
         path = out or profile_path()
         write_profile(device, path)
         peaks = ", ".join(f"{dtype} {flops / 1e12:,.2f}" for dtype, flops in device.peak_flops.items())
         _say(f"products, TFLOPS: {peaks}; memory {device.memory_bytes_per_s / 1e9:,.1f} GB/s")
         _say(f"links: {device.link_bytes_per_s / 1e9:,.2f} GB/s, {1e6 * device.hop_s:,.1f} us a hop; written to {path}")
+
+
+def report(
+    sources: Annotated[list[str], typer.Argument(help="Folders of runs, files of `plan --json`.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The page.")] = Path("report.html"),
+    pictures: Annotated[Path | None, typer.Option(help="A folder for PNG and SVG files, too.")] = None,
+) -> None:
+    """Write one page, which opens without a network, of runs, plans, searches and scorecards."""
+    from zeroshard.report.page import write_page
+    from zeroshard.report.pictures import write_pictures
+    from zeroshard.report.plans import read_sources
+
+    try:
+        data = read_sources(sources)
+        _say(f"{write_page(data, out)}: written")
+        if pictures is not None:
+            _say("\n".join(str(path) for path in write_pictures(data, pictures)))
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        _fail(str(error))
+
+
+def paper(
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,
+    plots: Annotated[Path | None, typer.Option(help="A folder for PNG and SVG files of the figures.")] = None,
+) -> None:
+    """Print the ZeRO paper's tables and figures, predicted beside published: docs/paper.md."""
+    from zeroshard.plan.paper import reproduce
+    from zeroshard.report.paper_plots import write_paper_plots
+
+    found = reproduce()
+    print(found.json() if as_json else found.render())
+    try:
+        for path in write_paper_plots(found, plots) if plots is not None else ():
+            print(f"{path}: written", file=sys.stderr)
+    except (ImportError, OSError) as error:
+        _fail(str(error))
 
 
 def version() -> None:

@@ -354,18 +354,17 @@ class Call:
     """The running call that a hook was called by; torch calls no hooks of a module that a KeyboardInterrupt ends.
 
     Args:
-        passed_over: the beginning of the names of modules whose functions are parts of the hook.
+        hooks: the name of the module that the hook is in; without one on the stack, the thread itself is the call.
     """
 
     __slots__ = ("_frame", "_thread")
 
-    def __init__(self, passed_over: str) -> None:
+    def __init__(self, hooks: str) -> None:
         frame = sys._getframe(1)
-        # Dynamo puts a function around each that it must not compile.
-        while (name := frame.f_globals.get("__name__", "")).startswith((passed_over, "torch._dynamo.")) or (
-            name == __name__
-        ):
-            assert frame.f_back is not None
+        while frame.f_globals.get("__name__") != hooks and frame.f_back is not None:
+            frame = frame.f_back
+        # Dynamo puts a function of its own around each that it must not compile.
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith((hooks, "torch._dynamo.")):
             frame = frame.f_back
         self._frame, self._thread = frame, threading.get_ident()
 

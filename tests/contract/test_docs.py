@@ -7,6 +7,7 @@ import pytest
 
 from .source import REPOSITORY, package_modules
 from .test_all import examples, run_block
+from .test_budgets import load_tool
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
 
@@ -53,3 +54,12 @@ def test_cited_sections_exist() -> None:
 def test_a_cited_section_is_recognized() -> None:
     assert cited_sections('Read `docs/design.md` ("Nothing of the kind") first.') == ["Nothing of the kind"]
     assert headings("# A\n\ntext\n## B c\n") == {"A", "B c"}
+
+
+def test_pages_show_what_commands_print() -> None:
+    """The blocks that `python -m tools.commands` writes."""
+    tool = load_tool("commands")
+    for page in tool.PAGES:
+        text = page.read_text()
+        assert tool.BLOCK.search(text)
+        assert tool.filled(text) == text

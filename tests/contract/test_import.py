@@ -148,6 +148,14 @@ def test_what_the_planner_knows_imports_without_torch() -> None:
     ]
 
 
+def test_the_report_page_is_written_without_torch() -> None:
+    modules = ("check", "page", "runs", "schema", "stages", "walk")
+    names = [f"zeroshard.report.{name}" for name in modules]
+    assert run(BLOCKED.format(blocked=("torch", "numpy", "safetensors"), names=names)) == [
+        f"IMPORTED {name}" for name in names
+    ]
+
+
 def test_a_blocked_extra_is_found() -> None:
     with pytest.raises(AssertionError, match="No module named 'typer'"):
         run(BLOCKED.format(blocked=HEAVY, names=["typer"]))

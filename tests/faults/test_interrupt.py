@@ -4,6 +4,7 @@ Where all ranks are interrupted at one place, or there is one, losses are those 
 where a single one is, all end in one error.
 """
 
+import contextlib
 import functools
 from typing import Any
 
@@ -182,6 +183,55 @@ def test_all_ranks_go_on(stage: int) -> None:
     for how in ("none", "recompute"):
         places = [place for place in PLACES if how != "none" or place != "in a recomputation"]
         run_ranks(check, 2, tuple(places), how, stage, timeout_s=TIMEOUT_S)
+
+
+class Interrupted:
+    """A wait that is interrupted before it is over."""
+
+    def __init__(self, pending: Any, switch: Switch) -> None:
+        self._pending, self._switch = pending, switch
+
+    def wait(self) -> Any:
+        """Wait, the second time."""
+        self._switch.at("in a wait")
+        return self._pending.wait()
+
+
+def wait_twice(shared_memory: bool) -> None:
+    """Interrupt all ranks in the wait for a gather. Runs on a rank."""
+    losses = []
+    for place in ("nowhere", "in a wait"):
+        switch = Switch(place)
+        torch.manual_seed(0)
+        model = Model(switch, "none")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        settings = zs.Settings(shared_memory=shared_memory, watchdog_s=WATCHDOG_S)
+        zero = zs.shard(model, optimizer, stage=3, units=[*model.blocks], settings=settings)
+        comm = zero._engine.comm
+        gather = comm.gather
+        comm.gather = lambda *args, gather=gather, switch=switch: Interrupted(gather(*args), switch)  # type: ignore
+        losses.append([one_step(model, optimizer, switch, step, zero.mesh.rank) for step in range(STEPS)])
+        assert not switch.is_armed or place == "nowhere"
+    assert losses[0] == losses[1]
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, switch: Switch, step: int, rank: int) -> float:
+    """Take a step; its forward begins anew where it is interrupted."""
+    switch.is_armed = step == 2
+    while True:
+        torch.manual_seed(step)
+        with contextlib.suppress(KeyboardInterrupt):
+            loss = model(randn(4, 5, key=(step, rank))).square().mean()
+            break
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_wait_that_is_interrupted_is_made_again(shared_memory: bool) -> None:
+    run_ranks(wait_twice, 2, shared_memory, timeout_s=TIMEOUT_S)
 
 
 def interrupt_one(how: str, place: str) -> None:

@@ -140,7 +140,7 @@ def plan(count: int = 4000, seed: int = 0) -> dict[str, Any]:
     return {
         "version": 1,
         "kind": "plan",
-        "title": "Transformer 6.7B on 8 ranks, ZeRO stage 3",
+        "title": "Synthetic data: a transformer of 6.7B on 8 ranks at ZeRO stage 3",
         "model": {"name": "transformer-6.7b", "parameters_numel": numel, "details": {"blocks": BLOCKS, "width": 4096}},
         "options": {"stage": 3, "precision": "bf16", "batch": 2, "sequence": 2048},
         "hardware": hardware,

@@ -112,6 +112,7 @@ CHANGES = [
     (("losses", 0, "loss"), [1.0], ValueError, "data.losses[0]: columns differ in length"),
     (("film", "events", "column", 5), 17, ValueError, "data.film.events.column: indices must be from 0 to 5"),
     (("film", "events", "module", 5), -1, ValueError, "data.film.events.module: indices must be from 0"),
+    (("film", "events", "nbytes", 5), 0, ValueError, "data.film.events: event 5 has 0 bytes; leave"),
     (("film", "events", "nbytes", 5), 1.5, TypeError, "data.film.events.nbytes[5] must be int, got float"),
     (("film", "events", "nbytes", 0), -4096, ValueError, "data.film.events: event 0 gives back 4096 bytes of storage"),
     (("film", "events", "storage", 1), 1, ValueError, "data.film.events: event 1 takes storage 1, which is taken"),

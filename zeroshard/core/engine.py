@@ -67,7 +67,7 @@ class Frame:
     is_recompute: bool
     exception: BaseException | None
     has_grad: bool
-    call: Call = field(default_factory=lambda: Call("zeroshard.core."))
+    call: Call = field(default_factory=lambda: Call("zeroshard.core.hooks"))
     saved: Any = None
     taken: list[int] = field(default_factory=list)
     between: int | None = None

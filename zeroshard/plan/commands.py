@@ -8,9 +8,9 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
-from zeroshard.plan.doctor import device_for
 from zeroshard.plan.hardware import DEVICES
 from zeroshard.plan.planning import make_plan
+from zeroshard.plan.profiles import device_for
 from zeroshard.plan.search import search
 from zeroshard.plan.shapes import SHAPES
 

@@ -99,6 +99,42 @@ class Script:
 
 @final
 @dataclass(frozen=True)
+class Account:
+    """What optimizers keep and move; searches make it once for many jobs.
+
+    Args:
+        states: (name of the bucket, bytes of states, bytes of counters).
+        wide_bytes, moved_bytes: of each optimizer: masters that are widened, and all that an update reads and writes.
+    """
+
+    states: Sequence[tuple[str, int, int]]
+    wide_bytes: Sequence[int]
+    moved_bytes: Sequence[int]
+
+
+def account_of(updates: Sequence[Updates]) -> Account:
+    """Return the account of some optimizers."""
+    states: list[tuple[str, int, int]] = []
+    moved_bytes: list[int] = []
+    for one in updates:
+        by_bucket: dict[int, list[tuple[BucketSpec, int]]] = {}
+        moved = 0
+        for bucket, index in one.parameters:
+            by_bucket.setdefault(bucket.number, []).append((bucket, index))
+            start, stop = bucket.layout.overlap(index, *bucket.states)
+            sizes = bucket.formats
+            # Master and states are read and written, the gradient read, the rounded parameter written.
+            each = 2 * itemsize(sizes.master) + 2 * one.per_element * itemsize(sizes.state) + itemsize(sizes.grad)
+            moved += (stop - start) * (each + itemsize(sizes.param) * bucket.has_masters)
+        moved_bytes.append(moved)
+        for places in by_bucket.values():
+            nbytes = one.per_element * Updates(places, one.per_element, one.counter_bytes).numel_bytes()
+            states.append((places[0][0].name, nbytes, one.counter_bytes * len(places)))
+    return Account(tuple(states), tuple(one.numel_bytes(only_wide=True) for one in updates), tuple(moved_bytes))
+
+
+@final
+@dataclass(frozen=True)
 class Job:
     """What one rank does in a step.
 
@@ -118,6 +154,7 @@ class Job:
         seconds: of one kernel; the device's own formula where not given.
         script: of a model that was traced.
         update_bytes: that the optimizer's kernels take beside its states.
+        account: of the updates, where it is known already.
     """
 
     units: Sequence[UnitSpec]
@@ -134,6 +171,7 @@ class Job:
     seconds: Callable[[Cost], float] | None = None
     script: Script | None = None
     update_bytes: int = 0
+    account: Account | None = None
 
     @property
     def is_repeated(self) -> bool:
@@ -235,15 +273,16 @@ def _by_column(events: Iterable[Event]) -> dict[str, int]:
     return dict(sums)
 
 
-def make_film(job: Job, *, is_first: bool = False) -> Film:
+def make_film(job: Job, *, is_first: bool = False, is_settled: bool = False) -> Film:
     """Simulate a step.
 
     Args:
         is_first: whether the optimizer has no states yet, which it then makes in its update.
+        is_settled: whether pooled buffers of an earlier step are there, which takes twice the time to find out.
     """
     camera = _Camera(job)
     film = camera.run(is_first=is_first)
-    if is_first or not job.is_repeated:
+    if is_first or not (is_settled or job.is_repeated):
         return film
     return _Camera(job, camera.pooled()).run(is_first=False)
 
@@ -263,6 +302,7 @@ class _Camera:
 
     def __init__(self, job: Job, pooled: Sequence[tuple[int, str]] = ()) -> None:
         self._job, self._now_s, self._pooled = job, 0.0, pooled
+        self._account = job.account or account_of(job.updates)
         self._events: list[Event] = []
         self._lanes: list[LaneSpan] = []
         self._ticks: list[Tick] = []
@@ -336,7 +376,7 @@ class _Camera:
     # -- the step ---------------------------------------------------------------------------------------------------
 
     def run(self, *, is_first: bool) -> Film:
-        """Play a step."""
+        """Make what is there before a step, and play the step."""
         job = self._job
         units = job.units
         buckets = [bucket for unit in units for bucket in unit.buckets]
@@ -350,7 +390,7 @@ class _Camera:
                 self._make(padding * bucket.has_masters, "padding", unit.name, "padding of masters")
         self._make(job.buffer_bytes, "parameters", "", "buffers")
         if not is_first:
-            self._make_states(buckets)
+            self._make_states()
         for unit in units if not is_first else ():
             for bucket in filter(self._is_kept, unit.reduced):
                 self._hold(bucket)
@@ -360,9 +400,8 @@ class _Camera:
             buffer.memory = self._make(numel * itemsize(dtype), "transient", "", what, is_mapped=job.wire.is_in_place)
             self._buffers.give(buffer)
         before, self._events = self._events, []
-        for number in range(min(job.micro_batches, 2)):
-            is_last = number == min(job.micro_batches, 2) - 1
-            start_s = self._now_s
+        for _ in range(min(job.micro_batches, 2)):
+            start_s, begun_s, exposed_s = self._now_s, self._now_s, self._exposed_s
             inputs = self._make(job.input_bytes, "activations", "", "inputs")
             self._forward()
             self._mark("forward", start_s)
@@ -370,7 +409,7 @@ class _Camera:
             self._backward()
             self._mark("backward", start_s)
             self._drop(inputs)
-            one_s, exposed_s = (self._now_s, self._exposed_s) if not is_last else (0.0, 0.0)
+            one_s, exposed_s = self._now_s - begun_s, self._exposed_s - exposed_s
         start_s = self._now_s
         self._update(buckets, is_first=is_first)
         self._mark("update", start_s)
@@ -383,19 +422,15 @@ class _Camera:
             tuple(self._phases),
             tuple(self._ticks),
             MappingProxyType({kind: nbytes for kind, nbytes in self._sent.items() if nbytes}),
-            self._now_s + more * one_s if job.micro_batches > 2 else self._now_s,
-            self._exposed_s + more * exposed_s if job.micro_batches > 2 else self._exposed_s,
+            self._now_s + more * one_s,
+            self._exposed_s + more * exposed_s,
             update_s,
         )
 
-    def _make_states(self, buckets: Sequence[BucketSpec]) -> None:
-        for one in self._job.updates:
-            for bucket in buckets:
-                updated = Updates(
-                    [(b, i) for b, i in one.parameters if b is bucket], one.per_element, one.counter_bytes
-                )
-                self._make(one.per_element * updated.numel_bytes(), "states", bucket.name, "states")
-                self._make(one.counter_bytes * len(updated.parameters), "padding", bucket.name, "counters")
+    def _make_states(self) -> None:
+        for name, states_bytes, counter_bytes in self._account.states:
+            self._make(states_bytes, "states", name, "states")
+            self._make(counter_bytes, "padding", name, "counters")
 
     def _mark(self, name: str, start_s: float) -> None:
         self._phases.append(Phase(name, start_s, self._now_s))
@@ -539,11 +574,15 @@ class _Camera:
             self._need(call.unit)
             numbers[GIVEN] = given
             given = self._play(call.unit, call.parts.backward, numbers)
+            if not place:  # what is outside blocks comes first, and is reduced last
+                self._land(schedule.ROOT)
             if last[call.unit] == place and call.unit != schedule.ROOT:
                 self._land(call.unit)
                 self._do(self._schedule.land(call.unit))
             self._do(self._schedule.leave(call.unit))
         self._drop(given)
+        if calls:  # the loss
+            self._drop(calls[-1][1].get(calls[-1][0].parts.output, given))
         self._land(schedule.ROOT)
         self._do(self._schedule.land(schedule.ROOT))
         self._end_backward()
@@ -712,20 +751,13 @@ class _Camera:
 
     def _update(self, buckets: Sequence[BucketSpec], *, is_first: bool) -> None:
         job = self._job
-        for one in job.updates:
-            wide = self._make(one.numel_bytes(only_wide=True), "transient", "", "masters in fp32")
-            moved = 0
-            for bucket, index in one.parameters:
-                start, stop = bucket.layout.overlap(index, *bucket.states)
-                sizes = bucket.formats
-                # Master and states are read and written, the gradient read, the rounded parameter written.
-                each = 2 * itemsize(sizes.master) + 2 * one.per_element * itemsize(sizes.state) + itemsize(sizes.grad)
-                moved += (stop - start) * (each + itemsize(sizes.param) * bucket.has_masters)
+        for wide_bytes, moved_bytes in zip(self._account.wide_bytes, self._account.moved_bytes, strict=True):
+            wide = self._make(wide_bytes, "transient", "", "masters in fp32")
             if is_first:
-                self._make_states(buckets)
+                self._make_states()
             kernels = self._make(job.update_bytes, "transient", "", "the optimizer's kernels")
             # The norm of the gradients for clipping reads them once more, and scaling rewrites them.
-            self._compute("update", self._kernel_s(Cost(0, float(moved))))
+            self._compute("update", self._kernel_s(Cost(0, float(moved_bytes))))
             self._drop(kernels)
             self._drop(wide)
         for unit in job.units:

@@ -92,6 +92,14 @@ class Device:
         half_bytes: of a rank's part of a collective at which half of the bandwidth is reached.
         context_bytes: what a process takes outside the allocator.
         communicator_bytes: what each group of ranks takes outside the allocator.
+
+    ```python
+    import dataclasses, zeroshard as zs
+    from zeroshard.plan.hardware import DEVICES
+
+    mine: zs.Device = dataclasses.replace(DEVICES["h100-80"], node_bytes_per_s=100e9)  # fewer adapters
+    print(zs.plan("gpt2-xl", world_size=64, device=mine))
+    ```
     """
 
     name: str

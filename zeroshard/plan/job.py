@@ -8,22 +8,31 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, final
+from typing import Any, Final, final
 
 from zeroshard.describe.treatments import ActivationsLike, activations_of
-from zeroshard.plan.film import Call, Job
+from zeroshard.plan.film import Account, Call, Job, account_of
 from zeroshard.plan.hardware import Cost, Device
 from zeroshard.plan.shapes import Transformer
 from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS, own_units, specs_of, updates_of
 from zeroshard.plan.tape import Parts, coarse, instructions
 from zeroshard.plan.transformer import Kernels, Workload, tapes
 from zeroshard.table.activations import Activations, Chain, Recomputed
+from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency
 from zeroshard.table.spec import Formats, UnitSpec, itemsize
 from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, row_of_stage
 from zeroshard.table.wires import SHOWN_NUMEL, HostWire, Messages, Native, Silence, Wire
 
-__all__ = ["Options", "check_options", "job_of_shape", "outside_bytes_of", "precision_for", "row_of"]
+__all__ = [
+    "Options",
+    "activations_of_shape",
+    "check_options",
+    "job_of_shape",
+    "outside_bytes_of",
+    "precision_for",
+    "row_of",
+]
 
 TOKEN_BYTES: Final = 8
 """Of a token and of a target: torch's int64."""
@@ -182,15 +191,11 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
     check_options(options)
     check_shape(model, options)
     formats, device = options.formats, options.device
-    specs = _specs(model, options.tensor, options.row, formats, options.shard_ranks, options.replicas, rank)
-    load = Workload(
-        batch=options.batch,
-        sequence=options.sequence,
-        itemsize=itemsize(formats.param),
-        tensor=options.tensor,
-        is_sequence_parallel=options.is_sequence_parallel,
-        kernels=options.kernels,
-    )
+    row = dataclasses.replace(options.row, activations=Activations())
+    sharding = (model, options.tensor, row, formats, options.shard_ranks, options.replicas, rank)
+    specs = _specs(*sharding)
+    updates, account = _account(options.optimizer, *sharding)
+    load = load_of(options)
     calls = []
     for unit, kind in _uses(model, specs):
         treatment = treatment_of(options.row.activations.of_unit(unit.name)) if kind in ("block", "dense") else "keep"
@@ -205,13 +210,36 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
     return Job(
         specs,
         calls,
-        [updates_of(specs, OPTIMIZERS[options.optimizer])],
+        updates,
         wire_of(options),
         device,
         formats.param,
         spans,
         options.micro_batches,
         2 * load.tokens * TOKEN_BYTES,
+        account=account,
+    )
+
+
+def activations_of_shape(model: Transformer, options: Options) -> tuple[float, int, float]:
+    """Return the bytes that a block keeps for each token, the number of blocks, and what the rest keeps for a token."""
+    load = load_of(options)
+    treatment = treatment_of(options.row.activations.chain)
+    block = _parts(model, load, "block", treatment, None).saved_bytes
+    head = _parts(model, load, "head", "keep", None)
+    rest = _parts(model, load, "embedding", "keep", None).saved_bytes + head.saved_bytes + head.forward_bytes
+    return block / load.tokens, model.layers, rest / load.tokens
+
+
+def load_of(options: Options) -> Workload:
+    """Return a micro-batch of one rank."""
+    return Workload(
+        batch=options.batch,
+        sequence=options.sequence,
+        itemsize=itemsize(options.formats.param),
+        tensor=options.tensor,
+        is_sequence_parallel=options.is_sequence_parallel,
+        kernels=options.kernels,
     )
 
 
@@ -249,6 +277,12 @@ def _specs(
     model: Transformer, tensor: int, row: Residency, formats: Formats, ranks: int, replicas: int, rank: int
 ) -> tuple[UnitSpec, ...]:
     return specs_of(own_units(model, tensor), row, formats, ranks, replicas=replicas, rank=rank)
+
+
+@lru_cache(256)
+def _account(optimizer: str, *sharding: Any) -> tuple[Sequence[Updates], Account]:
+    updates = [updates_of(_specs(*sharding), OPTIMIZERS[optimizer])]
+    return updates, account_of(updates)
 
 
 @lru_cache(1024)

@@ -288,7 +288,7 @@ class Offloads(Link):
         for one in held:
             handles = {id(t): h for t in find(one.value, Tensor) if (h := self._handle(t, copies, stays, visit))}
             if handles:
-                one.put(self, map_tensors(one.value, lambda tensor, of=handles: of.get(id(tensor), tensor)))
+                one.put(self, map_tensors(one.value, partial(_replaced, handles)))
                 self._last = weakref.ref(visit)
 
     def restore(self, value: Any) -> Any:
@@ -386,11 +386,15 @@ class Offloads(Link):
         self._busy.clear()
 
 
+def _replaced(handles: Mapping[int, Any], tensor: Tensor) -> Any:
+    return handles.get(id(tensor), tensor)
+
+
 def _key(tensor: Tensor) -> tuple[int, int]:
     return storage_of(tensor), version_of(tensor)
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    low = tensor.storage_offset() * tensor.itemsize
+    last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    low = int(tensor.storage_offset()) * tensor.itemsize
     return low, low + (last + 1) * tensor.itemsize

@@ -8,7 +8,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -16,17 +16,24 @@ from typing import Final, final
 
 from zeroshard.plan import paper_data as data
 from zeroshard.plan.paper_data import Largest, Run
-from zeroshard.plan.paper_runs import BUDGET_BYTES, film_of, model_of, outcome_of, software_part
+from zeroshard.plan.paper_runs import AS_SAID, BUDGET_BYTES, Assumptions, model_of, outcome_of, software_part
 from zeroshard.plan.paper_sizes import activations, communication, figure_1, partitioned, table_1, table_2, table_faults
-from zeroshard.plan.paper_tables import Column, Table, Target, wrapped
+from zeroshard.plan.paper_tables import Column, Table, Target, Value, wrapped
 
 __all__ = ["Reproduction", "TITLES", "reproduce"]
 
 GB: Final = 10**9
+ROOFLINE: Final = Assumptions("kernels at the roofline", is_slowed=False)
+VARIANTS: Final = (
+    AS_SAID,
+    ROOFLINE,
+    Assumptions("all ranks equally fast", straggling=0.0),
+    Assumptions("latencies of the preset", has_preset_latencies=True),
+)
 MARK: Final = "Published values were read off the paper's chart, to about 2%."
 TITLES: Final = (
     "figure_1", "table_1", "table_2", "communication", "activations", "partitioned", "figure_2", "figure_3",
-    "figure_4", "figure_6", "figure_7", "figure_8",
+    "figure_4", "figure_6", "figure_7", "figure_8", "assumptions",
 )  # fmt: skip
 """Names of the tables, in order."""
 
@@ -49,11 +56,15 @@ class Reproduction:
 
     def render(self) -> str:
         """Return everything as plain text."""
-        columns = [Column("target"), Column("wanted"), Column("reached"), Column("met")]
-        rows = [[one.what, one.wanted, one.reached, "yes" if one.is_met else "no"] for one in self.targets]
         slips = "\n".join(["Where the paper contradicts itself", *(wrapped(slip) for slip in data.SLIPS)])
-        parts = [*(table.render() for table in self.tables.values()), Table("", "Targets", columns, rows).render()]
+        parts = [*(table.render() for table in self.tables.values()), self.target_table().render()]
         return "\n\n".join([*parts, slips])
+
+    def target_table(self) -> Table:
+        """Return the targets as a table."""
+        columns = [Column("target"), Column("wanted"), Column("reached"), Column("met")]
+        rows: list[Sequence[Value]] = [[one.what, one.wanted, one.reached, one.is_met] for one in self.targets]
+        return Table("targets", "Targets", columns, rows)
 
     def as_mapping(self) -> Mapping[str, object]:
         """Return everything for JSON."""
@@ -71,24 +82,24 @@ class Reproduction:
 def reproduce() -> Reproduction:
     """Predict everything; some seconds on one core."""
     makers = (figure_1, table_1, table_2, communication, activations, partitioned, figure_2, figure_3, figure_4,
-              figure_6, figure_7, figure_8)  # fmt: skip
+              figure_6, figure_7, figure_8, assumptions)  # fmt: skip
     tables = {table.name: table for table in (make() for make in makers)}
     return Reproduction(tables, targets())
 
 
-def teraflops(run: Run) -> float:
+def teraflops(run: Run, given: Assumptions = AS_SAID) -> float:
     """Return the predicted teraFLOPS of each device."""
-    return outcome_of(run).teraflops
+    return outcome_of(run, given).teraflops
 
 
 def figure_2() -> Table:
     """Return throughput by model size, and its ratio to the baseline's."""
-    columns = [Column("model"), Column("ZeRO MP"), Column("batch"), Column("published", ".1f"),
-               Column("predicted", ".1f"), Column("error", "+.0%"), Column("baseline MP"), Column("base published", ".1f"),
-               Column("base predicted", ".1f"), Column("base error", "+.0%"), Column("ratio published", ".1f"),
-               Column("ratio predicted", ".1f"), Column("ratio error", "+.0%"),
+    columns = [Column("model"), Column("MP"), Column("batch"), Column("paper", ".1f"),
+               Column("predicted", ".1f"), Column("error", "+.0%"), Column("base MP"), Column("base paper", ".1f"),
+               Column("base", ".1f"), Column("base error", "+.0%"), Column("ratio paper", ".1f"),
+               Column("ratio", ".1f"), Column("ratio error", "+.0%"),
                Column("peak GB", ".1f")]  # fmt: skip
-    rows = []
+    rows = list[Sequence[Value]]()
     for pair in data.FIGURE_2:
         ours, theirs = teraflops(pair.zero), teraflops(pair.baseline)
         published, ratio = pair.zero.published / pair.baseline.published, ours / theirs
@@ -102,24 +113,26 @@ def figure_2() -> Table:
     return Table("figure_2", title, columns, rows, [MARK])
 
 
-def ratio_errors() -> dict[str, float]:
+def ratio_errors(given: Assumptions = AS_SAID) -> dict[str, float]:
     """Return the error of the ratio to the baseline, by size."""
-    return {str(row[0]): float(row[-2] or 0) for row in figure_2().rows}
+    found = {}
+    for pair in data.FIGURE_2:
+        published = pair.zero.published / pair.baseline.published
+        found[pair.zero.label] = teraflops(pair.zero, given) / teraflops(pair.baseline, given) / published - 1
+    return found
 
 
 def figure_3() -> Table:
     """Return throughput by number of devices."""
-    columns = [Column("devices"), Column("batch"), Column("published", ".1f"), Column("predicted", ".1f"),
-               Column("error", "+.0%"), Column("published PFLOPS", ".2f"), Column("predicted PFLOPS", ".2f"),
+    columns = [Column("devices"), Column("batch"), Column("paper", ".1f"), Column("predicted", ".1f"),
+               Column("error", "+.0%"), Column("PFLOPS paper", ".2f"), Column("PFLOPS", ".2f"),
                Column("states GB", ".1f"), Column("peak GB", ".1f"), Column("at batch 48", ".1f")]  # fmt: skip
-    rows = []
+    rows = list[Sequence[Value]]()
     for run in data.FIGURE_3:
         found = outcome_of(run)
-        resident = found.film.resident_bytes
-        states = sum(resident[column] for column in ("parameters", "gradients", "states"))
         rows.append(
             [run.devices, run.batch, run.published, found.teraflops, found.teraflops / run.published - 1,
-             run.published * run.devices / 1000, found.teraflops * run.devices / 1000, states / GB,
+             run.published * run.devices / 1000, found.teraflops * run.devices / 1000, found.state_bytes / GB,
              found.peak_bytes / GB, teraflops(replace(run, batch=48))]
         )  # fmt: skip
     note = "The last column is predicted for a batch of 48 everywhere, whether or not it fits."
@@ -127,19 +140,33 @@ def figure_3() -> Table:
     return Table("figure_3", title, columns, rows, [MARK, note])
 
 
+def is_zero(run: Run) -> bool:
+    """Tell whether a run is one of ZeRO, and not of a baseline."""
+    return run.row != "baseline"
+
+
+def mean_error(given: Assumptions = AS_SAID) -> float:
+    """Return the error of the mean of figure 4's ZeRO sizes."""
+    return sum(teraflops(run, given) for run in zero_sizes()) / sum(run.published for run in zero_sizes()) - 1
+
+
+def zero_sizes() -> list[Run]:
+    """Return the runs of figure 4 that are ZeRO's."""
+    return [run for run in data.FIGURE_4 if is_zero(run)]
+
+
 def figure_4() -> Table:
     """Return throughput without model parallelism."""
-    columns = [Column("model"), Column("batch"), Column("published", ".1f"), Column("predicted", ".1f"),
+    columns = [Column("model"), Column("batch"), Column("paper", ".1f"), Column("predicted", ".1f"),
                Column("error", "+.0%"), Column("peak GB", ".1f"), Column("roofline alone", ".1f")]  # fmt: skip
-    rows = []
+    rows = list[Sequence[Value]]()
+    means = [0.0, 0.0, 0.0]
     for run in data.FIGURE_4:
         found = outcome_of(run)
-        plain = found.teraflops * found.film.step_s / film_of(run).step_s
-        rows.append([run.label, run.batch, run.published, found.teraflops, found.teraflops / run.published - 1,
-                     found.peak_bytes / GB, plain])  # fmt: skip
-    sizes = [row for row in rows if not str(row[0]).startswith("DDP")]
-    published, found_mean, plain = (sum(float(row[place]) for row in sizes) / len(sizes) for place in (2, 3, 6))
-    rows.append(["mean of the 9 ZeRO sizes", None, published, found_mean, found_mean / published - 1, None, plain])
+        values = run.published, found.teraflops, teraflops(run, ROOFLINE)
+        means = [a + b * is_zero(run) / len(zero_sizes()) for a, b in zip(means, values, strict=True)]
+        rows.append([run.label, run.batch, *values[:2], values[1] / values[0] - 1, found.peak_bytes / GB, values[2]])
+    rows.append(["mean of the 9 ZeRO sizes", None, *means[:2], means[1] / means[0] - 1, None, means[2]])
     note = (
         "The last column is predicted as if kernels reached the roofline; "
         f"they reach {software_part():.0%} of it, as Megatron-LM's single-device baseline does."
@@ -176,9 +203,9 @@ def largest_parameters(case: Largest) -> float:
 
 def figure_6() -> Table:
     """Return the largest model by configuration."""
-    columns = [Column("configuration"), Column("published B", ".0f"), Column("predicted B", ".1f"),
+    columns = [Column("configuration"), Column("paper B", ".0f"), Column("predicted B", ".1f"),
                Column("error", "+.0%"), Column("layers"), Column("hidden")]  # fmt: skip
-    rows = []
+    rows = list[Sequence[Value]]()
     for case in data.FIGURE_6:
         found = largest_parameters(case)
         rows.append([case.row, case.published, found, found / case.published - 1, largest_layers(case), case.hidden])
@@ -191,9 +218,9 @@ def figure_6() -> Table:
 
 def figure_7() -> Table:
     """Return the most memory by configuration."""
-    columns = [Column("model"), Column("configuration"), Column("batch"), Column("published GB", ".1f"),
+    columns = [Column("model"), Column("configuration"), Column("batch"), Column("paper GB", ".1f"),
                Column("predicted GB", ".1f"), Column("error", "+.0%")]  # fmt: skip
-    rows = []
+    rows = list[Sequence[Value]]()
     for run in data.FIGURE_7:
         found = outcome_of(run).peak_bytes / GB
         rows.append([run.label, run.row, run.batch, run.published, found, found / run.published - 1])
@@ -203,10 +230,10 @@ def figure_7() -> Table:
 
 def figure_8() -> Table:
     """Return throughput by configuration."""
-    columns = [Column("model"), Column("configuration"), Column("batch"), Column("published", ".1f"),
+    columns = [Column("model"), Column("configuration"), Column("batch"), Column("paper", ".1f"),
                Column("predicted", ".1f"), Column("error", "+.0%"), Column("peak GB", ".1f"), Column("fits"),
                Column("ran")]  # fmt: skip
-    rows = []
+    rows = list[Sequence[Value]]()
     for run in data.FIGURE_8:
         found = outcome_of(run)
         shown = found.teraflops if found.fits else None
@@ -215,6 +242,20 @@ def figure_8() -> Table:
                      found.fits, run.published > 0])  # fmt: skip
     title = "Figure 8: teraFLOPS of each device by configuration: 60B on 128 devices, 170B on 400"
     return Table("figure_8", title, columns, rows, [MARK])
+
+
+def assumptions() -> Table:
+    """Return what the results owe to each assumption."""
+    columns = [Column("assumptions"), Column("figure 4, error of the mean", "+.0%"),
+               Column("figure 2, ratios within 25%"), Column("figure 3, 64 to 400", "+.1%"),
+               Column("figure 3, 256 to 400", "+.1%")]  # fmt: skip
+    rows = list[Sequence[Value]]()
+    for given in VARIANTS:
+        close = sum(abs(error) <= 0.25 for error in ratio_errors(given).values())
+        each = {run.devices: teraflops(run, given) for run in data.FIGURE_3}
+        growth = [each[400] / each[fewer] - 1 for fewer in (64, 256)]
+        rows.append([given.name, mean_error(given), close, *growth])
+    return Table("assumptions", "What the results owe to the assumptions", columns, rows)
 
 
 # -- the targets ------------------------------------------------------------------------------------------------------
@@ -229,8 +270,7 @@ def targets() -> tuple[Target, ...]:
     peaks = [outcome_of(run).peak_bytes for row in ("C1", "C3", "C2", "C4", "C5") for run in data.FIGURE_7
              if (run.label, run.row) == ("40B", row)]  # fmt: skip
     each = {run.devices: teraflops(run) for run in data.FIGURE_3}
-    zero = [run for run in data.FIGURE_4 if run.row != "stage 0"]
-    mean = sum(map(teraflops, zero)) / sum(run.published for run in zero) - 1
+    mean = mean_error()
     at_60 = {run.row: teraflops(run) for run in data.FIGURE_8 if run.label == "60B"}
     at_170 = [run.row for run in data.FIGURE_8 if run.label == "170B" and outcome_of(run).fits]
     ratios = ratio_errors()

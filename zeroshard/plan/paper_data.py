@@ -39,7 +39,7 @@ class Run:
     """One measured configuration.
 
     Args:
-        row: "stage 0" for the baselines, else a configuration of table 3, "C1" to "C5".
+        row: "baseline", or a configuration of table 3, "C1" to "C5".
         layers, hidden, heads: of a model of the GPT-2 family, with sequences of 1,024 tokens.
         devices: in all.
         tensor: ranks of model parallelism (MP).
@@ -85,10 +85,10 @@ class Largest:
     published: float
 
 
-FIGURE_1: Final[Mapping[str, float]] = MappingProxyType(
-    {"baseline": 120, "P_os": 31.4, "P_os+g": 16.6, "P_os+g+p": 1.9}
+FIGURE_1: Final[Mapping[str, str]] = MappingProxyType(
+    {"baseline": "120", "P_os": "31.4", "P_os+g": "16.6", "P_os+g+p": "1.9"}
 )
-"""GB of model states of each device: 7.5 billion parameters, 64 ranks, K = 12."""
+"""GB of model states of each device, as printed: 7.5 billion parameters, 64 ranks, K = 12."""
 
 TABLE_1: Final[Mapping[tuple[float, int], tuple[str, str, str]]] = MappingProxyType(
     {
@@ -143,21 +143,24 @@ def _pair(
     ours = Run(label=label, row=row, layers=layers, hidden=hidden, heads=heads, devices=400, tensor=tensor, batch=batch,
                published=published)  # fmt: skip
     devices, tensor, heads, batch, published = base
-    theirs = Run(label=label, row="stage 0", layers=layers, hidden=hidden, heads=heads, devices=devices, tensor=tensor,
+    theirs = Run(label=label, row="baseline", layers=layers, hidden=hidden, heads=heads, devices=devices, tensor=tensor,
                  batch=batch, published=published)  # fmt: skip
     return Pair(ours, theirs)
 
 
-FIGURE_2: Final = (
-    _pair("1.5B", 48, 1600, (1, 16, 24, 30.3), (400, 2, 16, 16, 26.4)),
-    _pair("8B", 72, 3072, (4, 24, 64, 36.9), (400, 8, 24, 8, 23.1)),
-    _pair("40B", 88, 6144, (4, 32, 12, 35.9), (384, 32, 64, 4, 4.9)),
-    _pair("60B", 132, 6144, (16, 32, 64, 36.5), (384, 64, 64, 4, 6.3)),
-    _pair("80B", 100, 8192, (16, 64, 32, 37.6), (384, 128, 128, 4, 5.2)),
-    _pair("100B", 125, 8192, (16, 64, 32, 38.7), (384, 128, 128, 2, 3.8)),
-    _pair("120B", 150, 8192, (16, 64, 24, 28.1), (384, 128, 128, 2, 3.8)),
-    _pair("140B", 175, 8192, (16, 64, 16, 26.9), (384, 128, 128, 2, 3.8)),
-    _pair("170B", 212, 8192, (16, 64, 12, 20.9), (256, 256, 256, 2, 2.2)),
+FIGURE_2: Final = tuple(
+    _pair(*row)
+    for row in (
+        ("1.5B", 48, 1600, (1, 16, 24, 30.3), (400, 2, 16, 16, 26.4)),
+        ("8B", 72, 3072, (4, 24, 64, 36.9), (400, 8, 24, 8, 23.1)),
+        ("40B", 88, 6144, (4, 32, 12, 35.9), (384, 32, 64, 4, 4.9)),
+        ("60B", 132, 6144, (16, 32, 64, 36.5), (384, 64, 64, 4, 6.3)),
+        ("80B", 100, 8192, (16, 64, 32, 37.6), (384, 128, 128, 4, 5.2)),
+        ("100B", 125, 8192, (16, 64, 32, 38.7), (384, 128, 128, 2, 3.8)),
+        ("120B", 150, 8192, (16, 64, 24, 28.1), (384, 128, 128, 2, 3.8)),
+        ("140B", 175, 8192, (16, 64, 16, 26.9), (384, 128, 128, 2, 3.8)),
+        ("170B", 212, 8192, (16, 64, 12, 20.9), (256, 256, 256, 2, 2.2)),
+    )
 )
 """Throughput by model size against Megatron-LM; table 5."""
 
@@ -172,8 +175,8 @@ FIGURE_4: Final = tuple(
     Run(label=label, row=row, layers=layers, hidden=hidden, heads=heads, devices=128, tensor=1, batch=batch,
         published=published)
     for label, row, layers, hidden, heads, batch, published in (
-        ("DDP 1.16B", "stage 0", 24, 1920, 16, 8, 39.3),
-        ("DDP 1.38B", "stage 0", 40, 1536, 16, 1, 18.1),
+        ("DDP 1.16B", "baseline", 24, 1920, 16, 8, 39.3),
+        ("DDP 1.38B", "baseline", 40, 1536, 16, 1, 18.1),
         ("1.5B", "C3", 34, 1920, 16, 24, 40.3),
         ("2.5B", "C3", 54, 1920, 16, 24, 41.9),
         ("4B", "C3", 64, 2304, 24, 16, 43.5),
@@ -211,35 +214,38 @@ FIGURE_7: Final = tuple(
 )  # fmt: skip
 """Most memory that the allocator cached, in GB; table 8."""
 
-FIGURE_8: Final = (
-    *(
-        Run(label="60B", row=row, layers=75, hidden=8192, heads=64, devices=128, tensor=16, batch=batch,
-            published=published)
-        for row, batch, published in (
-            ("C1", 2, 11.8), ("C2", 4, 12.2), ("C3", 8, 16.9), ("C4", 32, 35.1), ("C5", 32, 31.9),
-        )
-    ),
-    *(
-        Run(label="170B", row=row, layers=212, hidden=8192, heads=64, devices=400, tensor=16, batch=12,
-            published=published, is_read_off=row == "C5")
-        for row, published in (("C1", 0.0), ("C2", 0.0), ("C3", 0.0), ("C4", 0.0), ("C5", 20.9))
-    ),
+FIGURE_8: Final = tuple(
+    Run(label=label, row=row, layers=layers, hidden=8192, heads=64, devices=devices, tensor=16, batch=batch,
+        published=published, is_read_off=published > 0)
+    for label, layers, devices, row, batch, published in (
+        ("60B", 75, 128, "C1", 2, 11.8),
+        ("60B", 75, 128, "C2", 4, 12.2),
+        ("60B", 75, 128, "C3", 8, 16.9),
+        ("60B", 75, 128, "C4", 32, 35.1),
+        ("60B", 75, 128, "C5", 32, 31.9),
+        ("170B", 212, 400, "C1", 12, 0.0),
+        ("170B", 212, 400, "C2", 12, 0.0),
+        ("170B", 212, 400, "C3", 12, 0.0),
+        ("170B", 212, 400, "C4", 12, 0.0),
+        ("170B", 212, 400, "C5", 12, 20.9),
+    )
 )  # fmt: skip
 """Throughput by configuration; table 9. At 170 billion parameters only C5 ran; the batch of the others is C5's."""
 
-MEGATRON: Final = Run(label="Megatron-LM 1.2B", row="stage 0", layers=40, hidden=1536, heads=16, devices=1, tensor=1,
+MEGATRON: Final = Run(label="Megatron-LM 1.2B", row="baseline", layers=40, hidden=1536, heads=16, devices=1, tensor=1,
                       batch=8, published=39, is_read_off=False)  # fmt: skip
-"""Not of the ZeRO paper: the single-device baseline of the program that it builds on, 30% of a peak of 130 teraFLOPS."""
+"""Not of the ZeRO paper: the single-device baseline of the program below it, 30% of a peak of 130 teraFLOPS."""
 
 SLIPS: Final = (
     "Table 4 gives a hidden size of 4096 for 40B to 60B, table 5 gives 6144; only 6144 yields 40B and 60B.",
     "Captions in the appendix are shifted: its tables for figures 4, 5, 6 and 7 belong to figures 6, 7, 8 and 4. "
     "The model of 60B is 132 layers of 6144 in one table and 75 of 8192 in another, with 32 or 64 heads.",
-    "Section 3.2 has 60 GB of checkpoints for 100B at a batch of 32, section 6.1 has 33 GB, reduced to 2 GB by P_a, also "
-    "at 32. The formula gives 67.1 GB and 4.2 GB at 32, 33.6 GB and 2.1 GB at 16.",
+    "Section 3.2 has 60 GB of checkpoints for 100B at a batch of 32, section 6.1 has 33 GB, reduced to 2 GB by P_a, "
+    "also at 32. The formula gives 67.1 GB and 4.2 GB at 32, 33.6 GB and 2.1 GB at 16.",
     "The caption of table 2 calls P_os ZeRO-OS.",
     "The largest model without model parallelism is 13B; the formula of table 1 allows 15.2B on 128 ranks.",
-    "The text says that figure 4 averages more than 40 teraFLOPS; its nine ZeRO sizes average 39.0, and 13B reaches 21.",
+    "Figure 4 labels the baseline's largest model 1.38B; its 40 layers of 1536 in table 10 make 1.2 billion.",
+    "The text says that figure 4 averages more than 40 teraFLOPS; its nine ZeRO sizes average 39.0, 13B reaches 21.",
     "Figure 3 is called super-linear throughout; from 256 to 400 devices it is sub-linear.",
 )
 """Where the paper contradicts itself."""

@@ -1,8 +1,8 @@
 """The runs of the ZeRO paper, predicted: a configuration in, memory and time of one step out.
 
-Owns what the paper's programs and machines were, as arguments of the planner: DGX-2 nodes, Megatron's model parallelism,
-kernels of 2019. Must not know what was published (`paper_data.py` has that), but for the one measurement of another
-paper that says how much of a device programs of that time reached. Read `film.py` first.
+Owns what the paper's programs and machines were, as arguments of the planner: DGX-2 nodes, model parallelism as
+Megatron-LM's, kernels of 2019. Must not know what the paper measured (`paper_data.py` has that); one measurement of
+another paper says how much of a device programs of that time reached. Read `film.py` first.
 
 Note: what is assumed, and why
     Machine: the preset "v100-32" in nodes of 16 whose adapters have 800 Gb/s together, as section 10 of the paper says.
@@ -22,9 +22,10 @@ reduce_bucket_size and allgather_bucket_size.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 from typing import Final, final
 
 from zeroshard.plan.film import Call, Film, Job, make_film
@@ -40,11 +41,14 @@ from zeroshard.table.stages import CONFIGURATIONS, STAGES
 from zeroshard.table.wires import Native, Silence
 
 __all__ = [
+    "AS_SAID",
+    "Assumptions",
     "BUDGET_BYTES",
     "CB_BYTES",
     "DGX_2",
     "KERNELS",
     "Outcome",
+    "ROWS",
     "film_of",
     "model_of",
     "outcome_of",
@@ -56,13 +60,15 @@ __all__ = [
 SEQUENCE: Final = 1024
 OPERATIONS: Final = 8
 """Floating-point operations for each parameter and token: two forwards of 2, a backward of 4."""
-DGX_2: Final[Device] = replace(
-    DEVICES["v100-32"],
-    name="v100-32 in a DGX-2",
-    node_ranks=16,
-    node_bytes_per_s=100e9,
-    hop_s=3.4e-6,
-    node_hop_s=9.6e-6,
+DGX_2: Final = Device(
+    **{
+        **vars(DEVICES["v100-32"]),
+        "name": "v100-32 in a DGX-2",
+        "node_ranks": 16,
+        "node_bytes_per_s": 100e9,
+        "hop_s": 3.4e-6,
+        "node_hop_s": 9.6e-6,
+    }
 )
 """A V100 in a node of 16, with eight adapters of 100 Gb/s."""
 CB_BYTES: Final = 2 * 5 * 10**8 * 2
@@ -73,7 +79,31 @@ BUDGET_BYTES: Final = DGX_2.memory_bytes - DGX_2.context_bytes - GROUPS * DGX_2.
 """What is left for the allocator."""
 STRAGGLING: Final = 0.015
 """Of a step's time: how much ranks differ in it."""
+ROWS: Final[Mapping[str, Residency]] = MappingProxyType(
+    dict(zip(("baseline", "P_os", "P_os+g", "P_os+g+p"), STAGES.values(), strict=True))
+)
+"""The stages by the paper's names, with activations as they are."""
 KERNELS: Final = Kernels(attention="stepwise", fused_bias=False, loss="sharded")
+
+
+@final
+@dataclass(frozen=True)
+class Assumptions:
+    """What is not the planner's own; the note above says where each is from.
+
+    Args:
+        is_slowed: whether kernels reach `software_part()` of the roofline, and not all of it.
+        straggling: of a step's time, how much ranks differ in it.
+        has_preset_latencies: whether latencies are those of the preset "v100-32".
+    """
+
+    name: str = "as the note says"
+    is_slowed: bool = True
+    straggling: float = STRAGGLING
+    has_preset_latencies: bool = False
+
+
+AS_SAID: Final = Assumptions()
 
 
 @final
@@ -83,12 +113,13 @@ class Outcome:
 
     Args:
         step_s: of a step, stragglers included.
+        state_bytes: of parameters, gradients and states of a rank.
         peak_bytes: of a rank, constant buffers included.
         teraflops: of each device.
     """
 
-    film: Film
     step_s: float
+    state_bytes: int
     peak_bytes: int
     teraflops: float
 
@@ -104,10 +135,8 @@ def model_of(run: Run) -> Transformer:
 
 
 def row_of(name: str) -> Residency:
-    """Return the row of the residency table that a run's `row` names; the baselines recompute, too."""
-    if name in CONFIGURATIONS:
-        return CONFIGURATIONS[name]
-    return replace(STAGES[int(name.removeprefix("stage "))], activations=CONFIGURATIONS["C1"].activations)
+    """Return the row of the residency table of a name; the stages recompute, too."""
+    return CONFIGURATIONS.get(name) or replace(ROWS[name], activations=CONFIGURATIONS["C1"].activations)
 
 
 def parts_of(model: Transformer, load: Workload, row: Residency) -> dict[str, Parts]:
@@ -132,16 +161,15 @@ def film_of(run: Run, device: Device = DGX_2, seconds: Callable[[Cost], float] |
         seconds: of one kernel; the device's own formula where not given.
     """
     model, row, ranks = model_of(run), row_of(run.row), run.devices // run.tensor
-    units = own_units(model, run.tensor)
+    units = dict(own_units(model, run.tensor))
     specs = specs_of(units, row, PRECISIONS["paper"], ranks)
-    parts = parts_of(
-        model, Workload(batch=run.batch, sequence=SEQUENCE, tensor=run.tensor, kernels=KERNELS), row
-    )  # fmt: skip
-    blocks = [number for number, name in enumerate(units) if ".h." in name]
-    embedding = next(number for number, name in enumerate(units) if name.endswith("wte"))
+    load = Workload(batch=run.batch, sequence=SEQUENCE, tensor=run.tensor, kernels=KERNELS)
+    parts = parts_of(model, load, row)
+    numbers = {name: number for number, name in enumerate(units)}
+    blocks = [Call(number, parts["block"]) for name, number in numbers.items() if ".h." in name]
     job = Job(
         units=specs,
-        calls=[Call(embedding, parts["embedding"]), *(Call(n, parts["block"]) for n in blocks), Call(0, parts["head"])],
+        calls=[Call(numbers["transformer.wte"], parts["embedding"]), *blocks, Call(0, parts["head"])],
         updates=[updates_of(specs, OPTIMIZERS["adam"])],
         wire=Native() if ranks > 1 else Silence(),
         device=device,
@@ -169,11 +197,24 @@ def software_part() -> float:
 
 
 @cache
-def outcome_of(run: Run) -> Outcome:
+def _simulated(run: Run, *, is_slowed: bool, has_preset_latencies: bool) -> tuple[float, int, int]:
+    """Return the seconds of a step, and the bytes of model states and at most; a whole film would be kept for each."""
+    part, device = software_part() if is_slowed else 1.0, DGX_2
+    if has_preset_latencies:
+        preset = DEVICES["v100-32"]
+        device = replace(device, hop_s=preset.hop_s, node_hop_s=preset.node_hop_s)
+    film = film_of(run, device, seconds=lambda cost: device.kernel_s(cost, "float16") / part)
+    resident = film.resident_bytes
+    return film.step_s, sum(resident[column] for column in ("parameters", "gradients", "states")), film.peak[0]
+
+
+@cache
+def outcome_of(run: Run, given: Assumptions = AS_SAID) -> Outcome:
     """Predict a run."""
-    part = software_part()
-    film = film_of(run, seconds=lambda cost: DGX_2.kernel_s(cost, "float16") / part)
-    step_s = film.step_s * (1 + STRAGGLING * math.sqrt(2 * math.log(run.devices)))
+    alone_s, state_bytes, peak_bytes = _simulated(
+        run, is_slowed=given.is_slowed, has_preset_latencies=given.has_preset_latencies
+    )
+    step_s = alone_s * (1 + given.straggling * math.sqrt(2 * math.log(run.devices)))
     # Megatron-LM and torch's DistributedDataParallel have buffers of their own, of the gradients' size at most.
-    peak_bytes = film.peak[0] + (CB_BYTES if run.row in CONFIGURATIONS else 0)
-    return Outcome(film, step_s, peak_bytes, operations_of(run) / step_s / 1e12)
+    peak_bytes += CB_BYTES if run.row in CONFIGURATIONS else 0
+    return Outcome(step_s, state_bytes, peak_bytes, operations_of(run) / step_s / 1e12)

@@ -5,7 +5,7 @@ predicted to hold or send: the buckets of `table/`, the events of a film, the op
 rest together.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Final
 
@@ -13,13 +13,12 @@ from zeroshard.plan import paper_data as data
 from zeroshard.plan.film import sent_of
 from zeroshard.plan.hardware import Span
 from zeroshard.plan.paper_data import Run
-from zeroshard.plan.paper_runs import SEQUENCE, film_of, model_of, parts_of, row_of
-from zeroshard.plan.paper_tables import Column, Table
+from zeroshard.plan.paper_runs import ROWS, SEQUENCE, film_of, model_of, parts_of, row_of
+from zeroshard.plan.paper_tables import Column, Table, Value
 from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS, specs_of, updates_of
 from zeroshard.plan.tape import Instruction, Parts
 from zeroshard.plan.transformer import Kernels, Workload
 from zeroshard.table.bytes import predict
-from zeroshard.table.stages import STAGES
 from zeroshard.table.wires import Silence
 
 __all__ = ["activations", "communication", "figure_1", "partitioned", "state_bytes", "table_1", "table_2",
@@ -28,32 +27,32 @@ __all__ = ["activations", "communication", "figure_1", "partitioned", "state_byt
 GB: Final = 10**9
 HALF: Final = 2
 """Bytes of an element in half precision."""
-NAMES: Final = ("baseline", "P_os", "P_os+g", "P_os+g+p")
-"""The stages, as the paper calls them."""
+NAMES: Final = tuple(ROWS)
 DEVICE_GB: Final = 32
 TABLE_2_RANKS: Final = 64
 
 
 @cache
-def state_bytes(stage: int, numel: int, ranks: int) -> int:
+def state_bytes(name: str, numel: int, ranks: int) -> int:
     """Return the bytes of parameters, gradients and states that a rank keeps, padding aside.
 
     Args:
+        name: of a stage, as the paper calls it.
         numel: parameters of the model.
         ranks: that it is trained on by data parallelism.
     """
-    units = specs_of({"": (("weight", numel),)}, STAGES[stage], PRECISIONS["paper"], ranks)
+    units = specs_of({"": (("weight", numel),)}, ROWS[name], PRECISIONS["paper"], ranks)
     found = predict(units, [updates_of(units, OPTIMIZERS["adam"])], Silence())
     return found["parameters"] + found["gradients"] + found["states"]
 
 
 def figure_1() -> Table:
     """Return model states of 7.5 billion parameters on 64 ranks."""
-    columns = [Column("states"), Column("published GB", ".1f"), Column("predicted GB", ".2f"), Column("error", "+.1%")]
-    rows = []
-    for stage, name in enumerate(NAMES):
-        found, published = state_bytes(stage, 7_500_000_000, 64) / GB, data.FIGURE_1[name]
-        rows.append([name, published, found, found / published - 1])
+    columns = [Column("states"), Column("paper GB"), Column("predicted GB", ".2f"), Column("equal as printed")]
+    rows = list[Sequence[Value]]()
+    for name in NAMES:
+        found, printed = state_bytes(name, 7_500_000_000, 64) / GB, data.FIGURE_1[name]
+        rows.append([name, printed, found, agrees(printed, found)])
     return Table("figure_1", "Figure 1: model states of a device, 7.5B parameters, 64 ranks, K = 12", columns, rows)
 
 
@@ -69,33 +68,33 @@ def table_1() -> Table:
     """Return model states by size and ranks."""
     columns = [Column("parameters B", "g"), Column("ranks")]
     for name in NAMES[1:]:
-        columns += [Column(f"{name} published"), Column(f"{name} predicted", ".2f")]
-    rows = []
+        columns += [Column(f"{name} paper"), Column(name, ".2f")]
+    rows = list[Sequence[Value]]()
     for (billions, ranks), printed in data.TABLE_1.items():
-        row: list[str | int | float] = [billions, ranks]
-        for stage, cell in enumerate(printed, start=1):
-            row += [cell, state_bytes(stage, int(billions * GB), ranks) / GB]
+        row: list[Value] = [billions, ranks]
+        for name, cell in zip(NAMES[1:], printed, strict=True):
+            row += [cell, state_bytes(name, int(billions * GB), ranks) / GB]
         rows.append(row)
     return Table("table_1", "Table 1: GB of model states of a device", columns, rows)
 
 
-def largest_billions(stage: int, ranks: int, tensor: int) -> float:
+def largest_billions(name: str, ranks: int, tensor: int) -> float:
     """Return the parameters whose states fill a device, in billions."""
     numel = ranks << 20
-    return DEVICE_GB / (state_bytes(stage, numel, ranks) / numel) * tensor
+    return DEVICE_GB / (state_bytes(name, numel, ranks) / numel) * tensor
 
 
 def table_2() -> Table:
     """Return the largest model whose states fit, by model parallelism."""
     columns = [Column("MP"), Column("devices")]
     for name in NAMES:
-        columns += [Column(f"{name} published"), Column(f"{name} predicted", ".2f")]
+        columns += [Column(f"{name} paper"), Column(name, ".2f")]
     columns += [Column("baseline measured", "g"), Column("P_os measured", "g")]
-    rows = []
+    rows = list[Sequence[Value]]()
     for tensor, printed in data.TABLE_2.items():
-        row: list[str | int | float] = [tensor, TABLE_2_RANKS * tensor]
-        for stage, cell in enumerate(printed):
-            row += [cell, largest_billions(stage, TABLE_2_RANKS, tensor)]
+        row: list[Value] = [tensor, TABLE_2_RANKS * tensor]
+        for name, cell in zip(NAMES, printed, strict=True):
+            row += [cell, largest_billions(name, TABLE_2_RANKS, tensor)]
         rows.append([*row, *data.TABLE_2_MEASURED[tensor]])
     note = "512, 1024 and 2048 are printed as 0.5T, 1T and 2T. Measured models needed memory for more than states."
     title = "Table 2: billions of parameters whose states fill 32 GB, 64 data-parallel ranks"
@@ -104,16 +103,17 @@ def table_2() -> Table:
 
 def table_faults() -> list[str]:
     """Name the cells of table 1, and of the theory columns of table 2, that the predictions do not agree with."""
-    found = []
-    for (billions, ranks), printed in data.TABLE_1.items():
-        for stage, cell in enumerate(printed, start=1):
-            if not agrees(cell, value := state_bytes(stage, int(billions * GB), ranks) / GB):
-                found.append(f"table 1, {billions}B on {ranks} ranks, {NAMES[stage]}: {cell}, predicted {value}")
-    for tensor, printed in data.TABLE_2.items():
-        for stage, cell in enumerate(printed):
-            if not agrees(cell, value := largest_billions(stage, TABLE_2_RANKS, tensor)):
-                found.append(f"table 2, MP {tensor}, {NAMES[stage]}: {cell}, predicted {value}")
-    return found
+    cells = [
+        (f"table 1, {billions:g}B on {ranks} ranks, {name}", cell, state_bytes(name, int(billions * GB), ranks) / GB)
+        for (billions, ranks), printed in data.TABLE_1.items()
+        for name, cell in zip(NAMES[1:], printed, strict=True)
+    ]
+    cells += [
+        (f"table 2, MP {tensor}, {name}", cell, largest_billions(name, TABLE_2_RANKS, tensor))
+        for tensor, cells_of in data.TABLE_2.items()
+        for name, cell in zip(NAMES, cells_of, strict=True)
+    ]
+    return [f"{what}: {cell}, predicted {found}" for what, cell, found in cells if not agrees(cell, found)]
 
 
 # -- communication ----------------------------------------------------------------------------------------------------
@@ -122,10 +122,10 @@ def table_faults() -> list[str]:
 def communication() -> Table:
     """Return the elements that a rank sends in a step for each parameter, counted from the events of a step."""
     columns = [Column("states"), Column("events"), Column("gathered", ".3f"), Column("reduced", ".3f"),
-               Column("published after the update", ".3f"), Column("sum", ".3f"), Column("paper", "g")]  # fmt: skip
-    ranks, rows = 64, []
-    for stage, (name, paper) in enumerate(zip(NAMES, (2, 2, 2, 3), strict=True)):
-        run = Run(label="", row=f"stage {stage}", layers=48, hidden=1600, heads=16, devices=ranks, tensor=1, batch=1,
+               Column("gathered after the update", ".3f"), Column("sum", ".3f"), Column("paper", "g")]  # fmt: skip
+    ranks, rows = 64, list[Sequence[Value]]()
+    for name, paper in zip(NAMES, (2, 2, 2, 3), strict=True):
+        run = Run(label="", row=name, layers=48, hidden=1600, heads=16, devices=ranks, tensor=1, batch=1,
                   published=0)  # fmt: skip
         ticks = [tick for tick in film_of(run).ticks if tick.nbytes]
         scale = HALF * model_of(run).numel() * (ranks - 1) / ranks
@@ -162,7 +162,7 @@ def partitioned() -> Table:
     copied = [sum(one.nbytes for one in half if one.kind == "copy") for half in (moved.forward, moved.backward)]
     operations = sum(one.cost.flops for half in (plain.forward, plain.backward) for one in half if one.cost)
     columns = [Column("quantity"), Column("paper"), Column("counted", ".6g")]
-    rows = [
+    rows: list[Sequence[Value]] = [
         ["messages of Megatron-LM, forward", "4", forward],
         ["messages of Megatron-LM, backward with recomputation", "8", backward],
         ["messages of P_a", "1", gathered],
@@ -184,16 +184,16 @@ def activations() -> Table:
     unfused = Kernels(attention="plain")
     kept, again = (
         Run(label="1.5B", row=row, layers=48, hidden=1600, heads=16, devices=1, tensor=1, batch=32, published=0)
-        for row in ("stage 0", "C1")
+        for row in ("baseline", "C1")
     )
     load = Workload(batch=32, sequence=SEQUENCE, kernels=unfused)
-    whole = parts_of(model_of(kept), load, STAGES[0])["block"]
+    whole = parts_of(model_of(kept), load, ROWS["baseline"])["block"]
     recomputed = _block(again, unfused)
     flops = [sum(one.cost.flops for half in (p.forward, p.backward) for one in half if one.cost is not None)
              for p in (whole, recomputed)]  # fmt: skip
     twelve = 12 * 1600 * 32 * SEQUENCE * 48 * HALF
     columns = [Column("quantity"), Column("paper"), Column("counted", ".3g")]
-    rows: list[list[str | float]] = [
+    rows: list[Sequence[Value]] = [
         ["1.5B, batch 32, all activations by the paper's 12 elements, GB", "60", twelve / GB],
         ["the same, what autograd keeps, GB", "60", whole.saved_bytes * 48 / GB],
         ["the same, checkpoints alone, GB", "about 8", recomputed.saved_bytes * 48 / GB],
@@ -201,9 +201,9 @@ def activations() -> Table:
          (recomputed.saved_bytes * 48 + recomputed.backward_bytes) / GB],
         ["operations of recomputation", "33%", flops[1] / flops[0] - 1],
         ["1.5B, parameters in half precision, GB", "3", 1.5 * HALF],
-        ["1.5B, model states, GB", "24", state_bytes(0, 1_500_000_000, 1) / GB],
+        ["1.5B, model states, GB", "24", state_bytes("baseline", 1_500_000_000, 1) / GB],
         ["3B, a fused buffer of gradients in fp32, GB", "12", 3.0 * 4],
-        ["1T, model states on 1,024 ranks, GB", "16", state_bytes(3, 10**12, 1024) / GB],
+        ["1T, model states on 1,024 ranks, GB", "16", state_bytes("P_os+g+p", 10**12, 1024) / GB],
     ]  # fmt: skip
     for batch, section, paper, paper_split in ((32, "3.2", "60", "-"), (16, "6.1", "33", "2")):
         plain, split = (_block(_hundred(row, batch)).saved_bytes * 125 / GB for row in ("C3", "C4"))

@@ -42,6 +42,7 @@ class Uses:
 def plain_uses(count: int) -> Uses:
     """Return the uses of a model with `count` units that runs them one after the other, inside the root.
 
+    >>> from zeroshard.plan.passes import plain_uses
     >>> plain_uses(2).forward
     (('need', 0), ('need', 1), ('leave', 1), ('close', 0))
     """

@@ -14,7 +14,15 @@ from zeroshard.plan.allocator import Event as Call
 from zeroshard.plan.allocator import Rules, simulate
 from zeroshard.plan.film import Film, Job, calls_of, make_film
 from zeroshard.plan.hardware import Device, device_named
-from zeroshard.plan.job import Options, check_options, job_of_shape, outside_bytes_of, precision_for, row_of
+from zeroshard.plan.job import (
+    Options,
+    activations_of_shape,
+    check_options,
+    job_of_shape,
+    outside_bytes_of,
+    precision_for,
+    row_of,
+)
 from zeroshard.plan.result import Plan, RankClass
 from zeroshard.plan.shapes import SHAPES, Transformer, read_config, shape_named
 from zeroshard.plan.trying import changes_of
@@ -178,7 +186,8 @@ def plan_module(
         options = dataclasses.replace(options, batch=traced.tokens, sequence=1)
     numel = traced.parameters_numel
     flops = 3 * traced.flops * options.micro_batches * options.world_size
-    return _plan(type(model).__name__, (numel, numel), options, traced.job, flops, [], traced.notes)
+    kept = (traced.kept_bytes / max(1, traced.tokens), 1, 0.0)
+    return _plan(type(model).__name__, (numel, numel), options, traced.job, flops, kept, notes=traced.notes)
 
 
 def plan_shape(shape: Transformer, options: Options) -> Plan:
@@ -186,7 +195,9 @@ def plan_shape(shape: Transformer, options: Options) -> Plan:
     flops = flops_of(shape, options) * options.tokens_per_step
     others = _other_ranks(shape, options) if options.shard_ranks > 1 else []
     numels = shape.numel(), shape.used_numel()
-    return _plan(shape.name, numels, options, job_of_shape(shape, options), flops, others, notes_of(options))
+    kept = activations_of_shape(shape, options)
+    job = job_of_shape(shape, options)
+    return _plan(shape.name, numels, options, job, flops, kept, others, notes_of(options))
 
 
 def _plan(
@@ -195,24 +206,26 @@ def _plan(
     options: Options,
     job: Job,
     flops: float,
-    others: Sequence[tuple[str, int, Job]],
-    notes: Sequence[str],
+    activations: tuple[float, int, float],
+    others: Sequence[tuple[str, int, Job]] = (),
+    notes: Sequence[str] = (),
 ) -> Plan:
     """Return the plan of a job.
 
     Args:
         numels: of all parameters, and of those that each token is multiplied with.
         flops: of a step of all ranks.
+        activations: as in `Plan`.
         others: classes of ranks besides the first: name, count, job.
         notes: what is not predicted.
     """
-    film, first = make_film(job), make_film(job, is_first=True)
+    film, first = make_film(job, is_settled=True), make_film(job, is_first=True)
     # The rules are those of the allocator of GPUs; that of a CPU keeps nothing.
     is_cpu = options.device.is_cpu
     reserved_bytes = film.peak[0] if is_cpu else simulate(_steps(first, film), Rules()).peak_reserved_bytes
     ranks = [RankClass("rank 0", 1, film.resident_bytes, film.peak[0], reserved_bytes)]
     for title, count, other in others:
-        resident_bytes = make_film(other).resident_bytes
+        resident_bytes = make_film(other, is_settled=True).resident_bytes
         ranks.append(RankClass(title, count, resident_bytes, film.peak[0], reserved_bytes))
     return Plan(
         name,
@@ -228,6 +241,9 @@ def _plan(
         host_bytes_of(options),
         outside_bytes_of(options),
         tuple(notes),
+        tuple(unit.numel for unit in job.units),
+        element_bytes_of(job),
+        activations,
     )
 
 
@@ -246,7 +262,7 @@ def _steps(first: Film, film: Film) -> Iterator[Call]:
     """Yield the allocator's calls of a first and two steady steps, over one set of what is resident."""
     yield from calls_of((*first.before, *first.events))
     # States were made in the first step; what a later step makes has numbers of its own.
-    shift = 1 + max((one.storage for one in (*first.before, *first.events)), default=0)
+    shift = 1 + max((one.storage for one in (*film.before, *film.events)), default=0)
     made = {one.storage for one in film.before}
     for number in (1, 2):
         moved = [
@@ -260,6 +276,15 @@ def flops_of(shape: Transformer, options: Options) -> float:
     width = shape.heads * (sum(shape.latent[2:]) / 2 if shape.latent else shape.head_width)
     embedding = 0 if shape.is_tied else shape.vocabulary * shape.hidden
     return 6.0 * (shape.used_numel() - embedding) + 6.0 * shape.layers * width * options.sequence
+
+
+def element_bytes_of(job: Job) -> tuple[int, int, int]:
+    """Return the bytes of an element: of a parameter, of a held gradient, and of its masters and states."""
+    bucket = max((b for unit in job.units for b in unit.buckets), key=lambda b: b.layout.numel)
+    formats = bucket.formats
+    states = sum(one.per_element for one in job.updates) * itemsize(formats.state)
+    masters = itemsize(formats.master) * (formats.master != formats.param)
+    return itemsize(formats.param), itemsize(formats.grad), states + masters
 
 
 def save_bytes_of(job: Job) -> int:

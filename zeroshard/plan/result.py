@@ -6,14 +6,15 @@ Owns the record and what follows from it. Must not know how it came to be (`plan
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
-from zeroshard.plan.film import Film
+from zeroshard.plan.film import COLUMNS, Event, Film, LaneSpan
 from zeroshard.plan.hardware import Device
 from zeroshard.plan.job import Options
 from zeroshard.plan.text import bar, count, seconds
 
-__all__ = ["Change", "Plan", "RankClass", "Verdict", "verdict_of"]
+__all__ = ["Change", "Plan", "RankClass", "Verdict", "film_columns", "verdict_of"]
 
 ERROR: Final = (0.02, 0.08)
 """Median and nine tenths of the errors of memory, in parts, on published runs (docs/plan.md); the verdict uses them."""
@@ -73,7 +74,17 @@ class Plan:
         host_bytes: of host memory that the processes of a node take.
         outside_bytes: of the device, outside the allocator.
         notes: what was not predicted, and why.
+        units: elements of each unit on this rank's tensor rank, the root first.
+        element_bytes: of a parameter, of a gradient that is held, and of masters and states.
+        activations: bytes that a block keeps for each token, the number of blocks, and what the rest keeps for a token.
         changes: what would lower memory, each with its price, fastest first.
+
+    ```python
+    import zeroshard as zs
+
+    plan: zs.Plan = zs.plan("gpt2", world_size=4, stage=2, device="a100-40")
+    assert plan.total_bytes < plan.asked.device.memory_bytes and plan.verdict == "fits"
+    ```
     """
 
     model: str
@@ -90,6 +101,9 @@ class Plan:
     host_bytes: int
     outside_bytes: int
     notes: Sequence[str]
+    units: Sequence[int]
+    element_bytes: tuple[int, int, int]
+    activations: tuple[float, int, float]
     changes: Sequence[Change] = ()
 
     # -- memory -----------------------------------------------------------------------------------------------------
@@ -153,7 +167,7 @@ class Plan:
         return tokens / self.tokens_per_s * self.asked.world_size / 3600
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but the film's events, as numbers, texts, lists and mappings."""
+        """Return everything as numbers, texts, lists and mappings; `zeroshard report` makes a page of it."""
         return {
             "version": 1,
             "model": {"name": self.model, "parameters": self.parameters_numel, "used_parameters": self.used_numel},
@@ -190,10 +204,64 @@ class Plan:
             },
             "changes": [_plain(one) for one in self.changes],
             "notes": list(self.notes),
+            "sharding": {
+                "units": list(self.units),
+                "element_bytes": dict(zip(("parameters", "gradients", "states"), self.element_bytes, strict=True)),
+                "activations": dict(zip(("token_block_bytes", "blocks", "token_bytes"), self.activations, strict=True)),
+            },
+            "film": film_columns(self.film),
         }
 
     def __str__(self) -> str:
         return _render(self)
+
+
+def film_columns(film: Film) -> dict[str, Any]:
+    """Return a film as columns of numbers, and one list of names that they number."""
+    names: dict[str, int] = {}
+
+    def number(name: str) -> int:
+        return names.setdefault(name, len(names))
+
+    def columns(events: Sequence[Event]) -> dict[str, list[Any]]:
+        return {
+            "t_s": [one.at_s for one in events],
+            "nbytes": [one.nbytes for one in events],
+            "storage": [one.storage for one in events],
+            "column": [COLUMNS.index(one.column) for one in events],
+            "module": [number(one.unit or "(root)") for one in events],
+            "tensor": [number(one.what) for one in events],
+            "operation": [number(one.what) for one in events],
+        }
+
+    lanes: dict[str, list[LaneSpan]] = {}
+    for span in film.lanes:
+        lanes.setdefault(span.lane, []).append(span)
+    return {
+        "columns": list(COLUMNS),
+        "initial": columns(film.before),
+        "events": columns(film.events),
+        "phases": [phase._asdict() for phase in film.phases],
+        "ticks": {
+            "t_s": [one.at_s for one in film.ticks],
+            "kind": [one.kind for one in film.ticks],
+            "unit": [number(one.unit or "(root)") for one in film.ticks],
+            "nbytes": [one.nbytes for one in film.ticks],
+        },
+        "lanes": [
+            {
+                "name": name,
+                "spans": {
+                    "start_s": [one.start_s for one in spans],
+                    "stop_s": [one.stop_s for one in spans],
+                    "label": [one.what for one in spans],
+                    "is_exposed": [one.is_exposed for one in spans],
+                },
+            }
+            for name, spans in lanes.items()
+        ],
+        "names": list(names),
+    }
 
 
 def _plain(record: RankClass | Change) -> dict[str, Any]:
@@ -209,14 +277,18 @@ def verdict_of(reserved_bytes: int, outside_bytes: int, device: Device) -> Verdi
     return "fits" if reserved_bytes * (1 + ERROR[1]) + outside_bytes <= device.memory_bytes else "tight"
 
 
+LEAST_BYTES: Final = 5 << 20
+"""What is less is not a line of its own."""
 SHOWN_LIVE: Final = 6
 SHOWN_CHANGES: Final = 5
 SHOWN_FRONTIER: Final = 12
-SAYS: Final = {
-    "fits": "FITS, with the error of nine plans in ten on top",
-    "tight": "TIGHT: fits as predicted, but not with the error of nine plans in ten on top",
-    "no": "DOES NOT FIT",
-}
+SAYS: Final = MappingProxyType(
+    {
+        "fits": "FITS, with the error of nine plans in ten on top",
+        "tight": "TIGHT: fits as predicted, but not with the error of nine plans in ten on top",
+        "no": "DOES NOT FIT",
+    }
+)
 
 
 PLAIN: Final = (("copies", 1), ("tensor", 1), ("sequence parallel", "no"), ("micro-batches", 1))
@@ -234,7 +306,7 @@ def _render(plan: Plan) -> str:
         f"memory of a rank, GiB: {SAYS[plan.verdict]}",
     ]
     resident = plan.resident_bytes
-    rows = [(name, nbytes) for name, nbytes in resident.items() if nbytes]
+    rows = [(name, nbytes) for name, nbytes in resident.items() if nbytes >= LEAST_BYTES]
     rows.append(("the rest at the peak", plan.film.peak[0] - sum(resident.values())))
     rows.append(("reserved beside that", max(0, plan.reserved_bytes - plan.film.peak[0])))
     rows.append(("context, communicators", plan.outside_bytes))

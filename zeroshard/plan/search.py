@@ -26,6 +26,8 @@ __all__ = ["Search", "search"]
 BATCHES: Final = (1, 2, 4, 8, 16, 32)
 TREATMENTS: Final = ("keep", "recompute-rest", "recompute")
 TENSORS: Final = (1, 2, 4, 8)
+LISTED: Final = 2000
+"""Candidates that are written out, evenly chosen."""
 
 
 @final
@@ -48,21 +50,13 @@ class Search:
         return _render(self)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the frontier and the best plan as numbers, texts, lists and mappings."""
+        """Return the frontier, candidates and the best plans as numbers, texts, lists and mappings."""
         return {
             "version": 1,
             "model": self.model.name,
             "candidates": len(self.candidates),
-            "frontier": [
-                {
-                    "options": dict(one.options.words()),
-                    "peak_bytes": one.peak_bytes,
-                    "step_s": one.step_s,
-                    "tokens_per_s": one.tokens_per_s,
-                    "verdict": one.verdict,
-                }
-                for one in self.frontier
-            ],
+            "frontier": [_plain(one) for one in self.frontier],
+            "configurations": [_plain(one) for one in thinned(self.candidates, LISTED)],
             "best": {ranks: plan and plan.to_json() for ranks, plan in self.best.items()},
         }
 
@@ -121,6 +115,17 @@ def search(
         raise ValueError(f"No configuration of {shape.name} on {world_size} ranks has sizes that divide.")
     best = {ranks: _best(shape, [one for one in candidates if one.options.world_size == ranks]) for ranks in sizes}
     return Search(shape, tuple(candidates), tuple(frontier_of(candidates)), MappingProxyType(best))
+
+
+def _plain(one: Candidate) -> dict[str, Any]:
+    """Return a candidate as numbers, texts and mappings."""
+    return {
+        "options": dict(one.options.words()),
+        "peak_bytes": one.peak_bytes,
+        "step_s": one.step_s,
+        "tokens_per_s": one.tokens_per_s,
+        "verdict": one.verdict,
+    }
 
 
 def _widths(options: Options) -> Iterator[Options]:

@@ -143,4 +143,5 @@ class _Run:
         tensors = [one for one in find(out, Tensor) if one.requires_grad] if self._is_marked else []
         if not tensors:
             return (), None
-        return tensors, _Marked.apply(*(one.detach().requires_grad_() for one in tensors)).grad_fn
+        marked = _Marked.apply(*(one.detach().requires_grad_() for one in tensors))  # type: ignore[no-untyped-call]
+        return tensors, marked.grad_fn

@@ -39,6 +39,13 @@ class Transformer:
         latent: of multi-head latent attention: ranks of queries and of keys and values, widths of a head without
             positions, with them, and of its values; empty without.
         dropout: after attention and MLP, and in attention where that is not fused.
+
+    ```python
+    import zeroshard as zs
+
+    mine = zs.Transformer(name="mine", layers=24, hidden=2048, heads=16, vocabulary=32000, sequence=4096)
+    print(zs.plan(mine, world_size=8, stage=3))
+    ```
     """
 
     name: str
@@ -91,10 +98,10 @@ class Transformer:
         h, is_gpt2 = self.hidden, self.block == "gpt2"
         prefix = "transformer." if is_gpt2 else "model."
         norm = prefix + ("ln_f" if is_gpt2 else "norm")
-        found: dict[str, Parameters] = {"": self._norm(norm)}
+        # Learned positions are small beside blocks, and stay in the root.
+        positions = ((f"{prefix}wpe.weight", self.sequence * h),) if is_gpt2 else ()
+        found: dict[str, Parameters] = {"": (*positions, *self._norm(norm))}
         found[prefix + ("wte" if is_gpt2 else "embed_tokens")] = (("weight", self.vocabulary * h),)
-        if is_gpt2:
-            found[f"{prefix}wpe"] = (("weight", self.sequence * h),)
         for layer in range(self.layers):
             found[f"{prefix}{'h' if is_gpt2 else 'layers'}.{layer}"] = self.block_parameters(layer)
         if not self.is_tied:

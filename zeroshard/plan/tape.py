@@ -186,6 +186,7 @@ def _coarse(
         step
         for tensor in handed
         for step in (Instruction("make", "gradient", tensor, made.get(tensor, 0)), Instruction("hand", "", tensor))
+        if tensor != GIVEN or step.kind == "hand"
     ]
     landed = [run[place], then, then._replace(kind="drop")] if lands else []
     return (first, *work, first._replace(kind="drop"), *landed, *ends, *last)
@@ -318,6 +319,7 @@ def instructions(
     run = _Run(tape)
     if treatment == "keep":
         run.forward({number for one in tape.operations for number in one.saves} | {tape.output})
+        run.forget(tape.output)
         forward = run.take()
     else:
         kept = {n for one in tape.operations for n, _ in one.makes if one.is_kept and treatment == "recompute-rest"}
@@ -407,13 +409,17 @@ class _Run:
         for one in reversed(tape.operations):
             name = f"{one.name} backward"
             arrived = self._gradients.pop(one.makes[0][0], None)
-            for number in one.wants:
-                self._deliver(number, arrived if one.passes else None, name)
+            sizes = [tape.sizes[number] for number in one.wants]
+            news = [arrived if one.passes and arrived is not None else self._new(size, name) for size in sizes]
             if one.weight_bytes:
                 self._out.append(Instruction("land", name, nbytes=one.weight_bytes))
             self._work(name, one.workspace[1], one.backward, one.exchanged_back)
+            for new in news:
+                self._users[new] += 1
             if arrived is not None:
                 self._leave(arrived, name)
+            for number, new in zip(one.wants, news, strict=True):
+                self._deliver(number, new, name)
             for number in one.saves:
                 needed[number] -= 1
                 if not needed[number]:
@@ -423,23 +429,18 @@ class _Run:
         if INPUT in self._gradients:
             self._out.append(Instruction("hand", "end of the backward", self._gradients[INPUT]))
 
-    def _deliver(self, number: int, gradient: int | None, name: str) -> None:
-        """Give a tensor a gradient: one that is there, or a new one."""
-        if gradient is None:
-            gradient = self._new(self._tape.sizes[number], name)
+    def _deliver(self, number: int, gradient: int, name: str) -> None:
+        """Give a tensor a gradient: it is added to the one that is there, in place where nothing else uses that."""
         before = self._gradients.get(number)
         if before is None:
-            self._users[gradient] += 1
             self._gradients[number] = gradient
-        elif self._users[before] == 1:
-            self._users[gradient] += 1
-            self._leave(gradient, name)  # added in place
-        else:
+            return
+        if self._users[before] > 1:
             total = self._new(self._tape.sizes[number], name)
-            self._users[total], self._users[gradient] = 1, self._users[gradient] + 1
+            self._users[total] = 1
             self._leave(before, name)
-            self._leave(gradient, name)
             self._gradients[number] = total
+        self._leave(gradient, name)
 
     def _new(self, nbytes: int, name: str) -> int:
         number = len(self._tape.sizes) + len(self._sizes)

@@ -53,12 +53,14 @@ class Traced:
 
     Args:
         flops: of one micro-batch's forward.
+        kept_bytes: that a micro-batch's forward keeps for its backward.
         tokens: of one micro-batch: elements of the first integer input, or else samples.
     """
 
     job: Job
     parameters_numel: int
     flops: float
+    kept_bytes: int
     tokens: int
     notes: Sequence[str]
 
@@ -155,6 +157,7 @@ def trace_job(
         job,
         sum(plan.numel for plan in plans),
         flops,
+        trace.saved_bytes(),
         whole[0].numel() if whole else tensors[0].shape[0],
         [BOUNDED] * any(one.has_bounds for one in compressions),
     )
@@ -188,7 +191,7 @@ def treat(plans: Sequence[UnitPlan], twins: Mapping[nn.Module, nn.Module], optio
             continue
         contexts: dict[str, Any] = {}
         if how.keeps == "products":
-            kept = [functools.reduce(getattr, name.split(".")[1:], torch.ops.aten) for name in KEPT_OPERATIONS]
+            kept = [getattr(torch.ops.aten, name).default for name in PRODUCTS if hasattr(torch.ops.aten, name)]
             contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)}
         twin.forward = functools.partial(checkpoint, twin.forward, use_reentrant=False, **contexts)
 

@@ -139,7 +139,7 @@ def _pass(
         return tensor if kept is None else kept.pack(tensor)
 
     def unpack(packed: Any) -> Tensor:
-        return packed if kept is None else kept.unpack(packed)  # type: ignore[no-any-return]
+        return packed if kept is None else kept.unpack(packed)
 
     if kept is not None:
         kept.is_parameter = recorder.is_parameter

@@ -62,14 +62,16 @@ def _check_film(film: Film, columns: int, names: int) -> None:
         for place, (nbytes, storage, column) in enumerate(
             zip(events["nbytes"], events["storage"], events["column"], strict=True)
         ):
-            if nbytes >= 0 and storage in live:
+            if nbytes == 0:
+                raise ValueError(f"{where}: event {place} has 0 bytes; leave storages without memory out")
+            if nbytes > 0 and storage in live:
                 raise ValueError(f"{where}: event {place} takes storage {storage}, which is taken already")
             if nbytes < 0 and live.pop(storage, None) != (-nbytes, column):
                 raise ValueError(
                     f"{where}: event {place} gives back {-nbytes} bytes of storage {storage} in column {column}; "
                     "give back what was taken, in its column"
                 )
-            if nbytes >= 0:
+            if nbytes > 0:
                 live[storage] = (nbytes, column)
     _check_order(film["events"]["t_s"], "data.film.events.t_s")
     if ticks := film.get("ticks"):

@@ -138,7 +138,8 @@ def _comparison(ranks: Sequence[Mapping[str, Any]], label: str) -> list[Comparis
 def _pairs(ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
     """Return (predicted, measured) of each rank, by what is compared."""
     pairs: dict[str, list[tuple[float, float]]] = {}
-    for column in ranks[0]["predicted_bytes"]:
+    columns = ranks[0]["predicted_bytes"]
+    for column in [*(one for one in PLAYER_COLUMNS if one in columns), *sorted(columns.keys() - {*PLAYER_COLUMNS})]:
         source = "peak_bytes" if column == _AT_MOST else "resident_bytes"
         what = f"{column}, at most" if column == _AT_MOST else column
         pairs[what] = [(rank["predicted_bytes"][column], rank[source].get(column, 0)) for rank in ranks]

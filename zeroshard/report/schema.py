@@ -66,8 +66,8 @@ class RankClass(TypedDict):
 class Events(TypedDict):
     """Memory that is taken (`nbytes` above 0) and given back (below 0), in the order of time.
 
-    `storage` numbers an allocation: its two events share it. `column` is an index into `PageData.columns`; `module`,
-    `tensor` and `operation` are indices into `PageData.names`.
+    `nbytes` is never 0. `storage` numbers an allocation: its two events share it. `column` is an index into
+    `PageData.columns`; `module`, `tensor` and `operation` are indices into `PageData.names`.
     """
 
     t_s: list[float]

@@ -8,8 +8,8 @@ from typing import final
 
 __all__ = ["Settings", "WIRE_BYTES"]
 
-WIRE_BYTES = 1 << 25
-"""A guess, not a measurement: units of the models in docs/benchmarks.md mostly travel in one piece."""
+WIRE_BYTES = 1 << 24
+"""Four times the least that costs no time that could be measured, over loopback; docs/benchmarks.md has the table."""
 
 
 @final

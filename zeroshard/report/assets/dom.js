@@ -1,16 +1,36 @@
 // Elements, the tooltip and the colours. Text of the data goes through textContent only, never through markup.
 
+import { bytesText, exactBytes } from "./units.js";
+
 // Okabe and Ito's palette, which people with any form of colour blindness can tell apart.
 export const PALETTE = {
-  orange: "#E69F00", sky: "#56B4E9", green: "#009E73", yellow: "#F0E442",
-  blue: "#0072B2", vermilion: "#D55E00", purple: "#CC79A7", gray: "#8C8C8C",
+  orange: "#E69F00",
+  sky: "#56B4E9",
+  green: "#009E73",
+  yellow: "#F0E442",
+  blue: "#0072B2",
+  vermilion: "#D55E00",
+  purple: "#CC79A7",
+  gray: "#8C8C8C",
 };
 const COLUMN_COLORS = {
-  parameters: PALETTE.blue, gradients: PALETTE.orange, states: PALETTE.green, padding: PALETTE.gray,
-  activations: PALETTE.sky, transient: PALETTE.purple,
+  parameters: PALETTE.blue,
+  gradients: PALETTE.orange,
+  states: PALETTE.green,
+  padding: PALETTE.gray,
+  activations: PALETTE.sky,
+  transient: PALETTE.purple,
 };
 const SPARE = [PALETTE.yellow, PALETTE.vermilion, PALETTE.gray];
-export const SERIES = [PALETTE.blue, PALETTE.vermilion, PALETTE.green, PALETTE.purple, PALETTE.orange, PALETTE.sky, PALETTE.gray];
+export const SERIES = [
+  PALETTE.blue,
+  PALETTE.vermilion,
+  PALETTE.green,
+  PALETTE.purple,
+  PALETTE.orange,
+  PALETTE.sky,
+  PALETTE.gray,
+];
 
 /** The columns of the residency table, and what is beside them. */
 export const STATE_COLUMNS = ["parameters", "gradients", "states", "padding", "activations", "transient"];
@@ -39,18 +59,51 @@ export function swatch(color) {
 
 /** Entries are [colour, text, glyph]; without a glyph a square is shown. */
 export function legend(entries) {
-  const sign = (color, glyph) => (glyph ? el("span", { class: "glyph", style: { color }, "aria-hidden": "true" }, glyph) : swatch(color));
-  return el("ul", { class: "legend" }, entries.map(([color, text, glyph]) => el("li", {}, sign(color, glyph), text)));
+  const sign = (color, glyph) =>
+    glyph ? el("span", { class: "glyph", style: { color }, "aria-hidden": "true" }, glyph) : swatch(color);
+  return el(
+    "ul",
+    { class: "legend" },
+    entries.map(([color, text, glyph]) => el("li", {}, sign(color, glyph), text)),
+  );
+}
+
+/** Bytes in a table: rounded, and exact under the pointer. */
+export function bytesCell(nbytes) {
+  return el("span", { title: exactBytes(nbytes), "data-bytes": String(nbytes) }, bytesText(nbytes));
 }
 
 /** A table; `columns` are [title, isNumber], cells are text or elements. */
 export function table(columns, rows, footer = null) {
   const line = (cells, tag = "td") =>
-    el("tr", {}, cells.map((cell, place) => el(tag, { class: columns[place][1] ? "number" : "name" }, cell)));
-  return el("div", { class: "table" }, el("table", {},
-    el("thead", {}, el("tr", {}, columns.map(([title, isNumber]) => el("th", { class: isNumber ? "number" : "", scope: "col" }, title)))),
-    el("tbody", {}, rows.map((cells) => line(cells))),
-    footer ? el("tfoot", {}, line(footer)) : null));
+    el(
+      "tr",
+      {},
+      cells.map((cell, place) => el(tag, { class: columns[place][1] ? "number" : "name" }, cell)),
+    );
+  return el(
+    "div",
+    { class: "table" },
+    el(
+      "table",
+      {},
+      el(
+        "thead",
+        {},
+        el(
+          "tr",
+          {},
+          columns.map(([title, isNumber]) => el("th", { class: isNumber ? "number" : "", scope: "col" }, title)),
+        ),
+      ),
+      el(
+        "tbody",
+        {},
+        rows.map((cells) => line(cells)),
+      ),
+      footer ? el("tfoot", {}, line(footer)) : null,
+    ),
+  );
 }
 
 export function showTooltip(text, x, y) {

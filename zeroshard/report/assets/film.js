@@ -1,15 +1,19 @@
 // The step film, the two clocks under it on the same time axis, and where every byte goes at one moment.
 
-import { columnColor, el, hideTooltip, legend, PALETTE, showTooltip, swatch, table } from "./dom.js";
+import { Clocks } from "./clocks.js";
+import { bytesCell, columnColor, el, hideTooltip, legend, PALETTE, showTooltip, swatch, table } from "./dom.js";
 import { Icicle } from "./icicle.js";
 import { onceAFrame, Plot } from "./plot.js";
 import { Timeline, treeOf } from "./timeline.js";
-import { byteTickText, byteTicks, bytesText, exactBytes, roundTicks, secondsText } from "./units.js";
+import { byteTickText, byteTicks, bytesText, exactBytes, secondsText } from "./units.js";
 
 const LIVE_ROWS = 200;
-const LANE_HEIGHT = 26;
 const TICK_ROWS = [
-  ["gather", PALETTE.blue], ["release", PALETTE.gray], ["reduce", PALETTE.orange], ["publish", PALETTE.green], ["step", PALETTE.purple],
+  ["gather", PALETTE.blue],
+  ["release", PALETTE.gray],
+  ["reduce", PALETTE.orange],
+  ["publish", PALETTE.green],
+  ["step", PALETTE.purple],
 ];
 
 export class FilmView {
@@ -18,7 +22,10 @@ export class FilmView {
     this.timeline = new Timeline(data.film, data.columns);
     this.lanes = data.lanes ?? [];
     this.start = this.timeline.start;
-    this.stop = Math.max(this.timeline.stop, ...this.lanes.map((lane) => lane.spans.stop_s.reduce((a, b) => Math.max(a, b), 0)));
+    this.stop = Math.max(
+      this.timeline.stop,
+      ...this.lanes.map((lane) => lane.spans.stop_s.reduce((a, b) => Math.max(a, b), 0)),
+    );
     this.range = [this.start, this.stop];
     this.moment = this.timeline.peak;
     this.ticks = data.film.ticks;
@@ -31,72 +38,118 @@ export class FilmView {
   _build() {
     const { timeline, data } = this;
     this.film = new Plot({
-      height: 330, margin: { top: 26, bottom: 12 }, draw: () => this._drawFilm(), role: "slider",
+      height: 330,
+      margin: { top: 26, bottom: 12 },
+      draw: () => this._drawFilm(),
+      role: "slider",
       label: "Memory over one step, in bytes; arrow keys move the cursor from event to event",
     });
     this.strip = this.tickRows.length
-      ? new Plot({ height: 14 * this.tickRows.length + 6, margin: { top: 3, bottom: 3 }, isFocusable: false, draw: () => this._drawTicks(), label: "Gathers, reductions and releases over time" })
+      ? new Plot({
+          height: 14 * this.tickRows.length + 6,
+          margin: { top: 3, bottom: 3 },
+          isFocusable: false,
+          draw: () => this._drawTicks(),
+          label: "Gathers, reductions and releases over time",
+        })
       : null;
-    this.clocks = new Plot({
-      height: LANE_HEIGHT * this.lanes.length + 42, margin: { top: 4, bottom: 38 }, isFocusable: false, draw: () => this._drawClocks(),
-      label: "What computes and what communicates, on the time axis of the film",
-    });
+    this.clocks = new Clocks(this, this.lanes);
     this.icicle = new Icicle(data.columns);
     this.readout = el("div", { id: "film-readout", role: "status" });
-    this.liveTable = el("div", { id: "film-live", class: "scroll", tabIndex: 0, role: "region", "aria-label": "Live storages" });
+    this.liveTable = el("div", {
+      id: "film-live",
+      class: "scroll",
+      tabIndex: 0,
+      role: "region",
+      "aria-label": "Live storages",
+    });
     this._listen(this.film);
-    this._listen(this.clocks);
+    this._listen(this.clocks.plot);
     if (this.strip) this._listen(this.strip);
     const zoom = (factor) => () => this.zoom(factor, timeline.timeOf(this.moment));
-    const button = (text, action, title) => el("button", { class: "plain", type: "button", onclick: action, title }, text);
+    const button = (text, action, title) =>
+      el("button", { class: "plain", type: "button", onclick: action, title }, text);
     const peak = button("Jump to peak", () => this.moveTo(timeline.peak), "Key p");
     peak.id = "film-jump";
-    return el("div", {},
-      el("p", {}, "Memory of one rank over one step: what is live at each moment, stacked by column. Move the pointer, or use the arrow keys: ",
-        "← → go from event to event, with Shift a hundredth of the step; + and − zoom, p jumps to the peak."),
-      el("div", { class: "row spread" }, this.readout, el("div", { class: "row" }, peak, button("Zoom in", zoom(0.5), "Key +"), button("Zoom out", zoom(2), "Key −"), button("Whole step", () => this.zoom(Infinity, this.start), "Key 0"))),
+    const fit = button(
+      "Fit height",
+      () => {
+        this.isFitted = !this.isFitted;
+        fit.setAttribute("aria-pressed", String(this.isFitted));
+        this.redraw();
+      },
+      "Cut the axis off below what is in view",
+    );
+    fit.setAttribute("aria-pressed", "false");
+    return el(
+      "div",
+      {},
+      el(
+        "p",
+        {},
+        "Memory of one rank over one step: what is live at each moment, stacked by column. Move the pointer, or use the arrow keys: ",
+        "← → go from event to event, with Shift a hundredth of the step; + and − zoom, p jumps to the peak.",
+      ),
+      el(
+        "div",
+        { class: "row spread" },
+        this.readout,
+        el(
+          "div",
+          { class: "row" },
+          peak,
+          button("Zoom in", zoom(0.5), "Key +"),
+          button("Zoom out", zoom(2), "Key −"),
+          button("Whole step", () => this.zoom(Infinity, this.start), "Key 0"),
+          fit,
+        ),
+      ),
       legend(data.columns.map((name, place) => [columnColor(name, place), name])),
-      this.film.canvas, this.strip?.canvas,
+      this.film.canvas,
+      this.strip?.canvas,
       this.lanes.length ? el("h3", {}, "Two clocks") : null,
-      this.lanes.length ? el("p", { class: "muted" }, "Compute and communication on the same time axis. Red with stripes is exposed: the computation waits for it.") : null,
-      this.clocks.canvas,
-      this.lanes.length ? this._laneTable() : null,
+      this.lanes.length
+        ? el(
+            "p",
+            { class: "muted" },
+            "Compute and communication on the same time axis. Red with stripes is exposed: the computation waits for it.",
+          )
+        : null,
+      this.clocks.plot.canvas,
+      this.lanes.length ? this.clocks.table() : null,
       el("h3", {}, "Where every byte goes"),
-      el("p", { class: "muted" }, "What is live at the cursor: column, module, tensor. Click, or Enter, zooms into a part; Escape zooms out."),
+      el(
+        "p",
+        { class: "muted" },
+        "What is live at the cursor: column, module, tensor. Click, or Enter, zooms into a part; Escape zooms out.",
+      ),
       this.icicle.element,
-      el("h3", {}, "Live at the cursor"), this.liveTable);
-  }
-
-  _laneTable() {
-    const span = this.stop - this.start;
-    return table([["lane", false], ["busy", true], ["of the step", true], ["exposed", true]], this.lanes.map(({ name, spans }) => {
-      let [busy, exposed] = [0, 0];
-      spans.start_s.forEach((start, place) => {
-        busy += spans.stop_s[place] - start;
-        if (spans.is_exposed[place]) exposed += spans.stop_s[place] - start;
-      });
-      return [name, secondsText(busy), `${((100 * busy) / span).toFixed(1)}%`, exposed ? secondsText(exposed) : "none"];
-    }));
+      el("h3", {}, "Live at the cursor"),
+      this.liveTable,
+    );
   }
 
   _listen(plot) {
     const { canvas } = plot;
-    let from = null;
     canvas.addEventListener("pointermove", (event) => {
-      if (from === null && event.pointerType === "mouse") this._explain(plot, event);
-      if (event.buttons & 1) this._point(plot, event);
+      if (event.pointerType === "mouse") this._explain(plot, event);
+      if (event.buttons & 1) this._point(event);
     });
-    canvas.addEventListener("pointerdown", (event) => this._point(plot, event));
+    canvas.addEventListener("pointerdown", (event) => this._point(event));
     canvas.addEventListener("pointerleave", hideTooltip);
-    canvas.addEventListener("wheel", (event) => {
-      if (!event.ctrlKey && !event.shiftKey) return; // the page scrolls
-      event.preventDefault();
-      this.zoom(event.deltaY > 0 ? 1.25 : 0.8, this.timeAt(event.offsetX));
-    }, { passive: false });
+    canvas.addEventListener(
+      "wheel",
+      (event) => {
+        if (!event.ctrlKey && !event.shiftKey) return; // the page scrolls
+        event.preventDefault();
+        this.zoom(event.deltaY > 0 ? 1.25 : 0.8, this.timeAt(event.offsetX));
+      },
+      { passive: false },
+    );
     canvas.addEventListener("keydown", (event) => this._key(event));
   }
 
-  _point(plot, event) {
+  _point(event) {
     this.moveTo(this.timeline.momentAt(this.timeAt(event.offsetX)));
   }
 
@@ -107,8 +160,12 @@ export class FilmView {
     const moves = {
       ArrowRight: () => this.moveTo(event.shiftKey ? Math.max(moment + 1, jump(hundredth)) : moment + 1),
       ArrowLeft: () => this.moveTo(event.shiftKey ? Math.min(moment - 1, jump(-hundredth)) : moment - 1),
-      Home: () => this.moveTo(0), End: () => this.moveTo(timeline.count), p: () => this.moveTo(timeline.peak),
-      "+": () => this.zoom(0.5, timeline.timeOf(moment)), "-": () => this.zoom(2, timeline.timeOf(moment)), 0: () => this.zoom(Infinity, this.start),
+      Home: () => this.moveTo(0),
+      End: () => this.moveTo(timeline.count),
+      p: () => this.moveTo(timeline.peak),
+      "+": () => this.zoom(0.5, timeline.timeOf(moment)),
+      "-": () => this.zoom(2, timeline.timeOf(moment)),
+      0: () => this.zoom(Infinity, this.start),
     };
     if (!moves[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
@@ -116,27 +173,27 @@ export class FilmView {
   }
 
   _explain(plot, event) {
-    if (plot === this.clocks) return this._explainLane(event);
+    if (plot === this.clocks.plot) return this.clocks.explain(event);
     const seconds = this.timeAt(event.offsetX);
     const moment = this.timeline.momentAt(seconds);
-    const lines = this.data.columns.map((name, column) => [this.timeline.byColumn[column][moment], name]).filter(([nbytes]) => nbytes)
-      .map(([nbytes, name]) => `${name}: ${bytesText(nbytes)}`).reverse();
-    showTooltip([`${secondsText(seconds)}: ${bytesText(this.timeline.totals[moment])}`, ...lines].join("\n"), event.clientX, event.clientY);
+    const lines = this.data.columns
+      .map((name, column) => [this.timeline.byColumn[column][moment], name])
+      .filter(([nbytes]) => nbytes)
+      .map(([nbytes, name]) => `${name}: ${bytesText(nbytes)}`)
+      .reverse();
+    showTooltip(
+      [`${secondsText(seconds)}: ${bytesText(this.timeline.totals[moment])}`, ...lines].join("\n"),
+      event.clientX,
+      event.clientY,
+    );
     return null;
   }
 
-  _explainLane(event) {
-    const lane = this.lanes[Math.floor((event.offsetY - this.clocks.top) / LANE_HEIGHT)];
-    const seconds = this.timeAt(event.offsetX);
-    const slack = (this.range[1] - this.range[0]) / 400;
-    const place = lane ? lane.spans.start_s.findIndex((start, one) => start - slack <= seconds && seconds <= lane.spans.stop_s[one] + slack) : -1;
-    if (place < 0) return hideTooltip();
-    const { start_s: starts, stop_s: stops, label, is_exposed: exposed } = lane.spans;
-    return showTooltip(`${lane.name}: ${label[place]}\n${secondsText(stops[place] - starts[place])} from ${secondsText(starts[place])}${exposed[place] ? "\nexposed: the computation waits" : ""}`, event.clientX, event.clientY);
-  }
-
   x(seconds) {
-    return this.film.left + ((seconds - this.range[0]) / (this.range[1] - this.range[0])) * (this.film.right - this.film.left);
+    return (
+      this.film.left +
+      ((seconds - this.range[0]) / (this.range[1] - this.range[0])) * (this.film.right - this.film.left)
+    );
   }
 
   timeAt(x) {
@@ -164,11 +221,23 @@ export class FilmView {
     const { timeline, moment, data } = this;
     const total = timeline.totals[moment];
     const place = moment - 1;
-    const last = place < 0 ? "before the first event" : `${timeline.events.nbytes[place] < 0 ? "after the release of" : "after"} ${[data.names[timeline.events.module[place]] || "(model)", data.names[timeline.events.tensor[place]]].filter(Boolean).join(" · ")}`;
+    const last =
+      place < 0
+        ? "before the first event"
+        : `${timeline.events.nbytes[place] < 0 ? "after the release of" : "after"} ${[data.names[timeline.events.module[place]] || "(model)", data.names[timeline.events.tensor[place]]].filter(Boolean).join(" · ")}`;
     this.readout.replaceChildren(
-      el("span", { class: "big", id: "film-now", "data-bytes": String(total), "data-moment": String(moment) }, bytesText(total)),
+      el(
+        "span",
+        { class: "big", id: "film-now", "data-bytes": String(total), "data-moment": String(moment) },
+        bytesText(total),
+      ),
       ` at ${secondsText(timeline.timeOf(moment))}, event ${moment.toLocaleString("en-US")} of ${timeline.count.toLocaleString("en-US")}, ${last}. `,
-      el("span", { id: "film-peak", "data-bytes": String(timeline.peakBytes), "data-moment": String(timeline.peak) }, `Peak: ${exactBytes(timeline.peakBytes)} at ${secondsText(timeline.timeOf(timeline.peak))}.`));
+      el(
+        "span",
+        { id: "film-peak", "data-bytes": String(timeline.peakBytes), "data-moment": String(timeline.peak) },
+        `Peak: ${exactBytes(timeline.peakBytes)} at ${secondsText(timeline.timeOf(timeline.peak))}.`,
+      ),
+    );
     this.film.canvas.setAttribute("aria-valuenow", String(moment));
     this.film.canvas.setAttribute("aria-valuemin", "0");
     this.film.canvas.setAttribute("aria-valuemax", String(timeline.count));
@@ -180,13 +249,35 @@ export class FilmView {
     const { data } = this;
     const live = this.timeline.live(this.moment);
     this.icicle.show(treeOf(live, data.columns, data.names));
-    const rows = live.slice(0, LIVE_ROWS).map((one) => [
-      el("span", { class: "keep" }, swatch(columnColor(data.columns[one.column], one.column)), data.columns[one.column]),
-      bytesText(one.nbytes), data.names[one.module] || "(model)", data.names[one.tensor], data.names[one.operation]]);
+    const rows = live
+      .slice(0, LIVE_ROWS)
+      .map((one) => [
+        el(
+          "span",
+          { class: "keep" },
+          swatch(columnColor(data.columns[one.column], one.column)),
+          data.columns[one.column],
+        ),
+        bytesCell(one.nbytes),
+        data.names[one.module] || "(model)",
+        data.names[one.tensor],
+        data.names[one.operation],
+      ]);
     const rest = live.slice(LIVE_ROWS).reduce((sum, one) => sum + one.nbytes, 0);
     const total = live.reduce((sum, one) => sum + one.nbytes, 0);
-    if (rest) rows.push([`and ${(live.length - LIVE_ROWS).toLocaleString("en-US")} smaller`, bytesText(rest), "", "", ""]);
-    const shown = table([["column", false], ["bytes", true], ["module", false], ["tensor", false], ["operation", false]], rows, [`${live.length.toLocaleString("en-US")} storages`, bytesText(total), "", "", ""]);
+    if (rest)
+      rows.push([`and ${(live.length - LIVE_ROWS).toLocaleString("en-US")} smaller`, bytesCell(rest), "", "", ""]);
+    const shown = table(
+      [
+        ["column", false],
+        ["bytes", true],
+        ["module", false],
+        ["tensor", false],
+        ["operation", false],
+      ],
+      rows,
+      [`${live.length.toLocaleString("en-US")} storages`, bytesCell(total), "", "", ""],
+    );
     shown.dataset.bytes = String(total);
     this.liveTable.replaceChildren(shown);
   }
@@ -194,7 +285,7 @@ export class FilmView {
   draw() {
     this.film.draw();
     this.strip?.draw();
-    this.clocks.draw();
+    this.clocks.plot.draw();
     this.icicle.draw();
   }
 
@@ -203,12 +294,12 @@ export class FilmView {
     const { context } = film;
     const hardware = data.hardware;
     const level = hardware && hardware.usable_bytes < 1.8 * timeline.peakBytes ? hardware.capacity_bytes : 0;
-    const top = Math.max(timeline.peakBytes * 1.12, level * 1.05, 1);
-    const y = (nbytes) => film.bottom - (nbytes / top) * (film.bottom - film.top);
+    const moments = timeline.sample(...this.range, Math.max(1, Math.floor(film.right - film.left)));
+    const [low, top] = this._heights(moments, level);
+    const y = (nbytes) => film.bottom - ((nbytes - low) / (top - low)) * (film.bottom - film.top);
     const x = (seconds) => this.x(seconds);
     this._drawPhases(film);
-    film.yAxis(byteTicks(top, 5), y, byteTickText);
-    const moments = timeline.sample(...this.range, Math.max(1, Math.floor(film.right - film.left)));
+    film.yAxis(byteTicks(top, 5, low), y, byteTickText);
     context.save();
     context.beginPath();
     context.rect(film.left, film.top, film.right - film.left, film.bottom - film.top);
@@ -218,7 +309,9 @@ export class FilmView {
     const end = x(this.stop);
     timeline.byColumn.forEach((values, column) => {
       const before = base.slice();
-      moments.forEach((moment, place) => { base[place] += values[moment]; });
+      moments.forEach((moment, place) => {
+        base[place] += values[moment];
+      });
       context.fillStyle = columnColor(data.columns[column], column);
       context.beginPath();
       steps(context, pixels, base, y, end);
@@ -226,16 +319,28 @@ export class FilmView {
       context.fill();
     });
     context.restore();
-    if (hardware && level) {
-      for (const [name, nbytes, dash] of [["usable", hardware.usable_bytes, [6, 4]], [hardware.name, hardware.capacity_bytes, []]]) {
+    if (hardware && level && !this.isFitted) {
+      for (const [name, nbytes, dash] of [
+        ["usable", hardware.usable_bytes, [6, 4]],
+        [hardware.name, hardware.capacity_bytes, []],
+      ]) {
         film.line(film.left, y(nbytes), film.right, y(nbytes), film.color("ink"), { dash });
-        film.text(`${name}: ${bytesText(nbytes)}`, film.right - 4, y(nbytes) + 9, { align: "right", color: film.color("ink"), isOnPaper: true });
+        film.text(`${name}: ${bytesText(nbytes)}`, film.right - 4, y(nbytes) + 9, {
+          align: "right",
+          color: film.color("ink"),
+          isOnPaper: true,
+        });
       }
-    } else if (hardware) {
-      film.text(`usable on ${hardware.name}: ${bytesText(hardware.usable_bytes)}, above this scale`, film.right - 4, film.top + 8, { align: "right", isOnPaper: true });
+    } else if (hardware && !this.isFitted) {
+      film.text(
+        `usable on ${hardware.name}: ${bytesText(hardware.usable_bytes)}, above this scale`,
+        film.right - 4,
+        film.top + 8,
+        { align: "right", isOnPaper: true },
+      );
     }
     const [px, py] = [x(timeline.timeOf(timeline.peak)), y(timeline.peakBytes)];
-    if (px >= film.left - 1 && px <= film.right + 1) {
+    if (px >= film.left - 1 && px <= film.right + 1 && py >= film.top) {
       context.fillStyle = film.color("ink");
       context.beginPath();
       context.moveTo(px, py - 1);
@@ -243,15 +348,31 @@ export class FilmView {
       context.lineTo(px + 5, py - 10);
       context.fill();
       const isLeft = px > (film.left + film.right) / 2;
-      film.text(`peak ${bytesText(timeline.peakBytes)}`, px + (isLeft ? -9 : 9), py - 8, { align: isLeft ? "right" : "left", color: film.color("ink"), isOnPaper: true });
+      film.text(`peak ${bytesText(timeline.peakBytes)}`, px + (isLeft ? -9 : 9), py - 8, {
+        align: isLeft ? "right" : "left",
+        color: film.color("ink"),
+        isOnPaper: true,
+      });
     }
     film.peakPixel = [px, py];
-    this._drawCursor(film, true);
+    this.drawCursor(film, true);
+  }
+
+  /** The bytes at the bottom and at the top: from 0, or, where the height is fitted, what is in view. */
+  _heights(moments, level) {
+    const { totals, peakBytes } = this.timeline;
+    if (!this.isFitted) return [0, Math.max(peakBytes * 1.12, level * 1.05, 1)];
+    let [low, high] = [Infinity, 0];
+    for (const moment of moments) [low, high] = [Math.min(low, totals[moment]), Math.max(high, totals[moment])];
+    const spare = Math.max(1024, 0.12 * (high - low));
+    return [Math.max(0, low - spare), high + spare];
   }
 
   _drawPhases(film) {
     (this.data.film.phases ?? []).forEach((phase, place) => {
-      const [from, to] = [phase.start_s, phase.stop_s].map((seconds) => Math.min(film.right, Math.max(film.left, this.x(seconds))));
+      const [from, to] = [phase.start_s, phase.stop_s].map((seconds) =>
+        Math.min(film.right, Math.max(film.left, this.x(seconds))),
+      );
       if (to - from < 1) return;
       film.context.fillStyle = place % 2 ? film.color("paper") : film.color("panel");
       film.context.fillRect(from, film.top, to - from, film.bottom - film.top);
@@ -260,10 +381,10 @@ export class FilmView {
     });
   }
 
-  _drawCursor(plot, hasKnob = false) {
+  drawCursor(plot, isInside = false) {
     const x = this.x(this.timeline.timeOf(this.moment));
     if (x < plot.left - 1 || x > plot.right + 1) return;
-    plot.line(x, hasKnob ? plot.top : 0, x, hasKnob ? plot.bottom : plot.height, plot.color("ink"), { width: 1.5 });
+    plot.line(x, isInside ? plot.top : 0, x, isInside ? plot.bottom : plot.height, plot.color("ink"), { width: 1.5 });
   }
 
   _drawTicks() {
@@ -282,52 +403,7 @@ export class FilmView {
       });
       strip.line(strip.left, y + 13.5, strip.right, y + 13.5, strip.color("grid"));
     });
-    this._drawCursor(strip);
-  }
-
-  _drawClocks() {
-    const { clocks, lanes } = this;
-    const { context } = clocks;
-    const left = clocks.left;
-    lanes.forEach(({ name, spans }, row) => {
-      const y = clocks.top + row * LANE_HEIGHT;
-      clocks.text(name, left - 6, y + LANE_HEIGHT / 2, { align: "right", limit: left - 8 });
-      clocks.line(left, y + LANE_HEIGHT - 0.5, clocks.right, y + LANE_HEIGHT - 0.5, clocks.color("grid"));
-      for (const exposed of [false, true]) {
-        context.fillStyle = exposed ? PALETTE.vermilion : row === 0 ? PALETTE.gray : PALETTE.sky;
-        context.beginPath();
-        const labels = [];
-        spans.start_s.forEach((start, place) => {
-          const [from, to] = [this.x(start), this.x(spans.stop_s[place])];
-          if (spans.is_exposed[place] !== exposed || to < left || from > clocks.right) return;
-          const [a, b] = [Math.max(left, from), Math.min(clocks.right, Math.max(to, from + 0.7))];
-          context.rect(a, y + 3, b - a, LANE_HEIGHT - 7);
-          if (b - a > 34) labels.push([spans.label[place], a, b - a]);
-        });
-        context.fill();
-        if (exposed) this._stripe(y);
-        for (const [label, x, width] of labels) clocks.text(label, x + 4, y + LANE_HEIGHT / 2, { color: "#0c1013", limit: width - 8 });
-        if (labels.length && !exposed) labels.forEach(([, x, width]) => clocks.line(x + width - 0.5, y + 3, x + width - 0.5, y + LANE_HEIGHT - 4, clocks.color("paper")));
-      }
-    });
-    clocks.xAxis(roundTicks(...this.range, clocks.width / 110), (tick) => this.x(tick), secondsText, "time since the step began");
-    this._drawCursor(clocks);
-  }
-
-  /** Stripes over what was just filled, so that exposed time does not rest on colour alone. */
-  _stripe(y) {
-    const { context } = this.clocks;
-    context.save();
-    context.clip();
-    context.strokeStyle = "rgb(255 255 255 / 55%)";
-    context.lineWidth = 1.5;
-    context.beginPath();
-    for (let x = this.clocks.left - LANE_HEIGHT; x < this.clocks.right; x += 7) {
-      context.moveTo(x, y + LANE_HEIGHT);
-      context.lineTo(x + LANE_HEIGHT, y);
-    }
-    context.stroke();
-    context.restore();
+    this.drawCursor(strip);
   }
 }
 

@@ -11,7 +11,10 @@ export class Icicle {
   constructor(columns) {
     this.columns = columns;
     this.plot = new Plot({
-      height: ROW * LEVELS.length + 2, margin: { left: 64, right: 12, top: 0, bottom: 0 }, draw: () => this._draw(), role: "application",
+      height: ROW * LEVELS.length + 2,
+      margin: { left: 64, right: 12, top: 0, bottom: 0 },
+      draw: () => this._draw(),
+      role: "application",
       label: "Bytes by column, module and tensor; arrow keys move, Enter zooms in, Escape zooms out",
     });
     this.readout = el("div", { id: "icicle-readout", class: "muted", role: "status" });
@@ -26,7 +29,7 @@ export class Icicle {
     canvas.addEventListener("pointerleave", hideTooltip);
     canvas.addEventListener("click", (event) => {
       const node = this._hit(event);
-      if (node) this._zoom(node === this.zoomed ? node.parent ?? node : node);
+      if (node) this._zoom(node === this.zoomed ? (node.parent ?? node) : node);
     });
     canvas.addEventListener("keydown", (event) => this._key(event));
   }
@@ -65,7 +68,10 @@ export class Icicle {
     const siblings = node.parent?.children ?? [node];
     const place = siblings.indexOf(node);
     const moves = {
-      ArrowRight: () => siblings[place + 1], ArrowLeft: () => siblings[place - 1], ArrowDown: () => node.children[0], ArrowUp: () => node.parent,
+      ArrowRight: () => siblings[place + 1],
+      ArrowLeft: () => siblings[place - 1],
+      ArrowDown: () => node.children[0],
+      ArrowUp: () => node.parent,
     };
     if (moves[event.key]) this._select(moves[event.key]() ?? node);
     else if (event.key === "Enter") this.zoomed = node;
@@ -77,10 +83,14 @@ export class Icicle {
 
   _hit(event) {
     const row = Math.floor(event.offsetY / ROW);
-    return this.boxes.find((box) => box.row === row && event.offsetX >= box.x && event.offsetX < box.x + Math.max(1, box.width))?.node;
+    return this.boxes.find(
+      (box) => box.row === row && event.offsetX >= box.x && event.offsetX < box.x + Math.max(1, box.width),
+    )?.node;
   }
 
-  draw() { this.plot.draw(); }
+  draw() {
+    this.plot.draw();
+  }
 
   _draw() {
     const { plot } = this;
@@ -118,7 +128,12 @@ export class Icicle {
     }
     if (width < 30) return;
     const label = node.depth ? node.name : "everything";
-    const ink = node.depth === 0 || node.depth > 1 ? plot.color("ink") : ["parameters", "states"].includes(node.name) ? "#ffffff" : "#0c1013";
+    const ink =
+      node.depth === 0 || node.depth > 1
+        ? plot.color("ink")
+        : ["parameters", "states"].includes(node.name)
+          ? "#ffffff"
+          : "#0c1013";
     plot.text(label, x + 5, y + 11, { color: ink, limit: width - 9 });
     plot.text(bytesText(node.nbytes), x + 5, y + 24, { color: ink, limit: width - 9 });
   }

@@ -4,38 +4,98 @@ import { el, hideTooltip, SERIES, showTooltip, swatch, table } from "./dom.js";
 import { Plot } from "./plot.js";
 import { roundTicks } from "./units.js";
 
-const DASHES = [[], [7, 3], [2, 2], [9, 3, 2, 3]];
+// Gaps in the lines that are drawn later, so that equal curves show each of their colours.
+const DASHES = [[], [12, 12], [4, 20], [8, 8, 2, 8]];
 
 export class LossView {
   constructor(losses) {
     this.runs = losses.map(({ run, step, loss }, place) => ({
-      name: run, color: SERIES[place % SERIES.length], dash: DASHES[Math.floor(place / SERIES.length) % DASHES.length],
-      points: step.map((one, index) => [one, loss[index]]).filter(([, value]) => value !== null), lost: loss.filter((value) => value === null).length,
+      name: run,
+      color: SERIES[place % SERIES.length],
+      dash: DASHES[place % DASHES.length],
+      points: step.map((one, index) => [one, loss[index]]).filter(([, value]) => value !== null),
+      lost: loss.filter((value) => value === null).length,
     }));
     const points = this.runs.flatMap((run) => run.points);
     this.steps = extent(points.map(([step]) => step));
     this.values = extent(points.map(([, loss]) => loss));
-    this.plot = new Plot({ height: 380, margin: { left: 70, bottom: 46, right: 18 }, draw: () => this._draw(), role: "application", label: "Loss over steps; arrow keys move the cursor" });
+    this.plot = new Plot({
+      height: 380,
+      margin: { left: 70, bottom: 46, right: 18 },
+      draw: () => this._draw(),
+      role: "application",
+      label: "Loss over steps; arrow keys move the cursor",
+    });
     const { canvas } = this.plot;
     canvas.addEventListener("pointermove", (event) => this._point(event));
-    canvas.addEventListener("pointerleave", () => { hideTooltip(); this.cursor = null; this.plot.draw(); });
+    canvas.addEventListener("pointerleave", () => {
+      hideTooltip();
+      this.cursor = null;
+      this.plot.draw();
+    });
     canvas.addEventListener("keydown", (event) => this._key(event));
     this.readout = el("p", { id: "loss-readout", role: "status", class: "muted" });
-    this.smooth = el("select", { id: "loss-smooth", onchange: () => this.draw() }, [1, 10, 50, 200].map((steps) => el("option", { value: String(steps) }, steps === 1 ? "each step" : `mean of ${steps} steps`)));
+    this.smooth = el(
+      "select",
+      { id: "loss-smooth", onchange: () => this.draw() },
+      [1, 10, 50, 200].map((steps) =>
+        el("option", { value: String(steps) }, steps === 1 ? "each step" : `mean of ${steps} steps`),
+      ),
+    );
     const rows = this.runs.map((run) => {
-      const [lowest, last] = [run.points.reduce((best, one) => (one[1] < best[1] ? one : best), run.points[0] ?? [0, NaN]), run.points.at(-1) ?? [0, NaN]];
-      return [el("span", {}, swatch(run.color), run.name), String(run.points.length + run.lost), last[1].toFixed(4), lowest[1].toFixed(4), String(lowest[0])];
+      const [lowest, last] = [
+        run.points.reduce((best, one) => (one[1] < best[1] ? one : best), run.points[0] ?? [0, NaN]),
+        run.points.at(-1) ?? [0, NaN],
+      ];
+      return [
+        el("span", {}, swatch(run.color), run.name),
+        String(run.points.length + run.lost),
+        lossText(last[1]),
+        lossText(lowest[1]),
+        String(lowest[0]),
+        ...(this.runs.length > 1 ? [this._equalTo(run)] : []),
+      ];
     });
-    this.element = el("div", { id: "losses" },
+    this.element = el(
+      "div",
+      { id: "losses" },
       el("p", {}, "Training loss in nats a token, after each step."),
       el("label", { class: "row" }, "Show", this.smooth),
-      this.plot.canvas, this.readout,
-      table([["run", false], ["steps", true], ["last loss", true], ["lowest loss", true], ["at step", true]], rows));
+      this.plot.canvas,
+      this.readout,
+      table(
+        [
+          ["run", false],
+          ["steps", true],
+          ["last loss", true],
+          ["lowest loss", true],
+          ["at step", true],
+          ...(this.runs.length > 1 ? [["equal to", false]] : []),
+        ],
+        rows,
+      ),
+    );
   }
 
-  x(step) { return this.plot.left + ((step - this.steps[0]) / (this.steps[1] - this.steps[0])) * (this.plot.right - this.plot.left); }
+  /** Names an earlier run that has the same loss at each step, to the last digit. */
+  _equalTo(run) {
+    const text = JSON.stringify(run.points);
+    const other = this.runs.find((one) => JSON.stringify(one.points) === text);
+    return other === run ? "" : `${other.name}, at each step`;
+  }
 
-  y(loss) { return this.plot.bottom - ((loss - this.values[0]) / (this.values[1] - this.values[0])) * (this.plot.bottom - this.plot.top); }
+  x(step) {
+    return (
+      this.plot.left + ((step - this.steps[0]) / (this.steps[1] - this.steps[0])) * (this.plot.right - this.plot.left)
+    );
+  }
+
+  y(loss) {
+    return (
+      this.plot.bottom -
+      ((loss - this.values[0]) / (this.values[1] - this.values[0])) * (this.plot.bottom - this.plot.top)
+    );
+  }
 
   _point(event) {
     const share = (event.offsetX - this.plot.left) / (this.plot.right - this.plot.left);
@@ -55,34 +115,54 @@ export class LossView {
   _moveTo(step) {
     this.cursor = step;
     const near = this.runs.map((run) => {
-      const point = run.points.reduce((best, one) => (Math.abs(one[0] - step) < Math.abs(best[0] - step) ? one : best), run.points[0] ?? [0, NaN]);
-      return `${run.name} ${point[1].toFixed(4)}`;
+      const point = run.points.reduce(
+        (best, one) => (Math.abs(one[0] - step) < Math.abs(best[0] - step) ? one : best),
+        run.points[0] ?? [0, NaN],
+      );
+      return `${run.name} ${lossText(point[1])}`;
     });
     this.readout.textContent = `step ${step}: ${near.join(", ")}`;
     this.plot.draw();
   }
 
-  draw() { this.plot.draw(); }
+  draw() {
+    this.plot.draw();
+  }
 
   _draw() {
     const { plot } = this;
     const { context } = plot;
-    plot.yAxis(roundTicks(...this.values, 6), (tick) => this.y(tick), (tick) => tick.toFixed(this.values[1] - this.values[0] < 0.5 ? 3 : 2));
-    plot.xAxis(roundTicks(...this.steps, plot.width / 90).filter(Number.isInteger), (tick) => this.x(tick), (tick) => tick.toLocaleString("en-US"), "step");
+    plot.yAxis(
+      roundTicks(...this.values, 6),
+      (tick) => this.y(tick),
+      (tick) => tick.toFixed(this.values[1] - this.values[0] < 0.5 ? 3 : 2),
+    );
+    plot.xAxis(
+      roundTicks(...this.steps, plot.width / 90).filter(Number.isInteger),
+      (tick) => this.x(tick),
+      (tick) => tick.toLocaleString("en-US"),
+      "step",
+    );
     plot.yTitle("loss, nats a token");
     for (const run of this.runs) {
       context.save();
       context.strokeStyle = run.color;
-      context.lineWidth = 1.8;
+      context.lineWidth = 2;
       context.lineJoin = "round";
       context.setLineDash(run.dash);
       context.beginPath();
-      for (const [step, loss] of thinned(averaged(run.points, Number(this.smooth.value)), plot.right - plot.left)) context.lineTo(this.x(step), this.y(loss));
+      for (const [step, loss] of thinned(averaged(run.points, Number(this.smooth.value)), plot.right - plot.left))
+        context.lineTo(this.x(step), this.y(loss));
       context.stroke();
       context.restore();
     }
-    if (this.cursor !== null && this.cursor !== undefined) plot.line(this.x(this.cursor), plot.top, this.x(this.cursor), plot.bottom, plot.color("ink"));
+    if (this.cursor !== null && this.cursor !== undefined)
+      plot.line(this.x(this.cursor), plot.top, this.x(this.cursor), plot.bottom, plot.color("ink"));
   }
+}
+
+function lossText(loss) {
+  return Number.isNaN(loss) ? "none" : loss.toFixed(4);
 }
 
 function extent(values) {

@@ -2,9 +2,10 @@
 
 import { el } from "./dom.js";
 import { FilmView } from "./film.js";
+import { FrontierView } from "./frontier.js";
 import { LossView } from "./losses.js";
 import { PlayerView } from "./player.js";
-import { FrontierView, ScorecardView } from "./scatter.js";
+import { ScorecardView } from "./scorecard.js";
 import { ComparisonView, headerOf, RanksView } from "./tables.js";
 import { WalkView } from "./walk.js";
 
@@ -45,11 +46,22 @@ function makeThemeButton() {
 class Tabs {
   constructor(data) {
     this.views = new Map();
-    this.entries = VIEWS.filter(([key]) => (Array.isArray(data[key]) ? data[key].length : data[key])).map(([key, title, make]) => {
-      const tab = el("button", { role: "tab", type: "button", id: `tab-${key}`, "aria-controls": key, onclick: () => this.show(key) }, title);
-      const panel = el("section", { role: "tabpanel", "aria-labelledby": `tab-${key}`, id: `panel-${key}`, hidden: true });
-      return { key, title, tab, panel, make: () => make(data) };
-    });
+    this.entries = VIEWS.filter(([key]) => (Array.isArray(data[key]) ? data[key].length : data[key])).map(
+      ([key, title, make]) => {
+        const tab = el(
+          "button",
+          { role: "tab", type: "button", id: `tab-${key}`, "aria-controls": key, onclick: () => this.show(key) },
+          title,
+        );
+        const panel = el("section", {
+          role: "tabpanel",
+          "aria-labelledby": `tab-${key}`,
+          id: `panel-${key}`,
+          hidden: true,
+        });
+        return { key, title, tab, panel, make: () => make(data) };
+      },
+    );
     const bar = document.getElementById("tabs");
     bar.append(...this.entries.map(({ tab }) => tab));
     bar.addEventListener("keydown", (event) => this._key(event));
@@ -88,14 +100,24 @@ class Tabs {
   }
 }
 
-const data = await readData();
+/** Says what is wrong instead of leaving the page empty. */
+function refuse(error) {
+  const text = "The data of this page cannot be read. It needs a browser of 2023 or later, and a file that is whole.";
+  document.getElementById("panels").append(el("p", { role: "alert" }, text));
+  throw error;
+}
+
+const data = await readData().catch(refuse);
 document.getElementById("header").append(...headerOf(data, makeThemeButton()));
 const tabs = new Tabs(data);
 tabs.show(location.hash.slice(1));
 if (!tabs.entries.length) document.getElementById("panels").append(el("p", {}, "This page has no data to show."));
 // For tests and for the console: the data, the views that were made, and when the first one was drawn.
 window.zeroshard = { data, views: tabs.views };
-requestAnimationFrame(() => setTimeout(() => { // after the browser has painted
-  window.zeroshard.drawnAfterMs = performance.now();
-  document.documentElement.dataset.isReady = "true";
-}));
+requestAnimationFrame(() =>
+  setTimeout(() => {
+    // after the browser has painted
+    window.zeroshard.drawnAfterMs = performance.now();
+    document.documentElement.dataset.isReady = "true";
+  }),
+);

@@ -1,10 +1,15 @@
 // The stage player: bytes of each rank by closed forms, for any ZeRO stage, number of ranks, batch and sequence.
 
-import { columnColor, el, explain, legend, STATE_COLUMNS, swatch, table } from "./dom.js";
+import { bytesCell, columnColor, el, explain, legend, STATE_COLUMNS, swatch, table } from "./dom.js";
 import { byteTickText, byteTicks, bytesText, countText, exactBytes } from "./units.js";
 
 const SHOWN_RANKS = 16;
-const STAGE_NAMES = ["plain data parallelism: each rank holds everything", "optimizer states are sharded", "optimizer states and gradients are sharded", "optimizer states, gradients and parameters are sharded"];
+const STAGE_NAMES = [
+  "plain data parallelism: each rank holds everything",
+  "optimizer states are sharded",
+  "optimizer states and gradients are sharded",
+  "optimizer states, gradients and parameters are sharded",
+];
 
 const sum = (values) => values.reduce((total, one) => total + one, 0);
 
@@ -56,19 +61,28 @@ export function verdictOf(player, nbytes) {
 export function formulas(player, rows, { stage, ranks, batch, sequence }) {
   const sharded = rows[stage];
   const numel = countText(sum(player.units));
-  const state = (column, symbol, width) => sharded[column]
-    ? [`${symbol} · P / N`, `${width} B · ${numel} / ${ranks}`]
-    : [`${symbol} · P`, `${width} B · ${numel}`];
+  const state = (column, symbol, width) =>
+    sharded[column]
+      ? [`${symbol} · P / N`, `${width} B · ${numel} / ${ranks}`]
+      : [`${symbol} · P`, `${width} B · ${numel}`];
   const transient = [
-    ...(sharded.parameters ? ["b_p · (root + two largest units)"] : []), ...(sharded.gradients ? ["b_g · largest unit"] : [])];
+    ...(sharded.parameters ? ["b_p · (root + two largest units)"] : []),
+    ...(sharded.gradients ? ["b_g · largest unit"] : []),
+  ];
   const { bytes_per_token_block: perBlock, blocks, fixed_bytes_per_token: fixed } = player.activation;
   return {
     parameters: state("parameters", "b_p", player.parameter_bytes),
     gradients: state("gradients", "b_g", player.gradient_bytes),
     states: state("states", "K", player.state_bytes),
     padding: ["shards rounded up", `to ${player.align_numel ?? 1} elements`],
-    activations: ["(a · blocks + c) · batch · sequence", `(${countText(perBlock)} B · ${blocks} + ${countText(fixed)} B) · ${batch} · ${sequence.toLocaleString("en-US")}`],
-    transient: ranks > 1 && transient.length ? [transient.join(" + "), "units on their way"] : ["0", ranks > 1 ? "nothing is gathered" : "one rank: nothing travels"],
+    activations: [
+      "(a · blocks + c) · batch · sequence",
+      `(${countText(perBlock)} B · ${blocks} + ${countText(fixed)} B) · ${batch} · ${sequence.toLocaleString("en-US")}`,
+    ],
+    transient:
+      ranks > 1 && transient.length
+        ? [transient.join(" + "), "units on their way"]
+        : ["0", ranks > 1 ? "nothing is gathered" : "one rank: nothing travels"],
   };
 }
 
@@ -85,7 +99,9 @@ export class PlayerView {
     this.hardware = hardware;
     const defaults = { stage: 3, ranks: 8, batch: 1, sequence: 2048, ...player.defaults };
     this.choices = {
-      stage: [...rows.keys()], ranks: powers(4096, [3, 6, 12, defaults.ranks]), batch: powers(512, [3, 6, 12, defaults.batch]),
+      stage: [...rows.keys()],
+      ranks: powers(4096, [3, 6, 12, defaults.ranks]),
+      batch: powers(512, [3, 6, 12, defaults.batch]),
       sequence: powers(2 ** 20, [defaults.sequence]).filter((one) => one >= 64 || one === defaults.sequence),
     };
     this.setting = defaults;
@@ -94,24 +110,42 @@ export class PlayerView {
     this.badge = el("span", { class: "badge", id: "player-badge" });
     this.total = el("span", { class: "big", id: "player-total" });
     this.lines = el("div", { id: "player-formulas" });
-    this.element = el("div", {},
-      el("p", {}, "Bytes of each rank at the peak of a step, by closed forms. Hover over a part of a bar, or move the focus to it, for its formula; the step film has the exact trace of one configuration."),
+    this.element = el(
+      "div",
+      {},
+      el(
+        "p",
+        {},
+        "Bytes of each rank at the peak of a step, by closed forms. Hover over a part of a bar, or move the focus to it, for its formula; the step film has the exact trace of one configuration.",
+      ),
       el("div", { class: "row" }, this.total, this.badge, this.stage),
-      el("div", { class: "sliders" },
+      el(
+        "div",
+        { class: "sliders" },
         this._slider("stage", "ZeRO stage", String),
         this._slider("ranks", "Ranks (N)", (value) => value.toLocaleString("en-US")),
         this._slider("batch", "Batch of one rank, sequences", (value) => value.toLocaleString("en-US")),
-        this._slider("sequence", "Sequence, tokens", (value) => value.toLocaleString("en-US"))),
+        this._slider("sequence", "Sequence, tokens", (value) => value.toLocaleString("en-US")),
+      ),
       legend(STATE_COLUMNS.map((column) => [columnColor(column), column])),
       this.bars,
-      el("h3", { style: { "margin-top": "34px" } }, "Closed forms"), this.lines);
+      el("h3", { style: { "margin-top": "34px" } }, "Closed forms"),
+      this.lines,
+    );
     this.update();
   }
 
   _slider(key, title, name) {
     const choices = this.choices[key];
     const output = el("output", {}, name(this.setting[key]));
-    const input = el("input", { type: "range", id: `player-${key}`, min: "0", max: String(choices.length - 1), value: String(choices.indexOf(this.setting[key])), "aria-valuetext": name(this.setting[key]) });
+    const input = el("input", {
+      type: "range",
+      id: `player-${key}`,
+      min: "0",
+      max: String(choices.length - 1),
+      value: String(choices.indexOf(this.setting[key])),
+      "aria-valuetext": name(this.setting[key]),
+    });
     input.addEventListener("input", () => {
       this.setting = { ...this.setting, [key]: choices[Number(input.value)] };
       output.textContent = name(this.setting[key]);
@@ -123,7 +157,10 @@ export class PlayerView {
 
   update() {
     const { player, setting } = this;
-    const shown = setting.ranks <= SHOWN_RANKS ? [...Array(setting.ranks).keys()] : [...Array(SHOWN_RANKS - 2).keys(), setting.ranks - 1];
+    const shown =
+      setting.ranks <= SHOWN_RANKS
+        ? [...Array(setting.ranks).keys()]
+        : [...Array(SHOWN_RANKS - 2).keys(), setting.ranks - 1];
     const bytes = new Map(shown.map((rank) => [rank, rankBytes(player, this.rows, setting, rank)]));
     const totals = shown.map((rank) => sum(Object.values(bytes.get(rank))));
     const most = Math.max(...totals);
@@ -140,7 +177,9 @@ export class PlayerView {
   }
 
   _drawBars(shown, bytes, top) {
-    const old = new Map([...this.bars.querySelectorAll(".bar[data-rank]")].map((bar) => [Number(bar.dataset.rank), bar]));
+    const old = new Map(
+      [...this.bars.querySelectorAll(".bar[data-rank]")].map((bar) => [Number(bar.dataset.rank), bar]),
+    );
     const forms = () => formulas(this.player, this.rows, this.setting);
     const elements = shown.flatMap((rank, place) => {
       const bar = old.get(rank) ?? this._makeBar(rank, forms);
@@ -149,7 +188,10 @@ export class PlayerView {
         part.dataset.bytes = String(nbytes);
         part.style.height = `${(100 * nbytes) / top}%`;
       }
-      bar.setAttribute("aria-label", `rank ${rank}: ${STATE_COLUMNS.map((column) => `${column} ${bytesText(bytes.get(rank)[column])}`).join(", ")}`);
+      bar.setAttribute(
+        "aria-label",
+        `rank ${rank}: ${STATE_COLUMNS.map((column) => `${column} ${bytesText(bytes.get(rank)[column])}`).join(", ")}`,
+      );
       const isGap = rank - (shown[place - 1] ?? rank) > 1;
       return isGap ? [el("div", { class: "bar gap", title: "ranks between hold the same" }, "⋯"), bar] : [bar];
     });
@@ -160,7 +202,10 @@ export class PlayerView {
     const bar = el("div", { class: "bar", tabIndex: 0, role: "img", "data-rank": String(rank) });
     for (const column of STATE_COLUMNS) {
       const part = el("i", { style: { background: columnColor(column), height: "0%" }, "data-column": column });
-      explain(part, () => `rank ${rank}, ${column}: ${exactBytes(Number(part.dataset.bytes))}\n${forms()[column].join("\n= ")}`);
+      explain(
+        part,
+        () => `rank ${rank}, ${column}: ${exactBytes(Number(part.dataset.bytes))}\n${forms()[column].join("\n= ")}`,
+      );
       bar.append(part);
     }
     explain(bar, () => bar.getAttribute("aria-label").replaceAll(/: |, /g, "\n"));
@@ -171,18 +216,46 @@ export class PlayerView {
   _drawLevels(top) {
     const { player, hardware } = this;
     const place = (nbytes) => ({ bottom: `${(100 * nbytes) / top}%` });
-    const rules = byteTicks(top, 4).map((tick) => el("div", { class: "rule", style: place(tick) }, el("span", { class: "tick" }, byteTickText(tick))));
-    const level = (name, nbytes, kind) => el("div", { class: `level ${kind}`, style: place(nbytes), "data-bytes": String(nbytes) }, el("span", {}, `${name}: ${bytesText(nbytes)}`));
-    this.bars.append(...rules, level(hardware?.name ?? "device", player.capacity_bytes, "solid"), level("usable", player.usable_bytes, "below"));
+    const rules = byteTicks(top, 4).map((tick) =>
+      el("div", { class: "rule", style: place(tick) }, el("span", { class: "tick" }, byteTickText(tick))),
+    );
+    const level = (name, nbytes, kind) =>
+      el(
+        "div",
+        { class: `level ${kind}`, style: place(nbytes), "data-bytes": String(nbytes) },
+        el("span", {}, `${name}: ${bytesText(nbytes)}`),
+      );
+    this.bars.append(
+      ...rules,
+      level(hardware?.name ?? "device", player.capacity_bytes, "solid"),
+      level("usable", player.usable_bytes, "below"),
+    );
   }
 
   _drawFormulas(bytes) {
     const forms = formulas(this.player, this.rows, this.setting);
     const rows = STATE_COLUMNS.map((column) => [
-      el("span", { class: "keep" }, swatch(columnColor(column)), column), el("span", { class: "formula" }, forms[column][0]),
-      el("span", { class: "formula muted" }, forms[column][1]), bytesText(bytes[column])]);
+      el("span", { class: "keep" }, swatch(columnColor(column)), column),
+      el("span", { class: "formula" }, forms[column][0]),
+      el("span", { class: "formula muted" }, forms[column][1]),
+      bytesCell(bytes[column]),
+    ]);
     this.lines.replaceChildren(
-      table([["column", false], ["formula", false], ["with numbers", false], ["rank 0", true]], rows, ["sum", "", "", bytesText(sum(Object.values(bytes)))]),
-      el("p", { class: "muted" }, `P: ${countText(sum(this.player.units))} parameters in ${this.player.units.length} units; N: ranks; b_p, b_g, K: bytes of a parameter, of a held gradient, of optimizer states with masters; a, c: bytes of activations of a token, in each block and outside.`));
+      table(
+        [
+          ["column", false],
+          ["formula", false],
+          ["with numbers", false],
+          ["rank 0", true],
+        ],
+        rows,
+        ["sum", "", "", bytesCell(sum(Object.values(bytes)))],
+      ),
+      el(
+        "p",
+        { class: "muted" },
+        `P: ${countText(sum(this.player.units))} parameters in ${this.player.units.length} units; N: ranks; b_p, b_g, K: bytes of a parameter, of a held gradient, of optimizer states with masters; a, c: bytes of activations of a token, in each block and outside.`,
+      ),
+    );
   }
 }

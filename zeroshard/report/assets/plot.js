@@ -16,12 +16,22 @@ export class Plot {
     addEventListener("themechange", () => this.draw());
   }
 
-  get left() { return this.margin.left; }
-  get right() { return this.width - this.margin.right; }
-  get top() { return this.margin.top; }
-  get bottom() { return this.height - this.margin.bottom; }
+  get left() {
+    return this.margin.left;
+  }
+  get right() {
+    return this.width - this.margin.right;
+  }
+  get top() {
+    return this.margin.top;
+  }
+  get bottom() {
+    return this.height - this.margin.bottom;
+  }
 
-  color(name) { return this.style.getPropertyValue(`--${name}`).trim(); }
+  color(name) {
+    return this.style.getPropertyValue(`--${name}`).trim();
+  }
 
   setHeight(height) {
     this.height = height;
@@ -56,7 +66,12 @@ export class Plot {
     context.restore();
   }
 
-  text(text, x, y, { align = "left", baseline = "middle", color = this.color("muted"), isOnPaper = false, limit = 0 } = {}) {
+  text(
+    text,
+    x,
+    y,
+    { align = "left", baseline = "middle", color = this.color("muted"), isOnPaper = false, limit = 0 } = {},
+  ) {
     const context = this.context;
     let shown = text;
     if (limit) {
@@ -68,7 +83,12 @@ export class Plot {
     if (isOnPaper) {
       const width = context.measureText(shown).width;
       context.fillStyle = this.color("paper");
-      context.fillRect(x - (align === "right" ? width + 3 : align === "center" ? width / 2 + 3 : 3), y - 8, width + 6, 16);
+      context.fillRect(
+        x - (align === "right" ? width + 3 : align === "center" ? width / 2 + 3 : 3),
+        y - 8,
+        width + 6,
+        16,
+      );
     }
     context.fillStyle = color;
     context.fillText(shown, x, y);

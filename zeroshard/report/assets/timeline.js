@@ -33,7 +33,9 @@ export class Timeline {
     this._pair();
   }
 
-  get peakBytes() { return this.totals[this.peak]; }
+  get peakBytes() {
+    return this.totals[this.peak];
+  }
 
   /** Notes for each allocation the event that gives it back. */
   _pair() {
@@ -66,15 +68,21 @@ export class Timeline {
     return low;
   }
 
-  timeOf(moment) { return moment ? this.times[moment - 1] : this.start; }
+  timeOf(moment) {
+    return moment ? this.times[moment - 1] : this.start;
+  }
 
   /** Lists what is live at a moment, largest first. */
   live(moment) {
     const found = [];
     const add = (source, place) =>
-      source.nbytes[place] > 0 && found.push({
-        nbytes: source.nbytes[place], column: source.column[place], module: source.module[place],
-        tensor: source.tensor[place], operation: source.operation[place],
+      source.nbytes[place] > 0 &&
+      found.push({
+        nbytes: source.nbytes[place],
+        column: source.column[place],
+        module: source.module[place],
+        tensor: source.tensor[place],
+        operation: source.operation[place],
       });
     this.initial.nbytes.forEach((_, place) => this.freedInitial[place] >= moment && add(this.initial, place));
     for (let place = 0; place < moment; place += 1)
@@ -118,7 +126,15 @@ export function treeOf(live, columns, names) {
     let node = root;
     node.nbytes += one.nbytes;
     for (const [level, name] of path.entries()) {
-      if (!node.children.has(name)) node.children.set(name, { name, nbytes: 0, depth: level + 1, column: one.column, parent: node, children: new Map() });
+      if (!node.children.has(name))
+        node.children.set(name, {
+          name,
+          nbytes: 0,
+          depth: level + 1,
+          column: one.column,
+          parent: node,
+          children: new Map(),
+        });
       node = node.children.get(name);
       node.nbytes += one.nbytes;
     }

@@ -27,7 +27,7 @@ export function bytesText(nbytes, exponent = binaryUnit(nbytes)) {
 /** Bytes of a round number, without digits that say nothing. */
 export function byteTickText(nbytes) {
   const exponent = binaryUnit(nbytes);
-  return `${Number((nbytes / 1024 ** exponent).toPrecision(4)).toLocaleString("en-US")} ${BINARY[exponent]}`;
+  return `${Number((nbytes / 1024 ** exponent).toPrecision(6)).toLocaleString("en-US", { maximumFractionDigits: 4 })} ${BINARY[exponent]}`;
 }
 
 /** The rounded text, and the exact number of bytes. */
@@ -44,7 +44,9 @@ export function countText(value) {
 
 /** A round number with a decimal prefix, without digits that say nothing. */
 export function countTickText(value) {
-  return countText(value).replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
+  return countText(value)
+    .replace(/(\.\d*?)0+(?=\D|$)/, "$1")
+    .replace(/\.(?=\D|$)/, "");
 }
 
 export function plainNumber(value) {
@@ -55,6 +57,15 @@ export function secondsText(seconds) {
   const size = Math.abs(seconds);
   if (size >= 1 || size === 0) return `${threeDigits(seconds)} s`;
   return size >= 1e-3 ? `${threeDigits(seconds * 1e3)} ms` : `${threeDigits(seconds * 1e6)} µs`;
+}
+
+/** Texts of the times of an axis: one unit, and as many digits as tell neighbours apart. */
+export function timeTickTexts(ticks) {
+  const step = ticks.length > 1 ? ticks[1] - ticks[0] : 1;
+  const high = Math.abs(ticks.at(-1));
+  const [scale, unit] = high >= 1 ? [1, "s"] : high >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
+  const digits = Math.max(0, Math.ceil(-Math.log10(step * scale) - 1e-9));
+  return new Map(ticks.map((tick) => [tick, `${(tick * scale).toFixed(digits)} ${unit}`]));
 }
 
 /** Text of a number in a named unit; "B" is bytes, "s" is seconds. */
@@ -75,14 +86,15 @@ export function roundTicks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= rough);
   const ticks = [];
-  for (let place = Math.ceil(low / step - 1e-9); place * step <= high * (1 + 1e-12) + 1e-300; place += 1) ticks.push(place * step + 0); // + 0: never -0
+  for (let place = Math.ceil(low / step - 1e-9); place * step <= high * (1 + 1e-12) + 1e-300; place += 1)
+    ticks.push(place * step + 0); // + 0: never -0
   return ticks;
 }
 
 /** Round numbers of bytes, in the unit of the highest. */
-export function byteTicks(high, count) {
+export function byteTicks(high, count, low = 0) {
   const scale = 1024 ** binaryUnit(high);
-  return roundTicks(0, high / scale, count).map((value) => value * scale);
+  return roundTicks(low / scale, high / scale, count).map((value) => value * scale);
 }
 
 /** Round values in a unit on a logarithmic axis. */

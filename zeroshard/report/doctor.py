@@ -1,31 +1,28 @@
-"""A machine measured: its products, its memory, its collectives; and the profile that plans then use.
+"""A machine measured: its products, its memory, its collectives, as the profile that plans then use.
 
-Owns the measurements, the fit of a collective's curve, and the file. Needs torch for measuring only: reading a profile
-does not. `hardware.py` has what a profile is: a `Device`.
+Owns the measurements, and the fit of a collective's times. `plan/profiles.py` keeps profiles.
 """
 
 import dataclasses
-import json
+import functools
 import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
-from zeroshard.plan.hardware import Device, device_named
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from zeroshard.plan.hardware import Device
+from zeroshard.wire.comm import gather_across_ranks
 
-__all__ = ["device_for", "fit_line", "measure_device", "measure_ranks", "profile_path", "read_profile", "write_profile"]
+__all__ = ["fit_line", "measure_device", "measure_ranks"]
 
-VERSION: Final = 1
 ROUNDS: Final = 7
-PRODUCT: Final = {"cpu": 1024, "cuda": 8192}
+PRODUCT: Final = MappingProxyType({"cpu": 1024, "cuda": 8192})
 """Rows and columns of the products that are timed."""
-COPY_BYTES: Final = {"cpu": 1 << 28, "cuda": 1 << 30}
+COPY_BYTES: Final = MappingProxyType({"cpu": 1 << 28, "cuda": 1 << 30})
 SENT_BYTES: Final = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 """Of the collectives that are timed."""
 
@@ -35,8 +32,6 @@ def measure_device() -> Device:
 
     Source: the least of several rounds, since other programs can only slow a kernel down.
     """
-    import torch
-
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     dtypes = [torch.float32, torch.bfloat16, torch.float16] if kind == "cuda" else [torch.float32, torch.bfloat16]
@@ -64,27 +59,24 @@ def measure_device() -> Device:
     )
 
 
-def measure_ranks(device: Device) -> Device:
+def measure_ranks(device: Device, ranks: int) -> Device:
     """Return a device with the collectives of the ranks that have joined: latency of a hop, and bandwidth of a link.
+
+    Args:
+        ranks: that have joined.
 
     Collective: gathers of up to 16 MB from each rank; every rank must call.
     """
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if ranks == 1:
         return device
-    ranks = dist.get_world_size()
-    where = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    where = torch.device("cpu" if device.is_cpu else "cuda")
     times: list[float] = []
     for nbytes in SENT_BYTES:
         own = torch.zeros(nbytes, dtype=torch.uint8, device=where)
-        whole = torch.zeros(nbytes * ranks, dtype=torch.uint8, device=where)
-        times.append(_least_s(lambda whole=whole, own=own: dist.all_gather_into_tensor(whole, own), where))  # type: ignore[misc]
+        times.append(_least_s(functools.partial(gather_across_ranks, own), where))
     hop_s, bytes_per_s = fit_line([nbytes * (ranks - 1) for nbytes in SENT_BYTES], times)
-    slowest = torch.tensor([hop_s / (ranks - 1), -bytes_per_s], dtype=torch.float64, device=where)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    hop_s, bytes_per_s = float(slowest[0]), -float(slowest[1])
+    found = gather_across_ranks(torch.tensor([hop_s / (ranks - 1), bytes_per_s], dtype=torch.float64, device=where))
+    hop_s, bytes_per_s = float(found[:, 0].max()), float(found[:, 1].min())
     return dataclasses.replace(
         device,
         link_bytes_per_s=bytes_per_s,
@@ -98,7 +90,7 @@ def measure_ranks(device: Device) -> Device:
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
     """Return (seconds at no bytes, bytes a second) of the line that is nearest in relative error.
 
-    >>> from zeroshard.plan.doctor import fit_line
+    >>> from zeroshard.report.doctor import fit_line
     >>> start_s, rate = fit_line([1e3, 1e6, 1e9], [1e-3 + size / 1e9 for size in (1e3, 1e6, 1e9)])
     >>> round(start_s, 6), round(rate)
     (0.001, 1000000000)
@@ -113,51 +105,8 @@ def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, flo
     return max(0.0, y - slope * x), 1 / slope
 
 
-def profile_path() -> Path:
-    """Return where the profile of this machine lies."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeroshard" / "device.json"
-
-
-def device_for(name: str) -> Device:
-    """Return a preset by name, a profile by its file, or with "this" the profile of this machine.
-
-    Raises:
-        ValueError: there is no such preset, or the file is no profile.
-    """
-    if name == "this":
-        return read_profile(profile_path())
-    return read_profile(Path(name)) if Path(name).is_file() else device_named(name)
-
-
-def write_profile(device: Device, path: Path) -> None:
-    """Write a profile as JSON, and make its folder."""
-    values = {one.name: getattr(device, one.name) for one in dataclasses.fields(device)}
-    values["peak_flops"] = dict(device.peak_flops)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"version": VERSION, "device": values}, indent=2) + "\n")
-
-
-def read_profile(path: Path) -> Device:
-    """Read a profile.
-
-    Raises:
-        ValueError: the file is not one.
-    """
-    try:
-        stored = json.loads(path.read_text())
-        values: dict[str, Any] = stored["device"]
-        version = stored["version"]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a profile of `zeroshard doctor`: {error!r}") from error
-    names = {one.name for one in dataclasses.fields(Device)}
-    if version != VERSION or values.keys() != names:
-        raise ValueError(f"{path} is a profile of another version ({version!r}); run `zeroshard doctor` again.")
-    return Device(**values | {"peak_flops": MappingProxyType(values["peak_flops"])})
-
-
-def _least_s(run: Callable[[], object], device: "torch.device") -> float:
+def _least_s(run: Callable[[], object], device: torch.device) -> float:
     """Return the least seconds of several rounds, after one that does not count."""
-    import torch
 
     def wait() -> None:
         if device.type == "cuda":
@@ -174,26 +123,20 @@ def _least_s(run: Callable[[], object], device: "torch.device") -> float:
     return min(found)
 
 
-def _product_flops(device: "torch.device", dtype: "torch.dtype") -> float:
-    import torch
-
+def _product_flops(device: torch.device, dtype: torch.dtype) -> float:
     size = PRODUCT[device.type]
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / _least_s(lambda: one @ other, device)
 
 
-def _copy_bytes_per_s(device: "torch.device") -> float:
+def _copy_bytes_per_s(device: torch.device) -> float:
     """Return bytes read and written a second by a copy."""
-    import torch
-
     nbytes = COPY_BYTES[device.type]
     source, target = (torch.zeros(nbytes // 4, device=device) for _ in range(2))
     return 2 * nbytes / _least_s(lambda: target.copy_(source), device)
 
 
-def _host_bytes_per_s(device: "torch.device", otherwise: float) -> float:
-    import torch
-
+def _host_bytes_per_s(device: torch.device, otherwise: float) -> float:
     if device.type != "cuda":
         return otherwise
     nbytes = COPY_BYTES["cpu"]
@@ -204,10 +147,8 @@ def _host_bytes_per_s(device: "torch.device", otherwise: float) -> float:
     return nbytes / _least_s(lambda: target.copy_(source, non_blocking=True), device)
 
 
-def _launch_s(device: "torch.device") -> float:
+def _launch_s(device: torch.device) -> float:
     """Return the seconds of the smallest operation, one of many in a row."""
-    import torch
-
     x, many = torch.zeros(1, device=device), 1000
 
     def run() -> None:
@@ -217,16 +158,12 @@ def _launch_s(device: "torch.device") -> float:
     return _least_s(run, device) / many
 
 
-def _memory_bytes(device: "torch.device") -> int:
-    import torch
-
+def _memory_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else _host_bytes()
 
 
-def _context_bytes(device: "torch.device") -> int:
+def _context_bytes(device: torch.device) -> int:
     """Return what this process took of the device outside torch's allocator, as the driver tells."""
-    import torch
-
     if device.type != "cuda":
         return 0
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)

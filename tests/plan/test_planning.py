@@ -1,0 +1,286 @@
+"""Plans: verdicts, classes of ranks, advice, JSON, modules, and what is refused."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from tests.contract.source import REPOSITORY
+from zeroshard.describe.precision import precision_of
+from zeroshard.plan.allocator import Rules, simulate
+from zeroshard.plan.hardware import DEVICES
+from zeroshard.plan.planning import make_plan
+from zeroshard.plan.result import ERROR, Plan, verdict_of
+from zeroshard.plan.shapes import SHAPES, read_config
+from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS
+from zeroshard.state.admission import state_cost
+
+BLOCKED = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "numpy", "safetensors", "transformers"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+
+sys.meta_path.insert(0, Blocker())
+import zeroshard.plan
+import zeroshard as zs
+found = zs.search("gpt2", world_size=2, batches=(1,))
+print(zs.plan("llama-3-8b", world_size=8, stage=3).verdict, len(found.candidates))
+"""
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+
+
+def small() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(block() for _ in range(8)))
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_of_a_shape_needs_no_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED], cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=True
+    )
+    verdict, candidates = done.stdout.split()
+    assert verdict in ("fits", "tight", "no")
+    assert int(candidates) > 10
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_sizes_of_their_names(name: str) -> None:
+    """Published totals, in billions; the paper's names are rounded."""
+    published = {
+        "gpt2": 0.124, "gpt2-medium": 0.355, "gpt2-large": 0.774, "gpt2-xl": 1.558,
+        "llama-3.2-1b": 1.236, "llama-3.2-3b": 3.213, "llama-3-8b": 8.030, "llama-3-70b": 70.554,
+        "llama-3-405b": 405.853, "llama-2-7b": 6.738, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.721, "qwen3-4b": 4.022,
+        "qwen3-8b": 8.191, "qwen3-14b": 14.768, "qwen3-32b": 32.762, "qwen3-30b-a3b": 30.532,
+        "qwen3-235b-a22b": 235.094, "mixtral-8x7b": 46.703, "mixtral-8x22b": 140.630, "deepseek-v3": 671.026,
+    }  # fmt: skip
+    billions = SHAPES[name].numel() / 1e9
+    if name in published:
+        assert billions == pytest.approx(published[name], abs=0.001)
+    else:
+        size, letter = name.removeprefix("zero-")[:-1], name[-1]
+        assert billions == pytest.approx(float(size) * (1000 if letter == "t" else 1), rel=0.05)
+
+
+def test_units_of_a_shape_hold_its_parameters() -> None:
+    for shape in SHAPES.values():
+        units = shape.units()
+        assert next(iter(units)) == ""
+        assert len(units) == shape.layers + 2 + (not shape.is_tied)
+
+
+def test_precisions_are_those_of_shard() -> None:
+    for name in ("fp32", "bf16", "fp16"):
+        assert PRECISIONS[name] == precision_of(name).formats_of(torch.float32, is_kept=False)
+
+
+def test_optimizers_keep_what_torchs_do() -> None:
+    made = {
+        "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad,
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    }  # fmt: skip
+    for name, make in made.items():
+        states = OPTIMIZERS[name]
+        assert (states.per_element, states.counter_bytes) == state_cost(make([nn.Parameter(torch.ones(4))])), name
+
+
+def test_a_config_file_is_read(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path).numel() == SHAPES["llama-3-8b"].numel()
+    assert make_plan(tmp_path, world_size=8).parameters_numel == SHAPES["llama-3-8b"].numel()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv"}))
+    with pytest.raises(ValueError, match="no shape is known for model_type 'rwkv'"):
+        make_plan(str(tmp_path), world_size=8)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not a readable config"):
+        make_plan(str(tmp_path), world_size=8)
+    del config["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="has no 'hidden_size'"):
+        make_plan(str(tmp_path), world_size=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"world_size": 0}, ValueError, "world_size must be at least 1, got 0"),
+        ({"world_size": 8, "mesh": 3}, ValueError, "must be a multiple of tensor times replicas"),
+        ({"world_size": 8, "tensor": 3, "mesh": 1}, ValueError, "must be a multiple of tensor"),
+        ({"world_size": 64, "tensor": 64}, ValueError, "tensor=64 does not divide the 32 heads of llama-3-8b"),
+        ({"world_size": 8, "device": "z1"}, ValueError, "device must be one of v100-32"),
+        ({"world_size": 8, "precision": "int3"}, ValueError, "precision must be one of fp32"),
+        ({"world_size": 8, "optimizer": "adamwx"}, ValueError, "optimizer must be one of adamw"),
+        ({"world_size": 8, "stage": 1, "residency": "C1"}, ValueError, "Give stage=1 or residency='C1', not both"),
+        ({"world_size": 8, "residency": "C9"}, ValueError, "residency must be one of C1"),
+        ({"world_size": 8, "stage": 4}, ValueError, "stage must be one of"),
+        (
+            {"world_size": 8, "seq": 10**6},
+            ValueError,
+            "takes sequences of at most 8,192 tokens; got sequence=1,0",
+        ),
+        ({"world_size": 8, "activations": "forget"}, ValueError, "there is no treatment 'forget'"),
+        ({"world_size": 8, "inputs": [1]}, TypeError, "inputs: of modules only; llama-3-8b is a shape"),
+    ],
+)
+def test_what_no_run_could_have_is_refused(options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_plan("llama-3-8b", **options)  # type: ignore[arg-type]
+
+
+def test_something_else_than_a_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="No shape is called 'gpt9'"):
+        make_plan("gpt9", world_size=1)
+    with pytest.raises(TypeError, match="or a module; got int"):
+        make_plan(3, world_size=1)
+
+
+# -- what a plan says -------------------------------------------------------------------------------------------------
+
+
+def test_a_verdict_counts_the_known_error() -> None:
+    device = DEVICES["h100-80"]
+    whole = device.memory_bytes
+    assert verdict_of(whole, 0, device) == "tight"
+    assert verdict_of(whole + 1, 0, device) == "no"
+    assert verdict_of(int(whole / (1 + ERROR[1])), 0, device) == "fits"
+    assert verdict_of(int(whole / (1 + ERROR[1])) + 2, 0, device) == "tight"
+    assert verdict_of(0, whole + 1, device) == "no"
+
+
+def test_more_sharding_takes_less_memory() -> None:
+    peaks = [make_plan("llama-3-8b", world_size=64, seq=4096, stage=stage).reserved_bytes for stage in range(4)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len({*peaks}) >= 3
+
+
+def test_classes_of_ranks_add_up() -> None:
+    for ranks in (1, 8, 1000):
+        plan = make_plan("gpt2-xl", world_size=ranks, stage=3, device="a100-40")
+        assert sum(one.count for one in plan.ranks) == ranks
+        whole = sum(plan.resident_bytes.values())
+        # States are kept of parameters alone, so the shard with the padding at the end has fewer.
+        assert all(0.99 * whole <= sum(one.resident_bytes.values()) <= whole for one in plan.ranks)
+    assert plan.ranks[-1].resident_bytes["padding"] > plan.resident_bytes["padding"]
+
+
+def test_ten_thousand_ranks_cost_no_more_than_ten() -> None:
+    def took_s(ranks: int) -> float:
+        start_s = time.process_time()
+        make_plan("llama-3-8b", world_size=ranks, stage=3, activations="recompute")
+        return time.process_time() - start_s
+
+    assert min(took_s(10_000) for _ in range(3)) < 3 * min(took_s(10) for _ in range(3))
+
+
+def test_a_plan_that_does_not_fit_says_what_would() -> None:
+    plan = make_plan("llama-3-8b", world_size=8, seq=8192, stage=1, device="a100-40")
+    assert plan.verdict == "no"
+    assert plan.changes
+    assert all(one.total_bytes < plan.total_bytes for one in plan.changes)
+    assert [one.tokens_per_s for one in plan.changes] == sorted((o.tokens_per_s for o in plan.changes), reverse=True)
+    assert "DOES NOT FIT" in str(plan)
+    assert plan.changes[0].what in str(plan)
+
+
+def test_a_plan_as_json_has_its_numbers() -> None:
+    plan = make_plan("gpt2", world_size=4, stage=2, activations="recompute", device="a100-40")
+    stored = json.loads(json.dumps(plan.to_json()))
+    assert stored["verdict"] == plan.verdict
+    assert stored["memory"]["total_bytes"] == plan.total_bytes == plan.reserved_bytes + plan.outside_bytes
+    assert stored["memory"]["peak"]["bytes"] == plan.film.peak[0]
+    assert stored["time"]["step_s"] == plan.step_s
+    assert stored["options"]["row"] == "stage 2"
+    assert len(stored["film"]["events"]["nbytes"]) == len(plan.film.events)
+    assert sum(stored["film"]["initial"]["nbytes"]) == sum(plan.resident_bytes.values())
+
+
+def test_reserved_memory_is_that_of_the_simulated_allocator() -> None:
+    plan = make_plan("gpt2", world_size=4, stage=2, device="a100-40")
+    one_step = simulate(plan.film.allocations(), Rules())
+    assert plan.peak_bytes <= one_step.peak_allocated_bytes
+    assert plan.reserved_bytes >= one_step.peak_allocated_bytes
+
+
+def test_mfu_counts_the_models_own_operations() -> None:
+    plan = make_plan("llama-3-8b", world_size=8, seq=8192, stage=3)
+    again = make_plan("llama-3-8b", world_size=8, seq=8192, stage=3, activations="recompute")
+    assert plan.flops_per_step == again.flops_per_step
+    assert again.mfu < plan.mfu < 0.8
+    tokens = plan.asked.tokens_per_step
+    assert plan.gpu_hours(1e9) == pytest.approx(1e9 / tokens * plan.step_s * 8 / 3600)
+    assert plan.flops_per_step / tokens == pytest.approx(6 * 7.5e9 + 6 * 32 * 4096 * 8192, rel=0.02)
+
+
+def test_half_precision_is_the_devices() -> None:
+    assert make_plan("gpt2", world_size=1, device="v100-32").asked.precision == "fp16"
+    assert make_plan("gpt2", world_size=1, device="h100-80").asked.precision == "bf16"
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_module_is_traced_and_left_as_it_is() -> None:
+    model = nn.Sequential(*(block() for _ in range(8)))
+    before = [(name, p, p.data_ptr()) for name, p in model.named_parameters()]
+    plan = zs.plan(model, world_size=2, stage=3, precision="fp32", inputs=[torch.zeros(4, 64)])
+    assert isinstance(plan, Plan)
+    assert plan.parameters_numel == sum(p.numel() for p in model.parameters())
+    after = [(name, p, p.data_ptr()) for name, p in model.named_parameters()]
+    assert all(a[0] == b[0] and a[1] is b[1] and a[2] == b[2] for a, b in zip(before, after, strict=True))
+    assert plan.resident_bytes["parameters"] * 2 == pytest.approx(plan.parameters_numel * 4, rel=0.01)
+
+
+def test_a_modules_work_is_that_of_its_products() -> None:
+    plan = zs.plan(small(), world_size=1, precision="fp32", inputs=[torch.zeros(4, 64, device="meta")])
+    assert plan.flops_per_step == 3 * 2 * 4 * 8 * 2 * 64 * 256
+    assert plan.asked.tokens_per_step == 4
+
+
+def test_a_modules_activations_are_recomputed() -> None:
+    inputs = [torch.zeros(4096, 64, device="meta")]
+    kept, again = (
+        zs.plan(small(), world_size=2, inputs=inputs, precision="fp32", activations=how) for how in (None, "recompute")
+    )
+    assert again.peak_bytes < kept.peak_bytes
+    assert again.step_s > kept.step_s
+    segments = zs.plan(small(), world_size=2, inputs=inputs, precision="fp32", activations="recompute-sqrt")
+    assert segments.peak_bytes < kept.peak_bytes
+
+
+def test_a_module_that_reads_values_is_told_of() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) if x.sum() > 0 else x
+
+    with pytest.raises(RuntimeError, match="reads some"):
+        zs.plan(Reads(), world_size=2, inputs=[torch.ones(2, 8)])
+    assert zs.plan(Reads(), world_size=2, inputs=[torch.ones(2, 8)], reads=lambda _: True).peak_bytes > 0
+
+
+def test_a_module_without_inputs_is_refused() -> None:
+    with pytest.raises(TypeError, match="plan\\(\\) of a Sequential needs inputs="):
+        zs.plan(small(), world_size=2)
+    with pytest.raises(ValueError, match="modules are traced as they are, whole"):
+        zs.plan(small(), world_size=2, tensor=2, inputs=[torch.zeros(4, 64)])

@@ -1,0 +1,58 @@
+"""Profiles of machines: where they lie, what they hold, and which one a name means.
+
+Owns the file alone; `report/doctor.py` measures. Needs no torch. `hardware.py` has what a profile is: a `Device`.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from zeroshard.plan.hardware import Device, device_named
+
+__all__ = ["device_for", "profile_path", "read_profile", "write_profile"]
+
+VERSION: Final = 1
+
+
+def profile_path() -> Path:
+    """Return where the profile of this machine lies."""
+    return Path.home() / ".cache" / "zeroshard" / "device.json"
+
+
+def device_for(name: str) -> Device:
+    """Return a preset by name, a profile by its file, or with "this" the profile of this machine.
+
+    Raises:
+        ValueError: there is no such preset, or the file is no profile.
+    """
+    if name == "this":
+        return read_profile(profile_path())
+    return read_profile(Path(name)) if Path(name).is_file() else device_named(name)
+
+
+def write_profile(device: Device, path: Path) -> None:
+    """Write a profile as JSON, and make its folder."""
+    values = {one.name: getattr(device, one.name) for one in dataclasses.fields(device)}
+    values["peak_flops"] = dict(device.peak_flops)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"version": VERSION, "device": values}, indent=2) + "\n")
+
+
+def read_profile(path: Path) -> Device:
+    """Read a profile.
+
+    Raises:
+        ValueError: the file is not one.
+    """
+    try:
+        stored = json.loads(path.read_text())
+        values: dict[str, Any] = stored["device"]
+        version = stored["version"]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a profile of `zeroshard doctor`: {error!r}") from error
+    names = {one.name for one in dataclasses.fields(Device)}
+    if version != VERSION or values.keys() != names:
+        raise ValueError(f"{path} is a profile of another version ({version!r}); run `zeroshard doctor` again.")
+    return Device(**values | {"peak_flops": MappingProxyType(values["peak_flops"])})

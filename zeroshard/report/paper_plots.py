@@ -1,0 +1,117 @@
+"""The ZeRO paper's figures as pictures: published bars beside predicted ones, as PNG and SVG.
+
+Owns the drawings. Needs matplotlib (the extra `zeroshard[report]`), imported when a picture is drawn. Must not know how
+anything is predicted: it draws the tables of `plan/paper.py`.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, final
+
+from zeroshard.plan.paper import Reproduction
+from zeroshard.plan.paper_tables import Table
+
+__all__ = ["write_paper_plots"]
+
+_DPI: Final = 160
+_WIDTH: Final = 0.4
+_PAPER, _PREDICTED = "#8C8C8C", "#0072B2"
+
+
+@final
+@dataclass(frozen=True)
+class _Plot:
+    """What of a table is drawn.
+
+    Args:
+        labels: columns that name a group of bars.
+        paper, predicted: columns of the bars; a bar without a value is left out.
+        unit: of both.
+    """
+
+    labels: tuple[str, ...]
+    paper: str
+    predicted: str
+    unit: str
+
+
+_PLOTS: Final[Mapping[str, tuple[str, _Plot]]] = MappingProxyType(
+    {
+        "figure_1": ("figure_1", _Plot(("states",), "paper GB", "predicted GB", "GB of model states")),
+        "figure_2": ("figure_2", _Plot(("model",), "paper", "predicted", "teraFLOPS of a device")),
+        "figure_2_ratio": ("figure_2", _Plot(("model",), "ratio paper", "ratio", "times the baseline")),
+        "figure_3": ("figure_3", _Plot(("devices",), "PFLOPS paper", "PFLOPS", "petaFLOPS of all devices")),
+        "figure_4": ("figure_4", _Plot(("model",), "paper", "predicted", "teraFLOPS of a device")),
+        "figure_6": ("figure_6", _Plot(("configuration",), "paper B", "predicted B", "billions of parameters")),
+        "figure_7": ("figure_7", _Plot(("model", "configuration"), "paper GB", "predicted GB", "GB at most")),
+        "figure_8": ("figure_8", _Plot(("model", "configuration"), "paper", "predicted", "teraFLOPS of a device")),
+    }
+)
+
+
+def write_paper_plots(found: Reproduction, folder: str | Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Draw the figures of the paper, published beside predicted.
+
+    Args:
+        found: what `zeroshard.plan.paper.reproduce` returned.
+        folder: made if it is not there; files of the same names are overwritten.
+        formats: of the files: "png", "svg", or another that matplotlib writes.
+
+    Returns:
+        The files, `NAME.FORMAT` each.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: a file cannot be written.
+    """
+    matplotlib, figure_type = _need_matplotlib()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, (table, plot) in _PLOTS.items():
+        figure = figure_type(figsize=(7.2, 4.0), layout="constrained")
+        axes = figure.add_subplot()
+        axes.spines[["top", "right"]].set_visible(False)
+        _draw(axes, found.tables[table], plot)
+        for suffix in formats:
+            paths.append(folder / f"{name}.{suffix}")
+            # Without a date, and with names of its own, the same numbers give the same file.
+            with matplotlib.rc_context({"svg.hashsalt": name}):
+                figure.savefig(paths[-1], dpi=_DPI, metadata={"Date": None} if suffix == "svg" else None)
+    return paths
+
+
+def _need_matplotlib() -> tuple[Any, Any]:
+    try:
+        return importlib.import_module("matplotlib"), importlib.import_module("matplotlib.figure").Figure
+    except ModuleNotFoundError as error:
+        raise ImportError(f'pictures need {error.name!r}; install it with: pip install "zeroshard[report]"') from None
+
+
+def bars_of(table: Table, plot: _Plot) -> list[tuple[str, float | None, float | None]]:
+    """Return label, published and predicted value of each group of bars; means have none."""
+    places = {column.title: place for place, column in enumerate(table.columns)}
+    rows = []
+    for row in table.rows:
+        label = "\n".join(str(row[places[name]]) for name in plot.labels)
+        values = [row[places[name]] for name in (plot.paper, plot.predicted)]
+        paper, predicted = (None if value is None else float(value) for value in values)
+        if not label.startswith("mean"):
+            rows.append((label, paper, predicted))
+    return rows
+
+
+def _draw(axes: Any, table: Table, plot: _Plot) -> None:
+    rows = bars_of(table, plot)
+    for shift, kind, color in ((-_WIDTH / 2, "published", _PAPER), (_WIDTH / 2, "predicted", _PREDICTED)):
+        heights = [(place, row[1 if kind == "published" else 2]) for place, row in enumerate(rows)]
+        there = [(place + shift, height) for place, height in heights if height is not None]
+        bars = axes.bar([x for x, _ in there], [y for _, y in there], width=_WIDTH, label=kind, color=color)
+        axes.bar_label(bars, fmt="%.3g", fontsize=7)
+    axes.set_xticks(range(len(rows)), [label for label, _, _ in rows], fontsize=8)
+    axes.set_ylabel(plot.unit)
+    axes.set_title(table.title, fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
