@@ -620,7 +620,9 @@ class _Camera:
                 self._tick("publish", unit.name, unit.sent_bytes("publish"))
                 self._free_s["gather"] = max(self._free_s["gather"], self._now_s)
                 self._wait(unit.name, self._exchange("gather", unit.name, [("gather", nbytes, "shard")]))
-        for number, (_, column, _, _) in [] if job.keeps_gradients else list(self._open.items()):
+        if job.keeps_gradients:
+            return
+        for number, (_, column, _, _) in list(self._open.items()):
             if column == "gradients" or self._open[number][3] == "padding of gradients":
                 self._drop(number)
         self._held.clear()
