@@ -1,12 +1,12 @@
 """The simulated caching allocator: each rule by hand, and all of them against a model that is slow and plain."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import pairwise
 
 import pytest
 
-from zeroshard.plan.allocator import Action, Allocator, BlockState, Event, Outcome, Rules, round_bytes, simulate
+from zeroshard.plan.allocator import Action, Allocator, BlockState, Event, Outcome, Retry, Rules, round_bytes, simulate
 
 MIB = 2**20
 
@@ -174,6 +174,20 @@ def test_free_segments_are_returned_when_the_device_is_full() -> None:
     assert simulate([*made, alloc("c", 24 * MIB)], Rules(device_bytes=50 * MIB)).retries == 0
 
 
+def test_a_retry_says_what_went_to_the_driver_and_came_from_it_again() -> None:
+    rules = Rules(device_bytes=40 * MIB)
+    made = [alloc("a", 12 * MIB), alloc("b", 12 * MIB), alloc("small", 1), *free("a", "b")]
+    (one,) = simulate([*made, alloc("c", 24 * MIB)], rules).returned
+    # Both large segments go; the small one is in use. "c" takes one segment.
+    assert one == Retry("c", 2, 24 * MIB, 1, 24 * MIB)
+    # What is taken later counts for the retry before it, until the next one: "d" finds 14 MiB, "e" does not.
+    more = [alloc("d", 13 * MIB), *free("c"), alloc("e", 25 * MIB)]
+    first, second = simulate([*made, alloc("c", 24 * MIB), *more], rules).returned
+    assert first == Retry("c", 2, 24 * MIB, 2, 38 * MIB)
+    assert second == Retry("e", 1, 24 * MIB, 0, 0)  # 26 MiB beside 16: out of memory
+    assert simulate(made, rules).returned == ()
+
+
 def test_a_segment_with_one_block_in_use_stays() -> None:
     made = [alloc("a", 5 * MIB), alloc("b", 5 * MIB), *free("a")]
     outcome = simulate([*made, alloc("c", 16 * MIB)], Rules(device_bytes=35 * MIB))
@@ -320,6 +334,8 @@ def test_whole_free_pages_are_returned() -> None:
     # "b" lies from 15 to 65 MiB: two whole pages, 20 to 60 MiB, go. The small pool then takes 2 MiB in small pages.
     outcome = simulate([*made, *(alloc(i, MIB) for i in range(22))], rules)
     assert outcome.retries == 1
+    # Two requests of 1 MiB share a page: with 80 MiB of pages, the eleventh page, for request 20, is one too many.
+    assert outcome.returned == (Retry(20, 2, 40 * MIB, 1, 2 * MIB),)
     assert outcome.reserved_bytes == 62 * MIB
     shown = [(p.key, p.num_bytes // MIB, p.state.value) for p in outcome.segments[0].pieces]
     assert shown == [
@@ -393,7 +409,11 @@ class Plain:
     segments: list[tuple[int, bool, int]] = field(default_factory=list)  # stream, is small, size; never reused
     uses: dict[object, set[int]] = field(default_factory=dict)
     waiting: list[list] = field(default_factory=list)  # [key, streams]
-    retries: int = 0
+    returned: list[list] = field(default_factory=list)  # as in `Retry`
+
+    @property
+    def retries(self) -> int:
+        return len(self.returned)
 
     def reserved(self) -> int:
         return sum(row[2] for row in self.rows)
@@ -424,7 +444,7 @@ class Plain:
         if row is not None and (size < limit <= row[2] or (size >= limit and row[2] >= size + 20 * MIB)):
             row = None
         if row is None:
-            row = self.make(stream, small, size)
+            row = self.make(key, stream, small, size)
         if row is None:
             return False
         rest = row[2] - size
@@ -435,7 +455,7 @@ class Plain:
         self.uses[key] = set()
         return True
 
-    def make(self, stream: int, small: bool, size: int) -> list | None:
+    def make(self, key: object, stream: int, small: bool, size: int) -> list | None:
         wanted = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
         limit, device = self.rules.max_split_bytes or 2**60, self.rules.device_bytes or 2**60
         is_enough = self.reserved() + wanted <= device
@@ -454,17 +474,21 @@ class Plain:
             # Too little is no success, even where it would be enough for the driver.
             is_enough = sum(row[2] for row in gone) >= target and self.reserved() + wanted <= device
         if not is_enough:
-            self.retries += 1
             for row in self.rows:
                 if row[4] == "waiting":
                     row[3:] = None, "free"
             self.waiting = []
             self.join()
-            self.rows = [r for r in self.rows if not (r[4] == "free" and r[2] == self.segments[r[0]][2])]
+            gone = [r for r in self.rows if r[4] == "free" and r[2] == self.segments[r[0]][2]]
+            self.rows = [r for r in self.rows if not any(r is one for one in gone)]
+            self.returned.append([key, len(gone), sum(r[2] for r in gone), 0, 0])
         if self.reserved() + wanted > device:
             return None
         self.segments.append((stream, small, wanted))
         self.rows.append([len(self.segments) - 1, 0, wanted, None, "free"])
+        if self.returned:
+            self.returned[-1][3] += 1
+            self.returned[-1][4] += wanted
         return self.rows[-1]
 
     def free(self, key: object) -> None:
@@ -539,6 +563,7 @@ def test_all_rules_together_are_those_of_the_plain_model(number: int, limits: st
         # Waiting blocks of the plain model are found at the next allocation, too.
         assert shown(fast) == [(row[1], row[2], row[3], row[4]) for row in plain.rows]
         assert (fast.reserved_bytes, fast.retries) == (plain.reserved(), plain.retries)
+        assert [list(astuple(one)) for one in fast.returned] == plain.returned
         if not went_well:
             break
 

@@ -132,6 +132,15 @@ def test_the_first_step_makes_the_states() -> None:
     )
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_that_stay_are_held_once(stage: int) -> None:
+    job = dataclasses.replace(job_of_shape(GPT, options(stage)), keeps_gradients=True)
+    film, settled = make_film(job), make_film(job, is_settled=True)
+    assert settled.resident_bytes["gradients"] == film.resident_bytes["gradients"] > 0
+    for one in (film, settled):
+        assert [event for event in one.events if event.column == "gradients"] == []
+
+
 def test_micro_batches_take_time_and_no_memory() -> None:
     one, two, five = (make_film(job_of_shape(LLAMA, options(1, micro_batches=n))) for n in (1, 2, 5))
     assert two.peak[0] == five.peak[0]

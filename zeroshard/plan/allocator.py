@@ -53,6 +53,7 @@ __all__ = [
     "OutOfMemory",
     "Outcome",
     "Piece",
+    "Retry",
     "Rules",
     "Segment",
     "round_bytes",
@@ -102,6 +103,26 @@ class OutOfMemory:
 
 @final
 @dataclass(frozen=True)
+class Retry:
+    """A request for which all free segments were returned to the driver, and what was taken from it afterwards.
+
+    Of an expandable segment, pages count as segments: the driver maps and unmaps each on its own.
+
+    Args:
+        key: of the request.
+        returned_segments, returned_bytes: that the driver got back for it.
+        taken_segments, taken_bytes: from then on, the request's own included, until the next retry or the end.
+    """
+
+    key: Hashable
+    returned_segments: int
+    returned_bytes: int
+    taken_segments: int
+    taken_bytes: int
+
+
+@final
+@dataclass(frozen=True)
 class Outcome:
     """What a sequence of events came to.
 
@@ -111,6 +132,7 @@ class Outcome:
         reserved_bytes: what the allocator has from the driver at the end.
         retries: how often all free segments were returned to the driver in order to serve a request.
         out_of_memory: where the sequence ended, if it did not end well.
+        returned: each retry, with what the driver got back and gave again.
     """
 
     requested_bytes: int
@@ -122,6 +144,7 @@ class Outcome:
     retries: int
     out_of_memory: OutOfMemory | None
     segments: tuple[Segment, ...]
+    returned: tuple[Retry, ...]
 
 
 def simulate(events: Iterable[Event], rules: Rules | None = None) -> Outcome:
@@ -160,6 +183,7 @@ def simulate(events: Iterable[Event], rules: Rules | None = None) -> Outcome:
         allocator.retries,
         failure,
         allocator.snapshot() if failure is None else failure.segments,
+        allocator.returned,
     )
 
 
@@ -183,7 +207,24 @@ class Allocator:
         self._next_address = SMALL_SEGMENT_BYTES
         self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
         self.peak_requested_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.retries = 0
+        # Segments and bytes that the driver gave so far, and got back; for each retry its key and the sums around it.
+        self._given, self._got = (0, 0), (0, 0)
+        self._marks: list[tuple[Hashable, tuple[int, int], tuple[int, int], tuple[int, int]]] = []
+
+    @property
+    def retries(self) -> int:
+        """How often all free segments were returned to the driver in order to serve a request."""
+        return len(self._marks)
+
+    @property
+    def returned(self) -> tuple[Retry, ...]:
+        """Each retry until now, with what the driver got back and gave again."""
+        found, (last_segments, last_bytes) = list[Retry](), self._given
+        for key, before, after, given in reversed(self._marks):
+            got = after[0] - before[0], after[1] - before[1]
+            found.append(Retry(key, *got, last_segments - given[0], last_bytes - given[1]))
+            last_segments, last_bytes = given
+        return tuple(reversed(found))
 
     def allocate(self, key: Hashable, num_bytes: int, stream: int = 0) -> bool:
         """Serve a request; return whether there was memory for it.
@@ -206,7 +247,7 @@ class Allocator:
         pool = self._pools.get((stream, is_small))
         if pool is None:
             pool = self._pools[stream, is_small] = Pool(stream, self._searches[is_small], is_small=is_small)
-        block = self._find(pool, size) or self._make(pool, size)
+        block = self._find(pool, size) or self._make(pool, size, key)
         if block is None:
             return False
         rest = block.size - size
@@ -322,7 +363,7 @@ class Allocator:
 
     # -- memory of the driver -----------------------------------------------------------------------------------------
 
-    def _make(self, pool: Pool, size: int) -> Block | None:
+    def _make(self, pool: Pool, size: int, key: Hashable) -> Block | None:
         """Get memory from the driver for a request, by giving back as little as helps; None if nothing does."""
         rules = self._rules
         if rules.collect_above > 0 and rules.allowed_bytes is not None:
@@ -331,8 +372,9 @@ class Allocator:
         if block is None and self._release_oversize(pool, size):
             block = self._ask(pool, size)
         if block is None:
+            before = self._got
             self._release_all()
-            self.retries += 1
+            self._marks.append((key, before, self._got, self._given))
             block = self._ask(pool, size)
         return block
 
@@ -353,11 +395,12 @@ class Allocator:
             return None
         return self._new_segment(pool, wanted, BlockState.FREE)
 
-    def _reserve(self, num_bytes: int) -> bool:
+    def _reserve(self, num_bytes: int, segments: int = 1) -> bool:
         limit = self._rules.device_bytes
         if limit is not None and self.reserved_bytes + num_bytes > limit:
             return False
         self.reserved_bytes += num_bytes
+        self._given = self._given[0] + segments, self._given[1] + num_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 
@@ -371,7 +414,11 @@ class Allocator:
         """Give a whole free segment back to the driver."""
         block.pool.remove(block)
         del self._heads[block.address]
-        self.reserved_bytes -= block.size
+        self._give_back(block.size)
+
+    def _give_back(self, num_bytes: int, segments: int = 1) -> None:
+        self.reserved_bytes -= num_bytes
+        self._got = self._got[0] + segments, self._got[1] + num_bytes
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
         """Give back free blocks that are too large to be split: one that is large enough, or the largest ones."""
@@ -460,7 +507,7 @@ class Allocator:
         """Give the first `size` bytes of a gap memory, in whole pages; return the free block they are in."""
         pool, page = gap.pool, self._page(gap.pool)
         mapped = -(-size // page) * page
-        if not self._reserve(mapped):
+        if not self._reserve(mapped, mapped // page):
             return None
         pool.remove(gap)
         if mapped < gap.size:
@@ -483,7 +530,7 @@ class Allocator:
             pool.add(block)
             block = gap
         block.state = BlockState.UNMAPPED
-        self.reserved_bytes -= stop - start
+        self._give_back(stop - start, (stop - start) // page)
         block = pool.join(block)
         if block.is_whole:
             pool.remove(block)
