@@ -35,6 +35,8 @@ BUCKET_BYTES: Final = 25 * MIB
 """`ddp_bucket_cap_mb`."""
 FIRST_BUCKET_BYTES: Final = MIB
 """torch/nn/parallel/distributed.py: `dist._DEFAULT_FIRST_BUCKET_BYTES`."""
+WORKSPACE_BYTES: Final = 32 * MIB
+"""pytorch, aten/src/ATen/cuda/CublasHandlePool.cpp: of each handle on Hopper; the backward's thread has its own."""
 MULTIPROCESSORS: Final = 132
 
 
@@ -260,7 +262,6 @@ class _Memory:
             self.allocator.free(key)  # a second gradient is added to the first
         else:
             self.gradients[name] = key
-            self.order.append(name)
 
     # -- before the first step ------------------------------------------------------------------------------------
 
@@ -270,7 +271,8 @@ class _Memory:
         for _, numel in rank.parameters:
             self.take(numel * BF16)
         if rank.has_ddp:
-            self.ddp = [self.take(n) for n in bucket_sizes([numel for _, numel in reversed(rank.parameters)])]
+            # One bucket of everything, until the order of gradients is known.
+            self.ddp = [self.take(sum(numel for _, numel in rank.parameters) * BF16)]
         held = sum(numel for _, numel in rank.parameters)
         self.take(held * FP32)
         shards = rank.data if rank.zero else 1
@@ -283,6 +285,7 @@ class _Memory:
     def forward(self) -> list[dict[str, int]]:
         rank = self.rank
         rows = rank.sequence * rank.batch
+        self.workspace("forward")
         inputs = {"tokens": self.take(rows * 8), "mask": self.take(rows), "labels": self.take(rows * 8)}
         if rank.has_embedding:
             output = self.take(rank.whole)
@@ -311,6 +314,7 @@ class _Memory:
     def backward(self, saved: list[dict[str, int]]) -> None:
         rank = self.rank
         inputs = saved.pop()
+        self.workspace("backward")
         if rank.has_head:
             live = saved.pop()
             self.play(self.scripts["head backward"], live, "")
@@ -326,19 +330,28 @@ class _Memory:
                 gradient = self.take(rank.whole)
                 self.free([gathered])
             self.land("embedding", rank.vocabulary // rank.tensor * rank.hidden * BF16)
+            self.free([self.take(2 * rank.whole)])  # fp32 sums of the rows of each token
         self.free([gradient, *inputs.values()])
         self.free(self.gradients.values())
-        self.gradients = {}
+        self.order, self.gradients = list(self.gradients), {}
+
+    def workspace(self, thread: str) -> None:
+        """Take the workspace of cuBLAS for a thread of torch, which stays."""
+        if thread not in self.buffers:
+            self.buffers[thread] = self.take(WORKSPACE_BYTES)
+            if thread == "forward":
+                width = self.rank.hidden // self.rank.heads
+                for _ in range(2 * self.rank.layers):
+                    self.take(self.rank.sequence * width // 2 * BF16)  # cosines and sines
 
     def buffers_of_tensor(self) -> None:
         """Take the two buffers that gathered hidden states go to (`MemoryBuffer`), which stay."""
-        if self.rank.tensor > 1 and not self.buffers:
+        if self.rank.tensor > 1 and "allgather" not in self.buffers:
             self.buffers["allgather"] = self.take(self.rank.whole)
             self.buffers["allgather2"] = self.take(self.rank.whole)
 
     def step(self, *, is_first: bool) -> None:
         rank = self.rank
-        self.order = []
         self.buffers_of_tensor()
         waiting: list[list[dict[str, int]]] = []
         for _ in range(min(rank.micro_batches, rank.in_flight + 1)):
