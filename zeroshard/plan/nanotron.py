@@ -16,6 +16,7 @@ Note: the order of a rank's memory
     Adam's states are made in the first update, in what the first passes left free.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -37,6 +38,12 @@ FIRST_BUCKET_BYTES: Final = MIB
 """torch/nn/parallel/distributed.py: `dist._DEFAULT_FIRST_BUCKET_BYTES`."""
 WORKSPACE_BYTES: Final = 32 * MIB
 """pytorch, aten/src/ATen/cuda/CublasHandlePool.cpp: of each handle on Hopper; the backward's thread has its own."""
+QUEUE_LENGTH: Final = 1024
+"""Of CUDA: so many launches may wait for the device; the next one makes the host wait."""
+EXCHANGE: Final = 2
+"""What a collective puts on the stream of kernels: an event before it, and a wait behind it."""
+GATHERED: Final = 2 + EXCHANGE
+"""A product whose input is gathered: one of the own part, meanwhile, and one of the rest, on the first rank."""
 MULTIPROCESSORS: Final = 132
 
 
@@ -56,6 +63,16 @@ class Script:
     def drop(self, *names: str) -> "Script":
         """Free tensors."""
         self.lines += [("drop", name, 0) for name in names]
+        return self
+
+    def drop_late(self, *names: str) -> "Script":
+        """Free tensors that a collective used on its own stream."""
+        self.lines += [("late", name, 0) for name in names]
+        return self
+
+    def run(self, count: int) -> "Script":
+        """Queue a number of kernels, and of events, on the device's stream."""
+        self.lines.append(("run", "", count))
         return self
 
     def gradient(self, name: str, numel: int) -> "Script":
@@ -141,83 +158,92 @@ def block_forward(rank: Rank) -> Script:
     u, l, t = rank.whole, rank.local, rank.tensor
     q, inner = u // t, rank.sequence * rank.batch * rank.inner * BF16 // t
     rows = rank.sequence * rank.batch
-    s = Script().make(y1=l, rstd1=rows * FP32 // t)
+    gather = GATHERED if t > 1 else 1
+    s = Script().make(y1=l, rstd1=rows * FP32 // t).run(1)
     # Queries, keys and values are permuted into one tensor; keys and values are joined and permuted once more.
-    s.make(qkv=3 * q, split=3 * q).drop("qkv").make(kv=2 * q, keyvalue=2 * q).drop("kv")
-    s.make(context=q, lse=rows * rank.heads // t * FP32)
+    s.make(qkv=3 * q).run(gather).make(split=3 * q).drop("qkv").make(kv=2 * q, keyvalue=2 * q).drop("kv").run(5)
+    s.run(8)  # lengths of sequences: two zeros, two sums, two scans of two kernels
+    s.make(context=q, lse=rows * rank.heads // t * FP32).run(1)
     if rank.batch > 1:  # the context is transposed, and a product wants it in order
-        s.make(copy=q)
-    s.make(out=u)
+        s.make(copy=q).run(1)
+    s.make(out=u).run(1)
     if rank.batch > 1:
         s.drop("copy")
     if t > 1:
-        s.make(scattered=l).drop("out")
-    s.make(x2=l).drop("scattered" if t > 1 else "out")
-    s.make(y2=l, rstd2=rows * FP32 // t)
-    s.make(gateup=2 * inner, active=inner, product=inner, down=u)
+        s.make(scattered=l).run(EXCHANGE).drop_late("out")
+    s.make(x2=l).run(1)
+    s.drop_late("scattered") if t > 1 else s.drop("out")
+    s.make(y2=l, rstd2=rows * FP32 // t).run(1)
+    s.make(gateup=2 * inner).run(gather).make(active=inner, product=inner, down=u).run(3)
     if t > 1:
-        s.make(scattered=l).drop("down")
-    return s.make(output=l).drop("scattered" if t > 1 else "down")
+        s.make(scattered=l).run(EXCHANGE).drop_late("down")
+    s.make(output=l).run(1)
+    return s.drop_late("scattered") if t > 1 else s.drop("down")
 
 
 def block_backward(rank: Rank) -> Script:
-    """Return the backward of a decoder layer, from the gradient "g" of its output to the one of its input."""
+    """Return the backward of a decoder layer, from the gradient of its output to the one of its input."""
     u, l, t, h = rank.whole, rank.local, rank.tensor, rank.hidden
     q, inner = u // t, rank.sequence * rank.batch * rank.inner * BF16 // t
     rows = rank.sequence * rank.batch
     parts = MULTIPROCESSORS * h * FP32
-    s = Script()
-    s.make(dproduct=inner).gradient("down", h * rank.inner // t).drop("product")
-    s.make(dactive=inner, dup=inner).drop("dproduct", "active")
-    s.make(dgate=inner).drop("dactive").make(dgateup=2 * inner).drop("dgate", "dup", "gateup")
-    s.make(dy=u)
-    if t > 1:
-        s.make(dscattered=l)
-    s.gradient("gate_up", 2 * h * rank.inner // t)
-    s.drop("dgateup", "y2")
-    if t > 1:
-        s.drop("dy")
+    gather = GATHERED if t > 1 else 1
+    s = Script().make(dproduct=inner).run(gather).gradient("down", h * rank.inner // t).drop("product").run(1)
+    s.make(dactive=inner, dup=inner).drop("dproduct", "active").run(2)
+    s.make(dgate=inner).drop("dactive").make(dgateup=2 * inner).drop("dgate", "dup", "gateup").run(2)
+    _column_backward(s, rank, "gate_up", 2 * h * rank.inner // t, "dgateup", "y2")
     d = "dscattered" if t > 1 else "dy"
-    s.make(dx=l, partial=parts).gradient("post_attention_layernorm", h).drop("partial", d, "rstd2", "x2").drop("dx")
-    s.make(dcontext=q).gradient("o", h * h // t)
-    s.make(dq=q, dk=q, dv=q, sums=2 * q, softmax=rows * rank.heads // t * FP32).drop("sums", "softmax")
+    s.make(dx=l, partial=parts).gradient("post_attention_layernorm", h).drop("partial").run(3)
+    s.drop_late(d) if t > 1 else s.drop(d)
+    s.drop("rstd2", "x2", "dx").run(1)
+    s.make(dcontext=q).run(gather).gradient("o", h * h // t).run(1)
+    s.make(dq=q, dk=q, dv=q, sums=2 * q, softmax=rows * rank.heads // t * FP32).drop("sums", "softmax").run(4)
     s.drop("dcontext", "context", "lse", "split", "keyvalue")
-    s.make(dkeyvalue=2 * q).drop("dk", "dv").make(dsplit=3 * q).drop("dq", "dkeyvalue")
-    s.make(folded=3 * q, dy=u).drop("folded").make(ordered=3 * q)
-    if t > 1:
-        s.make(dscattered=l)
-    s.gradient("qkv", 3 * h * h // t)
-    s.drop("ordered", "dsplit", "y1")
-    if t > 1:
-        s.drop("dy")
-    return s.make(dx=l, partial=parts).gradient("input_layernorm", h).drop("partial", d, "rstd1", "input", "dx")
+    s.make(dkeyvalue=2 * q).drop("dk", "dv").make(dsplit=3 * q).drop("dq", "dkeyvalue").run(4)
+    s.make(folded=3 * q).run(1)
+    _column_backward(s, rank, "qkv", 3 * h * h // t, "dsplit", "y1")
+    s.make(dx=l, partial=parts).gradient("input_layernorm", h).drop("partial").run(3)
+    s.drop_late(d) if t > 1 else s.drop(d)
+    return s.drop("rstd1", "input", "dx").run(1)
+
+
+def _column_backward(s: Script, rank: Rank, name: str, numel: int, gradient: str, x: str) -> None:
+    """Write the backward of a product whose input was gathered: the input is gathered once more."""
+    s.make(dy=rank.whole).run(1)
+    if name == "qkv":  # its gradient is a view that is not in order: one copy for each of both products
+        s.drop("folded").make(ordered=3 * rank.whole // rank.tensor).run(1)
+    if rank.tensor > 1:
+        s.make(dscattered=rank.local).run(2 * EXCHANGE)
+    s.gradient(name, numel).run(1)
+    if name == "qkv":
+        s.drop("ordered")
+    s.drop(gradient)
+    if rank.tensor > 1:
+        s.drop_late(x, "dy")
+    else:
+        s.drop(x)
 
 
 def head_forward(rank: Rank) -> Script:
     """Return the final norm, the logits and their cross entropy, sharded over the tensor ranks."""
     rows = rank.sequence * rank.batch
     numel = rows * (rank.vocabulary // rank.tensor)
-    s = Script().make(y=rank.local, rstd=rows * FP32 // rank.tensor)
+    s = Script().make(y=rank.local, rstd=rows * FP32 // rank.tensor).run(1)
     # `forward_with_hidden_states` holds the bf16 logits till it returns, `LlamaForTraining.forward` the fp32 ones.
-    s.make(logits=numel * BF16, wide=numel * FP32).drop("logits")
-    return s.make(softmax=numel * FP32).drop("wide")
+    s.make(logits=numel * BF16).run(GATHERED if rank.tensor > 1 else 1).make(wide=numel * FP32).drop("logits").run(1)
+    return s.make(softmax=numel * FP32).run(30).drop("wide")
 
 
 def head_backward(rank: Rank) -> Script:
     """Return the backward of the head; it leaves "g"."""
     rows, t = rank.sequence * rank.batch, rank.tensor
     local = rank.vocabulary // t
-    s = Script()
     # The gradient is written over the softmax, then rounded.
-    s.make(dlogits=rows * local * BF16).drop("softmax").make(dy=rank.whole)
-    if t > 1:
-        s.make(dscattered=rank.local)
-    s.gradient("head", local * rank.hidden)
-    s.drop("dlogits", "y")
-    if t > 1:
-        s.drop("dy")
-    s.make(g=rank.local, partial=MULTIPROCESSORS * rank.hidden * FP32).gradient("norm", rank.hidden)
-    return s.drop("partial", "dscattered" if t > 1 else "dy", "rstd", "input")
+    s = Script().run(8).make(dlogits=rows * local * BF16).run(1).drop("softmax")
+    _column_backward(s, rank, "head", local * rank.hidden, "dlogits", "y")
+    s.make(g=rank.local, partial=MULTIPROCESSORS * rank.hidden * FP32).gradient("norm", rank.hidden).run(3)
+    s.drop("partial", "rstd", "input")
+    return s.drop_late("dscattered") if t > 1 else s.drop("dy")
 
 
 @final
@@ -226,7 +252,8 @@ class _Memory:
 
     def __init__(self, rank: Rank, rules: Rules) -> None:
         self.rank, self.allocator = rank, Allocator(rules)
-        self.next, self.is_full = 0, False
+        self.next = self.queued = 0
+        self.waiting: deque[tuple[int, int]] = deque()
         self.gradients: dict[str, int] = {}
         self.scripts = {
             "forward": block_forward(rank).lines, "backward": block_backward(rank).lines,
@@ -236,10 +263,17 @@ class _Memory:
         self.order: list[str] = []
 
     def take(self, nbytes: int) -> int:
+        while self.waiting and self.waiting[0][0] <= self.queued:
+            self.allocator.free(self.waiting.popleft()[1])
         self.next += 1
         if not self.allocator.allocate(self.next, nbytes):
             raise MemoryError
         return self.next
+
+    def synchronize(self) -> None:
+        """Let the device finish what was queued."""
+        while self.waiting:
+            self.allocator.free(self.waiting.popleft()[1])
 
     def free(self, keys: Iterable[int]) -> None:
         for key in keys:
@@ -251,6 +285,10 @@ class _Memory:
                 live[name] = self.take(nbytes)
             elif kind == "drop":
                 self.allocator.free(live.pop(name))
+            elif kind == "run":
+                self.queued += nbytes
+            elif kind == "late":
+                self.waiting.append((self.queued + QUEUE_LENGTH, live.pop(name)))
             else:
                 self.land(f"{prefix}{name}", nbytes)
 
@@ -333,6 +371,7 @@ class _Memory:
             self.free([self.take(2 * rank.whole)])  # fp32 sums of the rows of each token
         self.free([gradient, *inputs.values()])
         self.free(self.gradients.values())
+        self.queued += len(self.gradients)  # each is added to its fp32 sum
         self.order, self.gradients = list(self.gradients), {}
 
     def workspace(self, thread: str) -> None:
@@ -367,6 +406,7 @@ class _Memory:
                 self.take(numel * FP32)
         if rank.zero and rank.data > 1:
             self.publish()
+        self.synchronize()
         if rank.has_ddp and is_first:
             self.free(self.ddp)
             sizes = dict(rank.parameters)
