@@ -23,9 +23,8 @@ from functools import cached_property, lru_cache
 from typing import Final, final
 
 from zeroshard.plan.allocator import Allocator
-from zeroshard.plan.hardware import Cost
+from zeroshard.plan.hardware import Cost, Device, Span, device_named
 from zeroshard.plan.rules import Rules
-from zeroshard.plan.tape import Exchange, Instruction
 
 __all__ = ["Rank", "reserved_bytes"]
 
@@ -40,20 +39,18 @@ WORKSPACE_BYTES: Final = 32 * MIB
 """pytorch, aten/src/ATen/cuda/CublasHandlePool.cpp: of each handle on Hopper; the backward's thread has its own."""
 QUEUE_LENGTH: Final = 1024
 """Of CUDA: so many launches may wait for the device; the next one makes the host wait."""
-EXCHANGE: Final = 2
-"""What a collective puts on the stream of kernels: an event before it, and a wait behind it."""
-GATHERED: Final = 2 + EXCHANGE
-"""A product whose input is gathered: one of the own part, meanwhile, and one of the rest, on the first rank."""
+KERNEL_HOST_S = 30e-6
+EXCHANGE_HOST_S = 240e-6
 MULTIPROCESSORS: Final = 132
 
 
 @final
 class Script:
-    """The instructions of a pass, with tensors by name."""
+    """The instructions of a pass: tensors by name, and what the device does."""
 
-    def __init__(self) -> None:
-        self.lines: list[tuple[str, str, int]] = []
-        self.costs: list[tuple[Cost, Exchange | None]] = []
+    def __init__(self, clock: "Clock") -> None:
+        self.lines: list[tuple[str, str, float]] = []
+        self._clock = clock
 
     def make(self, **tensors: int) -> "Script":
         """Allocate tensors, in order."""
@@ -70,15 +67,60 @@ class Script:
         self.lines += [("late", name, 0) for name in names]
         return self
 
-    def run(self, count: int) -> "Script":
-        """Queue a number of kernels, and of events, on the device's stream."""
-        self.lines.append(("run", "", count))
-        return self
-
     def gradient(self, name: str, numel: int) -> "Script":
         """Allocate the gradient of a parameter, which stays to the end of the backward."""
         self.lines.append(("land", name, numel * BF16))
         return self
+
+    def moved(self, *nbytes: int) -> "Script":
+        """Run kernels that read and write so many bytes, one each."""
+        self.lines += [("run", "", self._clock.moved_s(one)) for one in nbytes]
+        return self
+
+    def product(self, rows: int, inputs: int, outputs: int) -> "Script":
+        """Run a product of matrices."""
+        self.lines.append(("run", "", self._clock.product_s(rows, inputs, outputs)))
+        return self
+
+    def attention(self, flops: float) -> "Script":
+        """Run fused attention."""
+        self.lines.append(("run", "", self._clock.attention_s(flops)))
+        return self
+
+    def exchange(self, kind: str, nbytes: int) -> "Script":
+        """Run a collective of the tensor ranks, which kernels wait for."""
+        self.lines.append(("exchange", "", self._clock.tensor_s(kind, nbytes)))
+        return self
+
+
+@final
+@dataclass(frozen=True)
+class Clock:
+    """How long a rank's kernels and collectives take.
+
+    Args:
+        span: of the tensor ranks.
+    """
+
+    device: Device
+    span: Span
+
+    def moved_s(self, nbytes: int) -> float:
+        """Return the seconds of a kernel that is bound by memory."""
+        return self.device.kernel_s(Cost(0, nbytes), "bfloat16")
+
+    def product_s(self, rows: int, inputs: int, outputs: int) -> float:
+        """Return the seconds of a product."""
+        moved = BF16 * (rows * inputs + inputs * outputs + rows * outputs)
+        return self.device.kernel_s(Cost(2.0 * rows * inputs * outputs, moved, "matmul", rows, outputs), "bfloat16")
+
+    def attention_s(self, flops: float) -> float:
+        """Return the seconds of fused attention."""
+        return self.device.kernel_s(Cost(flops, 0, "attention"), "bfloat16")
+
+    def tensor_s(self, kind: str, nbytes: int) -> float:
+        """Return the seconds of a collective of the tensor ranks."""
+        return self.device.collective_s(kind, nbytes, self.span)
 
 
 @final
@@ -153,68 +195,90 @@ class Rank:
         return found
 
 
-def block_forward(rank: Rank) -> Script:
+def block_forward(rank: Rank, clock: Clock) -> Script:
     """Return the forward of a decoder layer; its input stays."""
-    u, l, t = rank.whole, rank.local, rank.tensor
-    q, inner = u // t, rank.sequence * rank.batch * rank.inner * BF16 // t
+    u, l, t, h = rank.whole, rank.local, rank.tensor, rank.hidden
     rows = rank.sequence * rank.batch
-    gather = GATHERED if t > 1 else 1
-    s = Script().make(y1=l, rstd1=rows * FP32 // t).run(1)
+    q, inner = u // t, rows * rank.inner * BF16 // t
+    s = Script(clock).make(y1=l, rstd1=rows * FP32 // t).moved(2 * l)
     # Queries, keys and values are permuted into one tensor; keys and values are joined and permuted once more.
-    s.make(qkv=3 * q).run(gather).make(split=3 * q).drop("qkv").make(kv=2 * q, keyvalue=2 * q).drop("kv").run(5)
-    s.run(8)  # lengths of sequences: two zeros, two sums, two scans of two kernels
-    s.make(context=q, lse=rows * rank.heads // t * FP32).run(1)
+    s.make(qkv=3 * q)
+    _gathered(s, rank, h, 3 * h // t)
+    s.make(split=3 * q).drop("qkv").make(kv=2 * q, keyvalue=2 * q).drop("kv").moved(6 * q, 4 * q, 4 * q, 2 * q, 2 * q)
+    s.moved(*[0] * 8)  # lengths of sequences: two zeros, two sums, two scans of two kernels
+    s.make(context=q, lse=rows * rank.heads // t * FP32).attention(2.0 * rows * rank.sequence * h / t)
     if rank.batch > 1:  # the context is transposed, and a product wants it in order
-        s.make(copy=q).run(1)
-    s.make(out=u).run(1)
+        s.make(copy=q).moved(2 * q)
+    s.make(out=u).product(rows, h // t, h)
     if rank.batch > 1:
         s.drop("copy")
     if t > 1:
-        s.make(scattered=l).run(EXCHANGE).drop_late("out")
-    s.make(x2=l).run(1)
+        s.make(scattered=l).exchange("reduce", u).drop_late("out")
+    s.make(x2=l).moved(3 * l)
     s.drop_late("scattered") if t > 1 else s.drop("out")
-    s.make(y2=l, rstd2=rows * FP32 // t).run(1)
-    s.make(gateup=2 * inner).run(gather).make(active=inner, product=inner, down=u).run(3)
+    s.make(y2=l, rstd2=rows * FP32 // t).moved(2 * l)
+    s.make(gateup=2 * inner)
+    _gathered(s, rank, h, 2 * rank.inner // t)
+    s.make(active=inner, product=inner).moved(2 * inner, 3 * inner).make(down=u).product(rows, rank.inner // t, h)
     if t > 1:
-        s.make(scattered=l).run(EXCHANGE).drop_late("down")
-    s.make(output=l).run(1)
+        s.make(scattered=l).exchange("reduce", u).drop_late("down")
+    s.make(output=l).moved(3 * l)
     return s.drop_late("scattered") if t > 1 else s.drop("down")
 
 
-def block_backward(rank: Rank) -> Script:
+def _gathered(s: Script, rank: Rank, inputs: int, outputs: int) -> None:
+    """Write a product whose rows are gathered meanwhile: that of the own part, then (on the first rank) of the rest."""
+    rows, t = rank.sequence * rank.batch, rank.tensor
+    if t > 1:
+        s.exchange("gather", rows * rank.hidden * BF16)
+        s.product(rows // t, inputs, outputs)
+    s.product(rows - (rows // t if t > 1 else 0), inputs, outputs)
+
+
+def block_backward(rank: Rank, clock: Clock) -> Script:
     """Return the backward of a decoder layer, from the gradient of its output to the one of its input."""
     u, l, t, h = rank.whole, rank.local, rank.tensor, rank.hidden
-    q, inner = u // t, rank.sequence * rank.batch * rank.inner * BF16 // t
     rows = rank.sequence * rank.batch
+    q, inner = u // t, rows * rank.inner * BF16 // t
     parts = MULTIPROCESSORS * h * FP32
-    gather = GATHERED if t > 1 else 1
-    s = Script().make(dproduct=inner).run(gather).gradient("down", h * rank.inner // t).drop("product").run(1)
-    s.make(dactive=inner, dup=inner).drop("dproduct", "active").run(2)
-    s.make(dgate=inner).drop("dactive").make(dgateup=2 * inner).drop("dgate", "dup", "gateup").run(2)
-    _column_backward(s, rank, "gate_up", 2 * h * rank.inner // t, "dgateup", "y2")
+    s = Script(clock).make(dproduct=inner)
+    _gathered(s, rank, h, rank.inner // t)
+    s.gradient("down", h * rank.inner // t).product(h, rows, rank.inner // t).drop("product")
+    s.make(dactive=inner, dup=inner).moved(3 * inner, 3 * inner).drop("dproduct", "active")
+    s.make(dgate=inner).moved(3 * inner).drop("dactive")
+    s.make(dgateup=2 * inner).moved(4 * inner).drop("dgate", "dup", "gateup")
+    _column_backward(s, rank, "gate_up", 2 * rank.inner // t, "dgateup", "y2")
     d = "dscattered" if t > 1 else "dy"
-    s.make(dx=l, partial=parts).gradient("post_attention_layernorm", h).drop("partial").run(3)
+    s.make(dx=l, partial=parts).gradient("post_attention_layernorm", h).drop("partial").moved(4 * l, parts, 0)
     s.drop_late(d) if t > 1 else s.drop(d)
-    s.drop("rstd2", "x2", "dx").run(1)
-    s.make(dcontext=q).run(gather).gradient("o", h * h // t).run(1)
-    s.make(dq=q, dk=q, dv=q, sums=2 * q, softmax=rows * rank.heads // t * FP32).drop("sums", "softmax").run(4)
+    s.drop("rstd2", "x2", "dx").moved(3 * l)
+    s.make(dcontext=q)
+    _gathered(s, rank, h, h // t)
+    s.gradient("o", h * h // t).product(h, rows, h // t)
+    s.make(dq=q, dk=q, dv=q, sums=2 * q, softmax=rows * rank.heads // t * FP32).drop("sums", "softmax")
+    s.moved(2 * q, 2 * q).attention(5.0 * rows * rank.sequence * h / t).moved(3 * q)
     s.drop("dcontext", "context", "lse", "split", "keyvalue")
-    s.make(dkeyvalue=2 * q).drop("dk", "dv").make(dsplit=3 * q).drop("dq", "dkeyvalue").run(4)
-    s.make(folded=3 * q).run(1)
-    _column_backward(s, rank, "qkv", 3 * h * h // t, "dsplit", "y1")
-    s.make(dx=l, partial=parts).gradient("input_layernorm", h).drop("partial").run(3)
+    s.make(dkeyvalue=2 * q).drop("dk", "dv").make(dsplit=3 * q).drop("dq", "dkeyvalue")
+    s.moved(4 * q, 2 * q, 2 * q, 6 * q)
+    s.make(folded=3 * q).moved(6 * q)
+    _column_backward(s, rank, "qkv", 3 * h // t, "dsplit", "y1")
+    s.make(dx=l, partial=parts).gradient("input_layernorm", h).drop("partial").moved(4 * l, parts, 0)
     s.drop_late(d) if t > 1 else s.drop(d)
-    return s.drop("rstd1", "input", "dx").run(1)
+    return s.drop("rstd1", "input", "dx").moved(3 * l)
 
 
-def _column_backward(s: Script, rank: Rank, name: str, numel: int, gradient: str, x: str) -> None:
+def _column_backward(s: Script, rank: Rank, name: str, outputs: int, gradient: str, x: str) -> None:
     """Write the backward of a product whose input was gathered: the input is gathered once more."""
-    s.make(dy=rank.whole).run(1)
-    if name == "qkv":  # its gradient is a view that is not in order: one copy for each of both products
-        s.drop("folded").make(ordered=3 * rank.whole // rank.tensor).run(1)
+    rows, h = rank.sequence * rank.batch, rank.hidden
+    s.make(dy=rank.whole)
     if rank.tensor > 1:
-        s.make(dscattered=rank.local).run(2 * EXCHANGE)
-    s.gradient(name, numel).run(1)
+        s.exchange("gather", rank.whole)
+    s.product(rows, outputs, h)
+    if name == "qkv":  # its gradient is a view that is not in order: one copy for each of both products
+        s.drop("folded").make(ordered=3 * rank.whole // rank.tensor).moved(6 * rank.whole // rank.tensor)
+    if rank.tensor > 1:
+        s.make(dscattered=rank.local).exchange("reduce", rank.whole)
+    s.gradient(name, h * outputs).product(outputs, rows, h)
     if name == "qkv":
         s.drop("ordered")
     s.drop(gradient)
@@ -224,25 +288,33 @@ def _column_backward(s: Script, rank: Rank, name: str, numel: int, gradient: str
         s.drop(x)
 
 
-def head_forward(rank: Rank) -> Script:
+def head_forward(rank: Rank, clock: Clock) -> Script:
     """Return the final norm, the logits and their cross entropy, sharded over the tensor ranks."""
     rows = rank.sequence * rank.batch
-    numel = rows * (rank.vocabulary // rank.tensor)
-    s = Script().make(y=rank.local, rstd=rows * FP32 // rank.tensor).run(1)
+    local = rank.vocabulary // rank.tensor
+    numel = rows * local
+    s = Script(clock).make(y=rank.local, rstd=rows * FP32 // rank.tensor).moved(2 * rank.local)
     # `forward_with_hidden_states` holds the bf16 logits till it returns, `LlamaForTraining.forward` the fp32 ones.
-    s.make(logits=numel * BF16).run(GATHERED if rank.tensor > 1 else 1).make(wide=numel * FP32).drop("logits").run(1)
-    return s.make(softmax=numel * FP32).run(30).drop("wide")
+    s.make(logits=numel * BF16)
+    _gathered(s, rank, rank.hidden, local)
+    s.make(wide=numel * FP32).moved(numel * 6).drop("logits").moved(numel * 4)
+    s.make(softmax=numel * FP32).moved(numel * 8, *[0] * 8)
+    if rank.tensor > 1:
+        for _ in range(3):
+            s.exchange("all-reduce", rows * FP32)
+    return s.moved(numel * 8, numel * 4, 0, 0, numel * 8, 0, 0, 0, 0).drop("wide")
 
 
-def head_backward(rank: Rank) -> Script:
+def head_backward(rank: Rank, clock: Clock) -> Script:
     """Return the backward of the head; it leaves "g"."""
     rows, t = rank.sequence * rank.batch, rank.tensor
     local = rank.vocabulary // t
     # The gradient is written over the softmax, then rounded.
-    s = Script().run(8).make(dlogits=rows * local * BF16).run(1).drop("softmax")
-    _column_backward(s, rank, "head", local * rank.hidden, "dlogits", "y")
-    s.make(g=rank.local, partial=MULTIPROCESSORS * rank.hidden * FP32).gradient("norm", rank.hidden).run(3)
-    s.drop("partial", "rstd", "input")
+    s = Script(clock).moved(*[0] * 7, rows * local * 8).make(dlogits=rows * local * BF16)
+    s.moved(rows * local * 6).drop("softmax")
+    _column_backward(s, rank, "head", local, "dlogits", "y")
+    s.make(g=rank.local, partial=MULTIPROCESSORS * rank.hidden * FP32).gradient("norm", rank.hidden)
+    s.moved(4 * rank.local, 0, 0).drop("partial", "rstd", "input")
     return s.drop_late("dscattered") if t > 1 else s.drop("dy")
 
 
@@ -250,28 +322,39 @@ def head_backward(rank: Rank) -> Script:
 class _Memory:
     """A rank's memory while its steps are played."""
 
-    def __init__(self, rank: Rank, rules: Rules) -> None:
-        self.rank, self.allocator = rank, Allocator(rules)
-        self.next = self.queued = 0
-        self.waiting: deque[tuple[int, int]] = deque()
+    def __init__(self, rank: Rank, device: Device, rules: Rules) -> None:
+        self.rank, self.allocator, self.device = rank, Allocator(rules), device
+        self.next = 0
+        self.host_s = self.device_s = 0.0
+        self.queue: deque[float] = deque([0.0] * QUEUE_LENGTH, QUEUE_LENGTH)
+        clock = self.clock = Clock(device, device.spread(rank.tensor))
+        self.gradient_bytes = [numel * BF16 for _, numel in rank.parameters]
+        self.waiting: deque[tuple[float, int]] = deque()
         self.gradients: dict[str, int] = {}
         self.scripts = {
-            "forward": block_forward(rank).lines, "backward": block_backward(rank).lines,
-            "head": head_forward(rank).lines, "head backward": head_backward(rank).lines,
+            "forward": block_forward(rank, clock).lines, "backward": block_backward(rank, clock).lines,
+            "head": head_forward(rank, clock).lines, "head backward": head_backward(rank, clock).lines,
         }  # fmt: skip
         self.buffers: dict[str, int] = {}
         self.order: list[str] = []
 
     def take(self, nbytes: int) -> int:
-        while self.waiting and self.waiting[0][0] <= self.queued:
+        while self.waiting and self.waiting[0][0] <= self.host_s:
             self.allocator.free(self.waiting.popleft()[1])
         self.next += 1
         if not self.allocator.allocate(self.next, nbytes):
             raise MemoryError
         return self.next
 
+    def run(self, took_s: float, host_s: float | None = None) -> None:
+        """Queue a kernel: the host goes on, unless the queue is full."""
+        self.host_s = max(self.host_s + (KERNEL_HOST_S if host_s is None else host_s), self.queue[0])
+        self.device_s = max(self.device_s, self.host_s) + took_s
+        self.queue.append(self.device_s)
+
     def synchronize(self) -> None:
         """Let the device finish what was queued."""
+        self.host_s = self.device_s = max(self.host_s, self.device_s)
         while self.waiting:
             self.allocator.free(self.waiting.popleft()[1])
 
@@ -279,18 +362,20 @@ class _Memory:
         for key in keys:
             self.allocator.free(key)
 
-    def play(self, lines: Sequence[tuple[str, str, int]], live: dict[str, int], prefix: str) -> None:
+    def play(self, lines: Sequence[tuple[str, str, float]], live: dict[str, int], prefix: str) -> None:
         for kind, name, nbytes in lines:
             if kind == "make":
-                live[name] = self.take(nbytes)
+                live[name] = self.take(int(nbytes))
             elif kind == "drop":
                 self.allocator.free(live.pop(name))
             elif kind == "run":
-                self.queued += nbytes
+                self.run(nbytes)
+            elif kind == "exchange":
+                self.run(nbytes, EXCHANGE_HOST_S)
             elif kind == "late":
-                self.waiting.append((self.queued + QUEUE_LENGTH, live.pop(name)))
+                self.waiting.append((self.device_s, live.pop(name)))
             else:
-                self.land(f"{prefix}{name}", nbytes)
+                self.land(f"{prefix}{name}", int(nbytes))
 
     def land(self, name: str, nbytes: int) -> None:
         if name == "head" and self.rank.is_tied and self.rank.has_embedding:
@@ -349,7 +434,7 @@ class _Memory:
         saved.append(inputs)
         return saved
 
-    def backward(self, saved: list[dict[str, int]]) -> None:
+    def backward(self, saved: list[dict[str, int]], *, is_last: bool) -> None:
         rank = self.rank
         inputs = saved.pop()
         self.workspace("backward")
@@ -361,6 +446,8 @@ class _Memory:
             gradient = self.take(rank.local)
         for layer in reversed(range(rank.layers)):
             self.play(self.scripts["backward"], saved[layer], f"{layer}.")
+            if is_last and rank.has_ddp:
+                self.reduce(sum(numel for _, numel in rank.block_parameters()))
         if rank.has_embedding:
             if rank.tensor > 1:
                 gathered = self.take(rank.whole)
@@ -371,8 +458,15 @@ class _Memory:
             self.free([self.take(2 * rank.whole)])  # fp32 sums of the rows of each token
         self.free([gradient, *inputs.values()])
         self.free(self.gradients.values())
-        self.queued += len(self.gradients)  # each is added to its fp32 sum
+        for nbytes in self.gradient_bytes:  # each is added to its fp32 sum
+            self.run(self.clock.moved_s(5 * nbytes))
         self.order, self.gradients = list(self.gradients), {}
+
+    def reduce(self, numel: int) -> None:
+        """Sum gradients in fp32 over the data-parallel ranks; with one hardware queue, kernels behind it wait."""
+        self.run(self.clock.moved_s(10 * numel))
+        span = self.device.spread(self.rank.data, self.rank.tensor)
+        self.run(self.device.collective_s("all-reduce", numel * FP32, span), EXCHANGE_HOST_S)
 
     def workspace(self, thread: str) -> None:
         """Take the workspace of cuBLAS for a thread of torch, which stays."""
@@ -393,12 +487,13 @@ class _Memory:
         rank = self.rank
         self.buffers_of_tensor()
         waiting: list[list[dict[str, int]]] = []
-        for _ in range(min(rank.micro_batches, rank.in_flight + 1)):
+        number = min(rank.micro_batches, rank.in_flight + 1)
+        for place in range(number):
             waiting.append(self.forward())
             if len(waiting) == rank.in_flight:
-                self.backward(waiting.pop(0))
+                self.backward(waiting.pop(0), is_last=place == number - 1)
         while waiting:
-            self.backward(waiting.pop(0))
+            self.backward(waiting.pop(0), is_last=len(waiting) == 1)
         if is_first:
             for numel in self.shards:
                 self.take(4)
@@ -434,7 +529,7 @@ def bucket_sizes(numels: Sequence[int]) -> list[int]:
 @lru_cache(maxsize=4096)
 def reserved_bytes(rank: Rank, device_bytes: int | None = None, steps: int = 2) -> int:
     """Return what torch's allocator has taken after some steps, or 0 where the device has not got that much."""
-    memory = _Memory(rank, Rules(device_bytes=device_bytes))
+    memory = _Memory(rank, device_named("h100-80"), Rules(device_bytes=device_bytes))
     try:
         memory.set_up()
         for number in range(steps):
