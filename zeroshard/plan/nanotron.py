@@ -39,6 +39,8 @@ WORKSPACE_BYTES: Final = 32 * MIB
 """pytorch, aten/src/ATen/cuda/CublasHandlePool.cpp: of each handle on Hopper; the backward's thread has its own."""
 QUEUE_LENGTH: Final = 1024
 """Of CUDA: so many launches may wait for the device; the next one makes the host wait."""
+EXCHANGE_EVENTS: Final = 2
+"""What a collective puts on the stream of kernels: an event before it, and a wait behind it."""
 KERNEL_HOST_S = 30e-6
 EXCHANGE_HOST_S = 240e-6
 MULTIPROCESSORS: Final = 132
@@ -324,7 +326,7 @@ class _Memory:
 
     def __init__(self, rank: Rank, device: Device, rules: Rules) -> None:
         self.rank, self.allocator, self.device = rank, Allocator(rules), device
-        self.next = 0
+        self.next, self.pace = 0, 1.0
         self.host_s = self.device_s = 0.0
         self.queue: deque[float] = deque([0.0] * QUEUE_LENGTH, QUEUE_LENGTH)
         clock = self.clock = Clock(device, device.spread(rank.tensor))
@@ -348,7 +350,8 @@ class _Memory:
 
     def run(self, took_s: float, host_s: float | None = None) -> None:
         """Queue a kernel: the host goes on, unless the queue is full."""
-        self.host_s = max(self.host_s + (KERNEL_HOST_S if host_s is None else host_s), self.queue[0])
+        host_s = KERNEL_HOST_S if host_s is None else host_s
+        self.host_s = max(self.host_s + self.pace * host_s, self.queue[0])
         self.device_s = max(self.device_s, self.host_s) + took_s
         self.queue.append(self.device_s)
 
@@ -372,6 +375,8 @@ class _Memory:
                 self.run(nbytes)
             elif kind == "exchange":
                 self.run(nbytes, EXCHANGE_HOST_S)
+                for _ in range(EXCHANGE_EVENTS):
+                    self.run(0.0, 0.0)
             elif kind == "late":
                 self.waiting.append((self.device_s, live.pop(name)))
             else:
@@ -485,6 +490,8 @@ class _Memory:
 
     def step(self, *, is_first: bool) -> None:
         rank = self.rank
+        # In the first step kernels are compiled, and a rank's device waits for the slowest of its peers.
+        self.pace = 0.0 if is_first else 1.0
         self.buffers_of_tensor()
         waiting: list[list[dict[str, int]]] = []
         number = min(rank.micro_batches, rank.in_flight + 1)
