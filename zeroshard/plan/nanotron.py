@@ -501,11 +501,7 @@ class _Memory:
                 self.backward(waiting.pop(0), is_last=place == number - 1)
         while waiting:
             self.backward(waiting.pop(0), is_last=len(waiting) == 1)
-        if is_first:
-            for numel in self.shards:
-                self.take(4)
-                self.take(numel * FP32)
-                self.take(numel * FP32)
+        self.update(is_first=is_first)
         if rank.zero and rank.data > 1:
             self.publish()
         self.synchronize()
@@ -514,11 +510,40 @@ class _Memory:
             sizes = dict(rank.parameters)
             self.ddp = [self.take(n) for n in bucket_sizes([sizes[name] for name in self.order])]
 
+    def update(self, *, is_first: bool) -> None:
+        """Clip gradients, update parameter by parameter (each is a group of its own), and round."""
+        moved_s = self.clock.moved_s
+        if self.rank.data > 1 and self.rank.zero:
+            numel = sum(numel for _, numel in self.rank.parameters)
+            span = self.device.spread(self.rank.data, self.rank.tensor)
+            self.run(self.device.collective_s("all-reduce", numel * FP32, span), EXCHANGE_HOST_S)
+        for reads in (1, 2):  # a norm of each, then a factor for each
+            for _, numel in self.rank.parameters:
+                self.run(moved_s(reads * numel * FP32))
+        for numel in self.shards:
+            if is_first:
+                self.take(4)
+                self.take(numel * FP32)
+                self.take(numel * FP32)
+            self.run(0.0)
+            self.run(moved_s(7 * numel * FP32))
+        for numel in self.shards:
+            self.run(moved_s(numel * (FP32 + BF16)))
+
     def publish(self) -> None:
         """Gather the updated parameters: `all_gather_coalesced` copies them flat, one tensor a rank, and NCCL again."""
         shard = sum(self.shards) * BF16
-        taken = [self.take(shard), *(self.take(shard) for _ in range(self.rank.data))]
-        taken.append(self.take(shard * self.rank.data))
+        ranks, moved_s = self.rank.data, self.clock.moved_s
+        taken = [self.take(shard)]
+        self.run(moved_s(2 * shard))
+        for _ in range(ranks):
+            taken.append(self.take(shard))
+            self.run(moved_s(2 * shard))
+        taken.append(self.take(shard * ranks))
+        span = self.device.spread(ranks, self.rank.tensor)
+        self.run(self.device.collective_s("gather", shard * ranks, span), EXCHANGE_HOST_S)
+        self.run(moved_s(2 * shard * ranks))
+        self.run(moved_s(2 * shard * ranks))
         self.free(taken)
 
 
