@@ -39,10 +39,8 @@ WORKSPACE_BYTES: Final = 32 * MIB
 """pytorch, aten/src/ATen/cuda/CublasHandlePool.cpp: of each handle on Hopper; the backward's thread has its own."""
 QUEUE_LENGTH: Final = 1024
 """Of CUDA: so many launches may wait for the device; the next one makes the host wait."""
-EXCHANGE_EVENTS: Final = 2
-"""What a collective puts on the stream of kernels: an event before it, and a wait behind it."""
-KERNEL_HOST_S = 30e-6
-EXCHANGE_HOST_S = 240e-6
+EXCHANGE_QUEUED: Final = 3
+"""What a collective queues: an event of the stream of kernels, its own kernel, and a wait for that."""
 MULTIPROCESSORS: Final = 132
 
 
@@ -325,13 +323,10 @@ class _Memory:
     """A rank's memory while its steps are played."""
 
     def __init__(self, rank: Rank, device: Device, rules: Rules) -> None:
-        self.rank, self.allocator, self.device = rank, Allocator(rules), device
-        self.next, self.pace = 0, 1.0
-        self.host_s = self.device_s = 0.0
-        self.queue: deque[float] = deque([0.0] * QUEUE_LENGTH, QUEUE_LENGTH)
-        clock = self.clock = Clock(device, device.spread(rank.tensor))
-        self.gradient_bytes = [numel * BF16 for _, numel in rank.parameters]
-        self.waiting: deque[tuple[float, int]] = deque()
+        self.rank, self.allocator = rank, Allocator(rules)
+        self.next = self.queued = 0
+        clock = Clock(device, device.spread(rank.tensor))
+        self.waiting: deque[tuple[int, int]] = deque()
         self.gradients: dict[str, int] = {}
         self.scripts = {
             "forward": block_forward(rank, clock).lines, "backward": block_backward(rank, clock).lines,
@@ -341,23 +336,21 @@ class _Memory:
         self.order: list[str] = []
 
     def take(self, nbytes: int) -> int:
-        while self.waiting and self.waiting[0][0] <= self.host_s:
+        while self.waiting and self.waiting[0][0] <= self.queued:
             self.allocator.free(self.waiting.popleft()[1])
         self.next += 1
         if not self.allocator.allocate(self.next, nbytes):
-            raise MemoryError
+            self.synchronize()
+            if not self.allocator.allocate(self.next, nbytes):
+                raise MemoryError
         return self.next
 
-    def run(self, took_s: float, host_s: float | None = None) -> None:
-        """Queue a kernel: the host goes on, unless the queue is full."""
-        host_s = KERNEL_HOST_S if host_s is None else host_s
-        self.host_s = max(self.host_s + self.pace * host_s, self.queue[0])
-        self.device_s = max(self.device_s, self.host_s) + took_s
-        self.queue.append(self.device_s)
+    def queue(self, kernels: int) -> None:
+        """Queue kernels; the host runs ahead of the device by as many as its queue holds."""
+        self.queued += kernels
 
     def synchronize(self) -> None:
         """Let the device finish what was queued."""
-        self.host_s = self.device_s = max(self.host_s, self.device_s)
         while self.waiting:
             self.allocator.free(self.waiting.popleft()[1])
 
@@ -372,13 +365,11 @@ class _Memory:
             elif kind == "drop":
                 self.allocator.free(live.pop(name))
             elif kind == "run":
-                self.run(nbytes)
+                self.queue(1)
             elif kind == "exchange":
-                self.run(nbytes, EXCHANGE_HOST_S)
-                for _ in range(EXCHANGE_EVENTS):
-                    self.run(0.0, 0.0)
+                self.queue(EXCHANGE_QUEUED)
             elif kind == "late":
-                self.waiting.append((self.device_s, live.pop(name)))
+                self.waiting.append((self.queued + QUEUE_LENGTH, live.pop(name)))
             else:
                 self.land(f"{prefix}{name}", int(nbytes))
 
@@ -439,7 +430,7 @@ class _Memory:
         saved.append(inputs)
         return saved
 
-    def backward(self, saved: list[dict[str, int]], *, is_last: bool) -> None:
+    def backward(self, saved: list[dict[str, int]]) -> None:
         rank = self.rank
         inputs = saved.pop()
         self.workspace("backward")
@@ -451,8 +442,6 @@ class _Memory:
             gradient = self.take(rank.local)
         for layer in reversed(range(rank.layers)):
             self.play(self.scripts["backward"], saved[layer], f"{layer}.")
-            if is_last and rank.has_ddp:
-                self.reduce(sum(numel for _, numel in rank.block_parameters()))
         if rank.has_embedding:
             if rank.tensor > 1:
                 gathered = self.take(rank.whole)
@@ -463,15 +452,8 @@ class _Memory:
             self.free([self.take(2 * rank.whole)])  # fp32 sums of the rows of each token
         self.free([gradient, *inputs.values()])
         self.free(self.gradients.values())
-        for nbytes in self.gradient_bytes:  # each is added to its fp32 sum
-            self.run(self.clock.moved_s(5 * nbytes))
+        self.queue(len(self.gradients))  # each is added to its fp32 sum
         self.order, self.gradients = list(self.gradients), {}
-
-    def reduce(self, numel: int) -> None:
-        """Sum gradients in fp32 over the data-parallel ranks; with one hardware queue, kernels behind it wait."""
-        self.run(self.clock.moved_s(10 * numel))
-        span = self.device.spread(self.rank.data, self.rank.tensor)
-        self.run(self.device.collective_s("all-reduce", numel * FP32, span), EXCHANGE_HOST_S)
 
     def workspace(self, thread: str) -> None:
         """Take the workspace of cuBLAS for a thread of torch, which stays."""
@@ -490,17 +472,15 @@ class _Memory:
 
     def step(self, *, is_first: bool) -> None:
         rank = self.rank
-        # In the first step kernels are compiled, and a rank's device waits for the slowest of its peers.
-        self.pace = 0.0 if is_first else 1.0
         self.buffers_of_tensor()
         waiting: list[list[dict[str, int]]] = []
         number = min(rank.micro_batches, rank.in_flight + 1)
-        for place in range(number):
+        for _ in range(number):
             waiting.append(self.forward())
             if len(waiting) == rank.in_flight:
-                self.backward(waiting.pop(0), is_last=place == number - 1)
+                self.backward(waiting.pop(0))
         while waiting:
-            self.backward(waiting.pop(0), is_last=len(waiting) == 1)
+            self.backward(waiting.pop(0))
         self.update(is_first=is_first)
         if rank.zero and rank.data > 1:
             self.publish()
@@ -511,39 +491,21 @@ class _Memory:
             self.ddp = [self.take(n) for n in bucket_sizes([sizes[name] for name in self.order])]
 
     def update(self, *, is_first: bool) -> None:
-        """Clip gradients, update parameter by parameter (each is a group of its own), and round."""
-        moved_s = self.clock.moved_s
-        if self.rank.data > 1 and self.rank.zero:
-            numel = sum(numel for _, numel in self.rank.parameters)
-            span = self.device.spread(self.rank.data, self.rank.tensor)
-            self.run(self.device.collective_s("all-reduce", numel * FP32, span), EXCHANGE_HOST_S)
-        for reads in (1, 2):  # a norm of each, then a factor for each
-            for _, numel in self.rank.parameters:
-                self.run(moved_s(reads * numel * FP32))
+        """Clip gradients, then update each parameter, which is a group of its own, then round."""
+        self.queue(2 * len(self.shards))
         for numel in self.shards:
             if is_first:
                 self.take(4)
                 self.take(numel * FP32)
                 self.take(numel * FP32)
-            self.run(0.0)
-            self.run(moved_s(7 * numel * FP32))
-        for numel in self.shards:
-            self.run(moved_s(numel * (FP32 + BF16)))
+            self.queue(2)
+        self.queue(len(self.shards))
 
     def publish(self) -> None:
         """Gather the updated parameters: `all_gather_coalesced` copies them flat, one tensor a rank, and NCCL again."""
         shard = sum(self.shards) * BF16
-        ranks, moved_s = self.rank.data, self.clock.moved_s
-        taken = [self.take(shard)]
-        self.run(moved_s(2 * shard))
-        for _ in range(ranks):
-            taken.append(self.take(shard))
-            self.run(moved_s(2 * shard))
-        taken.append(self.take(shard * ranks))
-        span = self.device.spread(ranks, self.rank.tensor)
-        self.run(self.device.collective_s("gather", shard * ranks, span), EXCHANGE_HOST_S)
-        self.run(moved_s(2 * shard * ranks))
-        self.run(moved_s(2 * shard * ranks))
+        taken = [self.take(shard) for _ in range(self.rank.data + 1)]
+        taken.append(self.take(shard * self.rank.data))
         self.free(taken)
 
 
@@ -569,3 +531,15 @@ def reserved_bytes(rank: Rank, device_bytes: int | None = None, steps: int = 2) 
     except MemoryError:
         return 0
     return memory.allocator.peak_reserved_bytes
+
+
+def layers_of(layers: int, layer_cost: float, head_cost: float, ranks: int) -> list[int]:
+    """Return the layers of each pipeline rank, as `build_model` (models/base.py) balances them by cost."""
+    costs = [0.0] + [layer_cost] * layers + [0.0, head_cost, 0.0, 0.0]
+    total, done, at, found = sum(costs), 0.0, 0, [0] * ranks
+    for place, cost in enumerate(costs):
+        done += cost
+        found[min(at, ranks - 1)] += 1 <= place <= layers
+        if done > total * ((at + 1) / ranks):
+            at += 1
+    return found
