@@ -455,6 +455,11 @@ class _Memory:
         self.queue(len(self.gradients))  # each is added to its fp32 sum
         self.order, self.gradients = list(self.gradients), {}
 
+    def receive(self) -> None:
+        """Wait for a gradient of the next pipeline rank, whose shape the host has to read first (p2p.py)."""
+        if not self.rank.has_head:
+            self.synchronize()
+
     def workspace(self, thread: str) -> None:
         """Take the workspace of cuBLAS for a thread of torch, which stays."""
         if thread not in self.buffers:
@@ -478,8 +483,10 @@ class _Memory:
         for _ in range(number):
             waiting.append(self.forward())
             if len(waiting) == rank.in_flight:
+                self.receive()
                 self.backward(waiting.pop(0))
         while waiting:
+            self.receive()
             self.backward(waiting.pop(0))
         self.update(is_first=is_first)
         if rank.zero and rank.data > 1:
@@ -540,6 +547,6 @@ def layers_of(layers: int, layer_cost: float, head_cost: float, ranks: int) -> l
     for place, cost in enumerate(costs):
         done += cost
         found[min(at, ranks - 1)] += 1 <= place <= layers
-        if done > total * ((at + 1) / ranks):
+        if done >= total * ((at + 1) / ranks):
             at += 1
     return found
