@@ -326,6 +326,8 @@ class _Memory:
         self.rank, self.allocator = rank, Allocator(rules)
         self.next = self.queued = 0
         clock = Clock(device, device.spread(rank.tensor))
+        # In a pipeline the host polls for each message (`_send_meta`, `_recv_meta`), and is not ahead.
+        self.ahead = QUEUE_LENGTH if rank.has_embedding and rank.has_head else 0
         self.waiting: deque[tuple[int, int]] = deque()
         self.gradients: dict[str, int] = {}
         self.scripts = {
@@ -369,7 +371,7 @@ class _Memory:
             elif kind == "exchange":
                 self.queue(EXCHANGE_QUEUED)
             elif kind == "late":
-                self.waiting.append((self.queued + QUEUE_LENGTH, live.pop(name)))
+                self.waiting.append((self.queued + self.ahead, live.pop(name)))
             else:
                 self.land(f"{prefix}{name}", int(nbytes))
 
@@ -455,11 +457,6 @@ class _Memory:
         self.queue(len(self.gradients))  # each is added to its fp32 sum
         self.order, self.gradients = list(self.gradients), {}
 
-    def receive(self) -> None:
-        """Wait for a gradient of the next pipeline rank, whose shape the host has to read first (p2p.py)."""
-        if not self.rank.has_head:
-            self.synchronize()
-
     def workspace(self, thread: str) -> None:
         """Take the workspace of cuBLAS for a thread of torch, which stays."""
         if thread not in self.buffers:
@@ -483,10 +480,8 @@ class _Memory:
         for _ in range(number):
             waiting.append(self.forward())
             if len(waiting) == rank.in_flight:
-                self.receive()
                 self.backward(waiting.pop(0))
         while waiting:
-            self.receive()
             self.backward(waiting.pop(0))
         self.update(is_first=is_first)
         if rank.zero and rank.data > 1:
