@@ -17,16 +17,17 @@ Note: the order of a rank's memory
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Final, final
 
 from zeroshard.plan.allocator import Allocator
 from zeroshard.plan.hardware import Cost, Device, Span, device_named
 from zeroshard.plan.rules import Rules
 
-__all__ = ["Rank", "reserved_bytes"]
+__all__ = ["Clock", "Rank", "SCRIPTS", "Script", "blocks_of", "reserved_bytes"]
 
 MIB: Final = 1 << 20
 BF16: Final = 2
@@ -318,6 +319,12 @@ def head_backward(rank: Rank, clock: Clock) -> Script:
     return s.drop_late("dscattered") if t > 1 else s.drop("dy")
 
 
+SCRIPTS: Final[Mapping[str, Callable[[Rank, Clock], Script]]] = MappingProxyType(
+    {"forward": block_forward, "backward": block_backward, "head": head_forward, "head backward": head_backward}
+)
+"""The passes of a layer, and of the head, by name."""
+
+
 @final
 class _Memory:
     """A rank's memory while its steps are played."""
@@ -330,10 +337,7 @@ class _Memory:
         self.ahead = QUEUE_LENGTH if rank.has_embedding and rank.has_head else 0
         self.waiting: deque[tuple[int, int]] = deque()
         self.gradients: dict[str, int] = {}
-        self.scripts = {
-            "forward": block_forward(rank, clock).lines, "backward": block_backward(rank, clock).lines,
-            "head": head_forward(rank, clock).lines, "head backward": head_backward(rank, clock).lines,
-        }  # fmt: skip
+        self.scripts = {name: write(rank, clock).lines for name, write in SCRIPTS.items()}
         self.buffers: dict[str, int] = {}
         self.order: list[str] = []
 
