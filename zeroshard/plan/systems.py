@@ -5,8 +5,9 @@ know the runs (`scorecard.py`) nor this project's engine. Needs no torch. `nanot
 the rest is in closed form, from the tapes of `transformer.py`.
 
 Note: the knobs
-    Four generic figures say how far eager programs stay behind the presets of `hardware.py`: `SUSTAINED_PART`,
-    `KERNEL_HOST_S`, `EXCHANGE_HOST_S` and `NODE_PART`. They were chosen on a random half of the published rows of time
+    Five generic figures say how far eager programs stay behind the presets of `hardware.py`: `SUSTAINED_PART`,
+    `KERNEL_HOST_S`,
+    `EXCHANGE_HOST_S`, `NODE_PART` and `MESSAGE_S`. They were chosen on a random half of the published rows of time
     and are judged on the other (`Scorecard.halves`). No figure of memory was chosen by any row.
 
 Source: NVIDIA/Megatron-LM (megatron/core: tensor_parallel, pipeline_parallel/schedules.py, distributed), bigscience's
@@ -29,7 +30,7 @@ from zeroshard.plan.transformer import Kernels, Workload, cached_tapes
 
 __all__ = ["Run", "SYSTEMS", "Seconds", "System", "memory_bytes", "step_seconds"]
 
-SUSTAINED_PART: Final = 0.8
+SUSTAINED_PART: Final = 0.75
 """Of what products reach alone: clocks fall under the power of a whole step."""
 KERNEL_HOST_S: Final = 30e-6
 """What the host takes to queue a kernel from Python."""
@@ -37,8 +38,9 @@ EXCHANGE_HOST_S: Final = 240e-6
 """What the host takes to queue a collective from Python, with the autograd function around it."""
 NODE_PART: Final = 0.5
 """Of a node's adapters, that collectives reach."""
-POLL_S: Final = 0.1
-"""nanotron's p2p.py: the host sleeps so long between looks at a message."""
+MESSAGE_S: Final = 10e-3
+"""What the messages of a micro-batch between pipeline ranks of nanotron take, for each tensor rank (p2p.py: two
+messages of sizes before each tensor, one after the other, and the host waits for each)."""
 
 
 @final
@@ -72,10 +74,9 @@ SYSTEMS: Final[Mapping[str, System]] = MappingProxyType(
             # fp32 sums; DDP's hook reduces them behind the last backward (ZeRO-0), or one all-reduce after it (ZeRO-1).
             System(name="nanotron", kernels=Kernels(loss="sharded"), is_sequence_parallel=True, overlaps_data=0.5),
             # `--accumulate-allreduce-grads-in-fp32` is off: gradients in fp16, all-reduced behind the last backward.
-            System(name="megatron-deepspeed", kernels=Kernels(attention="plain", loss="sharded"), grad_bytes=2,
-                   host_part=0.33),
+            System(name="megatron-deepspeed", kernels=Kernels(attention="plain", loss="sharded"), grad_bytes=2),
             # bf16 with fp32 sums (bigscience's bf16_optimizer.py); no sequence parallelism then.
-            System(name="bloom", kernels=Kernels(attention="plain", loss="sharded"), host_part=0.33),
+            System(name="bloom", kernels=Kernels(attention="plain", loss="sharded")),
             System(name="megatron", kernels=Kernels(loss="sharded", fused_gate=True), is_sequence_parallel=True,
                    overlaps_data=1.0, host_part=0.1),
             # FULL_SHARD; "PURE" keeps and exchanges bf16, "DEFAULT" reduces and keeps fp32.
@@ -314,10 +315,9 @@ def _nanotron_seconds(run: Run) -> Seconds:
     compute = run.micro_batches * micro_s
     exposed = 0.0
     if run.pipe > 1:
-        # Two tensors go forward and one comes back, each behind two messages that the host polls for.
         whole = run.batch * run.sequence * run.shape.hidden * 2 // run.tensor
         send_s = device.collective_s("send", whole, device.spread(run.pipe, run.data * run.tensor))
-        poll_s = POLL_MESSAGES * POLL_S + 2 * send_s
+        poll_s = MESSAGE_S * run.tensor + 2 * send_s
         exposed = (run.pipe - 1) * micro_s + (run.micro_batches + run.pipe - 1) * poll_s
     span = device.spread(run.data, run.tensor)
     is_sharded = run.zero > 0 and run.data > 1
@@ -327,9 +327,6 @@ def _nanotron_seconds(run: Run) -> Seconds:
         exposed += device.collective_s("gather", numel * 2, span)
     update = _update_s(replace(run, system=replace(run.system, grad_bytes=4)), device)
     return Seconds(compute + exposed + update, compute, exposed, update)
-
-
-POLL_MESSAGES: Final = 4
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
