@@ -1,47 +1,26 @@
-"""What nanotron does in a step, as its source says: tensors of a unit by name, buffers of a rank, and when they go.
+"""What a unit of nanotron does in a step, as its source says: tensors by name, kernels and collectives.
 
-Owns the layout that the published runs of the Ultra-Scale Playbook were measured with. Must not know the runs, nor this
-project's engine. Needs no torch. Read `nanotron_reserved` first.
+Owns the passes of a layer and of the head, and what each pipeline rank has. Must not know the order of a step
+(`nanotron_memory.py`), nor the published runs. Needs no torch. Read `block_forward` first.
 
-Source: huggingface/nanotron, branch nouamane/bench2 (the benchmark's own): trainer.py, helpers.py, models/llama.py,
-optim/gradient_accumulator.py, optim/zero.py, parallel/tensor_parallel/functional.py, distributed.py.
-
-Note: what was measured
-    `log_memory` (logging.py) resets the peaks of the allocator before and after the passes of each step, and
-    `create_table_log` (helpers.py) reads them behind the update. So `max_memory_allocated` is that of an update, and
-    the one number that depends on the micro-batch is `max_memory_reserved`: what the allocator has taken by step 3.
-Note: the order of a rank's memory
-    `measure_bandwidth` leaves free segments of 1 GiB, which the model's parameters are cut from. Then come DDP's buckets
-    (ZeRO-0), fp32 gradients and fp32 masters, one buffer each. `torch.cuda.empty_cache` returns the free segments.
-    Adam's states are made in the first update, in what the first passes left free.
+Source: huggingface/nanotron, branch nouamane/bench2 (that of the Ultra-Scale Playbook's benchmark):
+models/llama.py, parallel/tensor_parallel/functional.py, nn/layer_norm.py, models/base.py; Dao-AILab/flash-attention,
+flash_attn_interface.py and layers/rotary.py.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Final, final
 
-from zeroshard.plan.allocator import Allocator
-from zeroshard.plan.hardware import Cost, Device, Span, device_named
-from zeroshard.plan.rules import Rules
+from zeroshard.plan.hardware import Cost, Device, Span
 
-__all__ = ["Clock", "Rank", "SCRIPTS", "Script", "blocks_of", "reserved_bytes"]
+__all__ = ["Clock", "Rank", "SCRIPTS", "Script", "blocks_of"]
 
 MIB: Final = 1 << 20
 BF16: Final = 2
 FP32: Final = 4
-BUCKET_BYTES: Final = 25 * MIB
-"""`ddp_bucket_cap_mb`."""
-FIRST_BUCKET_BYTES: Final = MIB
-"""torch/nn/parallel/distributed.py: `dist._DEFAULT_FIRST_BUCKET_BYTES`."""
-WORKSPACE_BYTES: Final = 32 * MIB
-"""pytorch, aten/src/ATen/cuda/CublasHandlePool.cpp: of each handle on Hopper; the backward's thread has its own."""
-QUEUE_LENGTH: Final = 1024
-"""Of CUDA: so many launches may wait for the device; the next one makes the host wait."""
-EXCHANGE_QUEUED: Final = 3
-"""What a collective queues: an event of the stream of kernels, its own kernel, and a wait for that."""
 MULTIPROCESSORS: Final = 132
 
 
@@ -198,10 +177,10 @@ class Rank:
 
 def block_forward(rank: Rank, clock: Clock) -> Script:
     """Return the forward of a decoder layer; its input stays."""
-    u, l, t, h = rank.whole, rank.local, rank.tensor, rank.hidden
+    u, own, t, h = rank.whole, rank.local, rank.tensor, rank.hidden
     rows = rank.sequence * rank.batch
     q, inner = u // t, rows * rank.inner * BF16 // t
-    s = Script(clock).make(y1=l, rstd1=rows * FP32 // t).moved(2 * l)
+    s = Script(clock).make(y1=own, rstd1=rows * FP32 // t).moved(2 * own)
     # Queries, keys and values are permuted into one tensor; keys and values are joined and permuted once more.
     s.make(qkv=3 * q)
     _gathered(s, rank, h, 3 * h // t)
@@ -214,16 +193,16 @@ def block_forward(rank: Rank, clock: Clock) -> Script:
     if rank.batch > 1:
         s.drop("copy")
     if t > 1:
-        s.make(scattered=l).exchange("reduce", u).drop_late("out")
-    s.make(x2=l).moved(3 * l)
+        s.make(scattered=own).exchange("reduce", u).drop_late("out")
+    s.make(x2=own).moved(3 * own)
     s.drop_late("scattered") if t > 1 else s.drop("out")
-    s.make(y2=l, rstd2=rows * FP32 // t).moved(2 * l)
+    s.make(y2=own, rstd2=rows * FP32 // t).moved(2 * own)
     s.make(gateup=2 * inner)
     _gathered(s, rank, h, 2 * rank.inner // t)
     s.make(active=inner, product=inner).moved(2 * inner, 3 * inner).make(down=u).product(rows, rank.inner // t, h)
     if t > 1:
-        s.make(scattered=l).exchange("reduce", u).drop_late("down")
-    s.make(output=l).moved(3 * l)
+        s.make(scattered=own).exchange("reduce", u).drop_late("down")
+    s.make(output=own).moved(3 * own)
     return s.drop_late("scattered") if t > 1 else s.drop("down")
 
 
@@ -238,7 +217,7 @@ def _gathered(s: Script, rank: Rank, inputs: int, outputs: int) -> None:
 
 def block_backward(rank: Rank, clock: Clock) -> Script:
     """Return the backward of a decoder layer, from the gradient of its output to the one of its input."""
-    u, l, t, h = rank.whole, rank.local, rank.tensor, rank.hidden
+    u, own, t, h = rank.whole, rank.local, rank.tensor, rank.hidden
     rows = rank.sequence * rank.batch
     q, inner = u // t, rows * rank.inner * BF16 // t
     parts = MULTIPROCESSORS * h * FP32
@@ -250,9 +229,9 @@ def block_backward(rank: Rank, clock: Clock) -> Script:
     s.make(dgateup=2 * inner).moved(4 * inner).drop("dgate", "dup", "gateup")
     _column_backward(s, rank, "gate_up", 2 * rank.inner // t, "dgateup", "y2")
     d = "dscattered" if t > 1 else "dy"
-    s.make(dx=l, partial=parts).gradient("post_attention_layernorm", h).drop("partial").moved(4 * l, parts, 0)
+    s.make(dx=own, partial=parts).gradient("post_attention_layernorm", h).drop("partial").moved(4 * own, parts, 0)
     s.drop_late(d) if t > 1 else s.drop(d)
-    s.drop("rstd2", "x2", "dx").moved(3 * l)
+    s.drop("rstd2", "x2", "dx").moved(3 * own)
     s.make(dcontext=q)
     _gathered(s, rank, h, h // t)
     s.gradient("o", h * h // t).product(h, rows, h // t)
@@ -263,9 +242,9 @@ def block_backward(rank: Rank, clock: Clock) -> Script:
     s.moved(4 * q, 2 * q, 2 * q, 6 * q)
     s.make(folded=3 * q).moved(6 * q)
     _column_backward(s, rank, "qkv", 3 * h // t, "dsplit", "y1")
-    s.make(dx=l, partial=parts).gradient("input_layernorm", h).drop("partial").moved(4 * l, parts, 0)
+    s.make(dx=own, partial=parts).gradient("input_layernorm", h).drop("partial").moved(4 * own, parts, 0)
     s.drop_late(d) if t > 1 else s.drop(d)
-    return s.drop("rstd1", "input", "dx").moved(3 * l)
+    return s.drop("rstd1", "input", "dx").moved(3 * own)
 
 
 def _column_backward(s: Script, rank: Rank, name: str, outputs: int, gradient: str, x: str) -> None:
@@ -323,220 +302,6 @@ SCRIPTS: Final[Mapping[str, Callable[[Rank, Clock], Script]]] = MappingProxyType
     {"forward": block_forward, "backward": block_backward, "head": head_forward, "head backward": head_backward}
 )
 """The passes of a layer, and of the head, by name."""
-
-
-@final
-class _Memory:
-    """A rank's memory while its steps are played."""
-
-    def __init__(self, rank: Rank, device: Device, rules: Rules) -> None:
-        self.rank, self.allocator = rank, Allocator(rules)
-        self.next = self.queued = 0
-        clock = Clock(device, device.spread(rank.tensor))
-        # In a pipeline the host polls for each message (`_send_meta`, `_recv_meta`), and is not ahead.
-        self.ahead = QUEUE_LENGTH if rank.has_embedding and rank.has_head else 0
-        self.waiting: deque[tuple[int, int]] = deque()
-        self.gradients: dict[str, int] = {}
-        self.scripts = {name: write(rank, clock).lines for name, write in SCRIPTS.items()}
-        self.buffers: dict[str, int] = {}
-        self.order: list[str] = []
-
-    def take(self, nbytes: int) -> int:
-        while self.waiting and self.waiting[0][0] <= self.queued:
-            self.allocator.free(self.waiting.popleft()[1])
-        self.next += 1
-        if not self.allocator.allocate(self.next, nbytes):
-            self.synchronize()
-            if not self.allocator.allocate(self.next, nbytes):
-                raise MemoryError
-        return self.next
-
-    def queue(self, kernels: int) -> None:
-        """Queue kernels; the host runs ahead of the device by as many as its queue holds."""
-        self.queued += kernels
-
-    def synchronize(self) -> None:
-        """Let the device finish what was queued."""
-        while self.waiting:
-            self.allocator.free(self.waiting.popleft()[1])
-
-    def free(self, keys: Iterable[int]) -> None:
-        for key in keys:
-            self.allocator.free(key)
-
-    def play(self, lines: Sequence[tuple[str, str, float]], live: dict[str, int], prefix: str) -> None:
-        for kind, name, nbytes in lines:
-            if kind == "make":
-                live[name] = self.take(int(nbytes))
-            elif kind == "drop":
-                self.allocator.free(live.pop(name))
-            elif kind == "run":
-                self.queue(1)
-            elif kind == "exchange":
-                self.queue(EXCHANGE_QUEUED)
-            elif kind == "late":
-                self.waiting.append((self.queued + self.ahead, live.pop(name)))
-            else:
-                self.land(f"{prefix}{name}", int(nbytes))
-
-    def land(self, name: str, nbytes: int) -> None:
-        if name == "head" and self.rank.is_tied and self.rank.has_embedding:
-            name = "embedding"
-        key = self.take(nbytes)
-        if name in self.gradients:
-            self.allocator.free(key)  # a second gradient is added to the first
-        else:
-            self.gradients[name] = key
-
-    # -- before the first step ------------------------------------------------------------------------------------
-
-    def set_up(self) -> None:
-        rank = self.rank
-        self.free([self.take(1 << 30) for _ in range(8)])
-        for _, numel in rank.parameters:
-            self.take(numel * BF16)
-        if rank.has_ddp:
-            # One bucket of everything, until the order of gradients is known.
-            self.ddp = [self.take(sum(numel for _, numel in rank.parameters) * BF16)]
-        held = sum(numel for _, numel in rank.parameters)
-        self.take(held * FP32)
-        shards = rank.data if rank.zero else 1
-        self.shards = [-(-numel // shards) for _, numel in rank.parameters]
-        self.take(sum(self.shards) * FP32)
-        self.allocator.empty()
-
-    # -- a step ---------------------------------------------------------------------------------------------------
-
-    def forward(self) -> list[dict[str, int]]:
-        rank = self.rank
-        rows = rank.sequence * rank.batch
-        self.workspace("forward")
-        inputs = {"tokens": self.take(rows * 8), "mask": self.take(rows), "labels": self.take(rows * 8)}
-        if rank.has_embedding:
-            output = self.take(rank.whole)
-            if rank.tensor > 1:
-                masked = self.take(rank.whole)
-                self.free([output])
-                output = self.take(rank.local)
-                self.free([masked])
-        else:
-            output = self.take(rank.local)
-        saved = []
-        for _ in range(rank.layers):
-            live = {"input": output}
-            self.play(self.scripts["forward"], live, "")
-            output = live.pop("output")
-            saved.append(live)
-        if rank.has_head:
-            live = {"input": output}
-            self.play(self.scripts["head"], live, "")
-            saved.append(live)
-        else:
-            self.free([output])
-        saved.append(inputs)
-        return saved
-
-    def backward(self, saved: list[dict[str, int]]) -> None:
-        rank = self.rank
-        inputs = saved.pop()
-        self.workspace("backward")
-        if rank.has_head:
-            live = saved.pop()
-            self.play(self.scripts["head backward"], live, "")
-            gradient = live["g"]
-        else:
-            gradient = self.take(rank.local)
-        for layer in reversed(range(rank.layers)):
-            self.play(self.scripts["backward"], saved[layer], f"{layer}.")
-        if rank.has_embedding:
-            if rank.tensor > 1:
-                gathered = self.take(rank.whole)
-                self.free([gradient])
-                gradient = self.take(rank.whole)
-                self.free([gathered])
-            self.land("embedding", rank.vocabulary // rank.tensor * rank.hidden * BF16)
-            self.free([self.take(2 * rank.whole)])  # fp32 sums of the rows of each token
-        self.free([gradient, *inputs.values()])
-        self.free(self.gradients.values())
-        self.queue(len(self.gradients))  # each is added to its fp32 sum
-        self.order, self.gradients = list(self.gradients), {}
-
-    def workspace(self, thread: str) -> None:
-        """Take the workspace of cuBLAS for a thread of torch, which stays."""
-        if thread not in self.buffers:
-            self.buffers[thread] = self.take(WORKSPACE_BYTES)
-            if thread == "forward":
-                width = self.rank.hidden // self.rank.heads
-                for _ in range(2 * self.rank.layers):
-                    self.take(self.rank.sequence * width // 2 * BF16)  # cosines and sines
-
-    def buffers_of_tensor(self) -> None:
-        """Take the two buffers that gathered hidden states go to (`MemoryBuffer`), which stay."""
-        if self.rank.tensor > 1 and "allgather" not in self.buffers:
-            self.buffers["allgather"] = self.take(self.rank.whole)
-            self.buffers["allgather2"] = self.take(self.rank.whole)
-
-    def step(self, *, is_first: bool) -> None:
-        rank = self.rank
-        self.buffers_of_tensor()
-        waiting: list[list[dict[str, int]]] = []
-        number = min(rank.micro_batches, rank.in_flight + 1)
-        for _ in range(number):
-            waiting.append(self.forward())
-            if len(waiting) == rank.in_flight:
-                self.backward(waiting.pop(0))
-        while waiting:
-            self.backward(waiting.pop(0))
-        self.update(is_first=is_first)
-        if rank.zero and rank.data > 1:
-            self.publish()
-        self.synchronize()
-        if rank.has_ddp and is_first:
-            self.free(self.ddp)
-            sizes = dict(rank.parameters)
-            self.ddp = [self.take(n) for n in bucket_sizes([sizes[name] for name in self.order])]
-
-    def update(self, *, is_first: bool) -> None:
-        """Clip gradients, then update each parameter, which is a group of its own, then round."""
-        self.queue(2 * len(self.shards))
-        for numel in self.shards:
-            if is_first:
-                self.take(4)
-                self.take(numel * FP32)
-                self.take(numel * FP32)
-            self.queue(2)
-        self.queue(len(self.shards))
-
-    def publish(self) -> None:
-        """Gather the updated parameters: `all_gather_coalesced` copies them flat, one tensor a rank, and NCCL again."""
-        shard = sum(self.shards) * BF16
-        taken = [self.take(shard) for _ in range(self.rank.data + 1)]
-        taken.append(self.take(shard * self.rank.data))
-        self.free(taken)
-
-
-def bucket_sizes(numels: Sequence[int]) -> list[int]:
-    """Return the bytes of DDP's buckets, as `compute_bucket_assignment_by_size` fills them."""
-    found, now, limit = list[int](), 0, FIRST_BUCKET_BYTES
-    for numel in numels:
-        now += numel * BF16
-        if now >= limit:
-            found.append(now)
-            now, limit = 0, BUCKET_BYTES
-    return [*found, now] if now else found
-
-
-@lru_cache(maxsize=4096)
-def reserved_bytes(rank: Rank, device_bytes: int | None = None, steps: int = 2) -> int:
-    """Return what torch's allocator has taken after some steps, or 0 where the device has not got that much."""
-    memory = _Memory(rank, device_named("h100-80"), Rules(device_bytes=device_bytes))
-    try:
-        memory.set_up()
-        for number in range(steps):
-            memory.step(is_first=number == 0)
-    except MemoryError:
-        return 0
-    return memory.allocator.peak_reserved_bytes
 
 
 @lru_cache(maxsize=256)

@@ -21,7 +21,7 @@ from itertools import combinations
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Final, final
 
 from zeroshard.plan.hardware import DEVICES, Device
 from zeroshard.plan.shapes import Transformer, gpt
@@ -217,7 +217,7 @@ def _device(name: str) -> Device:
     else:
         raise _NotPlannedError(f"no preset for the device {name or '(none)'}")
     wide = device.peak_flops["bfloat16"]
-    # FP8 twice, NVFP4 four times the rate of bfloat16; 300s have half as much again of the latter (NVIDIA, data sheets).
+    # NVIDIA's data sheets: FP8 has twice the rate of bfloat16, NVFP4 four times, on the 300s six times.
     narrow = {"float8": 2 * wide, "float4": 6 * wide if "300" in name else 4 * wide}
     return replace(device, peak_flops=MappingProxyType({**device.peak_flops, **narrow}))
 
@@ -349,7 +349,7 @@ def scorecard(path: str | Path) -> Scorecard:
     """Plan each row of a file of published runs.
 
     Args:
-        path: a CSV with the columns source, model, layers, hidden, heads, vocab, seq, params_b, gpu, n_gpus, dp, tp, pp,
+        path: a CSV with the columns source, model, layers, hidden, heads, vocab, seq, gpu, n_gpus, dp, tp, pp,
             zero_stage, micro_batch, global_batch, recompute, measured_metric, value, unit.
 
     Returns:

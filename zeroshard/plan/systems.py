@@ -23,6 +23,7 @@ from typing import Final, final
 
 from zeroshard.plan import nanotron
 from zeroshard.plan.hardware import Cost, Device, Span
+from zeroshard.plan.nanotron_memory import reserved_bytes
 from zeroshard.plan.shapes import Transformer
 from zeroshard.plan.specs import own_units
 from zeroshard.plan.tape import Instruction, Parts, instructions
@@ -166,17 +167,14 @@ def sustained(device: Device) -> Device:
 
 
 @lru_cache(maxsize=8192)
-def _units(run: Run) -> dict[str, tuple[float, float]]:
+def _units(run: Run) -> dict[str, tuple[float, ...]]:
     """Return the seconds of forward and backward of each kind of unit, exchanges along the tensor axis included."""
     device = sustained(run.device)
     span = device.spread(run.tensor)
-    found = {}
-    for name, tape in cached_tapes(run.shape, run.load).items():
+    found = dict[str, tuple[float, ...]]()
+    for name in cached_tapes(run.shape, run.load):
         parts = _parts(run, name)
-        found[name] = (
-            _played_s(run, device, span, parts.forward), _played_s(run, device, span, parts.backward)
-        )  # fmt: skip
-        del tape
+        found[name] = tuple(_played_s(run, device, span, lines) for lines in (parts.forward, parts.backward))
     return found
 
 
@@ -238,7 +236,7 @@ def step_seconds(run: Run) -> Seconds:
     return Seconds(compute + exposed + update, compute, exposed, update)
 
 
-def _gathered_s(run: Run, device: Device, block: tuple[float, float], layers: int) -> tuple[float, float]:
+def _gathered_s(run: Run, device: Device, block: tuple[float, ...], layers: int) -> tuple[float, float]:
     """Return forward and backward of all layers, each of which is gathered meanwhile, and reduced in the backward."""
     numel = run.numel * run.pipe / run.shape.layers
     span = device.spread(run.data, run.tensor)
@@ -350,8 +348,8 @@ def memory_bytes(run: Run, kind: str) -> int:
         ValueError: the program does not run so.
     """
     if run.system.name == "nanotron":
-        found = nanotron.reserved_bytes(rank_of(run), usable_bytes(run))
-        if not found or (run.pipe > 1 and not nanotron.reserved_bytes(rank_of(run, is_last=True), usable_bytes(run))):
+        found = reserved_bytes(rank_of(run), usable_bytes(run))
+        if not found or (run.pipe > 1 and not reserved_bytes(rank_of(run, is_last=True), usable_bytes(run))):
             raise MemoryError("The device has not got so much memory.")
         return found
     found = _allocated_bytes(run)
@@ -364,9 +362,8 @@ def _allocated_bytes(run: Run) -> int:
     """Return the most of states and activations, in closed form, of the first pipeline rank."""
     system, shape = run.system, run.shape
     shards = [run.data if run.zero >= stage else 1 for stage in (3, 2, 1)]
-    states = sum(
-        size / shard for size, shard in zip((system.param_bytes, system.grad_bytes, system.state_bytes), shards, strict=True)
-    ) * run.numel  # fmt: skip
+    sizes = system.param_bytes, system.grad_bytes, system.state_bytes
+    states = run.numel * sum(size / shard for size, shard in zip(sizes, shards, strict=True))
     block, head = _parts(run, "block"), _parts(run, "head")
     layers = math.ceil(shape.layers / run.pipe)
     kept = min(run.pipe, run.micro_batches) * layers * max(0, block.saved_bytes)
