@@ -5,9 +5,9 @@ know the runs (`scorecard.py`) nor this project's engine. Needs no torch. `nanot
 the rest is in closed form, from the tapes of `transformer.py`.
 
 Note: the knobs
-    Five generic figures say how far eager programs stay behind the presets of `hardware.py`: `SUSTAINED_PART`,
+    Six generic figures say how far eager programs stay behind the presets of `hardware.py`: `SUSTAINED_PART`,
     `KERNEL_HOST_S`,
-    `EXCHANGE_HOST_S`, `NODE_PART` and `MESSAGE_S`. They were chosen on a random half of the published rows of time
+    `EXCHANGE_HOST_S`, `NODE_PART`, `BLOCKED_S` and `MESSAGE_S`. They were chosen on a random half of the published rows of time
     and are judged on the other (`Scorecard.halves`). No figure of memory was chosen by any row.
 
 Source: NVIDIA/Megatron-LM (megatron/core: tensor_parallel, pipeline_parallel/schedules.py, distributed), bigscience's
@@ -39,9 +39,12 @@ EXCHANGE_HOST_S: Final = 240e-6
 """What the host takes to queue a collective from Python, with the autograd function around it."""
 NODE_PART: Final = 0.5
 """Of a node's adapters, that collectives reach."""
-MESSAGE_S: Final = 10e-3
-"""What the messages of a micro-batch between pipeline ranks of nanotron take, for each tensor rank (p2p.py: two
-messages of sizes before each tensor, one after the other, and the host waits for each)."""
+BLOCKED_S: Final = 0.19e-3
+"""What a collective of the tensor ranks takes for each of them, in pipelines of nanotron, whose host waits for it: their
+memory shows that no tensor waits for a collective (`nanotron_memory.py`), and small micro-batches are bound by it."""
+MESSAGE_S: Final = 2e-3
+"""What the messages of a micro-batch between pipeline ranks of nanotron take (p2p.py: two messages of sizes before each
+tensor, one after the other, and the host waits for each)."""
 
 
 @final
@@ -281,7 +284,7 @@ def rank_of(run: Run, *, is_last: bool = False) -> nanotron.Rank:
 
 
 @lru_cache(maxsize=4096)
-def _scripts_s(rank: nanotron.Rank, device: Device) -> dict[str, tuple[float, float]]:
+def _scripts_s(rank: nanotron.Rank, device: Device, exchange_s: float) -> dict[str, tuple[float, float]]:
     """Return what device and host take for the passes of a layer and of the head."""
     clock = nanotron.Clock(device, device.spread(rank.tensor))
     found = {}
@@ -289,7 +292,7 @@ def _scripts_s(rank: nanotron.Rank, device: Device) -> dict[str, tuple[float, fl
         device_s = host_s = 0.0
         for kind, _, took_s in write(rank, clock).lines:
             device_s += took_s * (kind in ("run", "exchange"))
-            host_s += KERNEL_HOST_S * (kind == "run") + EXCHANGE_HOST_S * (kind == "exchange")
+            host_s += KERNEL_HOST_S * (kind == "run") + exchange_s * (kind == "exchange")
         found[name] = (device_s, host_s)
     return found
 
@@ -298,7 +301,7 @@ def _nanotron_seconds(run: Run) -> Seconds:
     device = sustained(run.device)
     first = rank_of(run)
     bare = replace(first, layers=1, data=1, zero=0, micro_batches=1, in_flight=1)
-    took = _scripts_s(bare, device)
+    took = _scripts_s(bare, device, EXCHANGE_HOST_S + BLOCKED_S * run.tensor * (run.pipe > 1))
     stages = []
     for is_last in (False, True)[: 1 + (run.pipe > 1)]:
         rank = rank_of(run, is_last=is_last)
@@ -315,7 +318,7 @@ def _nanotron_seconds(run: Run) -> Seconds:
     if run.pipe > 1:
         whole = run.batch * run.sequence * run.shape.hidden * 2 // run.tensor
         send_s = device.collective_s("send", whole, device.spread(run.pipe, run.data * run.tensor))
-        poll_s = MESSAGE_S * run.tensor + 2 * send_s
+        poll_s = MESSAGE_S + 2 * send_s
         exposed = (run.pipe - 1) * micro_s + (run.micro_batches + run.pipe - 1) * poll_s
     span = device.spread(run.data, run.tensor)
     is_sharded = run.zero > 0 and run.data > 1
