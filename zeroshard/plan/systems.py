@@ -39,8 +39,8 @@ EXCHANGE_HOST_S: Final = 240e-6
 """What the host takes to queue a collective from Python, with the autograd function around it."""
 NODE_PART: Final = 0.5
 """Of a node's adapters, that collectives reach."""
-BLOCKED_S: Final = 0.19e-3
-"""What a collective of the tensor ranks takes for each of them, in pipelines of nanotron, whose host waits for it: their
+BLOCKED_S: Final = (0.19e-3, 0.31e-3)
+"""What a collective of the tensor ranks, within a node and across nodes, takes for each of them, in pipelines of nanotron, whose host waits for it: their
 memory shows that no tensor waits for a collective (`nanotron_memory.py`), and small micro-batches are bound by it."""
 MESSAGE_S: Final = 2e-3
 """What the messages of a micro-batch between pipeline ranks of nanotron take (p2p.py: two messages of sizes before each
@@ -301,7 +301,10 @@ def _nanotron_seconds(run: Run) -> Seconds:
     device = sustained(run.device)
     first = rank_of(run)
     bare = replace(first, layers=1, data=1, zero=0, micro_batches=1, in_flight=1)
-    took = _scripts_s(bare, device, EXCHANGE_HOST_S + BLOCKED_S * run.tensor * (run.pipe > 1))
+    exchange_s = EXCHANGE_HOST_S
+    if run.pipe > 1:
+        exchange_s += BLOCKED_S[device.spread(run.tensor).nodes > 1] * run.tensor
+    took = _scripts_s(bare, device, exchange_s)
     stages = []
     for is_last in (False, True)[: 1 + (run.pipe > 1)]:
         rank = rank_of(run, is_last=is_last)
