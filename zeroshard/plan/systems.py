@@ -58,7 +58,7 @@ class System:
         grad_bytes: of an element of gradients, as they are held and exchanged.
         state_bytes: of the master and the states of an element.
         overlaps_data: the part of the backward that the exchange of gradients may hide behind.
-        host_part: of the host's time of an eager kernel.
+        host_part, exchange_part: of the host's time of an eager kernel, and of a collective.
     """
 
     name: str
@@ -69,6 +69,7 @@ class System:
     state_bytes: int = 12
     overlaps_data: float = 0.0
     host_part: float = 1.0
+    exchange_part: float = 1.0
 
 
 SYSTEMS: Final[Mapping[str, System]] = MappingProxyType(
@@ -78,9 +79,9 @@ SYSTEMS: Final[Mapping[str, System]] = MappingProxyType(
             # fp32 sums; DDP's hook reduces them behind the last backward (ZeRO-0), or one all-reduce after it (ZeRO-1).
             System(name="nanotron", kernels=Kernels(loss="sharded"), is_sequence_parallel=True, overlaps_data=0.5),
             # `--accumulate-allreduce-grads-in-fp32` is off: gradients in fp16, all-reduced behind the last backward.
-            System(name="megatron-deepspeed", kernels=Kernels(attention="plain", loss="sharded"), grad_bytes=2),
+            System(name="megatron-deepspeed", kernels=Kernels(attention="plain", loss="sharded"), grad_bytes=2, host_part=1.8, exchange_part=0.1),
             # bf16 with fp32 sums (bigscience's bf16_optimizer.py); no sequence parallelism then.
-            System(name="bloom", kernels=Kernels(attention="plain", loss="sharded")),
+            System(name="bloom", kernels=Kernels(attention="plain", loss="sharded"), host_part=1.8, exchange_part=0.1),
             System(name="megatron", kernels=Kernels(loss="sharded", fused_gate=True), is_sequence_parallel=True,
                    overlaps_data=1.0, host_part=0.1),
             # FULL_SHARD; "PURE" keeps and exchanges bf16, "DEFAULT" reduces and keeps fp32.
@@ -205,7 +206,7 @@ def _played_s(run: Run, device: Device, span: Span, lines: tuple[Instruction, ..
             host_s += kernels * KERNEL_HOST_S * run.system.host_part
         elif one.kind == "exchange" and one.exchange is not None:
             device_s += device.collective_s(one.exchange.kind, one.exchange.nbytes, span)
-            host_s += EXCHANGE_HOST_S * run.system.host_part
+            host_s += EXCHANGE_HOST_S * run.system.exchange_part
     return max(device_s, host_s)
 
 
