@@ -5,9 +5,10 @@ know the runs (`scorecard.py`) nor this project's engine. Needs no torch. `nanot
 the rest is in closed form, from the tapes of `transformer.py`.
 
 Note: the knobs
-    Six generic figures say how far eager programs stay behind the presets of `hardware.py`: `SUSTAINED_PART`,
+    Eight generic figures say how far eager programs stay behind the presets of `hardware.py`: `SUSTAINED_PART`,
     `KERNEL_HOST_S`,
-    `EXCHANGE_HOST_S`, `NODE_PART`, `BLOCKED_S` and `MESSAGE_S`. They were chosen on a random half of the published rows of time
+    `EXCHANGE_HOST_S`, `NODE_PART`, `BLOCKED_S`, `MESSAGE_S`, `POLLED_S` and the
+    `host_part` of systems. They were chosen on a random half of the published rows of time
     and are judged on the other (`Scorecard.halves`). No figure of memory was chosen by any row.
 
 Source: NVIDIA/Megatron-LM (megatron/core: tensor_parallel, pipeline_parallel/schedules.py, distributed), bigscience's
@@ -45,6 +46,11 @@ memory shows that no tensor waits for a collective (`nanotron_memory.py`), and s
 MESSAGE_S: Final = 2e-3
 """What the messages of a micro-batch between pipeline ranks of nanotron take (p2p.py: two messages of sizes before each
 tensor, one after the other, and the host waits for each)."""
+
+POLLED_S: Final = 0.8
+"""The same where the host sleeps 0.1 s between looks at each of 8 messages, as a later p2p.py has it."""
+POLLED_DEVICES: Final = 512
+"""From here on nanotron's runs show that later version; which one a run had is not published."""
 
 
 @final
@@ -322,7 +328,8 @@ def _nanotron_seconds(run: Run) -> Seconds:
     if run.pipe > 1:
         whole = run.batch * run.sequence * run.shape.hidden * 2 // run.tensor
         send_s = device.collective_s("send", whole, device.spread(run.pipe, run.data * run.tensor))
-        poll_s = MESSAGE_S + 2 * send_s
+        is_polled = run.data * run.tensor * run.pipe >= POLLED_DEVICES
+        poll_s = (POLLED_S if is_polled else MESSAGE_S) + 2 * send_s
         exposed = (run.pipe - 1) * micro_s + (run.micro_batches + run.pipe - 1) * poll_s
     span = device.spread(run.data, run.tensor)
     is_sharded = run.zero > 0 and run.data > 1
