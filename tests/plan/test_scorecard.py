@@ -137,7 +137,7 @@ def test_a_device_that_is_too_small_says_so() -> None:
 
 
 def test_memory_grows_with_the_micro_batches_of_a_pipeline() -> None:
-    first = replace(SMALL, has_head=False, micro_batches=4)
+    first = replace(SMALL, has_head=False, micro_batches=4, is_waiting=True)
     one, four = (reserved_bytes(replace(first, in_flight=number)) for number in (1, 4))
     hidden = SMALL.sequence * SMALL.hidden * 2
     # A layer keeps its input, two norms' results, queries to values twice, the context, x2 and 16 of the MLP.

@@ -114,6 +114,7 @@ class Rank:
         data, tensor: ranks.
         zero: 0 or 1.
         has_embedding, has_head: whether the rank is the first and the last of its pipeline.
+        is_waiting: whether the host waits for each collective, so that it does not run ahead of the device.
         in_flight: micro-batches whose forward comes before the first backward.
         micro_batches: of a step.
     """
@@ -133,6 +134,7 @@ class Rank:
     has_embedding: bool = True
     has_head: bool = True
     in_flight: int = 1
+    is_waiting: bool = False
 
     @cached_property
     def whole(self) -> int:

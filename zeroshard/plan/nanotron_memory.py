@@ -54,8 +54,7 @@ class _Memory:
         self.rank, self.allocator = rank, Allocator(rules)
         self.next = self.queued = 0
         clock = Clock(DEVICES["h100-80"], DEVICES["h100-80"].spread(rank.tensor))  # only the order matters here
-        # In a pipeline the host polls for each message (`_send_meta`, `_recv_meta`), and is not ahead.
-        self.ahead = QUEUE_LENGTH if rank.has_embedding and rank.has_head else 0
+        self.ahead = 0 if rank.is_waiting else QUEUE_LENGTH
         self.waiting: deque[tuple[int, int]] = deque()
         self.gradients: dict[str, int] = {}
         self.scripts = {name: write(rank, clock).lines for name, write in SCRIPTS.items()}

@@ -41,7 +41,7 @@ EXCHANGE_HOST_S: Final = 240e-6
 NODE_PART: Final = 0.5
 """Of a node's adapters, that collectives reach."""
 BLOCKED_S: Final = (0.19e-3, 0.31e-3)
-"""What a collective of the tensor ranks, within a node and across nodes, takes for each of them, in pipelines of nanotron, whose host waits for it: their
+"""What a collective of the tensor ranks, within a node and across nodes, takes for each of them, where the host waits: their
 memory shows that no tensor waits for a collective (`nanotron_memory.py`), and small micro-batches are bound by it."""
 MESSAGE_S: Final = 2e-3
 """What the messages of a micro-batch between pipeline ranks of nanotron take (p2p.py: two messages of sizes before each
@@ -50,7 +50,8 @@ tensor, one after the other, and the host waits for each)."""
 POLLED_S: Final = 0.8
 """The same where the host sleeps 0.1 s between looks at each of 8 messages, as a later p2p.py has it."""
 POLLED_DEVICES: Final = 512
-"""From here on nanotron's runs show that later version; which one a run had is not published."""
+"""From here on the times of nanotron's runs show that later version, whose host waits for collectives, too; which one a
+run had is not published."""
 
 
 @final
@@ -271,6 +272,10 @@ def _update_s(run: Run, device: Device) -> float:
     return device.kernel_s(Cost(0, moved), run.dtype)
 
 
+def _is_polled(run: Run) -> bool:
+    return run.data * run.tensor * run.pipe >= POLLED_DEVICES
+
+
 def rank_of(run: Run, *, is_last: bool = False) -> nanotron.Rank:
     """Return the first or the last pipeline rank of a run of nanotron.
 
@@ -287,6 +292,8 @@ def rank_of(run: Run, *, is_last: bool = False) -> nanotron.Rank:
         sequence=run.sequence, batch=run.batch, data=run.data, tensor=run.tensor, zero=run.zero,
         micro_batches=run.micro_batches, is_tied=shape.is_tied, has_embedding=run.pipe == 1 or not is_last,
         has_head=run.pipe == 1 or is_last, in_flight=1 if is_last else min(run.pipe, run.micro_batches),
+        # In a pipeline the host polls for each message, or reads its sizes (p2p.py: `_send_meta`, `_recv_meta`).
+        is_waiting=run.pipe > 1 or _is_polled(run),
     )  # fmt: skip
 
 
@@ -309,7 +316,7 @@ def _nanotron_seconds(run: Run) -> Seconds:
     first = rank_of(run)
     bare = replace(first, layers=1, data=1, zero=0, micro_batches=1, in_flight=1)
     exchange_s = EXCHANGE_HOST_S
-    if run.pipe > 1:
+    if first.is_waiting:
         exchange_s += BLOCKED_S[device.spread(run.tensor).nodes > 1] * run.tensor
     took = _scripts_s(bare, device, exchange_s)
     stages = []
@@ -328,8 +335,7 @@ def _nanotron_seconds(run: Run) -> Seconds:
     if run.pipe > 1:
         whole = run.batch * run.sequence * run.shape.hidden * 2 // run.tensor
         send_s = device.collective_s("send", whole, device.spread(run.pipe, run.data * run.tensor))
-        is_polled = run.data * run.tensor * run.pipe >= POLLED_DEVICES
-        poll_s = (POLLED_S if is_polled else MESSAGE_S) + 2 * send_s
+        poll_s = (POLLED_S if _is_polled(run) else MESSAGE_S) + 2 * send_s
         exposed = (run.pipe - 1) * micro_s + (run.micro_batches + run.pipe - 1) * poll_s
     span = device.spread(run.data, run.tensor)
     is_sharded = run.zero > 0 and run.data > 1
