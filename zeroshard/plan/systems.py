@@ -32,22 +32,24 @@ from zeroshard.plan.transformer import Kernels, Workload, cached_tapes
 
 __all__ = ["Run", "SYSTEMS", "Seconds", "System", "memory_bytes", "step_seconds"]
 
-SUSTAINED_PART: Final = 0.75
+SUSTAINED_PART: Final = 0.78
 """Of what products reach alone: clocks fall under the power of a whole step."""
+FLASH2_H100_PART: Final = 335 / 989
+"""Dao, FlashAttention-2 (arXiv 2307.08691), section 4.1: 335 TFLOPS on an H100, of 989."""
 KERNEL_HOST_S: Final = 30e-6
 """What the host takes to queue a kernel from Python."""
-EXCHANGE_HOST_S: Final = 240e-6
+EXCHANGE_HOST_S: Final = 250e-6
 """What the host takes to queue a collective from Python, with the autograd function around it."""
 NODE_PART: Final = 0.5
 """Of a node's adapters, that collectives reach."""
-BLOCKED_S: Final = (0.19e-3, 0.31e-3)
-"""What a collective of the tensor ranks, within a node and across nodes, takes for each of them, where the host waits: their
-memory shows that no tensor waits for a collective (`nanotron_memory.py`), and small micro-batches are bound by it."""
+BLOCKED_S: Final = (0.14e-3, 0.05e-3)
+"""What a collective of the tensor ranks takes for each of them, and that for each node, where the host waits for it:
+memory shows that no tensor waits then (`nanotron_memory.py`), and small micro-batches are bound by it."""
 MESSAGE_S: Final = 2e-3
 """What the messages of a micro-batch between pipeline ranks of nanotron take (p2p.py: two messages of sizes before each
 tensor, one after the other, and the host waits for each)."""
 
-POLLED_S: Final = 0.8
+POLLED_S: Final = 0.85
 """The same where the host sleeps 0.1 s between looks at each of 8 messages, as a later p2p.py has it."""
 POLLED_DEVICES: Final = 512
 """From here on the times of nanotron's runs show that later version, whose host waits for collectives, too; which one a
@@ -65,6 +67,7 @@ class System:
         grad_bytes: of an element of gradients, as they are held and exchanged.
         state_bytes: of the master and the states of an element.
         overlaps_data: the part of the backward that the exchange of gradients may hide behind.
+        has_cudnn: whether attention is cuDNN's, not FlashAttention-2, which was written for the A100.
         host_part, exchange_part: of the host's time of an eager kernel, and of a collective.
     """
 
@@ -75,6 +78,7 @@ class System:
     grad_bytes: int = 4
     state_bytes: int = 12
     overlaps_data: float = 0.0
+    has_cudnn: bool = False
     host_part: float = 1.0
     exchange_part: float = 1.0
 
@@ -86,11 +90,13 @@ SYSTEMS: Final[Mapping[str, System]] = MappingProxyType(
             # fp32 sums; DDP's hook reduces them behind the last backward (ZeRO-0), or one all-reduce after it (ZeRO-1).
             System(name="nanotron", kernels=Kernels(loss="sharded"), is_sequence_parallel=True, overlaps_data=0.5),
             # `--accumulate-allreduce-grads-in-fp32` is off: gradients in fp16, all-reduced behind the last backward.
-            System(name="megatron-deepspeed", kernels=Kernels(attention="plain", loss="sharded"), grad_bytes=2, host_part=1.8, exchange_part=0.1),
+            System(name="megatron-deepspeed", kernels=Kernels(attention="plain", loss="sharded"), grad_bytes=2,
+                   host_part=1.8, exchange_part=0.1),
             # bf16 with fp32 sums (bigscience's bf16_optimizer.py); no sequence parallelism then.
-            System(name="bloom", kernels=Kernels(attention="plain", loss="sharded"), host_part=1.8, exchange_part=0.1),
+            System(name="bloom", kernels=Kernels(attention="plain", loss="sharded"), host_part=1.8,
+                   exchange_part=0.1),
             System(name="megatron", kernels=Kernels(loss="sharded", fused_gate=True), is_sequence_parallel=True,
-                   overlaps_data=1.0, host_part=0.1),
+                   overlaps_data=1.0, has_cudnn=True, host_part=0.1),
             # FULL_SHARD; "PURE" keeps and exchanges bf16, "DEFAULT" reduces and keeps fp32.
             System(name="fsdp-pure", kernels=Kernels(), grad_bytes=2, state_bytes=4, overlaps_data=1.0, host_part=0.5),
             System(name="fsdp", kernels=Kernels(), grad_bytes=4, state_bytes=12, overlaps_data=1.0, host_part=0.5),
@@ -163,12 +169,15 @@ def _numel(shape: Transformer, tensor: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def sustained(device: Device) -> Device:
+def sustained(device: Device, *, has_cudnn: bool = False) -> Device:
     """Return a device as a whole step finds it."""
+    attention_part = device.attention_part
+    if device.name == "h100-80" and not has_cudnn:
+        attention_part = FLASH2_H100_PART
     return replace(
         device,
         matmul_part=device.matmul_part * SUSTAINED_PART,
-        attention_part=device.attention_part * SUSTAINED_PART,
+        attention_part=attention_part * SUSTAINED_PART,
         node_bytes_per_s=device.node_bytes_per_s * NODE_PART / device.link_part,
         launch_s=2e-6,
     )
@@ -180,7 +189,7 @@ def sustained(device: Device) -> Device:
 @lru_cache(maxsize=8192)
 def _units(run: Run) -> dict[str, tuple[float, ...]]:
     """Return the seconds of forward and backward of each kind of unit, exchanges along the tensor axis included."""
-    device = sustained(run.device)
+    device = sustained(run.device, has_cudnn=run.system.has_cudnn)
     span = device.spread(run.tensor)
     found = dict[str, tuple[float, ...]]()
     for name in cached_tapes(run.shape, run.load):
@@ -221,7 +230,7 @@ def step_seconds(run: Run) -> Seconds:
     """Return the time of a step."""
     if run.system.name == "nanotron":
         return _nanotron_seconds(run)
-    device, units = sustained(run.device), _units(run)
+    device, units = sustained(run.device, has_cudnn=run.system.has_cudnn), _units(run)
     layers = run.shape.layers
     stage = math.ceil(layers / run.pipe)
     forward, backward = (stage * units["block"][place] for place in (0, 1))
@@ -312,12 +321,12 @@ def _scripts_s(rank: nanotron.Rank, device: Device, exchange_s: float) -> dict[s
 
 
 def _nanotron_seconds(run: Run) -> Seconds:
-    device = sustained(run.device)
+    device = sustained(run.device, has_cudnn=run.system.has_cudnn)
     first = rank_of(run)
     bare = replace(first, layers=1, data=1, zero=0, micro_batches=1, in_flight=1)
     exchange_s = EXCHANGE_HOST_S
     if first.is_waiting:
-        exchange_s += BLOCKED_S[device.spread(run.tensor).nodes > 1] * run.tensor
+        exchange_s += run.tensor * (BLOCKED_S[0] + BLOCKED_S[1] * device.spread(run.tensor).nodes)
     took = _scripts_s(bare, device, exchange_s)
     stages = []
     for is_last in (False, True)[: 1 + (run.pipe > 1)]:
