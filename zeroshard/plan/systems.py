@@ -248,9 +248,10 @@ def step_seconds(run: Run) -> Seconds:
         whole = run.batch * run.sequence * run.shape.hidden * 2 // (run.tensor if run.load.is_sequence_parallel else 1)
         stride = run.data * run.tensor
         sent_s = 2 * device.collective_s("send", whole, device.spread(run.pipe, stride)) * run.chunks
-    bubble = (run.pipe - 1) / run.chunks
+    # A pipeline is filled by layers alone; the head comes when the last rank has been reached.
+    bubble = (run.pipe - 1) / run.chunks * stage * sum(units["block"])
     compute = run.micro_batches * (forward + backward)
-    idle = bubble * (forward + backward) + (run.micro_batches + run.pipe - 1) * sent_s * (run.pipe > 1)
+    idle = bubble + (run.micro_batches + run.pipe - 1) * sent_s * (run.pipe > 1)
     exposed = idle + (_data_s(run, device, backward) if run.zero < 3 else 0.0)
     update = _update_s(run, device)
     return Seconds(compute + exposed + update, compute, exposed, update)
@@ -285,15 +286,20 @@ def _is_polled(run: Run) -> bool:
     return run.data * run.tensor * run.pipe >= POLLED_DEVICES
 
 
+def blocks_of(run: Run) -> tuple[tuple[int, int], ...]:
+    """Return blocks and layers of each pipeline rank of nanotron."""
+    h, shape = run.shape.hidden, run.shape
+    return nanotron.blocks_of(shape.layers, 4 * h * h + 3 * shape.inner * h, shape.vocabulary * h, run.pipe)
+
+
 def rank_of(run: Run, *, is_last: bool = False) -> nanotron.Rank:
     """Return the first or the last pipeline rank of a run of nanotron.
 
     Raises:
         ValueError: a pipeline rank has no block, which the program does not run with.
     """
-    shape = run.shape
+    shape, blocks = run.shape, blocks_of(run)
     h, inner = shape.hidden, shape.inner
-    blocks = nanotron.blocks_of(shape.layers, 4 * h * h + 3 * inner * h, shape.vocabulary * h, run.pipe)
     if any(not one for one, _ in blocks):
         raise ValueError(f"{run.pipe} pipeline ranks are more than {shape.layers} layers and a head can be dealt to.")
     return nanotron.Rank(
@@ -329,14 +335,15 @@ def _nanotron_seconds(run: Run) -> Seconds:
         exchange_s += run.tensor * (BLOCKED_S[0] + BLOCKED_S[1] * device.spread(run.tensor).nodes)
     took = _scripts_s(bare, device, exchange_s)
     stages = []
-    for is_last in (False, True)[: 1 + (run.pipe > 1)]:
-        rank = rank_of(run, is_last=is_last)
+    for place, (_, layers) in enumerate(blocks_of(run)):
+        has_head = place == run.pipe - 1
         sums = []
         for block, head in (("forward", "head"), ("backward", "head backward")):
-            pair = [rank.layers * took[block][place] + rank.has_head * took[head][place] for place in (0, 1)]
+            pair = [layers * took[block][side] + has_head * took[head][side] for side in (0, 1)]
             sums.append(max(pair))
         stages.append((sum(sums), sums[1]))
     micro_s, backward_s = max(stages)
+    filled_s = sum(one for one, _ in stages) - micro_s
     numel = sum(numel for _, numel in first.parameters)
     micro_s += device.kernel_s(Cost(0, numel * 10), "bfloat16")  # gradients are added to fp32 sums
     compute = run.micro_batches * micro_s
@@ -345,7 +352,7 @@ def _nanotron_seconds(run: Run) -> Seconds:
         whole = run.batch * run.sequence * run.shape.hidden * 2 // run.tensor
         send_s = device.collective_s("send", whole, device.spread(run.pipe, run.data * run.tensor))
         poll_s = (POLLED_S if _is_polled(run) else MESSAGE_S) + 2 * send_s
-        exposed = (run.pipe - 1) * micro_s + (run.micro_batches + run.pipe - 1) * poll_s
+        exposed = filled_s + (run.micro_batches + run.pipe - 1) * poll_s
     span = device.spread(run.data, run.tensor)
     is_sharded = run.zero > 0 and run.data > 1
     summed_s = device.collective_s("all-reduce", numel * 4, span)
