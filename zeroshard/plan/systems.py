@@ -32,17 +32,17 @@ from zeroshard.plan.transformer import Kernels, Workload, cached_tapes
 
 __all__ = ["Run", "SYSTEMS", "Seconds", "System", "memory_bytes", "step_seconds"]
 
-SUSTAINED_PART: Final = 0.78
+SUSTAINED_PART: Final = 0.75
 """Of what products reach alone: clocks fall under the power of a whole step."""
 FLASH2_H100_PART: Final = 335 / 989
 """Dao, FlashAttention-2 (arXiv 2307.08691), section 4.1: 335 TFLOPS on an H100, of 989."""
-KERNEL_HOST_S: Final = 30e-6
+KERNEL_HOST_S: Final = 31e-6
 """What the host takes to queue a kernel from Python."""
 EXCHANGE_HOST_S: Final = 250e-6
 """What the host takes to queue a collective from Python, with the autograd function around it."""
 NODE_PART: Final = 0.5
 """Of a node's adapters, that collectives reach."""
-BLOCKED_S: Final = (0.14e-3, 0.05e-3)
+BLOCKED_S: Final = (0.16e-3, 0.05e-3)
 """What a collective of the tensor ranks takes for each of them, and that for each node, where the host waits for it:
 memory shows that no tensor waits then (`nanotron_memory.py`), and small micro-batches are bound by it."""
 MESSAGE_S: Final = 2e-3
