@@ -287,7 +287,9 @@ def token_flops(run: Run, source: str) -> float:
     if source.startswith("bigscience tr11"):
         return 8 * shape.numel()
     if source.startswith(("HF", "mosaicml")):
-        return 6 * shape.numel() + 12 * layers * h * s
+        # The playbook counts the parameters of all pipeline ranks: a tied embedding twice, where they are several.
+        again = vocabulary * h if shape.is_tied and run.pipe > 1 and source.startswith("HF") else 0
+        return 6 * (shape.numel() + again) + 12 * layers * h * s
     factor = 72 if source.startswith("Megatron-LM README") or run.treatment == "keep" else 96
     return factor * layers * h**2 * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
 
