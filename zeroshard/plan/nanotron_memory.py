@@ -18,8 +18,8 @@ Note: the order of a rank's memory
 Note: memory that waits
     ProcessGroupNCCL records its stream with each tensor of a collective, so that a freed tensor is reused only when the
     device has come past the collective. The host runs ahead by as many kernels as CUDA queues, so the tensors of the
-    last thousand kernels wait. Runs whose host was slow (some had it wait for each collective: their steps took many
-    times as long) have less; nothing in their configuration tells which.
+    last thousand kernels wait. Runs whose host waited for each collective (`Rank.is_waiting`; their steps took many times
+    as long) have none of that; for some, nothing in their configuration tells.
 """
 
 from collections import deque
@@ -256,4 +256,5 @@ def reserved_bytes(rank: Rank, device_bytes: int | None = None, steps: int = 2) 
             memory.step(is_first=number == 0)
     except MemoryError:
         return 0
-    return memory.allocator.peak_reserved_bytes
+    # The peak was reset before the last update: what was returned to a full device before is not in it.
+    return memory.allocator.reserved_bytes
