@@ -18,7 +18,7 @@ Note: the order of a rank's memory
 Note: memory that waits
     ProcessGroupNCCL records its stream with each tensor of a collective, so that a freed tensor is reused only when the
     device has come past the collective. The host runs ahead by as many kernels as CUDA queues, so the tensors of the
-    last thousand kernels wait. Runs whose host waited for each collective (`Rank.is_waiting`; their steps took many times
+    last thousand kernels wait. Runs whose host waited for each collective (`Rank.is_waiting`; steps took many times
     as long) have none of that; for some, nothing in their configuration tells.
 """
 

@@ -6,7 +6,7 @@ the rest is in closed form, from the tapes of `transformer.py`.
 
 Note: the knobs
     A few generic figures say how far eager programs stay behind the presets of `hardware.py`: `SUSTAINED_PART`,
-    `KERNEL_HOST_S`, `EXCHANGE_HOST_S`, `NODE_PART`, `BLOCKED_S`, `MESSAGE_S`, `POLLED_S` and the `host_part` of systems.
+    `KERNEL_HOST_S`, `EXCHANGE_HOST_S`, `NODE_PART`, `BLOCKED_S`, `MESSAGE_S`, `POLLED_S` and `host_part` of systems.
     `POLLED_DEVICES` and `UNPOLLED_TENSOR` say which version of nanotron a run had, which is not published. All were
     chosen on a random half of the published rows of time and are judged on the other (`Scorecard.halves`).
     No number was fitted to rows of memory. Two facts were read from them, as groups: a tie of `nanotron.blocks_of`, and
