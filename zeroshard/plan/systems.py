@@ -7,10 +7,12 @@ the rest is in closed form, from the tapes of `transformer.py`.
 Note: the knobs
     A few generic figures say how far eager programs stay behind the presets of `hardware.py`: `SUSTAINED_PART`,
     `KERNEL_HOST_S`, `EXCHANGE_HOST_S`, `NODE_PART`, `BLOCKED_S`, `MESSAGE_S`, `POLLED_S` and `host_part` of systems.
-    `POLLED_DEVICES` and `UNPOLLED_TENSOR` say which version of nanotron a run had, which is not published. All were
-    chosen on a random half of the published rows of time and are judged on the other (`Scorecard.halves`).
-    No number was fitted to rows of memory. Two facts were read from them, as groups: a tie of `nanotron.blocks_of`, and
-    that hosts of pipelines do not run ahead (`Rank.is_waiting`), which p2p.py explains.
+    `POLLED_DEVICES` and `UNPOLLED_TENSOR` say which version of nanotron a run had, which is not published. Their values
+    were settled on a random half of the published rows of time (`Scorecard.halves`); but which effects there are,
+    and where to begin, was read from all rows, so the other half is not wholly unseen.
+    No number was fitted to rows of memory. Facts were read from them, as groups: a tie of `nanotron.blocks_of`; that
+    hosts run a full queue ahead, those of pipelines not (`Rank.is_waiting`), which p2p.py explains; and that what
+    a collective queues counts with its events. `UNPOLLED_TENSOR` was looked for because of memory, and found in times.
 
 Source: NVIDIA/Megatron-LM (megatron/core: tensor_parallel, pipeline_parallel/schedules.py, distributed), bigscience's
 Megatron-DeepSpeed, microsoft/DeepSpeed (runtime/zero), mosaicml/llm-foundry (FSDP), huggingface/nanotron.
