@@ -308,6 +308,13 @@ class Allocator:
         if self._queues.get(stream):
             self._caught_up[stream] = len(self._queues[stream])
 
+    def empty(self) -> None:
+        """Return all free segments to the driver, as `torch.cuda.empty_cache` does, and forget the peaks."""
+        self._release_all()
+        self.peak_requested_bytes = self.requested_bytes
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
+
     def snapshot(self) -> tuple[Segment, ...]:
         """Return all segments, by address, with their blocks. Gaps at the end of an expandable segment are left out."""
         segments = []

@@ -17,7 +17,7 @@ measurements of collectives on 8 to 512 H100.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, final
 
@@ -103,7 +103,7 @@ class Device:
     """
 
     name: str
-    peak_flops: Mapping[str, float]
+    peak_flops: Mapping[str, float] = field(hash=False)
     memory_bytes: int
     memory_bytes_per_s: float
     link_bytes_per_s: float
