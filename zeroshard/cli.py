@@ -1,4 +1,4 @@
-"""The command line: `zeroshard train`, `plan`, `doctor`, `report`, `tokenizer`, `checkpoint` and `version`.
+"""The command line: training, plans, reports, tokenizers and checkpoints.
 
 Owns the terminal: arguments in, text out. Thin on purpose: what it runs is in `zeroshard/train`, `zeroshard/plan`,
 `zeroshard/report` and `zeroshard/checkpoint`. Needs typer, rich and pydantic (the extra `zeroshard[cli]`), and says so
@@ -63,6 +63,7 @@ def main() -> None:
     app.command()(doctor)
     app.command()(report)
     app.command()(paper)
+    app.command()(scorecard)
     _add_plan(app)
     app.add_typer(_checkpoint_commands(), name="checkpoint")
     try:
@@ -214,6 +215,21 @@ def paper(
             print(f"{path}: written", file=sys.stderr)
     except (ImportError, OSError) as error:
         _fail(str(error))
+
+
+def scorecard(
+    data: Annotated[Path, typer.Option(help="Published runs, as CSV: docs/plan.md has the columns.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,
+) -> None:
+    """Predict published runs, and print the errors of memory and time by source."""
+    from zeroshard.plan.scorecard import render
+    from zeroshard.plan.scorecard import scorecard as judge
+
+    try:
+        card = judge(data)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    _say(card.to_json() if as_json else render(card))
 
 
 def version() -> None:

@@ -1,5 +1,6 @@
 """Plans: verdicts, classes of ranks, advice, JSON, modules, and what is refused."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from tests.contract.source import REPOSITORY
 from zeroshard.describe.precision import precision_of
 from zeroshard.plan.allocator import Rules, simulate
 from zeroshard.plan.hardware import DEVICES
+from zeroshard.plan.job import Options, row_of
 from zeroshard.plan.planning import make_plan
-from zeroshard.plan.result import ERROR, Plan, verdict_of
+from zeroshard.plan.result import ERROR, TENSOR_ERROR, Plan, verdict_of
 from zeroshard.plan.shapes import SHAPES, read_config
 from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS
 from zeroshard.state.admission import state_cost
@@ -156,13 +158,14 @@ def test_something_else_than_a_model_is_refused() -> None:
 
 
 def test_a_verdict_counts_the_known_error() -> None:
-    device = DEVICES["h100-80"]
-    whole = device.memory_bytes
-    assert verdict_of(whole, 0, device) == "tight"
-    assert verdict_of(whole + 1, 0, device) == "no"
-    assert verdict_of(int(whole / (1 + ERROR[1])), 0, device) == "fits"
-    assert verdict_of(int(whole / (1 + ERROR[1])) + 2, 0, device) == "tight"
-    assert verdict_of(0, whole + 1, device) == "no"
+    plain = Options(world_size=2, device=DEVICES["h100-80"], sequence=128, row=row_of(3, None, None))
+    for asked, error in ((plain, ERROR[1]), (dataclasses.replace(plain, tensor=2), TENSOR_ERROR[1])):
+        whole = asked.device.memory_bytes
+        assert verdict_of(whole, 0, asked) == "tight"
+        assert verdict_of(whole + 1, 0, asked) == "no"
+        assert verdict_of(int(whole / (1 + error)), 0, asked) == "fits"
+        assert verdict_of(int(whole / (1 + error)) + 2, 0, asked) == "tight"
+        assert verdict_of(0, whole + 1, asked) == "no"
 
 
 def test_more_sharding_takes_less_memory() -> None:
