@@ -57,7 +57,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
             return
         try:
             where = device_for(device)
-            counts = [int(one) for one in ranks.split(",")]
+            counts = _numbers(ranks)
             if as_search:
                 found = search(
                     model, world_size=counts, device=where, seq=seq, precision=precision, optimizer=optimizer
@@ -87,6 +87,18 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         show(json.dumps(made.to_json()) if as_json else str(made))
 
     app.command()(plan)
+
+
+def _numbers(ranks: str) -> list[int]:
+    """Return numbers of ranks.
+
+    Raises:
+        ValueError: a part of the text is no number.
+    """
+    try:
+        return [int(one) for one in ranks.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--ranks takes numbers such as 8 or, with --search, 8,16; got {ranks!r}.") from error
 
 
 def _shapes() -> list[str]:
