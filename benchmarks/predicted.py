@@ -176,8 +176,8 @@ def measure(case: Case) -> list[Found]:
     raise RuntimeError(f"{case}: the profiler missed the end of {max(one.lost_bytes for one in found):,} bytes")
 
 
-def predict(case: Case) -> Found:
-    """Return what `zs.plan` says of the first rank."""
+def predict(case: Case) -> list[Found]:
+    """Return what `zs.plan` says of each rank."""
     with torch.device("meta"):
         model = make_model(case)
     plan = zs.plan(
@@ -197,14 +197,18 @@ def predict(case: Case) -> Found:
     )
     film = plan.film
     inside = sum(film.resident_bytes.values()) - film.resident_mapped_bytes
-    resident = {column: film.resident_bytes[column] for column in COLUMNS}
     place = max(range(len(film.live)), key=film.live.__getitem__)
-    return Found(resident, inside, film.allocated_bytes, plan.first.allocated_bytes, film.events[place].what)
+    peaks = film.allocated_bytes, plan.first.allocated_bytes, film.events[place].what
+    return [
+        Found({column: one.resident_bytes[column] for column in COLUMNS}, inside, *peaks)
+        for one in plan.ranks
+        for _ in range(one.count)
+    ]
 
 
-def compare(case: Case) -> tuple[Found, list[Found]]:
-    """Return what was predicted, and what each rank took."""
-    return predict(case), measure(case)
+def compare(case: Case) -> list[tuple[Found, Found]]:
+    """Return what was predicted for each rank, and what it took."""
+    return list(zip(predict(case), measure(case), strict=True))
 
 
 def matrix() -> Iterator[Case]:
@@ -227,16 +231,15 @@ def matrix() -> Iterator[Case]:
 
 def row(case: Case) -> dict[str, Any]:
     """Return the comparison of one configuration; of ranks, that with the largest error."""
-    predicted, found = compare(case)
-    errors = [predicted.peak_bytes / one.peak_bytes - 1 for one in found]
-    worst = max(range(len(found)), key=lambda rank: abs(errors[rank]))
+    pairs = compare(case)
+    predicted, measured = max(pairs, key=lambda pair: abs(pair[0].peak_bytes / pair[1].peak_bytes - 1))
     return {
         "case": asdict(case),
-        "error": round(errors[worst], 6),
-        "first_step_error": round(predicted.first_bytes / found[worst].first_bytes - 1, 6),
-        "is_resident_exact": all(one.resident_bytes == predicted.resident_bytes for one in found),
+        "error": round(predicted.peak_bytes / measured.peak_bytes - 1, 6),
+        "first_step_error": round(predicted.first_bytes / measured.first_bytes - 1, 6),
+        "is_resident_exact": all(one.resident_bytes == other.resident_bytes for one, other in pairs),
         "predicted": asdict(predicted),
-        "measured": asdict(found[worst]),
+        "measured": asdict(measured),
     }
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zeroshard.handle import Zero, shard
     from zeroshard.plan.hardware import Device
     from zeroshard.plan.planning import make_plan as plan
+    from zeroshard.plan.profiles import device_for, host_device
     from zeroshard.plan.result import Plan
     from zeroshard.plan.search import search
     from zeroshard.plan.shapes import Transformer
@@ -61,8 +62,10 @@ __all__ = [
     "Zero",
     "__version__",
     "activations_of",
+    "device_for",
     "ends_by_signal",
     "gather_across_ranks",
+    "host_device",
     "init",
     "latest",
     "list_checkpoints",
@@ -102,8 +105,10 @@ _MODULES = MappingProxyType(
         "Transformer": "zeroshard.plan.shapes",
         "Zero": "zeroshard.handle",
         "activations_of": "zeroshard.describe.treatments",
+        "device_for": "zeroshard.plan.profiles",
         "ends_by_signal": "zeroshard.state.arrival",
         "gather_across_ranks": "zeroshard.wire.comm",
+        "host_device": "zeroshard.plan.profiles",
         "init": "zeroshard.state.start",
         "latest": "zeroshard.checkpoint.verify",
         "list_checkpoints": "zeroshard.checkpoint.verify",

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, NoReturn, Self, final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, Self, final
 
 import zeroshard
 from zeroshard.table.errors import printable
@@ -88,7 +88,9 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Of parameters, data order and sample.")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Show where the time of some steps goes.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run; refuse where there is one.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved settings and the plan, and stop.")
+    ] = False,
 ) -> None:
     """Train a language model on text, its states sharded over ranks. The same command again goes on with the run."""
     from zeroshard.train.config import load_config, to_toml
@@ -118,7 +120,10 @@ def train(
     except ValueError as error:
         _fail(str(error))
     if dry_run:
+        from zeroshard.train.planned import describe_plan
+
         print(to_toml(resolved), end="")
+        print("".join(f"\n# {printable(line)}" for line in describe_plan(resolved)))
         return
     if is_first_rank():
         _prepare(resolved, is_fresh=fresh)
@@ -379,6 +384,8 @@ class Terminal:
             self._console.rule()
         self._console.print(_memory_table(summary.ranks))
         self._console.print(_traffic_table(summary.ranks))
+        if summary.plan:
+            self._console.print(_plan_table(summary.plan))
         if summary.profile:
             self._console.print(Text(printable(summary.profile)), soft_wrap=True)
         self._console.print(_closing_line(summary), soft_wrap=True)
@@ -411,6 +418,21 @@ def _traffic_table(ranks: Sequence[RankBytes]) -> Table:
     for rank, of_rank in enumerate(ranks):
         _add_pair(table, rank, of_rank.predicted_sent_bytes, of_rank.sent_bytes, kinds)
         table.add_row("  outside steps", *(f"{of_rank.other_sent_bytes.get(kind, 0):,}" for kind in kinds))
+    return table
+
+
+def _plan_table(plan: Mapping[str, Any]) -> Table | Text:
+    """Return the plan of rank 0 beside its measurement, or why there is none."""
+    if "problem" in plan:
+        return Text(printable(f"no plan: {plan['problem']}"))
+    heads = {"step_s": "step, s", "tokens_per_s": "tokens/s", "peak_bytes": "allocated at most"}
+    columns = tuple(plan["measured"]["resident_bytes"])
+    table = _make_table("Plan of rank 0 beside its measurement, bytes between steps", (*columns, *heads.values()))
+    for name, values in (("predicted", plan["predicted"]), ("measured", plan["measured"])):
+        numbers = [values[key] for key in heads]
+        shown = ["-" if one is None else f"{one:,.3f}" if isinstance(one, float) else f"{one:,}" for one in numbers]
+        table.add_row(name, *(f"{values['resident_bytes'][column]:,}" for column in columns), *shown)
+    table.caption = printable("; ".join(plan["notes"])) or None
     return table
 
 

@@ -28,6 +28,8 @@ _PAYS: Final = 0.8
 _ROUNDED_NUMEL: Final = 1024
 _SMALL_BYTES: Final = 512
 _BLOCK: Final = 128
+_BLOCKS_AT_ONCE: Final = 1024
+_CHUNK: Final = 1 << 17
 _SIGNS: Final = ("nonzero", "positive", "inside")
 _PLAIN: Final = Need("values")
 
@@ -101,8 +103,12 @@ class _Derived(_Code):
             values = values.square() if step == "square" else values.to(step)
         if not isinstance(self.source, Tensor):
             # A name of its own: what the elements are copied from is there until then.
-            made = values.new_empty(8 * self.source.packed.numel())[: self.source.count]
-            values = made
+            made = values.new_empty(8 * self.source.packed.numel())
+            for begin in range(0, made.numel(), _CHUNK):
+                numel = min(_CHUNK, made.numel() - begin)
+                mask, places = torch.empty(numel, dtype=torch.bool), torch.empty(numel, dtype=torch.int32)
+            del mask, places
+            values = made[: self.source.count]
         return self.form.spread(values)
 
 
@@ -140,7 +146,12 @@ class _Rounded(_Code):
         if self.scales is None:
             return self.form.spread(self.codes.to(self.dtype))
         made = torch.empty(self.codes.shape, dtype=self.dtype)
-        return self.form.spread(made[: math.prod(self.form.shape)])
+        table = torch.empty(256)
+        for begin in range(0, len(made), _BLOCKS_AT_ONCE):
+            codes = self.codes[begin : begin + _BLOCKS_AT_ONCE].view(torch.uint8)
+            values = table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+            made[begin : begin + _BLOCKS_AT_ONCE] = values.mul_(self.scales[begin : begin + _BLOCKS_AT_ONCE])
+        return self.form.spread(made.view(-1)[: math.prod(self.form.shape)])
 
 
 @final
@@ -298,7 +309,14 @@ class Compresses(Link):
             return None
         mask = torch.empty(flat.numel(), dtype=torch.bool)
         packed = _packed(mask)
-        return _Nonzero(packed, torch.empty(room + 2, dtype=flat.dtype), flat.numel())
+        values = torch.empty(room + 2, dtype=flat.dtype)
+        for begin in range(0, flat.numel(), _CHUNK):
+            numel = min(_CHUNK, flat.numel() - begin)
+            places = torch.empty(numel, dtype=torch.int32)
+            wide = places.long()
+            del wide
+        del mask, places
+        return _Nonzero(packed, values, flat.numel())
 
     def _two_valued(self, memory: _Memory, rest: Sequence[_One]) -> bool:
         region = memory.region()
@@ -342,7 +360,13 @@ class Compresses(Link):
         if self._rest == "bf16":
             return _Rounded(flat.to(torch.bfloat16), None, flat.dtype, form)
         count = -(-flat.numel() // _BLOCK)
-        return _Rounded(torch.empty(count * _BLOCK, dtype=torch.int8), torch.empty(count), flat.dtype, form)
+        codes, scales = torch.empty((count, _BLOCK), dtype=torch.int8), torch.empty((count, 1))
+        for begin in range(0, count, _BLOCKS_AT_ONCE):
+            part = flat[begin * _BLOCK : (begin + _BLOCKS_AT_ONCE) * _BLOCK].float()
+            if part.numel() % _BLOCK:
+                part = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK))
+            _round(part.view(-1, _BLOCK), codes[begin : begin + _BLOCKS_AT_ONCE])
+        return _Rounded(codes, scales, flat.dtype, form)
 
     def _can_round(self, one: _One, memory: _Memory) -> bool:
         tensor: Tensor = one.held.value
@@ -366,8 +390,17 @@ class _Window(_Code):
         return torch.empty_strided(self.form.shape, self.form.strides, dtype=torch.int64)
 
 
+def _round(part: Tensor, codes: Tensor) -> None:
+    finite = torch.nan_to_num(part)
+    scaled = part / finite.abs_().amax(dim=1, keepdim=True)
+    codes.copy_(scaled.nan_to_num_().round_())
+
+
 def _packed(mask: Tensor) -> Tensor:
-    return torch.empty(-(-mask.numel() // 8), dtype=torch.uint8)
+    packed = torch.empty(-(-mask.numel() // 8), dtype=torch.uint8)
+    for begin in range(0, mask.numel() // 8 * 8, _CHUNK):
+        torch.empty(min(_CHUNK, mask.numel() - begin), dtype=torch.uint8)  # products of words with a constant
+    return packed
 
 
 def _is_compact(tensor: Tensor) -> bool:

@@ -26,10 +26,22 @@ from zeroshard.plan.tape import GIVEN, INPUT, Instruction, Parts
 from zeroshard.table import schedule
 from zeroshard.table.bytes import Updates
 from zeroshard.table.pool import Buffer, Buffers
-from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
+from zeroshard.table.spec import BLOCK_NUMEL, BucketSpec, UnitSpec, itemsize
 from zeroshard.table.wires import Wire
 
-__all__ = ["COLUMNS", "Call", "Event", "Film", "Job", "LaneSpan", "Phase", "Script", "Tick", "make_film"]
+__all__ = [
+    "COLUMNS",
+    "Call",
+    "Event",
+    "Film",
+    "Job",
+    "LaneSpan",
+    "Phase",
+    "Script",
+    "Tick",
+    "make_film",
+    "resident_bytes",
+]
 
 COLUMNS: Final = ("parameters", "gradients", "states", "padding", "activations", "transient")
 
@@ -273,6 +285,18 @@ def _by_column(events: Iterable[Event]) -> dict[str, int]:
     return dict(sums)
 
 
+def resident_bytes(job: Job, film: Film) -> Mapping[str, int]:
+    """Return what another rank has between steps, by column.
+
+    Args:
+        job: of that rank.
+        film: of this one's steady step, whose pools are as large.
+    """
+    found = dict(_Camera(job).resident())
+    found["transient"] = film.resident_bytes["transient"]
+    return MappingProxyType(found)
+
+
 def make_film(job: Job, *, is_first: bool = False, is_settled: bool = False) -> Film:
     """Simulate a step.
 
@@ -375,12 +399,15 @@ class _Camera:
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
-    def run(self, *, is_first: bool) -> Film:
-        """Make what is there before a step, and play the step."""
+    def resident(self) -> Mapping[str, int]:
+        """Return what is there before a steady step, by column."""
+        self._lay_out(is_first=False)
+        return _by_column(self._events)
+
+    def _lay_out(self, *, is_first: bool) -> None:
+        """Make what is there before a step."""
         job = self._job
-        units = job.units
-        buckets = [bucket for unit in units for bucket in unit.buckets]
-        for unit in units:
+        for unit in job.units:
             for bucket in unit.buckets:
                 parameters, padding = bucket.bytes_of(bucket.parameters, bucket.formats.param)
                 self._make(parameters, "parameters", unit.name, "parameters", is_mapped=job.wire.is_in_place)
@@ -391,7 +418,7 @@ class _Camera:
         self._make(job.buffer_bytes, "parameters", "", "buffers")
         if not is_first:
             self._make_states()
-        for unit in units if not is_first else ():
+        for unit in job.units if not is_first else ():
             for bucket in filter(self._is_kept, unit.reduced):
                 self._hold(bucket)
         for numel, dtype in self._pooled:
@@ -399,6 +426,13 @@ class _Camera:
             what = "pooled buffer"
             buffer.memory = self._make(numel * itemsize(dtype), "transient", "", what, is_mapped=job.wire.is_in_place)
             self._buffers.give(buffer)
+
+    def run(self, *, is_first: bool) -> Film:
+        """Make what is there before a step, and play the step."""
+        job = self._job
+        units = job.units
+        buckets = [bucket for unit in units for bucket in unit.buckets]
+        self._lay_out(is_first=is_first)
         before, self._events = self._events, []
         for _ in range(min(job.micro_batches, 2)):
             start_s, begun_s, exposed_s = self._now_s, self._now_s, self._exposed_s
@@ -740,6 +774,11 @@ class _Camera:
                 works.append(("all-reduce", nbytes // bucket.layout.world_size, "replicate"))
         self._tick("reduce", spec.name, spec.sent_bytes("reduce"))
         self._reduced_s = self._exchange("reduce", spec.name, works)
+        # Sums of more than two ranks are made apart, a block at a time, as `wire/codec.py` does.
+        for bucket in spec.reduced if self._job.is_repeated else ():
+            numel = min(BLOCK_NUMEL, bucket.layout.shard_numel)
+            count = min(2, max(0, bucket.layout.world_size - 2))
+            self._drop(self._make(4 * numel * count, "transient", spec.name, "partial sums"))
         self._before = taken
         if self._job.wire.is_in_place:
             self._give(taken)

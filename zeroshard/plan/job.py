@@ -63,6 +63,7 @@ class Options:
             `zs.Settings(shared_memory=)` says.
         zeros: the part of the results of ReLUs that are zero, where activations of modules are compressed; None where
             nobody knows.
+        fused: whether the optimizer updates in one kernel, which takes nothing beside its states.
     """
 
     world_size: int
@@ -79,6 +80,7 @@ class Options:
     kernels: Kernels = PLAIN_KERNELS
     shared_memory: bool = True
     zeros: float | None = None
+    fused: bool = False
 
     @property
     def shard_ranks(self) -> int:

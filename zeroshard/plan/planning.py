@@ -12,7 +12,7 @@ from typing import Any, Final
 from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.plan.allocator import Event as Call
 from zeroshard.plan.allocator import Rules, simulate
-from zeroshard.plan.film import Film, Job, calls_of, make_film
+from zeroshard.plan.film import Film, Job, calls_of, make_film, resident_bytes
 from zeroshard.plan.hardware import Device, device_named
 from zeroshard.plan.job import (
     Options,
@@ -53,6 +53,7 @@ def make_plan(
     micro_batches: int = 1,
     shared_memory: bool = True,
     zeros: float | None = None,
+    fused: bool = False,
     inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     loss: Callable[[Any], Any] | None = None,
     units: Sequence[object] | None = None,
@@ -84,6 +85,8 @@ def make_plan(
             `zs.Settings(shared_memory=)` says.
         zeros: the part of the results of ReLUs that are zero, from 0 to 1, for compressed activations of a module;
             where not said they count as kept, and a note says so.
+        fused: whether the optimizer has `fused=True`; torch's own choice on a CPU updates one parameter after the
+            other, and takes memory for it.
         inputs: of a module: the arguments of its forward for one micro-batch, by place or by name; tokens and labels of
             `batch` and `seq` for language models of Transformers, where not said. In its place count tokens, or
             samples where no input is of integers.
@@ -122,6 +125,7 @@ def make_plan(
         micro_batches=micro_batches,
         shared_memory=shared_memory,
         zeros=zeros,
+        fused=fused,
     )
     check_options(options)
     if shape is None:
@@ -187,7 +191,7 @@ def plan_module(
     numel = traced.parameters_numel
     flops = 3 * traced.flops * options.micro_batches * options.world_size
     kept = (traced.kept_bytes / max(1, traced.tokens), 1, 0.0)
-    return _plan(type(model).__name__, (numel, numel), options, traced.job, flops, kept, notes=traced.notes)
+    return _plan(type(model).__name__, (numel, numel), options, traced.job, flops, kept, traced.others, traced.notes)
 
 
 def plan_shape(shape: Transformer, options: Options) -> Plan:
@@ -225,8 +229,7 @@ def _plan(
     reserved_bytes = film.peak[0] if is_cpu else simulate(_steps(first, film), Rules()).peak_reserved_bytes
     ranks = [RankClass("rank 0", 1, film.resident_bytes, film.peak[0], reserved_bytes)]
     for title, count, other in others:
-        resident_bytes = make_film(other, is_settled=True).resident_bytes
-        ranks.append(RankClass(title, count, resident_bytes, film.peak[0], reserved_bytes))
+        ranks.append(RankClass(title, count, resident_bytes(other, film), film.peak[0], reserved_bytes))
     return Plan(
         name,
         *numels,

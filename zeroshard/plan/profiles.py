@@ -5,13 +5,14 @@ Owns the file alone; `report/doctor.py` measures. Needs no torch. `hardware.py` 
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from zeroshard.plan.hardware import Device, device_named
 
-__all__ = ["device_for", "profile_path", "read_profile", "write_profile"]
+__all__ = ["device_for", "host_device", "profile_path", "read_profile", "write_profile"]
 
 VERSION: Final = 1
 
@@ -30,6 +31,26 @@ def device_for(name: str) -> Device:
     if name == "this":
         return read_profile(profile_path())
     return read_profile(Path(name)) if Path(name).is_file() else device_named(name)
+
+
+def host_device() -> Device:
+    """Return this host as a device whose speed nobody has measured: its memory is known, times mean nothing."""
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    unknown = MappingProxyType({"float32": 1e11})
+    return Device(
+        "cpu, not measured",
+        unknown,
+        host_bytes,
+        1e10,
+        1e10,
+        1e10,
+        1e10,
+        node_ranks=os.cpu_count() or 1,
+        host_bytes=host_bytes,
+        multiprocessors=1,
+        context_bytes=0,
+        communicator_bytes=0,
+    )
 
 
 def write_profile(device: Device, path: Path) -> None:

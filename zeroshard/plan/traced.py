@@ -5,6 +5,7 @@ Owns the way from a trace to a film's script. Must not know what a step comes to
 """
 
 import copy
+import dataclasses
 import functools
 import math
 from collections import Counter
@@ -30,6 +31,7 @@ from zeroshard.plan.specs import OPTIMIZERS, kernel_bytes_of, updates_of
 from zeroshard.plan.tape import Instruction
 from zeroshard.plan.tracer import trace_step
 from zeroshard.table.activations import PRODUCTS, Compressed, Offloaded, Treated
+from zeroshard.table.bytes import Updates
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.spec import Formats
 from zeroshard.tree import find
@@ -41,6 +43,9 @@ BOUNDED: Final = (
     "Compression of a ReLU's results, and of factors with one value besides zero, depends on values: what they are of "
     "counts as kept whole, which is the most that can be left. Say by zeros= which part of a ReLU's results is zero."
 )
+
+SHOWN_RANKS: Final = 16
+"""Shards that are told one by one."""
 
 _STAYS: Final = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER, Category.INPUT)
 """Categories that the film has from elsewhere."""
@@ -55,6 +60,7 @@ class Traced:
         flops: of one micro-batch's forward.
         kept_bytes: that a micro-batch's forward keeps for its backward.
         tokens: of one micro-batch: elements of the first integer input, or else samples.
+        others: (name, count, job) of ranks besides the first: shards differ in how much of them is padding.
     """
 
     job: Job
@@ -63,6 +69,7 @@ class Traced:
     kept_bytes: int
     tokens: int
     notes: Sequence[str]
+    others: Sequence[tuple[str, int, Job]] = ()
 
 
 def language_inputs(model: nn.Module, batch: int, sequence: int) -> Mapping[str, Tensor]:
@@ -150,7 +157,7 @@ def trace_job(
         by_category[Category.INPUT],
         by_category[Category.BUFFER],
         script=script,
-        update_bytes=kernel_bytes_of(updates, OPTIMIZERS[options.optimizer]) if options.device.is_cpu else 0,
+        update_bytes=_update_bytes(options, updates),
     )
     flops = sum(cost.flops for order, cost in trace.kernels if trace.phase_at(order) is Phase.FORWARD)
     return Traced(
@@ -160,7 +167,31 @@ def trace_job(
         trace.saved_bytes(),
         whole[0].numel() if whole else tensors[0].shape[0],
         [BOUNDED] * any(one.has_bounds for one in compressions),
+        _other_ranks(job, options, plans, precision),
     )
+
+
+def _update_bytes(options: Options, updates: Updates) -> int:
+    """Return what the optimizer's kernels take on a CPU."""
+    is_counted = options.device.is_cpu and not options.fused
+    return kernel_bytes_of(updates, OPTIMIZERS[options.optimizer]) if is_counted else 0
+
+
+def _other_ranks(
+    job: Job, options: Options, plans: Sequence[UnitPlan], precision: Precision
+) -> Sequence[tuple[str, int, Job]]:
+    """Return the jobs of ranks with other shards than the first: each on its own, or the last one of many."""
+    ranks = options.shard_ranks
+    found = []
+    for place in range(1, ranks) if ranks <= SHOWN_RANKS else [1, ranks - 1]:
+        specs = describe_units(
+            plans, options.row, precision, shard_size=ranks, shard_rank=place, replicas=options.replicas
+        )
+        count = ranks - 2 if ranks > SHOWN_RANKS and place == 1 else 1
+        updates = [updates_of(specs, OPTIMIZERS[options.optimizer])]
+        other = dataclasses.replace(job, units=specs, updates=updates)
+        found.append((f"rank {place}" if count == 1 else "the others", count * options.replicas, other))
+    return found
 
 
 def on_meta(model: nn.Module, dtype: str) -> nn.Module:

@@ -9,17 +9,19 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 import zeroshard as zs
 from zeroshard.train.config import Config
 from zeroshard.train.metrics import RankBytes, Start, Summary
+from zeroshard.train.planned import compare_plan
 from zeroshard.train.run import Run
 
 __all__ = ["describe_data", "describe_start", "summarize", "tokens_per_step"]
 
+_RESIDENT: Final = ("parameters", "gradients", "states", "padding")
 _PREDICTED_KINDS: Final = ("gather", "reduce")
 _KINDS: Final = (*_PREDICTED_KINDS, "agree", "start", "state")
 
@@ -74,7 +76,20 @@ def summarize(run: Run, sample: str, profile: str, is_interrupted: bool) -> Summ
         sample=sample,
         versions=_versions(),
         profile=profile,
+        plan=_compare(run),
     )
+
+
+def _compare(run: Run) -> Mapping[str, Any]:
+    """Return the plan beside what the first rank took; nothing on others, and nothing where no step was made."""
+    tally = run.tally
+    if run.mesh.rank or not tally.steps_of_start:
+        return {}
+    held = {column: run.zero.memory().resident_bytes[column] for column in _RESIDENT}
+    held["parameters"] += sum(buffer.nbytes for buffer in run.model.buffers())
+    peak_bytes = torch.cuda.max_memory_allocated() if run.mesh.device.type == "cuda" else None
+    step_s = tally.train_s / tally.steps
+    return compare_plan(run.config, held, step_s, tokens_per_step(run.config) / step_s, peak_bytes)
 
 
 def _rank_bytes(run: Run) -> list[RankBytes]:

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self, TextIO, final
 
@@ -120,6 +120,7 @@ class Summary:
         train_s: spent in training steps; `wall_s` also counts start, evaluations and sample.
         ranks: by rank.
         profile: the table of the profiled steps, of rank 0; empty where none was wanted.
+        plan: what `zs.plan` predicts of rank 0, beside what was measured; empty on the other ranks.
     """
 
     name: str
@@ -144,6 +145,7 @@ class Summary:
     sample: str
     versions: Mapping[str, str]
     profile: str = ""
+    plan: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Reporter(Protocol):

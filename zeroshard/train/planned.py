@@ -1,0 +1,105 @@
+"""The plan of a run, before it starts and beside what it took.
+
+Owns how a configuration becomes the arguments of `zs.plan`, and the text. Must not know how a plan comes about.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+import zeroshard as zs
+from zeroshard.train.config import Config
+from zeroshard.train.models.gpt import GPT
+from zeroshard.train.tokenizer import load_tokenizer
+
+__all__ = ["compare_plan", "describe_plan", "plan_run"]
+
+UNTIMED: Final = "no profile of this machine is stored, so time is not predicted; `zeroshard doctor` measures it"
+MB: Final = 1e6
+
+
+def plan_run(config: Config) -> tuple[zs.Plan, bool]:
+    """Return the plan of a run, and whether its times mean anything: whether a profile of this machine is stored.
+
+    Raises:
+        ValueError, TypeError, RuntimeError, ImportError: the model cannot be planned.
+    """
+    try:
+        device, is_timed = zs.device_for("this"), True
+    except ValueError:
+        device, is_timed = zs.host_device(), False
+    train, zero = config.train, config.zero
+    batch = train.batch // config.run.ranks // train.accumulation
+    inputs: Any = None
+    if config.hf_folder:
+        import transformers
+
+        model: Any = transformers.AutoConfig.from_pretrained(config.hf_folder)
+    else:
+        with torch.device("meta"):
+            model = GPT(replace(config.gpt, vocabulary=load_tokenizer(config.tokenizer).vocabulary))
+            inputs = [torch.zeros((batch, config.model.context), dtype=torch.int64) for _ in range(2)]
+    row: dict[str, Any] = {"stage": zero.stage, "activations": zero.activations}
+    plan = zs.plan(
+        model,
+        world_size=config.run.ranks,
+        device=device,
+        batch=batch,
+        seq=config.model.context,
+        **({"residency": zero.residency} if zero.residency else row),
+        precision=train.precision,
+        micro_batches=train.accumulation,
+        inputs=inputs,
+        fused=True,
+    )
+    return plan, is_timed
+
+
+def describe_plan(config: Config) -> Sequence[str]:
+    """Return the plan of a run in lines, or the reason why there is none."""
+    try:
+        plan, is_timed = plan_run(config)
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+        return [f"plan: none, since {str(error).splitlines()[0]}"]
+    held = ", ".join(f"{name} {nbytes / MB:,.1f}" for name, nbytes in plan.resident_bytes.items() if nbytes)
+    lines = [
+        f"plan of a rank, MB: {held}",
+        f"at most {plan.allocated_bytes / MB:,.1f} from torch's allocator ({plan.film.peak_phase})"
+        + f", {plan.mapped_bytes / MB:,.1f} in memory that the ranks share" * bool(plan.mapped_bytes),
+    ]
+    lines.append(f"{plan.step_s:,.3f} s a step, {plan.tokens_per_s:,.0f} tokens/s" if is_timed else UNTIMED)
+    return [*lines, *plan.notes]
+
+
+def compare_plan(
+    config: Config, resident_bytes: Mapping[str, int], step_s: float, tokens_per_s: float, peak_bytes: int | None
+) -> Mapping[str, Any]:
+    """Return what was predicted of the first rank beside what it took, or the reason why nothing was predicted.
+
+    Args:
+        resident_bytes: between steps, by column.
+        peak_bytes: of torch's allocator at most; None where it does not say, as on a CPU.
+    """
+    try:
+        plan, is_timed = plan_run(config)
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+        return {"problem": str(error).splitlines()[0]}
+    return {
+        "device": plan.asked.device.name,
+        "predicted": {
+            "step_s": plan.step_s if is_timed else None,
+            "tokens_per_s": plan.tokens_per_s if is_timed else None,
+            "resident_bytes": {name: plan.resident_bytes[name] for name in resident_bytes},
+            "peak_bytes": plan.allocated_bytes,
+            "mapped_bytes": plan.mapped_bytes,
+        },
+        "measured": {
+            "step_s": step_s,
+            "tokens_per_s": tokens_per_s,
+            "resident_bytes": dict(resident_bytes),
+            "peak_bytes": peak_bytes,
+        },
+        "notes": [*plan.notes, *([] if is_timed else [UNTIMED])],
+    }
