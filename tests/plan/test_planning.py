@@ -19,6 +19,7 @@ from zeroshard.plan.hardware import DEVICES
 from zeroshard.plan.job import Options, row_of
 from zeroshard.plan.planning import make_plan
 from zeroshard.plan.result import ERROR, TENSOR_ERROR, Plan, verdict_of
+from zeroshard.plan.retries import NO_RETRIES, Retries
 from zeroshard.plan.shapes import SHAPES, read_config
 from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS
 from zeroshard.state.admission import state_cost
@@ -220,6 +221,44 @@ def test_reserved_memory_is_that_of_the_simulated_allocator() -> None:
     one_step = simulate(plan.film.allocations(), Rules())
     assert plan.peak_bytes <= one_step.peak_allocated_bytes
     assert plan.reserved_bytes >= one_step.peak_allocated_bytes
+
+
+def test_a_device_with_room_for_all_that_is_reserved_sees_no_retry() -> None:
+    plan = make_plan("gpt2", world_size=4, stage=2, device="a100-40")
+    assert plan.retries == NO_RETRIES
+    assert plan.step_s == plan.film.step_s
+    assert "allocator  " not in str(plan)
+    assert plan.to_json()["memory"]["retries"] == {"by_step": [], "is_served": True}
+
+
+@pytest.mark.parametrize(("model", "stage", "is_served"), [("llama-3-8b", 1, True), ("gpt2-xl", 3, False)])
+def test_a_device_that_is_nearly_full_sees_retries(model: str, stage: int, is_served: bool) -> None:
+    asked = {"world_size": 8, "stage": stage, "seq": 1024}
+    wide = make_plan(model, device=DEVICES["h200"], **asked)  # type: ignore[arg-type]
+    assert wide.retries == NO_RETRIES and wide.peak_bytes < wide.reserved_bytes
+    # Room for half of what is reserved beside the peak.
+    room_bytes = (wide.peak_bytes + wide.reserved_bytes) // 2
+    narrow = dataclasses.replace(DEVICES["h200"], memory_bytes=room_bytes + wide.outside_bytes)
+    plan = make_plan(model, device=narrow, **asked)  # type: ignore[arg-type]
+    assert plan.verdict == "no" and plan.reserved_bytes == wide.reserved_bytes
+    assert sum(plan.retries.by_step) > 0 and plan.retries.is_served is is_served
+    # The layout of the second step serves the next ones.
+    assert plan.retries.steady == 0 and plan.step_s == plan.film.step_s
+    said = "in the first steps, 0 in a steady step" if is_served else "out of memory in step 2"
+    assert said in str(plan)
+    assert plan.to_json()["memory"]["retries"]["is_served"] is is_served
+
+
+def test_retries_of_a_steady_step_are_part_of_its_time() -> None:
+    plan = make_plan("gpt2", world_size=4, stage=2, device="a100-40")
+    slow = dataclasses.replace(plan, retries=Retries((0, 3, 2), steady_s=0.5))
+    assert slow.step_s == plan.step_s + 0.5
+    assert slow.tokens_per_s < plan.tokens_per_s
+    time_s = slow.to_json()["time"]
+    parts_s = [time_s[f"{name}_s"] for name in ("compute", "exposed", "update", "allocator")]
+    assert sum(parts_s) == pytest.approx(time_s["step_s"])
+    assert "allocator 500.0 ms" in str(slow)
+    assert "allocator           retries: 3 in the first steps, 2 in a steady step" in str(slow)
 
 
 def test_mfu_counts_the_models_own_operations() -> None:

@@ -1,6 +1,7 @@
 """The report page in a headless Chromium, opened from a file: its numbers are the data's, and nothing leaves it."""
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -9,12 +10,17 @@ from typing import Any
 
 import pytest
 
+import zeroshard as zs
 from tests.report import synthetic
+from zeroshard.plan.scorecard import scorecard
 from zeroshard.report.page import write_page
+from zeroshard.report.plans import read_sources
 from zeroshard.report.stages import PLAYER_COLUMNS, rank_bytes
 from zeroshard.report.walk import read_walk
 
 VIEWS = ("ranks", "player", "film", "frontier", "scorecard", "comparison", "losses", "walk")
+RUN = Path(__file__).parent / "data" / "run"
+SAMPLE = Path(__file__).parents[1] / "plan" / "data" / "published_sample.csv"
 MANY = 100_000
 MANY_BYTES = 3_000_000
 MANY_MS = 2000
@@ -85,13 +91,26 @@ def totals_of(data: dict[str, Any]) -> list[int]:
     return list(accumulate(film["events"]["nbytes"], initial=sum(film["initial"]["nbytes"])))
 
 
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A plan, a search and a scorecard, beside a run of `make train` on two cores (`data/run`)."""
+    folder = tmp_path_factory.mktemp("real")
+    asked = {"world_size": 8, "device": "h100-80", "seq": 4096}
+    made = {
+        "plan": zs.plan("llama-2-7b", batch=2, activations="recompute", **asked).to_json(),
+        "search": zs.search("llama-2-7b", batches=(1, 2, 4), **asked).to_json(),
+        "scorecard": json.loads(scorecard(SAMPLE).to_json()),
+    }
+    for name, data in made.items():
+        (folder / f"{name}.json").write_text(json.dumps(data))
+    return dict(read_sources([*(folder / f"{name}.json" for name in made), RUN]))
+
+
 # -- the page as a whole ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_view_opens_without_an_error_or_a_request(
-    open_page: Open, plan: dict[str, Any], scheme: str, pictures: Path | None
-) -> None:
+def test_every_view_opens_without_an_error_or_a_request(open_page: Open, plan: dict[str, Any], scheme: str) -> None:
     opened = open_page(plan, color_scheme=scheme)
     assert opened.script("document.documentElement.dataset.theme") == scheme
     for view in VIEWS:
@@ -101,10 +120,24 @@ def test_every_view_opens_without_an_error_or_a_request(
         panel = opened.page.locator(f"#panel-{view}")
         assert panel.is_visible()
         assert len(panel.inner_text()) > 50
-        if pictures is not None and (scheme == "light" or view in ("film", "walk")):
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 1200), ("light", NARROW)])
+def test_a_page_of_real_data_has_every_view(
+    open_page: Open, real: dict[str, Any], scheme: str, width: int, pictures: Path | None
+) -> None:
+    opened = open_page(real, color_scheme=scheme, width=width)
+    assert opened.path.stat().st_size < 1_000_000
+    suffix = "-narrow" if width == NARROW else "-dark" if scheme == "dark" else ""
+    for view in VIEWS:
+        opened.show(view)
+        if view == "walk":
+            opened.page.fill("#walk-slider", "14")
+        assert len(opened.page.locator(f"#panel-{view}").inner_text()) > 50
+        if pictures is not None and (not suffix or view in ("film", "walk")):
             pictures.mkdir(parents=True, exist_ok=True)
             opened.page.wait_for_timeout(500)
-            opened.page.screenshot(path=pictures / f"{view}{'-dark' if scheme == 'dark' else ''}.png", full_page=True)
+            opened.page.screenshot(path=pictures / f"{view}{suffix}.png", full_page=True)
 
 
 def test_a_request_would_be_seen(open_page: Open, plan: dict[str, Any]) -> None:
@@ -118,15 +151,12 @@ def test_a_request_would_be_seen(open_page: Open, plan: dict[str, Any]) -> None:
     opened.requests[:] = [url for url in opened.requests if url.startswith("file:")]
 
 
-def test_a_narrow_screen_does_not_scroll_sideways(open_page: Open, plan: dict[str, Any], pictures: Path | None) -> None:
+def test_a_narrow_screen_does_not_scroll_sideways(open_page: Open, plan: dict[str, Any]) -> None:
     opened = open_page(plan, width=NARROW)
     for view in VIEWS:
         opened.show(view)
         assert opened.page.locator(f"#panel-{view}").is_visible()
         assert opened.script("document.documentElement.scrollWidth") <= NARROW, view
-        if pictures is not None and view in ("film", "walk"):
-            opened.page.wait_for_timeout(500)
-            opened.page.screenshot(path=pictures / f"{view}-narrow.png", full_page=True)
 
 
 def test_views_without_data_are_hidden(open_page: Open) -> None:

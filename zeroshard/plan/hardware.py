@@ -11,6 +11,10 @@ Note: what bounds a collective
     A ring sends (N - 1) / N of the bytes through the narrowest link, and pays a latency for each of its N - 1 hops.
     Within a node links are those between devices; between nodes the node's adapters are shared by its ranks.
 
+Note: what a retry of the caching allocator costs
+    The driver frees memory only when the device is idle, so the host loses its lead: nothing runs until all calls to
+    the driver are done and the next kernel is launched. Memory that was freed is cleared before it is given again.
+
 Source: vendors' data sheets; ml-engineering (S. Bekman), "Maximum Achievable Matmul FLOPS"; the Ultra-Scale Playbook's
 measurements of collectives on 8 to 512 H100.
 """
@@ -25,6 +29,20 @@ __all__ = ["Cost", "DEVICES", "Device", "Span", "device_named"]
 
 GB: Final = 10**9
 MIB: Final = 1 << 20
+DRIVER_CALL_S: Final = 50e-6
+"""Of one cudaMalloc or cudaFree on an idle device, without what grows with the size.
+
+54,628 calls of cudaMalloc on a Quadro RTX 5000 took 59 microseconds each, frees outside a collection 46
+(github.com/JuliaGPU/CuArrays.jl/pull/414, September 2019; 5.8 MB each). That includes what grows with the size, so a
+price of both is high rather than low.
+"""
+CLEARED_S_PER_BYTE: Final = 0.35 / 16e9
+"""Of cudaMalloc, for memory that the process freed before.
+
+16 GB took 300 to 400 ms on an A10 after a cudaFree, and 10 to 20 ms without one
+(github.com/ggml-org/llama.cpp/pull/5429). A gibibyte, taken and returned, took 31 ms elsewhere
+(github.com/vortex-data/vortex/pull/7831).
+"""
 TILE: Final = (128, 256)
 """Rows and columns of a result that one multiprocessor computes at a time."""
 
@@ -179,6 +197,15 @@ class Device:
         moved_s = nbytes * hops / span.ranks / link * (1 + self.half_bytes * span.ranks / nbytes)
         # An all-reduce is a reduce-scatter and a gather; along trees it takes a third of their hops.
         return 2 * moved_s + 2 / 3 * hops * hop_s if kind == "all-reduce" else moved_s + hops * hop_s
+
+    def retry_s(self, driver_calls: int, taken_bytes: float) -> float:
+        """Return the seconds that the device waits for one retry of the caching allocator.
+
+        Args:
+            driver_calls: segments that were returned to the driver or taken from it.
+            taken_bytes: of memory that was taken after the return.
+        """
+        return self.launch_s + driver_calls * DRIVER_CALL_S + taken_bytes * CLEARED_S_PER_BYTE
 
     def copy_s(self, nbytes: float) -> float:
         """Return the seconds of a copy to or from the host."""

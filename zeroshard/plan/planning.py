@@ -6,6 +6,7 @@ Owns the plan and its verdict. Must not know how a step is simulated (`film.py`)
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from zeroshard.plan.job import (
     row_of,
 )
 from zeroshard.plan.result import Plan, RankClass
+from zeroshard.plan.retries import NO_RETRIES, Retries, play_steps
 from zeroshard.plan.shapes import SHAPES, Transformer, read_config, shape_named
 from zeroshard.plan.trying import changes_of
 from zeroshard.table.cells import Residency
@@ -33,6 +35,8 @@ __all__ = ["make_plan", "plan_shape", "shape_of"]
 
 LISTED: Final = 12
 """Entries of a live set that a plan keeps."""
+SETTLED: Final = 4
+"""Steps after the first one until the layout of a full device repeats; the second one changes it most."""
 
 
 def make_plan(
@@ -226,7 +230,8 @@ def _plan(
     film, first = make_film(job, is_settled=True), make_film(job, is_first=True)
     # The rules are those of the allocator of GPUs; that of a CPU keeps nothing.
     is_cpu = options.device.is_cpu
-    reserved_bytes = film.peak[0] if is_cpu else simulate(_steps(first, film), Rules()).peak_reserved_bytes
+    steps = chain.from_iterable(_steps(first, film))
+    reserved_bytes = film.peak[0] if is_cpu else simulate(steps, Rules()).peak_reserved_bytes
     ranks = [RankClass("rank 0", 1, film.resident_bytes, film.peak[0], reserved_bytes)]
     for title, count, other in others:
         ranks.append(RankClass(title, count, resident_bytes(other, film), film.peak[0], reserved_bytes))
@@ -247,7 +252,16 @@ def _plan(
         tuple(unit.numel for unit in job.units),
         element_bytes_of(job),
         activations,
+        retries=_retries_of(first, film, reserved_bytes, options),
     )
+
+
+def _retries_of(first: Film, film: Film, reserved_bytes: int, options: Options) -> Retries:
+    """Return the allocator's retries where the device has room for what is allocated, but not for what is reserved."""
+    room_bytes = options.device.memory_bytes - outside_bytes_of(options)
+    if options.device.is_cpu or not max(film.peak[0], first.peak[0]) <= room_bytes < reserved_bytes:
+        return NO_RETRIES
+    return play_steps(_steps(first, film, SETTLED), Rules(device_bytes=room_bytes), options.device)
 
 
 def _other_ranks(shape: Transformer, options: Options) -> list[tuple[str, int, Job]]:
@@ -261,17 +275,17 @@ def _other_ranks(shape: Transformer, options: Options) -> list[tuple[str, int, J
     ]
 
 
-def _steps(first: Film, film: Film) -> Iterator[Call]:
-    """Yield the allocator's calls of a first and two steady steps, over one set of what is resident."""
-    yield from calls_of((*first.before, *first.events))
+def _steps(first: Film, film: Film, steady: int = 2) -> Iterator[Iterator[Call]]:
+    """Yield the allocator's calls of a first step and of some steady ones, over one set of what is resident."""
+    yield calls_of((*first.before, *first.events))
     # States were made in the first step; what a later step makes has numbers of its own.
     shift = 1 + max((one.storage for one in (*film.before, *film.events)), default=0)
     made = {one.storage for one in film.before}
-    for number in (1, 2):
+    for number in range(1, steady + 1):
         moved = [
             one._replace(storage=one.storage + number * shift * 2) for one in film.events if one.storage not in made
         ]
-        yield from calls_of(moved)
+        yield calls_of(moved)
 
 
 def flops_of(shape: Transformer, options: Options) -> float:

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, final
 
 from zeroshard.plan.film import COLUMNS, Event, Film, LaneSpan
 from zeroshard.plan.job import Options
+from zeroshard.plan.retries import NO_RETRIES, Retries
 from zeroshard.plan.text import bar, count, seconds
 
 __all__ = ["Change", "Plan", "RankClass", "Verdict", "film_columns", "verdict_of"]
@@ -79,6 +80,7 @@ class Plan:
         element_bytes: of a parameter, of a gradient that is held, and of masters and states.
         activations: bytes that a block keeps for each token, the number of blocks, and what the rest keeps for a token.
         changes: what would lower memory, each with its price, fastest first.
+        retries: of the allocator, on a device that has room for what is allocated but not for all that is reserved.
 
     ```python
     import zeroshard as zs
@@ -106,6 +108,7 @@ class Plan:
     element_bytes: tuple[int, int, int]
     activations: tuple[float, int, float]
     changes: Sequence[Change] = ()
+    retries: Retries = NO_RETRIES
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -148,8 +151,8 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Of a steady step."""
-        return self.film.step_s
+        """Of a steady step: the film's, and what the device waits for retries of the allocator."""
+        return self.film.step_s + self.retries.steady_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -190,14 +193,16 @@ class Plan:
                 "host_bytes": self.host_bytes,
                 "save_bytes": self.save_bytes,
                 "error": dict(zip(("median", "nine_tenths"), error_of(self.asked), strict=True)),
+                "retries": {"by_step": list(self.retries.by_step), "is_served": self.retries.is_served},
             },
             "traffic": dict(self.film.sent_bytes),
             "time": {
                 "step_s": self.step_s,
                 "first_step_s": self.first.step_s,
-                "compute_s": self.step_s - self.film.exposed_s - self.film.update_s,
+                "compute_s": self.film.step_s - self.film.exposed_s - self.film.update_s,
                 "exposed_s": self.film.exposed_s,
                 "update_s": self.film.update_s,
+                "allocator_s": self.retries.steady_s,
                 "tokens_per_step": self.asked.tokens_per_step,
                 "tokens_per_s": self.tokens_per_s,
                 "mfu": self.mfu,
@@ -327,6 +332,8 @@ def _render(plan: Plan) -> str:
     film = plan.film
     parts = {"computing": film.step_s - film.exposed_s - film.update_s}
     parts |= {"waiting for others": film.exposed_s, "update": film.update_s}
+    if plan.retries.steady:
+        parts["allocator"] = plan.retries.steady_s
     each = plan.tokens_per_s / plan.asked.world_size
     lines += [
         "",
@@ -338,6 +345,7 @@ def _render(plan: Plan) -> str:
         + (", ".join(f"{kind} {nbytes / 1e9:,.2f} GB" for kind, nbytes in film.sent_bytes.items()) or "nothing"),
         f"first step          peak {plan.first.peak[0] / GIB:.2f} GiB, {seconds(plan.first.step_s)}",
         f"asynchronous save   {plan.save_bytes / GIB:.2f} GiB of the host's memory for each rank",
+        *[f"allocator           {plan.retries}" for _ in plan.retries.by_step[:1]],
     ]
     if plan.verdict != "fits" and plan.changes:
         lines += ["", "what would help, fastest first:"]
