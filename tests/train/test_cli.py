@@ -82,6 +82,21 @@ def test_dry_run_prints_the_resolved_configuration(monkeypatch, capsys, tmp_path
     assert (config.run.name, config.train.steps, config.run.seed, config.zero.no_sync) == ("n", 9, 5, True)
     assert config.run.profile_steps == 3
     assert (config.train.clip, config.train.precision, config.model.source) == (0.5, "bf16", "hf:m")
+    assert "# plan: none, since m is no folder with a config.json." in out
+
+
+def test_dry_run_prints_the_plan_as_comments(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)  # where no profile is
+    status, out, _ = _main(monkeypatch, capsys, "train", "--depth", "1", "--ranks", "2", "--stage", "2", "--dry-run")
+    settings, _, plan = out.partition("\n# plan of a rank, MB: ")
+    assert status == 0 and plan
+    assert all(line.startswith("# ") for line in plan.splitlines()[1:])
+    assert "from torch's allocator (backward)" in plan and "time is not predicted" in plan
+    path = tmp_path / "config.toml"
+    path.write_text(out, "utf-8")
+    with_plan = load_config(path)
+    path.write_text(settings, "utf-8")
+    assert with_plan == load_config(path)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,12 @@ def device_for(name: str) -> Device:
 
     Raises:
         ValueError: there is no such preset, or the file is no profile.
+
+    ```python
+    import zeroshard as zs
+
+    assert zs.device_for("h100-80").memory_bytes > zs.device_for("a100-40").memory_bytes
+    ```
     """
     if name == "this":
         return read_profile(profile_path())
@@ -34,7 +40,15 @@ def device_for(name: str) -> Device:
 
 
 def host_device() -> Device:
-    """Return this host as a device whose speed nobody has measured: its memory is known, times mean nothing."""
+    """Return this host as a device whose speed nobody has measured: its memory is known, times mean nothing.
+
+    ```python
+    import zeroshard as zs
+
+    device = zs.host_device()
+    assert device.is_cpu and device.memory_bytes == device.host_bytes
+    ```
+    """
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     unknown = MappingProxyType({"float32": 1e11})
     return Device(

@@ -14,7 +14,7 @@ from zeroshard.table.cells import Residency
 from zeroshard.table.layout import plan_layout
 from zeroshard.table.spec import BucketSpec, Formats, UnitSpec, itemsize
 
-__all__ = ["OPTIMIZERS", "PRECISIONS", "States", "own_units", "kernel_bytes_of", "specs_of", "updates_of"]
+__all__ = ["OPTIMIZERS", "PRECISIONS", "States", "kernel_bytes_of", "own_units", "specs_of", "updates_of"]
 
 _WIDE: Final = "float32"
 PRECISIONS: Final[Mapping[str, Formats]] = MappingProxyType(

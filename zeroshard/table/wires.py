@@ -10,7 +10,7 @@ from typing import final
 from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import BLOCK_NUMEL, BucketSpec, Message, itemsize, message_of
 
-__all__ = ["SHOWN_NUMEL", "HostWire", "Messages", "Native", "Silence", "Wire"]
+__all__ = ["HostWire", "Messages", "Native", "SHOWN_NUMEL", "Silence", "Wire"]
 
 SHOWN_NUMEL = 16 * BLOCK_NUMEL
 """Elements that a rank shows each other at once of what is not in the memory of the host."""

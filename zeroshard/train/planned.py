@@ -5,6 +5,7 @@ Owns how a configuration becomes the arguments of `zs.plan`, and the text. Must 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -34,9 +35,11 @@ def plan_run(config: Config) -> tuple[zs.Plan, bool]:
     batch = train.batch // config.run.ranks // train.accumulation
     inputs: Any = None
     if config.hf_folder:
+        if not (Path(config.hf_folder) / "config.json").is_file():
+            raise ValueError(f"{config.hf_folder} is no folder with a config.json.")
         import transformers
 
-        model: Any = transformers.AutoConfig.from_pretrained(config.hf_folder)
+        model: Any = transformers.AutoConfig.from_pretrained(config.hf_folder, local_files_only=True)
     else:
         with torch.device("meta"):
             model = GPT(replace(config.gpt, vocabulary=load_tokenizer(config.tokenizer).vocabulary))
@@ -61,7 +64,7 @@ def describe_plan(config: Config) -> Sequence[str]:
     """Return the plan of a run in lines, or the reason why there is none."""
     try:
         plan, is_timed = plan_run(config)
-    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+    except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
         return [f"plan: none, since {str(error).splitlines()[0]}"]
     held = ", ".join(f"{name} {nbytes / MB:,.1f}" for name, nbytes in plan.resident_bytes.items() if nbytes)
     lines = [
@@ -84,7 +87,7 @@ def compare_plan(
     """
     try:
         plan, is_timed = plan_run(config)
-    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+    except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
         return {"problem": str(error).splitlines()[0]}
     return {
         "device": plan.asked.device.name,
