@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Final, final
 
 from zeroshard.plan import paper_data as data
+from zeroshard.plan.paper_allocator import allocator
 from zeroshard.plan.paper_data import Largest, Run
 from zeroshard.plan.paper_runs import AS_SAID, BUDGET_BYTES, Assumptions, model_of, outcome_of, software_part
 from zeroshard.plan.paper_sizes import activations, communication, figure_1, partitioned, table_1, table_2, table_faults
@@ -33,7 +34,7 @@ VARIANTS: Final = (
 MARK: Final = "Published values were read off the paper's chart, to about 2%."
 TITLES: Final = (
     "figure_1", "table_1", "table_2", "communication", "activations", "partitioned", "figure_2", "figure_3",
-    "figure_4", "figure_6", "figure_7", "figure_8", "assumptions",
+    "figure_4", "allocator", "figure_6", "figure_7", "figure_8", "assumptions",
 )  # fmt: skip
 """Names of the tables, in order."""
 
@@ -82,7 +83,7 @@ class Reproduction:
 def reproduce() -> Reproduction:
     """Predict everything; some seconds on one core."""
     makers = (figure_1, table_1, table_2, communication, activations, partitioned, figure_2, figure_3, figure_4,
-              figure_6, figure_7, figure_8, assumptions)  # fmt: skip
+              allocator, figure_6, figure_7, figure_8, assumptions)  # fmt: skip
     tables = {table.name: table for table in (make() for make in makers)}
     return Reproduction(tables, targets())
 

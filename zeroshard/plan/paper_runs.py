@@ -154,11 +154,14 @@ def parts_of(model: Transformer, load: Workload, row: Residency) -> dict[str, Pa
     return found
 
 
-def film_of(run: Run, device: Device = DGX_2, seconds: Callable[[Cost], float] | None = None) -> Film:
+def film_of(
+    run: Run, device: Device = DGX_2, seconds: Callable[[Cost], float] | None = None, *, is_settled: bool = False
+) -> Film:
     """Simulate a step of the first rank of a run.
 
     Args:
         seconds: of one kernel; the device's own formula where not given.
+        is_settled: whether pooled buffers of an earlier step are there.
     """
     model, row, ranks = model_of(run), row_of(run.row), run.devices // run.tensor
     units = dict(own_units(model, run.tensor))
@@ -178,7 +181,7 @@ def film_of(run: Run, device: Device = DGX_2, seconds: Callable[[Cost], float] |
         keeps_gradients=True,
         seconds=seconds,
     )
-    return make_film(job)
+    return make_film(job, is_settled=is_settled)
 
 
 def operations_of(run: Run) -> float:

@@ -59,6 +59,7 @@ def play_steps(steps: Iterable[Iterable[Event]], rules: Rules, device: Device) -
 
     >>> from zeroshard.plan.allocator import Action, Event, Rules
     >>> from zeroshard.plan.hardware import DEVICES
+    >>> from zeroshard.plan.retries import play_steps
     >>> step = [Event("a", 24 << 20), Event("a", 0, action=Action.FREE), Event("b", 30 << 20)]
     >>> str(play_steps([step], Rules(device_bytes=40 << 20), DEVICES["h100-80"]))
     'retries: 0 in the first steps, 1 in a steady step'
