@@ -311,7 +311,9 @@ class _Camera:
         self._now_s = self._exposed_s = self._reduced_s = 0.0
         self._free_s = {"gather": 0.0, "reduce": 0.0}
         self._sent.clear()
+        sent = Counter[str]()
         for _ in range(min(job.micro_batches, 2)):
+            before_sent = self._sent.copy()
             start_s, begun_s, exposed_s = self._now_s, self._now_s, self._exposed_s
             inputs = self._make(job.input_bytes, "activations", "", "inputs")
             self._forward()
@@ -321,11 +323,14 @@ class _Camera:
             self._mark("backward", start_s)
             self._drop(inputs)
             one_s, exposed_s = self._now_s - begun_s, self._exposed_s - exposed_s
+            sent = self._sent - before_sent
         start_s = self._now_s
         self._update(buckets, is_first=is_first)
         self._mark("update", start_s)
         update_s = self._now_s - start_s
         more = max(0, job.micro_batches - 2)
+        for kind, nbytes in sent.items():
+            self._sent[kind] += more * nbytes
         return Film(
             tuple(before),
             tuple(self._events),
@@ -379,15 +384,13 @@ class _Camera:
         """Play a pass of a model that was traced."""
         needs = Counter(unit for unit, one in script if one.kind == "need")
         last = {unit: place for place, (unit, one) in enumerate(script) if one.kind == "leave"}
-        order = [unit for unit, one in script if one.kind in ("need", "leave")]
         requests: list[schedule.Request] = [("gather", schedule.ROOT)]
         for place, (unit, one) in enumerate(script):
             if one.kind == "need" and ("gather", unit) not in requests:
                 requests.append(("gather", unit))
             if is_backward and last.get(unit) == place:
                 requests.append(("reduce", unit))
-        missing = [unit.number for unit in self._job.units if unit.number not in {*order, schedule.ROOT}]
-        requests += [("reduce", unit) for unit in (*missing, schedule.ROOT)] * is_backward
+        requests += [("reduce", schedule.ROOT)] * is_backward
         pinned = frozenset(unit for unit, count in needs.items() if count > 1)
         self._begin(schedule.Record(schedule.hoist(requests), pinned))
         self._need(schedule.ROOT)
@@ -406,9 +409,9 @@ class _Camera:
             return
         for storage in self._numbers.values():  # the loss, and what the trace saw end with it
             self._drop(storage)
-        for unit in (*missing, schedule.ROOT):
-            self._land(unit)
-            self._do(self._schedule.land(unit))
+        # What no pass uses gets no gradients, and nothing of it is reduced.
+        self._land(schedule.ROOT)
+        self._do(self._schedule.land(schedule.ROOT))
         self._end_backward()
 
     def _end_backward(self) -> None:
@@ -586,7 +589,9 @@ class _Camera:
             nbytes = bucket.layout.full_numel * itemsize(bucket.formats.reduce)
             works.append(("all-reduce" if bucket.updates_all else "reduce", nbytes, "shard"))
             if bucket.replicas > 1:
-                works.append(("all-reduce", nbytes // bucket.layout.world_size, "replicate"))
+                shard_bytes = nbytes // bucket.layout.world_size
+                works.append(("all-reduce", shard_bytes, "replicate"))
+                self._sent["replicate all-reduce"] += sent_of("all-reduce", shard_bytes, self._job.spans["replicate"])
         self._tick("reduce", spec.name, spec.sent_bytes("reduce"))
         self._reduced_s = self._exchange("reduce", spec.name, works)
         self._before = taken

@@ -16,16 +16,19 @@ from zeroshard.plan.film import Film, Job, calls_of, make_film
 from zeroshard.plan.hardware import Device, device_named
 from zeroshard.plan.job import (
     Options,
+    Treatment,
     activations_of_shape,
     check_options,
     job_of_shape,
     outside_bytes_of,
     precision_for,
     row_of,
+    treatment_of,
 )
 from zeroshard.plan.result import Plan, RankClass
 from zeroshard.plan.shapes import SHAPES, Transformer, read_config, shape_named
 from zeroshard.plan.trying import changes_of
+from zeroshard.table.activations import Compressed, Offloaded, Partitioned
 from zeroshard.table.cells import Residency
 from zeroshard.table.spec import itemsize
 
@@ -108,7 +111,7 @@ def make_plan(
         batch=batch,
         sequence=seq if seq is not None else min(shape.sequence if shape is not None else 4096, 4096),
         row=row_of(stage, residency, activations),
-        precision=precision or precision_for(preset),
+        precision=precision_for(preset) if precision is None else precision,
         replicas=mesh,
         tensor=tensor,
         is_sequence_parallel=sequence_parallel,
@@ -179,7 +182,7 @@ def plan_module(
     numel = traced.parameters_numel
     flops = 3 * traced.flops * options.micro_batches * options.world_size
     kept = (traced.kept_bytes / max(1, traced.tokens), 1, 0.0)
-    return _plan(type(model).__name__, (numel, numel), options, traced.job, flops, kept)
+    return _plan(type(model).__name__, (numel, numel), options, traced.job, flops, kept, module_notes=traced.notes)
 
 
 def plan_shape(shape: Transformer, options: Options) -> Plan:
@@ -199,6 +202,8 @@ def _plan(
     flops: float,
     activations: tuple[float, int, float],
     others: Sequence[tuple[str, int, Job]] = (),
+    *,
+    module_notes: Sequence[str] | None = None,
 ) -> Plan:
     """Return the plan of a job.
 
@@ -207,10 +212,14 @@ def _plan(
         flops: of a step of all ranks.
         activations: as in `Plan`.
         others: classes of ranks besides the first: name, count, job.
+        module_notes: of a trace; None of a shape.
     """
     film, first = make_film(job, is_settled=True), make_film(job, is_first=True)
     reserved_bytes = simulate(_steps(first, film), Rules()).peak_reserved_bytes
-    ranks = [RankClass("rank 0", 1, film.resident_bytes, film.peak[0], reserved_bytes)]
+    alone = options.world_size - sum(count for _, count, _ in others)
+    ranks = [
+        RankClass("rank 0" if alone == 1 else "each rank", alone, film.resident_bytes, film.peak[0], reserved_bytes)
+    ]
     for title, count, other in others:
         resident_bytes = make_film(other, is_settled=True).resident_bytes
         ranks.append(RankClass(title, count, resident_bytes, film.peak[0], reserved_bytes))
@@ -227,7 +236,7 @@ def _plan(
         save_bytes_of(job),
         host_bytes_of(options),
         outside_bytes_of(options),
-        tuple(notes_of(options)),
+        (*notes_of(options, is_module=module_notes is not None), *(module_notes or ())),
         tuple(unit.numel for unit in job.units),
         element_bytes_of(job),
         activations,
@@ -289,9 +298,23 @@ def host_bytes_of(options: Options) -> int:
     return min(options.world_size, options.device.node_ranks) * 3 * 10**9
 
 
-def notes_of(options: Options) -> list[str]:
-    """Return what is not predicted."""
-    found = []
-    if any(link.word in ("compressed",) for chain in options.row.activations.chains for link in chain):
+def notes_of(options: Options, *, is_module: bool = False) -> list[str]:
+    """Return what is not predicted.
+
+    Args:
+        is_module: whether a module was traced: a trace recomputes, and moves nothing.
+    """
+    found, chains = [], options.row.activations.chains
+    links = [(link, Treatment() if is_module else treatment_of(chain, options)) for chain in chains for link in chain]
+    if any(isinstance(link, Compressed) for link, _ in links):
         found.append("Compression depends on values: activations are counted as if they were kept.")
+    if any(isinstance(link, Offloaded) and not how.is_input_offloaded for link, how in links):
+        found.append(
+            "Only whole inputs of recomputed blocks of shapes are planned in memory of the host: what is "
+            "offloaded beside these is counted as if it stayed on the device."
+        )
+    elif any(isinstance(link, Offloaded) and how.name == "recompute-rest" for link, how in links):
+        found.append("Products that are kept are counted as if they stayed on the device; inputs are offloaded.")
+    if any(isinstance(link, Partitioned) and how.input_parts == 1 for link, how in links):
+        found.append("Nothing is partitioned: there are no tensor ranks that hold the same activations.")
     return found
