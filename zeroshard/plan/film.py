@@ -434,7 +434,9 @@ class _Camera:
         buckets = [bucket for unit in units for bucket in unit.buckets]
         self._lay_out(is_first=is_first)
         before, self._events = self._events, []
+        sent = Counter[str]()
         for _ in range(min(job.micro_batches, 2)):
+            before_sent = self._sent.copy()
             start_s, begun_s, exposed_s = self._now_s, self._now_s, self._exposed_s
             inputs = self._make(job.input_bytes, "activations", "", "inputs")
             self._forward()
@@ -444,11 +446,14 @@ class _Camera:
             self._mark("backward", start_s)
             self._drop(inputs)
             one_s, exposed_s = self._now_s - begun_s, self._exposed_s - exposed_s
+            sent = self._sent - before_sent
         start_s = self._now_s
         self._update(buckets, is_first=is_first)
         self._mark("update", start_s)
         update_s = self._now_s - start_s
         more = max(0, job.micro_batches - 2)
+        for kind, nbytes in sent.items():
+            self._sent[kind] += more * nbytes
         return Film(
             tuple(before),
             tuple(self._events),
@@ -504,7 +509,8 @@ class _Camera:
                 requests.append(("gather", unit))
             if one.kind == "land" and self._is_last(one.what, missing):
                 requests.append(("reduce", self._places[one.what][1]))
-        late = [u.number for u in reversed(job.units) if u.reduced and ("reduce", u.number) not in requests]
+        # What no pass uses gets no gradients, and nothing of it is reduced.
+        late = [n for n in reversed(self._missing) if self._missing[n] and ("reduce", n) not in requests]
         requests += [("reduce", unit) for unit in late] * is_backward
         pinned = frozenset(unit for unit, count in needs.items() if count > 1)
         self._begin(schedule.Record(schedule.hoist(requests), pinned))
@@ -771,7 +777,9 @@ class _Camera:
             nbytes = bucket.layout.full_numel * itemsize(bucket.formats.reduce)
             works.append(("all-reduce" if bucket.updates_all else "reduce", nbytes, "shard"))
             if bucket.replicas > 1:
-                works.append(("all-reduce", nbytes // bucket.layout.world_size, "replicate"))
+                shard_bytes = nbytes // bucket.layout.world_size
+                works.append(("all-reduce", shard_bytes, "replicate"))
+                self._sent["replicate all-reduce"] += sent_of("all-reduce", shard_bytes, self._job.spans["replicate"])
         self._tick("reduce", spec.name, spec.sent_bytes("reduce"))
         self._reduced_s = self._exchange("reduce", spec.name, works)
         # Sums of more than two ranks are made apart, a block at a time, as `wire/codec.py` does.

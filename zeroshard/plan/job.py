@@ -8,7 +8,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, final
+from numbers import Integral
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, final
 
 from zeroshard.describe.treatments import ActivationsLike, activations_of
 from zeroshard.plan.film import Account, Call, Job, account_of
@@ -17,7 +19,7 @@ from zeroshard.plan.shapes import Transformer
 from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS, own_units, specs_of, updates_of
 from zeroshard.plan.tape import Parts, coarse, instructions
 from zeroshard.plan.transformer import Kernels, Workload, tapes
-from zeroshard.table.activations import Activations, Chain, Recomputed
+from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
 from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency
 from zeroshard.table.spec import Formats, UnitSpec, itemsize
@@ -26,12 +28,14 @@ from zeroshard.table.wires import SHOWN_NUMEL, HostWire, Messages, Native, Silen
 
 __all__ = [
     "Options",
+    "Treatment",
     "activations_of_shape",
     "check_options",
     "job_of_shape",
     "outside_bytes_of",
     "precision_for",
     "row_of",
+    "treatment_of",
 ]
 
 TOKEN_BYTES: Final = 8
@@ -39,6 +43,18 @@ TOKEN_BYTES: Final = 8
 
 
 PLAIN_KERNELS: Final = Kernels()
+
+COUNTS: Final = MappingProxyType(
+    {
+        "world_size": "world_size",
+        "batch": "batch",
+        "sequence": "seq",
+        "replicas": "mesh",
+        "tensor": "tensor",
+        "micro_batches": "micro_batches",
+    }
+)
+"""Numbers of a plan, each with the argument that it is asked by."""
 
 
 @final
@@ -81,6 +97,16 @@ class Options:
     shared_memory: bool = True
     zeros: float | None = None
     fused: bool = False
+
+    def __post_init__(self) -> None:
+        # Caches are keyed by these numbers: an integer of numpy equals Python's, and would be kept in its place.
+        for name, asked in COUNTS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise TypeError(f"{asked} must be an integer, got {value!r}.")
+            object.__setattr__(self, name, int(value))
+        if not isinstance(self.is_sequence_parallel, bool):
+            raise TypeError(f"sequence_parallel must be True or False, got {self.is_sequence_parallel!r}.")
 
     @property
     def shard_ranks(self) -> int:
@@ -126,6 +152,7 @@ def row_of(stage: int | None, residency: Residency | str | None, activations: Ac
 
     Raises:
         ValueError: both a stage and a residency, or a name of no configuration.
+        TypeError: a residency that is neither a name nor a row.
     """
     if residency is not None and stage is not None:
         raise ValueError(f"Give stage={stage!r} or residency={residency!r}, not both.")
@@ -133,6 +160,8 @@ def row_of(stage: int | None, residency: Residency | str | None, activations: Ac
         if residency not in CONFIGURATIONS:
             raise ValueError(f"residency must be one of {', '.join(CONFIGURATIONS)} or a Residency; got {residency!r}.")
         residency = CONFIGURATIONS[residency]
+    elif residency is not None and not isinstance(residency, Residency):
+        raise TypeError(f"residency must be one of {', '.join(CONFIGURATIONS)} or a Residency; got {residency!r}.")
     row = residency or row_of_stage(DEFAULT_STAGE if stage is None else stage)
     return row if activations is None else dataclasses.replace(row, activations=activations_of(activations))
 
@@ -143,12 +172,12 @@ def check_options(options: Options) -> None:
     Raises:
         ValueError: a count is below 1, or ranks do not divide; a name is not known.
     """
-    for name in ("world_size", "batch", "sequence", "replicas", "tensor", "micro_batches"):
+    for name, asked in COUNTS.items():
         if getattr(options, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}.")
+            raise ValueError(f"{asked} must be at least 1, got {getattr(options, name)}.")
     if options.world_size % (options.tensor * options.replicas):
         raise ValueError(
-            f"world_size must be a multiple of tensor times replicas; got {options.world_size}, {options.tensor} and "
+            f"world_size must be a multiple of tensor times mesh; got {options.world_size}, {options.tensor} and "
             f"{options.replicas}."
         )
     if options.precision not in PRECISIONS:
@@ -157,12 +186,30 @@ def check_options(options: Options) -> None:
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {options.optimizer!r}.")
 
 
-def treatment_of(chain: Chain) -> str:
-    """Return which of the tape's treatments a chain begins with."""
-    how = next((link for link in chain if isinstance(link, Recomputed)), None)
-    if how is None:
-        return "keep"
-    return "recompute-rest" if how.keeps == "products" else "recompute"
+class Treatment(NamedTuple):
+    """What a tape does with what its forward saves: the arguments of `tape.instructions`."""
+
+    name: str = "keep"
+    input_parts: int = 1
+    is_input_offloaded: bool = False
+
+
+def treatment_of(chain: Chain, options: Options) -> Treatment:
+    """Return what a chain comes to in a tape; `notes_of` says what a tape does not do.
+
+    Raises:
+        ValueError: modules are recomputed in segments, which tapes of one module do not have.
+    """
+    links = {type(link): link for link in chain}
+    how = links.get(Recomputed)
+    if not isinstance(how, Recomputed):
+        return Treatment()
+    if how.every != 1:
+        raise ValueError(f"activations={how}: segments of several modules are not planned; plan every=1.")
+    # Where tokens are split over the tensor ranks, each has a part of its own already.
+    parts = options.tensor if Partitioned in links and not options.is_sequence_parallel else 1
+    name = "recompute-rest" if how.keeps == "products" else "recompute"
+    return Treatment(name, parts, links.get(Offloaded) == Offloaded())
 
 
 def outside_bytes_of(options: Options) -> int:
@@ -188,7 +235,8 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
         is_coarse: sum each unit's instructions up, for searches.
 
     Raises:
-        ValueError: sizes of the model that the tensor ranks do not divide, or a sequence that it does not take.
+        ValueError: sizes of the model that the tensor ranks do not divide, a sequence that it does not take, or a
+            pattern of units that fits none.
     """
     check_options(options)
     check_shape(model, options)
@@ -197,10 +245,15 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
     sharding = (model, options.tensor, row, formats, options.shard_ranks, options.replicas, rank)
     specs = _specs(*sharding)
     updates, account = _account(options.optimizer, *sharding)
+    for pattern, _ in options.row.activations.units:
+        if not any(fits(unit.name, pattern) for unit in specs):
+            names = ", ".join(unit.name for unit in specs if unit.name)
+            raise ValueError(f"activations= names {pattern!r}, which fits no unit of {model.name}; units: {names}.")
     load = load_of(options)
     calls = []
     for unit, kind in _uses(model, specs):
-        treatment = treatment_of(options.row.activations.of_unit(unit.name)) if kind in ("block", "dense") else "keep"
+        chain = options.row.activations.of_unit(unit.name) if kind in ("block", "dense") else ()
+        treatment = treatment_of(chain, options)
         calls.append(
             Call(unit.number, _parts(model, load, kind, treatment, (device, formats.param) if is_coarse else None))
         )
@@ -226,10 +279,10 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
 def activations_of_shape(model: Transformer, options: Options) -> tuple[float, int, float]:
     """Return the bytes that a block keeps for each token, the number of blocks, and what the rest keeps for a token."""
     load = load_of(options)
-    treatment = treatment_of(options.row.activations.chain)
+    treatment = treatment_of(options.row.activations.chain, options)
     block = _parts(model, load, "block", treatment, None).saved_bytes
-    head = _parts(model, load, "head", "keep", None)
-    rest = _parts(model, load, "embedding", "keep", None).saved_bytes + head.saved_bytes + head.forward_bytes
+    head = _parts(model, load, "head", Treatment(), None)
+    rest = _parts(model, load, "embedding", Treatment(), None).saved_bytes + head.saved_bytes + head.forward_bytes
     return block / load.tokens, model.layers, rest / load.tokens
 
 
@@ -288,9 +341,16 @@ def _account(optimizer: str, *sharding: Any) -> tuple[Sequence[Updates], Account
 
 
 @lru_cache(1024)
-def _parts(model: Transformer, load: Workload, kind: str, treatment: str, summed: tuple[Device, str] | None) -> Parts:
+def _parts(
+    model: Transformer, load: Workload, kind: str, treatment: Treatment, summed: tuple[Device, str] | None
+) -> Parts:
     if summed is None:
-        return instructions(tapes(model, load)[kind], treatment)
+        return instructions(
+            tapes(model, load)[kind],
+            treatment.name,
+            input_parts=treatment.input_parts,
+            is_input_offloaded=treatment.is_input_offloaded,
+        )
     device, dtype = summed
 
     def seconds(cost: Cost) -> float:

@@ -17,17 +17,20 @@ from zeroshard.plan.film import Film, Job, calls_of, make_film, resident_bytes
 from zeroshard.plan.hardware import Device, device_named
 from zeroshard.plan.job import (
     Options,
+    Treatment,
     activations_of_shape,
     check_options,
     job_of_shape,
     outside_bytes_of,
     precision_for,
     row_of,
+    treatment_of,
 )
 from zeroshard.plan.result import Plan, RankClass
 from zeroshard.plan.retries import NO_RETRIES, Retries, play_steps
 from zeroshard.plan.shapes import SHAPES, Transformer, read_config, shape_named
 from zeroshard.plan.trying import changes_of
+from zeroshard.table.activations import Compressed, Offloaded, Partitioned
 from zeroshard.table.cells import Residency
 from zeroshard.table.spec import itemsize
 
@@ -121,7 +124,7 @@ def make_plan(
         batch=batch,
         sequence=seq if seq is not None else min(shape.sequence if shape is not None else 4096, 4096),
         row=row_of(stage, residency, activations),
-        precision=precision or precision_for(preset),
+        precision=precision_for(preset) if precision is None else precision,
         replicas=mesh,
         tensor=tensor,
         is_sequence_parallel=sequence_parallel,
@@ -232,7 +235,9 @@ def _plan(
     is_cpu = options.device.is_cpu
     steps = chain.from_iterable(_steps(first, film))
     reserved_bytes = film.peak[0] if is_cpu else simulate(steps, Rules()).peak_reserved_bytes
-    ranks = [RankClass("rank 0", 1, film.resident_bytes, film.peak[0], reserved_bytes)]
+    alone = options.world_size - sum(count for _, count, _ in others)
+    name_of_first = "rank 0" if alone == 1 else "each rank"
+    ranks = [RankClass(name_of_first, alone, film.resident_bytes, film.peak[0], reserved_bytes)]
     for title, count, other in others:
         ranks.append(RankClass(title, count, resident_bytes(other, film), film.peak[0], reserved_bytes))
     return Plan(
@@ -319,9 +324,23 @@ def host_bytes_of(options: Options) -> int:
     return min(options.world_size, options.device.node_ranks) * 3 * 10**9
 
 
-def notes_of(options: Options) -> list[str]:
-    """Return what is not predicted."""
-    found = []
-    if any(link.word in ("compressed",) for chain in options.row.activations.chains for link in chain):
+def notes_of(options: Options, *, is_module: bool = False) -> list[str]:
+    """Return what is not predicted.
+
+    Args:
+        is_module: whether a module was traced: a trace recomputes, and moves nothing.
+    """
+    found, chains = [], options.row.activations.chains
+    links = [(link, Treatment() if is_module else treatment_of(chain, options)) for chain in chains for link in chain]
+    if any(isinstance(link, Compressed) for link, _ in links):
         found.append("Compression depends on values: activations are counted as if they were kept.")
+    if any(isinstance(link, Offloaded) and not how.is_input_offloaded for link, how in links):
+        found.append(
+            "Only whole inputs of recomputed blocks of shapes are planned in memory of the host: what is "
+            "offloaded beside these is counted as if it stayed on the device."
+        )
+    elif any(isinstance(link, Offloaded) and how.name == "recompute-rest" for link, how in links):
+        found.append("Products that are kept are counted as if they stayed on the device; inputs are offloaded.")
+    if any(isinstance(link, Partitioned) and how.input_parts == 1 for link, how in links):
+        found.append("Nothing is partitioned: there are no tensor ranks that hold the same activations.")
     return found

@@ -5,7 +5,7 @@ are simulated with each unit summed up (`tape.coarse`), which keeps peak and tim
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
@@ -95,15 +95,18 @@ def search(
     ```
     """
     shape, preset = shape_of(model), device_named(device)
-    sizes = [world_size] if isinstance(world_size, int) else list(world_size)
+    asked_sizes = list(world_size) if isinstance(world_size, Iterable) else [world_size]
+    if not asked_sizes:
+        raise ValueError("world_size must be a number of ranks, or several; got none.")
     start = Options(
-        world_size=sizes[0],
+        world_size=asked_sizes[0],
         device=preset,
         sequence=seq if seq is not None else min(shape.sequence, 4096),
         row=row_of_stage(0),
-        precision=precision or precision_for(preset),
+        precision=precision_for(preset) if precision is None else precision,
         optimizer=optimizer,
     )
+    sizes = [dataclasses.replace(start, world_size=one).world_size for one in asked_sizes]
     rows = [dataclasses.replace(row_of_stage(n), activations=activations_of(a)) for n in stages for a in activations]
     asked = [
         options

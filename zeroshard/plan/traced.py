@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from zeroshard.describe.activations import recomputed_modules
+from zeroshard.describe.activations import check_activations, recomputed_modules
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan, plan_units
@@ -107,11 +107,14 @@ def trace_job(
         reads: answers what the model reads of tensors, as in `trace_step`.
 
     Raises:
+        TypeError: inputs without tensors, or a loss without a graph.
         RuntimeError: the model reads values of tensors.
     """
+    tokens = _tokens(inputs)
     precision = _precision(options.formats)
     copied = on_meta(model, options.formats.param)
     plans = plan_units(model, units)
+    check_activations(options.row.activations, plans, options.tensor)
     specs = describe_units(plans, options.row, precision, shard_size=options.shard_ranks, replicas=options.replicas)
     twins = dict(zip(model.modules(), copied.modules(), strict=True))
     treat(plans, twins, options)
@@ -124,7 +127,13 @@ def trace_job(
 
     def step(run: nn.Module, given: Any) -> Tensor:
         out = run(**_cast(given, dtype)) if isinstance(given, Mapping) else run(*_cast(given, dtype))
-        return loss(out) if loss is not None else loss_of(out)
+        made = loss(out) if loss is not None else loss_of(out)
+        if not isinstance(made, Tensor) or not made.requires_grad:
+            raise TypeError(
+                f"No parameter of {type(model).__name__} that wants a gradient is in the graph of its output: give "
+                "loss=, or check requires_grad and detach()."
+            )
+        return made
 
     trace = trace_step(
         step,
@@ -136,8 +145,6 @@ def trace_job(
         takes_gradients=True,
         kept=kept,
     )
-    tensors = find(given, Tensor)
-    whole = [one for one in tensors if not one.is_floating_point()]
     by_category = _before(trace)
     script = Script(_stream(trace, names, Phase.FORWARD), _stream(trace, names, Phase.BACKWARD))
     updates = updates_of(specs, OPTIMIZERS[options.optimizer])
@@ -165,8 +172,8 @@ def trace_job(
         sum(plan.numel for plan in plans),
         flops,
         trace.saved_bytes(),
-        whole[0].numel() if whole else tensors[0].shape[0],
-        [BOUNDED] * any(one.has_bounds for one in compressions),
+        tokens,
+        [BOUNDED] * any(one.has_bounds for one in compressions) + list(_not_counted(trace)),
         _other_ranks(job, options, plans, precision),
     )
 
@@ -192,6 +199,28 @@ def _other_ranks(
         other = dataclasses.replace(job, units=specs, updates=updates)
         found.append((f"rank {place}" if count == 1 else "the others", count * options.replicas, other))
     return found
+
+
+def _tokens(inputs: Any) -> int:
+    """Return the tokens of a micro-batch: elements of the first integer input, or else samples.
+
+    Raises:
+        TypeError: inputs that are no arguments, or hold no tensor.
+        ValueError: inputs without elements.
+    """
+    if not isinstance(inputs, Mapping | list | tuple):
+        raise TypeError(
+            f"inputs= takes the arguments of the model's forward, [x] or {{'x': x}}; got {type(inputs).__name__}."
+        )
+    tensors = find(inputs, Tensor)
+    if not tensors:
+        raise TypeError(f"inputs= must hold a tensor; got {inputs!r}.")
+    kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    whole = [one for one in tensors if one.dtype in kinds]
+    tokens = whole[0].numel() if whole else (*tensors[0].shape, 1)[0]
+    if tokens < 1:
+        raise ValueError(f"inputs= must hold samples; got a tensor of shape {tuple((whole or tensors)[0].shape)}.")
+    return int(tokens)
 
 
 def on_meta(model: nn.Module, dtype: str) -> nn.Module:
@@ -251,7 +280,17 @@ def loss_of(out: Any) -> Tensor:
     if isinstance(out, Tensor):
         return out if out.numel() == 1 else out.float().sum()
     floating = [one for one in find(out, Tensor) if one.is_floating_point() and one.requires_grad]
-    return torch.stack([one.float().sum() for one in floating]).sum()
+    return torch.stack([one.float().sum() for one in floating]).sum() if floating else torch.zeros(())
+
+
+def _not_counted(trace: Trace) -> tuple[str, ...]:
+    """Return what a trace has no numbers of, in words: fused recurrent layers, which torch counts no operations of."""
+    found = sorted(
+        {event.operation for event in trace.events if "rnn" in event.operation and "back" not in event.operation}
+    )
+    return tuple(
+        f"{one}: its operations are not counted, and its memory is that of the kernel that was traced." for one in found
+    )
 
 
 def _precision(formats: Formats) -> Precision:

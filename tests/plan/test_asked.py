@@ -1,0 +1,196 @@
+"""What a plan is asked with: numbers of other kinds, treatments of activations, copies, micro-batches."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.plan.hardware import DEVICES
+from zeroshard.plan.job import Options, row_of
+from zeroshard.plan.shapes import shape_named
+from zeroshard.plan.trying import candidate_of
+
+from .test_events_equal import Skipping
+
+COUNTS = ("world_size", "batch", "seq", "mesh", "tensor", "micro_batches")
+
+
+def planned(**asked: Any) -> zs.Plan:
+    return zs.plan("gpt2", **{"world_size": 8, "seq": 256, **asked})
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("value", [True, 2.0, "2", [8], float("nan")])
+def test_counts_are_integers(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=rf"^{name} must be an integer, got"):
+        planned(**{name: value})
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_are_positive_and_named_as_they_were_asked(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must be at least 1, got 0\.$"):
+        planned(**{name: 0})
+
+
+def test_integers_of_numpy_are_integers_and_leave_nothing_behind() -> None:
+    asked = {"world_size": 6, "batch": 3, "seq": 192, "mesh": 3, "tensor": 2, "micro_batches": 3}
+    first = planned(**{name: np.int64(value) for name, value in asked.items()})
+    assert first.to_json() == planned(**asked).to_json()
+    found = zs.search("gpt2", world_size=np.int64(2), batches=(np.int64(1),), tensors=(1,))
+    assert found.best[2] is not None
+    assert zs.search("gpt2", world_size=np.array([1, 2]), batches=(1,), tensors=(1,)).best.keys() == {1, 2}
+
+
+def test_what_is_no_row_is_named() -> None:
+    with pytest.raises(TypeError, match="residency must be one of C1"):
+        planned(residency=3)
+    with pytest.raises(ValueError, match="precision must be one of"):
+        planned(precision="")
+    with pytest.raises(TypeError, match="sequence_parallel must be True or False"):
+        planned(tensor=2, sequence_parallel="yes")
+    with pytest.raises(ValueError, match="world_size must be a number of ranks"):
+        zs.search("gpt2", world_size=[])
+
+
+# -- activations ------------------------------------------------------------------------------------------------------
+
+
+def test_partitioned_and_offloaded_inputs_leave_the_device() -> None:
+    """The paper's P_a and P_a+cpu: a part of each block's input, then nothing of it."""
+    c1, c2, c4, c5 = (planned(residency=name, tensor=4, batch=16) for name in ("C1", "C2", "C4", "C5"))
+    inputs_bytes = 12 * 16 * 256 * 768 * 2  # of 12 blocks
+    # At the peak the last block has its input whole, and all but one of the parts are there.
+    assert c1.peak_bytes - c2.peak_bytes == pytest.approx(inputs_bytes * 3 / 4, rel=0.15)
+    assert c4.peak_bytes - c5.peak_bytes == pytest.approx(inputs_bytes / 4, rel=0.15)
+    assert c2.film.sent_bytes["tensor gather"] == inputs_bytes * 3 / 4
+    assert c5.film.sent_bytes["copy to the host"] == c5.film.sent_bytes["copy from the host"] == inputs_bytes / 4
+    assert c1.step_s < c2.step_s
+    assert c4.step_s < c5.step_s
+
+
+@pytest.mark.parametrize("name", ["recompute+partition", "recompute+offload", "recompute+partition+offload"])
+def test_a_candidate_is_its_plan_where_inputs_are_put_away(name: str) -> None:
+    options = Options(
+        world_size=8, device=DEVICES["h100-80"], batch=4, sequence=256, row=row_of(3, None, name), tensor=2
+    )
+    plan = planned(activations=name, batch=4, tensor=2)
+    assert candidate_of(shape_named("gpt2"), options).peak_bytes == pytest.approx(plan.peak_bytes, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "said"),
+    [
+        ("offload", {}, "stayed on the device"),
+        ("recompute-rest+offload", {}, "Products that are kept"),
+        ("recompute+partition", {}, "Nothing is partitioned"),
+        ("recompute+partition", {"tensor": 2, "sequence_parallel": True}, "Nothing is partitioned"),
+        ("recompute+partition", {"tensor": 2}, ""),
+        ("recompute+offload", {}, ""),
+        ("compress", {}, "Compression depends on values"),
+    ],
+)
+def test_what_is_not_planned_is_said(name: str, asked: dict[str, Any], said: str) -> None:
+    notes = planned(activations=name, **asked).notes
+    assert len(notes) == bool(said)
+    assert all(said in note for note in notes)
+
+
+def test_segments_and_unknown_units_are_refused() -> None:
+    with pytest.raises(ValueError, match="segments of several modules"):
+        planned(activations="recompute-sqrt")
+    with pytest.raises(ValueError, match=r"'blocks\.\*', which fits no unit of gpt2; units: transformer\.wte"):
+        planned(activations={"blocks.*": "recompute"})
+
+
+# -- traffic and ranks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_each_micro_batch_sends(count: int) -> None:
+    once, often = (planned(stage=3, micro_batches=n).film.sent_bytes for n in (1, count))
+    assert often == {kind: count * nbytes for kind, nbytes in once.items()}
+    once, often = (planned(stage=2, micro_batches=n).film.sent_bytes for n in (1, count))
+    assert often["shard reduce"] == count * once["shard reduce"]
+    assert often["shard publish"] == once["shard publish"]
+
+
+def test_copies_of_the_state_exchange_sums() -> None:
+    numel, replicas = 8 * 124_439_808, 4
+    sent = planned(mesh=replicas, stage=2, precision="fp32").film.sent_bytes
+    shard_bytes = 4 * numel / 8 / (8 / replicas)
+    assert sent["replicate all-reduce"] == pytest.approx(2 * shard_bytes * 3 / 4, rel=1e-3)
+    alone = planned(mesh=8, stage=2, precision="fp32").film.sent_bytes
+    assert alone == {"replicate all-reduce": pytest.approx(2 * 4 * numel / 8 * 7 / 8, rel=1e-3)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "tensor"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (8, 2, 4), (8, 2, 2), (8, 1, 1)]
+)
+def test_classes_of_ranks_are_all_ranks(ranks: int, mesh: int, tensor: int) -> None:
+    plan = planned(world_size=ranks, mesh=mesh, tensor=tensor)
+    assert sum(one.count for one in plan.ranks) == ranks
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+class Silent(nn.Linear):
+    """A layer that returns nothing."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        super().forward(input)
+        return None  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "error", "said"),
+    [
+        (nn.Linear(4, 4), torch.ones(2, 4), TypeError, r"inputs= takes .* \[x\]"),
+        (nn.Linear(4, 4), ["a"], TypeError, "must hold a tensor"),
+        (nn.Linear(4, 4), [torch.ones(0, 4)], ValueError, "must hold samples"),
+        (nn.Linear(4, 4).requires_grad_(False), [torch.ones(2, 4)], TypeError, "No parameter of Linear that wants"),
+        (Silent(4, 4), [torch.ones(2, 4)], TypeError, "No parameter of Silent that wants"),
+    ],
+)
+def test_modules_that_cannot_be_planned(model: nn.Module, inputs: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        zs.plan(model, world_size=2, inputs=inputs)
+
+
+def test_tokens_are_integers_and_not_masks() -> None:
+    class Masked(nn.Linear):
+        def forward(self, mask: torch.Tensor, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(input).masked_fill(mask, 0.0)
+
+    plan = zs.plan(Masked(4, 4), world_size=1, inputs=[torch.zeros(8, 4, dtype=torch.bool), torch.ones(8, 4)])
+    assert plan.asked.tokens_per_step == 8
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute+partition", {"blocks.*": "recompute"}])
+def test_what_shard_refuses_is_refused(activations: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    for ask in (
+        lambda: zs.shard(model, activations=activations),
+        lambda: zs.plan(model, world_size=2, inputs=[torch.ones(2, 64)], activations=activations),
+    ):
+        with pytest.raises(ValueError, match="activations="):
+            ask()
+
+
+def test_nothing_is_reduced_of_a_unit_that_is_not_used() -> None:
+    """As in the engine, whose trace has no reduction of it."""
+    model = Skipping()
+    plan = zs.plan(model, world_size=2, stage=2, inputs=[torch.ones(2, 5)])
+    assert "blocks.1" not in {tick.unit for tick in plan.film.ticks if tick.kind == "reduce"}
+    assert {"blocks.0", "blocks.2"} <= {tick.unit for tick in plan.film.ticks if tick.kind == "reduce"}
+
+
+def test_recurrent_layers_are_noted() -> None:
+    (note,) = zs.plan(nn.LSTM(64, 64), world_size=1, inputs=[torch.ones(2, 3, 64)]).notes
+    assert "operations are not counted" in note
