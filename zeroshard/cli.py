@@ -78,7 +78,7 @@ def train(
     model: Annotated[str | None, typer.Option(help="gpt, or hf:DIR: transformers, from a local folder.")] = None,
     depth: Annotated[int | None, typer.Option(help="Blocks of gpt; width, batch, learning rate follow.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Processes to start; torchrun's own number wins.")] = None,
-    stage: Annotated[int | None, typer.Option(help="Row of the residency table, 0 to 3.")] = None,
+    stage: Annotated[str | None, typer.Option(help="Row of the residency table, 0 to 3, or auto.")] = None,
     residency: Annotated[str | None, typer.Option(help="C1 to C5: a row of the ZeRO paper.")] = None,
     activations: Annotated[str | None, typer.Option(help="recompute, compress, ..., joined by +.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
@@ -93,7 +93,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a language model on text, its states sharded over ranks. The same command again goes on with the run."""
-    from zeroshard.train.config import load_config, to_toml
+    from zeroshard.train.config import AUTO, load_config, to_toml
     from zeroshard.train.resume import is_complete
 
     options = {
@@ -117,6 +117,10 @@ def train(
         settings.append(f"run.ranks={joined}")
     try:
         resolved = load_config(config, settings)
+        if resolved.zero.stage == AUTO:
+            from zeroshard.train.planned import choose_stage  # torch takes its time to import
+
+            resolved = choose_stage(resolved)
     except ValueError as error:
         _fail(str(error))
     if dry_run:

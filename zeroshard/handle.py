@@ -89,7 +89,7 @@ def shard(
     model: nn.Module,
     optimizer: Optimizers = None,
     *,
-    stage: int | None = None,
+    stage: int | Literal["auto"] | None = None,
     residency: Residency | str | None = None,
     activations: ActivationsLike = None,
     precision: str | Precision = "fp32",
@@ -108,7 +108,8 @@ def shard(
         model: any module; its parameters may have any dtypes and strides. On the meta device they get their values
             here, unit by unit, as `model.apply(initializer)` would give them in one process.
         optimizer: the optimizer or optimizers of the model, or None: then hand it to `zero.attach()` once it is built.
-        stage: 0 to 3, a row of the residency table by name; 3 by default.
+        stage: 0 to 3, a row of the residency table by name; 3 by default. "auto" is the least one whose model states
+            and buffers take at most half of the device; `zs.plan(stage="auto")` knows activations, too.
         residency: instead of `stage`, a `Residency`, or the name of a configuration of the ZeRO paper, "C1" to "C5".
         activations: what happens between forward and backward to what autograd saves, the table's fourth column:
             names such as "recompute" or "recompute+partition+offload" (docs/activations.md has all), cells such as

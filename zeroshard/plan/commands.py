@@ -6,7 +6,7 @@ is asked for its command. Plans of shapes work without torch.
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from zeroshard.plan.hardware import DEVICES
 from zeroshard.plan.planning import make_plan
@@ -39,7 +39,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         device: Annotated[str, typer.Option(help="A preset, this (see doctor), or a file of doctor.")] = "h100-80",
         batch: Annotated[int, typer.Option(help="Sequences of one micro-batch of one rank.")] = 1,
         seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
-        stage: Annotated[int | None, typer.Option(help="Row of the residency table, 0 to 3.")] = None,
+        stage: Annotated[str | None, typer.Option(help="Row of the residency table, 0 to 3, or auto.")] = None,
         residency: Annotated[str | None, typer.Option(help="C1 to C5: a row of the ZeRO paper.")] = None,
         activations: Annotated[str | None, typer.Option(help="recompute, recompute-rest, ..., joined by +.")] = None,
         precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, or the paper's: paper.")] = None,
@@ -72,7 +72,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
                 device=where,
                 batch=batch,
                 seq=seq,
-                stage=stage,
+                stage=_stage(stage),
                 residency=residency,
                 activations=activations,
                 precision=precision,
@@ -87,6 +87,19 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         show(json.dumps(made.to_json()) if as_json else str(made))
 
     app.command()(plan)
+
+
+def _stage(asked: str | None) -> int | Literal["auto"] | None:
+    """Return a stage.
+
+    Raises:
+        ValueError: neither a number nor "auto".
+    """
+    if asked is None or asked == "auto":
+        return "auto" if asked else None
+    if not asked.isdecimal():
+        raise ValueError(f"--stage takes 0 to 3, or auto; got {asked!r}.")
+    return int(asked)
 
 
 def _numbers(ranks: str) -> list[int]:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.plan.allocator import Event as Call
@@ -33,6 +33,7 @@ from zeroshard.plan.trying import changes_of
 from zeroshard.table.activations import Compressed, Offloaded, Partitioned
 from zeroshard.table.cells import Residency
 from zeroshard.table.spec import itemsize
+from zeroshard.table.stages import STAGES
 
 __all__ = ["make_plan", "plan_shape", "shape_of"]
 
@@ -49,7 +50,7 @@ def make_plan(
     device: str | Device = "h100-80",
     batch: int = 1,
     seq: int | None = None,
-    stage: int | None = None,
+    stage: int | Literal["auto"] | None = None,
     residency: Residency | str | None = None,
     precision: str | None = None,
     activations: ActivationsLike = None,
@@ -80,7 +81,7 @@ def make_plan(
             `zeroshard doctor` stored.
         batch: sequences in one micro-batch of one rank.
         seq: tokens of each; the model's longest, at most 4,096, where not said.
-        stage, residency, activations: as `zs.shard` takes them.
+        stage, residency, activations: as `zs.shard` takes them; stage "auto" is the least one whose plan fits, or 3.
         precision: "bf16", "fp16", "fp32", or another name in `zeroshard.plan.specs.PRECISIONS`; bf16 where the device
             has it, else fp16, where not said.
         mesh: copies of the sharded state.
@@ -114,6 +115,9 @@ def make_plan(
     assert plan.verdict == "fits"
     ```
     """
+    if stage == "auto":
+        asked = {name: value for name, value in locals().items() if name not in ("model", "stage")}
+        return _least_plan(model, asked)
     preset = device_named(device)
     model = _module_of(model)
     is_module = hasattr(model, "named_parameters")
@@ -142,6 +146,15 @@ def make_plan(
         raise TypeError(f"{', '.join(others)}: of modules only; {shape.name} is a shape.")
     plan = plan_shape(shape, options)
     return dataclasses.replace(plan, changes=changes_of(shape, options, plan.peak_bytes))
+
+
+def _least_plan(model: Any, asked: Mapping[str, Any]) -> Plan:
+    """Return the plan of the least stage that fits; of the last one if none does."""
+    for stage in STAGES:
+        plan = make_plan(model, stage=stage, **asked)
+        if plan.verdict == "fits":
+            break
+    return plan
 
 
 def _module_of(model: Any) -> Any:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, final
+from typing import Final, Literal, final
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from zeroshard.describe.specs import describe_units
 from zeroshard.describe.treatments import ActivationsLike, activations_of
 from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.state.admission import admit
+from zeroshard.state.automatic import device_bytes, least_row
 from zeroshard.state.materialize import InitFn, Weights, check_source
 from zeroshard.state.start import check_seconds
 from zeroshard.table.cells import Residency
@@ -38,6 +39,8 @@ __all__ = ["Described", "Optimizers", "Request", "check_bucket_count", "check_op
 FormsOf = Callable[[nn.Module, Mesh], Mapping[int, Form]]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
+AUTO: Final = "auto"
+"""A stage that is chosen: the least that fits."""
 AXES = ("replicate", "shard", "tensor", "pipe")
 """What an axis of a mesh may be called."""
 
@@ -49,7 +52,7 @@ class Request:
 
     model: nn.Module
     optimizer: Optimizers = None
-    stage: int | None = None
+    stage: int | Literal["auto"] | None = None
     residency: Residency | str | None = None
     activations: ActivationsLike = None
     precision: str | Precision = "fp32"
@@ -113,14 +116,24 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     check_seconds(watchdog_s=settings.watchdog_s, heartbeat_s=settings.heartbeat_s)
     if type(settings.wire_bytes) is not int or settings.wire_bytes <= 0:
         raise ValueError(f"Settings(wire_bytes=) must be a number of bytes above 0; got {settings.wire_bytes!r}.")
-    row, precision, mesh = _row(request), precision_of(request.precision), _lay_out(joined, request.mesh)
+    precision, mesh = precision_of(request.precision), _lay_out(joined, request.mesh)
+    row = _row(request) if request.stage != AUTO else None
     _check_reduction(request.reduction)
     optimizers = _as_list(request.optimizer)
     _check_model(model, settings.forward_methods, mesh)
-    check_optimizers(model, optimizers, row, settings.elementwise, is_final=request.optimizer is not None)
     plans, source = plan_units(model, request.units), check_source(model, request.weights)
-    check_activations(row.activations, plans, len(mesh.tensor_ranks))
     forms = forms_of(model, mesh)
+
+    def numel_of(parameter: nn.Parameter) -> int:
+        return forms[id(parameter)].part(parameter.detach()).numel()
+
+    if row is None:
+        if request.residency is not None:
+            raise ValueError(f"Give stage= or residency=, not both; got stage='auto' and {request.residency}.")
+        cell = activations_of(request.activations)
+        row = least_row(plans, optimizers, precision, mesh, cell, numel_of, device_bytes(mesh))
+    check_optimizers(model, optimizers, row, settings.elementwise, is_final=request.optimizer is not None)
+    check_activations(row.activations, plans, len(mesh.tensor_ranks))
     units = describe_units(
         plans,
         row,
@@ -128,7 +141,7 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
         shard_size=mesh.shard_size,
         shard_rank=mesh.shard_rank,
         replicas=mesh.replicas,
-        numel_of=lambda parameter: forms[id(parameter)].part(parameter.detach()).numel(),
+        numel_of=numel_of,
     )
     check_bucket_count(units)
     return Described(model, optimizers, row, precision, mesh, request.reduction, plans, units, forms, source, settings)
@@ -136,6 +149,7 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
 
 def _row(request: Request) -> Residency:
     """Return the row of the residency table that two of the arguments ask for."""
+    assert request.stage != AUTO
     stage, residency, cell = request.stage, request.residency, activations_of(request.activations)
     if residency is None:
         return dataclasses.replace(row_of_stage(DEFAULT_STAGE if stage is None else stage), activations=cell)

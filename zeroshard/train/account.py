@@ -62,7 +62,7 @@ def summarize(run: Run, sample: str, profile: str, is_interrupted: bool) -> Summ
         depth=None if config.hf_folder else config.model.depth,
         parameters_numel=run.parameters_numel,
         world_size=run.mesh.world_size,
-        stage=config.zero.stage,
+        stage=int(config.zero.stage),
         row=name_row(config),
         final_train_loss=statistics.fmean(tally.losses),
         final_heldout_loss=last.loss if last else None,

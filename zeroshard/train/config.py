@@ -17,7 +17,19 @@ import zeroshard as zs
 from zeroshard.train.inputs import read_input
 from zeroshard.train.models.gpt import GPTConfig
 
-__all__ = ["Checkpoint", "Config", "Data", "Model", "Run", "Train", "Zero", "differences", "load_config", "to_toml"]
+__all__ = [
+    "AUTO",
+    "Checkpoint",
+    "Config",
+    "Data",
+    "Model",
+    "Run",
+    "Train",
+    "Zero",
+    "differences",
+    "load_config",
+    "to_toml",
+]
 
 _GPT: Final = "gpt"
 _HF: Final = "hf:"
@@ -31,12 +43,15 @@ _FREE: Final = frozenset(
 _FREE_SECTIONS: Final = frozenset(["checkpoint", "run", "zero"])
 _SEED: Final = "run.seed"
 _MAX_TOML_BYTES: Final = 1 << 16
+AUTO: Final = "auto"
+"""A stage that `planned.py` chooses."""
 _SHOWN: Final = 200
 """Characters of a wrong value in a message."""
 
 
-def _known_stage(stage: int) -> int:
-    zs.row_of_stage(stage)
+def _known_stage(stage: int | str) -> int | str:
+    if stage != AUTO:
+        zs.row_of_stage(stage)  # type: ignore[arg-type]
     return stage
 
 
@@ -114,7 +129,9 @@ class Train(_Section):
 class Zero(_Section):
     """What is handed to `zeroshard.shard`."""
 
-    stage: Annotated[int, AfterValidator(_known_stage)] = Field(default=3, description="the row of the residency table")
+    stage: Annotated[int | Literal["auto"], AfterValidator(_known_stage)] = Field(
+        default=3, description="the row of the residency table; auto: the least whose plan fits this machine"
+    )
     residency: Literal["", "C1", "C2", "C3", "C4", "C5"] = Field(
         default="", description="a row of the ZeRO paper by name, instead of zero.stage and zero.activations"
     )

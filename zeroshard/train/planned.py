@@ -11,11 +11,11 @@ from typing import Any, Final
 import torch
 
 import zeroshard as zs
-from zeroshard.train.config import Config
+from zeroshard.train.config import AUTO, Config
 from zeroshard.train.models.gpt import GPT
 from zeroshard.train.tokenizer import load_tokenizer
 
-__all__ = ["compare_plan", "describe_plan", "plan_run"]
+__all__ = ["choose_stage", "compare_plan", "describe_plan", "plan_run"]
 
 UNTIMED: Final = "no profile of this machine is stored, so time is not predicted; `zeroshard doctor` measures it"
 MB: Final = 1e6
@@ -31,6 +31,8 @@ def plan_run(config: Config) -> tuple[zs.Plan, bool]:
         device, is_timed = zs.device_for("this"), True
     except ValueError:
         device, is_timed = zs.host_device(), False
+    if device.is_cpu:  # the ranks of a host share its memory
+        device = replace(device, memory_bytes=device.memory_bytes // config.run.ranks)
     train, zero = config.train, config.zero
     batch = train.batch // config.run.ranks // train.accumulation
     inputs: Any = None
@@ -58,6 +60,27 @@ def plan_run(config: Config) -> tuple[zs.Plan, bool]:
         fused=True,
     )
     return plan, is_timed
+
+
+def choose_stage(config: Config) -> Config:
+    """Return the settings with a number for `zero.stage=auto`: the least stage whose plan fits this machine.
+
+    Every rank chooses for itself, and alike: a plan depends on the settings and on the host's memory alone.
+
+    Raises:
+        ValueError: there is no plan of this model.
+    """
+    if config.zero.stage != AUTO:
+        return config
+    for stage in range(4):
+        chosen = config.model_copy(update={"zero": config.zero.model_copy(update={"stage": stage})})
+        try:
+            plan, _ = plan_run(chosen)
+        except (TypeError, RuntimeError, ImportError, OSError) as error:
+            raise ValueError(f"zero.stage=auto: {str(error).splitlines()[0]} Give a stage.") from error
+        if plan.verdict == "fits":
+            break
+    return chosen
 
 
 def describe_plan(config: Config) -> Sequence[str]:
