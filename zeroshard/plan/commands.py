@@ -57,8 +57,17 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
             return
         try:
             where = device_for(device)
-            counts = [int(one) for one in ranks.split(",")]
+            counts = _counts(ranks)
             if as_search:
+                tried: dict[str, object] = {
+                    "batch": batch != 1,
+                    "stage": stage,
+                    "mesh": mesh != 1,
+                    "tensor": tensor != 1,
+                }
+                tried |= {"micro-batches": micro_batches != 1, "activations": activations, "residency": residency}
+                if given := [name for name, value in tried.items() if value not in (None, False)]:
+                    raise ValueError(f"--search tries values of --{given[0]} itself; leave it out, or use zs.search().")
                 found = search(
                     model, world_size=counts, device=where, seq=seq, precision=precision, optimizer=optimizer
                 )
@@ -87,6 +96,18 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         show(json.dumps(made.to_json()) if as_json else str(made))
 
     app.command()(plan)
+
+
+def _counts(ranks: str) -> list[int]:
+    """Return numbers of ranks from their text.
+
+    Raises:
+        ValueError: it is none.
+    """
+    words = ranks.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise ValueError(f"--ranks takes a number, or several as in 8,16,32; got {ranks!r}.")
+    return [int(word) for word in words]
 
 
 def _shapes() -> list[str]:
