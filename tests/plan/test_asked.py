@@ -50,9 +50,10 @@ def test_integers_of_numpy_are_integers_and_leave_nothing_behind() -> None:
     asked = {"world_size": 6, "batch": 3, "seq": 192, "mesh": 3, "tensor": 2, "micro_batches": 3}
     first = planned(**{name: np.int64(value) for name, value in asked.items()})
     assert first.to_json() == planned(**asked).to_json()
-    found = zs.search("gpt2", world_size=np.int64(2), batches=(np.int64(1),), tensors=(1,))
-    assert found.best[2] is not None
-    assert zs.search("gpt2", world_size=np.array([1, 2]), batches=(1,), tensors=(1,)).best.keys() == {1, 2}
+    one: Any = np.int64(1)
+    several: Any = np.array([1, 2])
+    assert zs.search("gpt2", world_size=2 * one, batches=(one,), tensors=(one,)).best[2] is not None
+    assert zs.search("gpt2", world_size=several, batches=(1,), tensors=(1,)).best.keys() == {1, 2}
 
 
 def test_what_is_no_row_is_named() -> None:

@@ -59,14 +59,10 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
             where = device_for(device)
             counts = _counts(ranks)
             if as_search:
-                tried: dict[str, object] = {
-                    "batch": batch != 1,
-                    "stage": stage,
-                    "mesh": mesh != 1,
-                    "tensor": tensor != 1,
-                }
-                tried |= {"micro-batches": micro_batches != 1, "activations": activations, "residency": residency}
-                if given := [name for name, value in tried.items() if value not in (None, False)]:
+                tried = {"batch": batch != 1, "stage": stage is not None, "residency": residency is not None}
+                tried |= {"activations": activations is not None, "mesh": mesh != 1, "tensor": tensor != 1}
+                tried |= {"micro-batches": micro_batches != 1}
+                if given := [name for name, is_given in tried.items() if is_given]:
                     raise ValueError(f"--search tries values of --{given[0]} itself; leave it out, or use zs.search().")
                 found = search(
                     model, world_size=counts, device=where, seq=seq, precision=precision, optimizer=optimizer
