@@ -246,7 +246,9 @@ LLAMA = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [[], None, "x", LLAMA | {"hidden_size": "x"}, LLAMA | {"vocab_size": None}])
+@pytest.mark.parametrize(
+    "config", [[], None, "x", LLAMA | {"hidden_size": "x"}, LLAMA | {"mlp_bias": True}, LLAMA | {"vocab_size": None}]
+)
 def test_a_config_of_other_kinds_is_named(config: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=tmp_path.name):

@@ -89,7 +89,7 @@ class Transformer:
             raise ValueError("Transformer.experts must be 0 with block='gpt2'; experts have gates, as in 'llama'.")
         if self.latent and not (len(self.latent) == 5 and all(isinstance(one, int) and one > 0 for one in self.latent)):
             raise ValueError(f"Transformer.latent must be 5 widths above 0, or (), got {self.latent!r}.")
-        if self.heads % (self.kv_heads or self.heads):
+        if not self.latent and self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"Transformer.heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}.")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"Transformer.dropout must be from 0 to below 1, got {self.dropout}.")
@@ -315,6 +315,10 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Transformer:
 def _of_llama(config: Mapping[str, Any], kind: str, name: str) -> Transformer:
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
     inner = config.get("moe_intermediate_size") if experts else None
+    if biases := [key for key in ("attention_bias", "mlp_bias") if config.get(key)]:
+        raise ValueError(
+            f"shapes have no {biases[0]}. Give the model itself, on the meta device, which is then traced."
+        )
     latent: tuple[int, ...] = ()
     if kind == "deepseek_v3":
         keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -330,7 +334,7 @@ def _of_llama(config: Mapping[str, Any], kind: str, name: str) -> Transformer:
         vocabulary=config["vocab_size"],
         sequence=config.get("max_position_embeddings", 4096),
         is_tied=bool(config.get("tie_word_embeddings", False)),
-        has_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+        has_bias=kind == "qwen2",
         has_qk_norm=kind.startswith("qwen3"),
         experts=experts,
         experts_used=config.get("num_experts_per_tok", 0) if experts else 0,
