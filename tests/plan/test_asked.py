@@ -1,17 +1,25 @@
 """What a plan is asked with: numbers of other kinds, treatments of activations, copies, micro-batches."""
 
+import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import typer
 from torch import nn
+from typer.testing import CliRunner
 
 import zeroshard as zs
+from zeroshard.plan.commands import add_commands
 from zeroshard.plan.hardware import DEVICES
 from zeroshard.plan.job import Options, row_of
+from zeroshard.plan.profiles import read_profile, write_profile
 from zeroshard.plan.shapes import shape_named
 from zeroshard.plan.trying import candidate_of
+from zeroshard.report.plans import read_sources
 
 from .test_events_equal import Skipping
 
@@ -42,9 +50,10 @@ def test_integers_of_numpy_are_integers_and_leave_nothing_behind() -> None:
     asked = {"world_size": 6, "batch": 3, "seq": 192, "mesh": 3, "tensor": 2, "micro_batches": 3}
     first = planned(**{name: np.int64(value) for name, value in asked.items()})
     assert first.to_json() == planned(**asked).to_json()
-    found = zs.search("gpt2", world_size=np.int64(2), batches=(np.int64(1),), tensors=(1,))
-    assert found.best[2] is not None
-    assert zs.search("gpt2", world_size=np.array([1, 2]), batches=(1,), tensors=(1,)).best.keys() == {1, 2}
+    one: Any = np.int64(1)
+    several: Any = np.array([1, 2])
+    assert zs.search("gpt2", world_size=2 * one, batches=(one,), tensors=(one,)).best[2] is not None
+    assert zs.search("gpt2", world_size=several, batches=(1,), tensors=(1,)).best.keys() == {1, 2}
 
 
 def test_what_is_no_row_is_named() -> None:
@@ -194,3 +203,91 @@ def test_nothing_is_reduced_of_a_unit_that_is_not_used() -> None:
 def test_recurrent_layers_are_noted() -> None:
     (note,) = zs.plan(nn.LSTM(64, 64), world_size=1, inputs=[torch.ones(2, 3, 64)]).notes
     assert "operations are not counted" in note
+
+
+# -- devices, shapes, files -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["memory_bytes", "link_bytes_per_s", "node_ranks", "matmul_part", "hop_s"])
+@pytest.mark.parametrize("value", [-1, float("nan"), None, True])
+def test_numbers_of_a_device_are_checked(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^Device\.{name} must be a number above 0"):
+        dataclasses.replace(DEVICES["h100-80"], **{name: value})
+
+
+def test_a_device_has_a_peak_of_float32() -> None:
+    with pytest.raises(ValueError, match="float32 among them"):
+        dataclasses.replace(DEVICES["h100-80"], peak_flops={"bfloat16": 1e12})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"layers": 2.5}, "layers must be an integer"),
+        ({"inner": -4}, "inner must be at least 0"),
+        ({"kv_heads": 3}, "heads must be a multiple of kv_heads"),
+        ({"experts": 4}, "experts_used must be at least 1"),
+        ({"experts": 4, "experts_used": 5}, "experts_used must be at most experts"),
+        ({"experts": 4, "experts_used": 2, "dense_layers": 1}, "dense_inner must be at least 1"),
+        ({"block": "bert"}, "block must be 'gpt2' or 'llama'"),
+        ({"latent": (1, 2)}, "latent must be 5 widths"),
+        ({"dropout": 2.0}, "dropout must be from 0"),
+    ],
+)
+def test_sizes_of_a_shape_are_checked(sizes: dict[str, Any], said: str) -> None:
+    asked = {"name": "small", "layers": 2, "hidden": 64, "heads": 4, "vocabulary": 100, **sizes}
+    with pytest.raises((ValueError, TypeError), match=rf"^Transformer\.{said}"):
+        zs.Transformer(**asked)
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 8, "vocab_size": 10,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config", [[], None, "x", LLAMA | {"hidden_size": "x"}, LLAMA | {"mlp_bias": True}, LLAMA | {"vocab_size": None}]
+)
+def test_a_config_of_other_kinds_is_named(config: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=tmp_path.name):
+        zs.plan(tmp_path, world_size=2)
+
+
+@pytest.mark.parametrize("change", [{"node_ranks": 0}, {"peak_flops": None}, {"memory_bytes": "x"}, None])
+def test_a_damaged_profile_is_named(change: dict[str, Any] | None, tmp_path: Path) -> None:
+    path = tmp_path / "device.json"
+    write_profile(DEVICES["h100-80"], path)
+    assert read_profile(path).peak_flops == DEVICES["h100-80"].peak_flops
+    stored = json.loads(path.read_text())
+    stored["device"] = [] if change is None else stored["device"] | change
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=r"device\.json is "):
+        read_profile(path)
+
+
+@pytest.mark.parametrize("entry", ["sharding", "memory", "film"])
+def test_a_damaged_plan_is_named(entry: str, tmp_path: Path) -> None:
+    stored = planned().to_json()
+    stored[entry] = {} if entry != "memory" else None
+    (tmp_path / "plan.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=r"plan\.json is damaged"):
+        read_sources([tmp_path / "plan.json"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--ranks", "x"], "--ranks takes numbers"),
+        (["--ranks", "2,,4", "--search"], "--ranks takes numbers"),
+        (["--search", "--batch", "4"], "--search tries values of --batch itself"),
+        (["--search", "--stage", "0"], "--search tries values of --stage itself"),
+    ],
+)
+def test_the_command_says_what_it_does_not_take(asked: list[str], said: str) -> None:
+    app, said_so = typer.Typer(), list[str]()
+    add_commands(app, print, said_so.append)
+    CliRunner().invoke(app, ["gpt2", *asked])
+    assert len(said_so) == 1
+    assert said_so[0].startswith(said)

@@ -7,9 +7,9 @@ import pytest
 from torch import nn
 
 from tests import models
-from zeroshard.describe.activations import activations_of
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
+from zeroshard.describe.treatments import activations_of
 from zeroshard.describe.units import plan_units
 from zeroshard.plan.passes import Uses, _settle, plain_uses, step_events
 from zeroshard.plan.uses import trace_uses

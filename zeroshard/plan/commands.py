@@ -59,6 +59,11 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
             where = device_for(device)
             counts = _numbers(ranks)
             if as_search:
+                tried = {"batch": batch != 1, "stage": stage is not None, "residency": residency is not None}
+                tried |= {"activations": activations is not None, "mesh": mesh != 1, "tensor": tensor != 1}
+                tried |= {"micro-batches": micro_batches != 1}
+                if given := [name for name, is_given in tried.items() if is_given]:
+                    raise ValueError(f"--search tries values of --{given[0]} itself; leave it out, or use zs.search().")
                 found = search(
                     model, world_size=counts, device=where, seq=seq, precision=precision, optimizer=optimizer
                 )

@@ -21,7 +21,7 @@ measurements of collectives on 8 to 512 H100.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Final, final
 
@@ -140,6 +140,21 @@ class Device:
     half_bytes: float = 0.25 * MIB
     context_bytes: int = 600 * MIB
     communicator_bytes: int = 400 * MIB
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.peak_flops, Mapping) or "float32" not in self.peak_flops:
+            raise ValueError(
+                f"Device.peak_flops must map dtypes to numbers, float32 among them; got {self.peak_flops!r}."
+            )
+        values = {f"peak_flops[{name!r}]": value for name, value in self.peak_flops.items()}
+        values |= {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("name", "peak_flops")}
+        for name, value in values.items():
+            least = (
+                0 if name.endswith(("hop_s", "launch_s", "half_bytes", "context_bytes", "communicator_bytes")) else None
+            )
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not is_number or value < 0 or (value == 0 and least is None):
+                raise ValueError(f"Device.{name} must be a number above 0, got {value!r}.")
 
     @property
     def is_cpu(self) -> bool:

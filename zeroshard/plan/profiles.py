@@ -83,11 +83,14 @@ def read_profile(path: Path) -> Device:
     """
     try:
         stored = json.loads(path.read_text())
-        values: dict[str, Any] = stored["device"]
+        values: dict[str, Any] = dict(stored["device"])
         version = stored["version"]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a profile of `zeroshard doctor`: {error!r}") from error
     names = {one.name for one in dataclasses.fields(Device)}
     if version != VERSION or values.keys() != names:
         raise ValueError(f"{path} is a profile of another version ({version!r}); run `zeroshard doctor` again.")
-    return Device(**values | {"peak_flops": MappingProxyType(values["peak_flops"])})
+    try:
+        return Device(**values | {"peak_flops": MappingProxyType(values["peak_flops"])})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a profile of `zeroshard doctor`: {error}") from error

@@ -70,9 +70,29 @@ class Transformer:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocabulary", "sequence"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Transformer.{name} must be at least 1, got {getattr(self, name)}.")
+        if self.block not in ("gpt2", "llama"):
+            raise ValueError(f"Transformer.block must be 'gpt2' or 'llama', got {self.block!r}.")
+        sizes = [("layers", 1), ("hidden", 1), ("heads", 1), ("vocabulary", 1), ("sequence", 1)]
+        sizes += [("inner", 0), ("kv_heads", 0), ("head_width", 0), ("experts", 0), ("shared_inner", 0)]
+        sizes += [("dense_layers", 0), ("dense_inner", 0), ("experts_used", min(1, self.experts))]
+        for name, least in sizes:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"Transformer.{name} must be an integer, got {value!r}.")
+            if value < least:
+                raise ValueError(f"Transformer.{name} must be at least {least}, got {value}.")
+        if self.experts_used > self.experts:
+            raise ValueError(f"Transformer.experts_used must be at most experts, got {self.experts_used}.")
+        if self.experts and self.dense_layers > 0 and not self.dense_inner:
+            raise ValueError("Transformer.dense_inner must be at least 1 where there are dense_layers, got 0.")
+        if self.experts and self.block == "gpt2":
+            raise ValueError("Transformer.experts must be 0 with block='gpt2'; experts have gates, as in 'llama'.")
+        if self.latent and not (len(self.latent) == 5 and all(isinstance(one, int) and one > 0 for one in self.latent)):
+            raise ValueError(f"Transformer.latent must be 5 widths above 0, or (), got {self.latent!r}.")
+        if not self.latent and self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"Transformer.heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"Transformer.dropout must be from 0 to below 1, got {self.dropout}.")
         object.__setattr__(self, "inner", self.inner or 4 * self.hidden)
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         if not self.head_width and not self.latent and self.hidden % self.heads:
@@ -269,11 +289,13 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Transformer:
     Raises:
         ValueError: its `model_type` is none of those that shapes exist for, or a size is missing.
     """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{name}: a configuration is a mapping, got {type(config).__name__}.")
     kind = config.get("model_type")
     try:
         if kind == "gpt2":
             shape = gpt(name, config["n_layer"], config["n_embd"], config["n_head"], config["vocab_size"])
-            inner, dropout = config.get("n_inner") or 4 * shape.hidden, float(config.get("resid_pdrop", 0.1))
+            inner, dropout = config.get("n_inner") or 4 * shape.hidden, float(config.get("resid_pdrop", 0.1) or 0)
             is_tied = bool(config.get("tie_word_embeddings", True))
             return replace(
                 shape, inner=inner, dropout=dropout, is_tied=is_tied, sequence=config.get("n_positions", 1024)
@@ -282,6 +304,8 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Transformer:
             return _of_llama(config, kind, name)
     except KeyError as error:
         raise ValueError(f"{name}: the configuration of {kind!r} has no {error.args[0]!r}.") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: the configuration of {kind!r} has a size that no shape takes: {error}") from error
     raise ValueError(
         f"{name}: no shape is known for model_type {kind!r} (known: gpt2, {', '.join(_LLAMAS)}). Give the model "
         "itself, on the meta device, which is then traced."
@@ -291,6 +315,10 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Transformer:
 def _of_llama(config: Mapping[str, Any], kind: str, name: str) -> Transformer:
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
     inner = config.get("moe_intermediate_size") if experts else None
+    if biases := [key for key in ("attention_bias", "mlp_bias") if config.get(key)]:
+        raise ValueError(
+            f"shapes have no {biases[0]}. Give the model itself, on the meta device, which is then traced."
+        )
     latent: tuple[int, ...] = ()
     if kind == "deepseek_v3":
         keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -306,7 +334,7 @@ def _of_llama(config: Mapping[str, Any], kind: str, name: str) -> Transformer:
         vocabulary=config["vocab_size"],
         sequence=config.get("max_position_embeddings", 4096),
         is_tied=bool(config.get("tie_word_embeddings", False)),
-        has_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+        has_bias=kind == "qwen2",
         has_qk_norm=kind.startswith("qwen3"),
         experts=experts,
         experts_used=config.get("num_experts_per_tok", 0) if experts else 0,

@@ -59,7 +59,10 @@ def _read_file(path: Path) -> PageData:
         raise ValueError(f"{path} is not JSON: {error}") from error
     for key, read in (("film", page_of_plan), ("frontier", page_of_search), ("records", _page_of_scorecard)):
         if isinstance(stored, Mapping) and key in stored:
-            return read(stored)
+            try:
+                return read(stored)
+            except (KeyError, IndexError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path} is damaged, or of another version: {error!r}") from error
     raise ValueError(f"{path} is neither a plan, a search nor a scorecard as `--json` writes them.")
 
 
