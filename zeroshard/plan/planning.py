@@ -5,6 +5,7 @@ Owns the plan and its verdict. Must not know how a step is simulated (`film.py`)
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -145,7 +146,7 @@ def make_plan(
     if others := [name for name, value in given.items() if value is not None]:
         raise TypeError(f"{', '.join(others)}: of modules only; {shape.name} is a shape.")
     plan = plan_shape(shape, options)
-    return dataclasses.replace(plan, changes=changes_of(shape, options, plan.peak_bytes))
+    return dataclasses.replace(plan, changes=changes_of(shape, plan, functools.partial(plan_shape, shape)))
 
 
 def _least_plan(model: Any, asked: Mapping[str, Any]) -> Plan:

@@ -49,8 +49,7 @@ class Change:
     """Something to change, and its price.
 
     Args:
-        total_bytes: of the device, with it.
-        step_s: of a step with it, for the same tokens a step.
+        options, verdict, total_bytes, tokens_per_s: of the whole plan with it.
     """
 
     what: str

@@ -4,19 +4,22 @@ Owns what a search and a plan's advice are made of. Needs no torch. Read `tape.c
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 from zeroshard.describe.treatments import activations_of
 from zeroshard.plan.film import make_film
 from zeroshard.plan.job import Options, check_options, check_shape, job_of_shape, outside_bytes_of
-from zeroshard.plan.result import Change, Verdict, verdict_of
+from zeroshard.plan.result import Change, Plan, Verdict, verdict_of
 from zeroshard.plan.shapes import Transformer
 from zeroshard.table.activations import Recomputed
 from zeroshard.table.stages import STAGES
 
 __all__ = ["Candidate", "candidate_of", "changes_of"]
+
+MOST_CHANGES: Final = 5
+"""That are planned wholly, which takes as long as the plan itself."""
 
 
 @final
@@ -46,19 +49,28 @@ def candidate_of(shape: Transformer, options: Options) -> Candidate:
     return Candidate(options, film.peak[0], film.step_s, verdict)
 
 
-def changes_of(shape: Transformer, options: Options, peak_bytes: int) -> Sequence[Change]:
-    """Return changes of one option that lower the peak, each with its price, fastest first."""
-    found = list[Change]()
-    for what, changed in _neighbours(options):
+def changes_of(shape: Transformer, plan: Plan, whole: Callable[[Options], Plan]) -> Sequence[Change]:
+    """Return the fastest changes of one option that lower memory, each with its price.
+
+    Args:
+        plan: what is to be changed.
+        whole: plans options with all of their operations, and with the allocator.
+    """
+    tried = list[tuple[str, Candidate]]()
+    for what, changed in _neighbours(plan.asked):
         try:
             check_options(changed)
             check_shape(shape, changed)
         except ValueError:
             continue
         one = candidate_of(shape, changed)
-        if one.peak_bytes < peak_bytes:
-            total_bytes = one.peak_bytes + outside_bytes_of(changed)
-            found.append(Change(what, changed.words(), one.verdict, total_bytes, one.tokens_per_s))
+        if one.peak_bytes < plan.peak_bytes:
+            tried.append((what, one))
+    found = list[Change]()
+    for what, one in sorted(tried, key=lambda pair: -pair[1].tokens_per_s)[:MOST_CHANGES]:
+        made = whole(one.options)
+        if made.total_bytes < plan.total_bytes:
+            found.append(Change(what, made.options, made.verdict, made.total_bytes, made.tokens_per_s))
     return tuple(sorted(found, key=lambda one: -one.tokens_per_s))
 
 
