@@ -352,5 +352,7 @@ def _render(plan: Plan) -> str:
             f"  {one.what:26} {one.total_bytes / GIB:7.1f} GiB  {one.tokens_per_s:12,.0f} tokens/s  {one.verdict}"
             for one in plan.changes[:SHOWN_CHANGES]
         ]
+        if all(one.verdict != "fits" for one in plan.changes):
+            lines.append("  none of them alone: --search tries combinations")
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
