@@ -3,7 +3,7 @@
     python -m tools.walk [PATH]
 
 writes `zeroshard/report/assets/walk.json`, or PATH: the events of one step as `zero.trace` has them, what
-`zero.memory()` says on each rank when an event is issued, and the units. `tests/report/test_walk.py` records the step
+`zero.memory()` says on each rank before the first and after each, and the units. `tests/report/test_walk.py` records the step
 again and compares. What the page makes of it is in `zeroshard/report/walk.py`.
 """
 
@@ -43,17 +43,16 @@ def record() -> dict[str, Any]:
     add = zero.trace.add
 
     def note(event: zs.Event) -> None:
-        measured.append(dict(zero.memory().resident_bytes))
         add(event)
+        measured.append(dict(zero.memory().resident_bytes))
 
     zero.trace.add = note  # type: ignore[method-assign]
     for step in range(STEPS):
         torch.manual_seed(100 * step + rank)
         tokens = torch.randint(256, (1, CONTEXT + 1))
-        measured.clear()
+        measured[:] = [dict(zero.memory().resident_bytes)]
         model(tokens[:, :-1], tokens[:, 1:]).backward()
         optimizer.step()
-        measured.append(dict(zero.memory().resident_bytes))
         optimizer.zero_grad()
     events = zero.trace.step_events(zero.trace.events[-1].step)
     if len(measured) != len(events) + 1:

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from zeroshard import cli
+from zeroshard.plan import paper
 from zeroshard.plan.hardware import DEVICES
+from zeroshard.plan.paper import Reproduction
+from zeroshard.plan.paper_sizes import table_1
 from zeroshard.plan.profiles import write_profile
 from zeroshard.plan.shapes import SHAPES
 
@@ -87,8 +90,12 @@ def test_mistakes_end_with_one_line(
 
 
 def test_the_paper_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = Reproduction({"table_1": table_1()}, ())
+    monkeypatch.setattr(paper, "reproduce", lambda: found)
     assert run(monkeypatch, "paper", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["tables"]
+    assert json.loads(capsys.readouterr().out)["tables"].keys() == {"table_1"}
+    assert run(monkeypatch, "paper") == 0
+    assert "Table 1" in capsys.readouterr().out
 
 
 def test_a_scorecard_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,12 +57,9 @@ def test_kept_inputs_agree_with_the_bytes_that_were_measured() -> None:
     backward = next(place for place, step in enumerate(steps) if step["event"]["phase"] == "backward")
     found = []
     for place, step in enumerate(steps):
-        following = steps[place + 1]["event"] if place + 1 < len(steps) else None
         kept = len(step["state"]["kept"])
-        if step["event"]["kind"] == "release" and following and following["kind"] == "gather" and place < backward - 1:
-            kept -= 1  # the next gather is issued in the hook that released, before the block has returned
-        if following and following["kind"] == "reduce" and following["unit"]:
-            kept -= 1  # the backward that runs between these two events takes the input
+        if place < backward - 1 and kept:
+            kept -= 1  # the hook that releases a block, and gathers the next one, runs before the block has returned
         of_blocks = 2 * CONTEXT * width * kept + of_rotation * bool(kept)  # bf16 inputs, and what all blocks share
         activations = step["state"]["resident_bytes"][0]["activations"]
         found.append(activations - of_blocks)
@@ -73,10 +70,10 @@ def test_kept_inputs_agree_with_the_bytes_that_were_measured() -> None:
     )
     first_reduce = next(place for place, step in enumerate(steps) if step["event"]["kind"] == "reduce")
     # Outside the blocks nothing is kept before the head runs, and the targets alone from its backward to the end.
-    assert set(found[:last_block]) == {0}
-    assert min(found[last_block : first_reduce - 1]) > of_targets
-    assert set(found[first_reduce - 1 : -4]) == {of_targets}
-    assert set(found[-4:]) == {0}
+    assert set(found[: last_block + 1]) == {0}
+    assert min(found[last_block + 1 : first_reduce]) > of_targets
+    assert set(found[first_reduce:-3]) == {of_targets}
+    assert set(found[-3:]) == {0}
 
 
 def test_a_recording_that_misses_a_moment_is_refused() -> None:

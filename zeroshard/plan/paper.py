@@ -45,9 +45,10 @@ class Reproduction:
     """All tables, and the targets.
 
     ```python
-    from zeroshard.plan.paper import reproduce
+    from zeroshard.plan.paper import Reproduction
+    from zeroshard.plan.paper_sizes import table_1
 
-    found = reproduce()
+    found = Reproduction({"table_1": table_1()}, ())  # reproduce() makes all, in some seconds
     print(found.tables["table_1"].render())
     ```
     """
