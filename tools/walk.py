@@ -3,8 +3,8 @@
     python -m tools.walk [PATH]
 
 writes `zeroshard/report/assets/walk.json`, or PATH: the events of one step as `zero.trace` has them, what
-`zero.memory()` says on each rank before the first and after each, and the units. `tests/report/test_walk.py` records the step
-again and compares. What the page makes of it is in `zeroshard/report/walk.py`.
+`zero.memory()` says on each rank before the first and after each, and the units. `tests/report/test_walk.py` records
+the step again and compares. What the page makes of it is in `zeroshard/report/walk.py`.
 """
 
 import json
