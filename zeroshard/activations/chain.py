@@ -167,7 +167,7 @@ class Chained(Treatment):
         treated = [one for one in held if one.steps]
         for box, one in zip(sound, held, strict=True):
             tensors = one.steps[-1].held_on_device(one.value) if one.steps else [one.value]
-            # What counts it otherwise goes on doing so.
+            # A count of the same memory elsewhere stays as it is.
             counts = [box.count, Counted(tensors, self._ledger, self._uses, "activations")]
             if box.captured:
                 counts.append(Counted(box.captured, self._ledger, self._captured, CAPTURED))

@@ -7,9 +7,9 @@ compared, with random numbers and autocast as they were, is torch's (`torch.util
 Note: every k modules
     The inputs of a module are most often the outputs of the one before. Where a module follows in its segment, such an
     input is not kept; a node of autograd beside the graph, `_Marked`, saves it inside what is recomputed there, where
-    keeping costs nothing, and reading it has that module run again. So a recomputation first runs the call before it,
-    back to the beginning of the segment, and each module runs once more in all. Inputs that come from elsewhere,
-    changed by code between the modules, say, are kept like those of the first one.
+    keeping costs nothing, and reading the input has the module before run again. So a recomputation first runs the call
+    before it, back to the beginning of the segment, and each module runs once more in all. Inputs that come from
+    elsewhere, changed by code between the modules, say, are kept like those of the first one.
 
     A node leads to the recomputation of its call, where Python's collector cannot look. So a call does not hold its own
     node: the next call does, and until then `_Segments`, as long as an output lives.

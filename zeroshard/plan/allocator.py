@@ -159,20 +159,12 @@ def simulate(events: Iterable[Event], rules: Rules | None = None) -> Outcome:
     (5, 20)
     """
     allocator = Allocator(rules)
-    allocate, free, actions = allocator.allocate, allocator.free, Action
     failure = None
-    for place, (key, num_bytes, stream, action) in enumerate(events):
-        if action is actions.ALLOC:
-            if not allocate(key, num_bytes, stream):
-                sums = allocator.allocated_bytes, allocator.reserved_bytes
-                failure = OutOfMemory(place, key, num_bytes, *sums, allocator.snapshot())
-                break
-        elif action is actions.FREE:
-            free(key)
-        elif action is actions.RECORD:
-            allocator.record(key, stream)
-        else:
-            allocator.done(stream)
+    for place, event in enumerate(events):
+        if not allocator.play(event):
+            sums = allocator.allocated_bytes, allocator.reserved_bytes
+            failure = OutOfMemory(place, event.key, event.num_bytes, *sums, allocator.snapshot())
+            break
     return Outcome(
         allocator.requested_bytes,
         allocator.allocated_bytes,
@@ -225,6 +217,19 @@ class Allocator:
             found.append(Retry(key, *got, last_segments - given[0], last_bytes - given[1]))
             last_segments, last_bytes = given
         return tuple(reversed(found))
+
+    def play(self, event: Event) -> bool:
+        """Make the call that an event stands for; return whether there was memory for it."""
+        key, num_bytes, stream, action = event
+        if action is Action.ALLOC:
+            return self.allocate(key, num_bytes, stream)
+        if action is Action.FREE:
+            self.free(key)
+        elif action is Action.RECORD:
+            self.record(key, stream)
+        else:
+            self.done(stream)
+        return True
 
     def allocate(self, key: Hashable, num_bytes: int, stream: int = 0) -> bool:
         """Serve a request; return whether there was memory for it.

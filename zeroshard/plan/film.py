@@ -1,8 +1,8 @@
 """One step of one rank as a film: what lies in memory and what the device and its network do, at each moment.
 
 Owns the order of a step: units gathered, computed, released and reduced as `table/schedule.py` says, and the clock of
-each lane. Must not know models (`tape.py` has what a unit does) nor what a rank should do about a result (`plan.py`).
-Needs no torch.
+each lane. Must not know models (`tape.py` has what a unit does) nor what a rank should do about a result
+(`planning.py`). Needs no torch.
 
 Note: lanes
     "compute" runs one kernel after the other. "gather" and "reduce" run one collective after the other beside it, each
@@ -336,7 +336,7 @@ class _Camera:
         self._open: dict[int, tuple[int, str, str, str, bool]] = {}
         self._next = 0
         self._whole: dict[int, _Whole] = {}
-        self._buffers, self._storage_of = Buffers(), dict[int, int]()
+        self._buffers = Buffers()
         self._landing: dict[int, list[Buffer]] = {}
         self._before: list[Buffer] = []
         self._reduced_s = 0.0
@@ -662,20 +662,20 @@ class _Camera:
             elif one.kind == "exchange" and one.exchange is not None:
                 exchange = one.exchange
                 span = self._job.spans[exchange.axis]
-                took_s = self._job.device.collective_s(exchange.kind, exchange.nbytes, span)
-                self._lanes.append(LaneSpan("compute", self._now_s, self._now_s + took_s, one.what, is_exposed=True))
                 self._sent[f"{exchange.axis} {exchange.kind}"] += sent_of(exchange.kind, exchange.nbytes, span)
-                self._now_s += took_s
-                self._exposed_s += took_s
+                self._stall(one.what, self._job.device.collective_s(exchange.kind, exchange.nbytes, span))
             elif one.kind == "copy":
-                took_s = self._job.device.copy_s(one.nbytes)
-                self._lanes.append(LaneSpan("compute", self._now_s, self._now_s + took_s, one.what, is_exposed=True))
                 self._sent[one.what] += one.nbytes
-                self._now_s += took_s
-                self._exposed_s += took_s
+                self._stall(one.what, self._job.device.copy_s(one.nbytes))
             elif one.kind == "hand":
                 handed = numbers[one.tensor]
         return handed if handed >= 0 else self._make(0, "activations", name, "nothing")
+
+    def _stall(self, what: str, took_s: float) -> None:
+        """Let the compute lane do nothing but this exchange or copy."""
+        self._lanes.append(LaneSpan("compute", self._now_s, self._now_s + took_s, what, is_exposed=True))
+        self._now_s += took_s
+        self._exposed_s += took_s
 
     def _compute(self, what: str, took_s: float) -> None:
         self._lanes.append(LaneSpan("compute", self._now_s, self._now_s + took_s, what))

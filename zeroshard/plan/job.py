@@ -18,7 +18,7 @@ from zeroshard.plan.hardware import Cost, Device
 from zeroshard.plan.shapes import Transformer
 from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS, own_units, specs_of, updates_of
 from zeroshard.plan.tape import Parts, coarse, instructions
-from zeroshard.plan.transformer import Kernels, Workload, tapes
+from zeroshard.plan.transformer import Kernels, Workload, cached_tapes
 from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
 from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency
@@ -346,7 +346,7 @@ def _parts(
 ) -> Parts:
     if summed is None:
         return instructions(
-            tapes(model, load)[kind],
+            cached_tapes(model, load)[kind],
             treatment.name,
             input_parts=treatment.input_parts,
             is_input_offloaded=treatment.is_input_offloaded,

@@ -291,8 +291,6 @@ def verdict_of(reserved_bytes: int, outside_bytes: int, options: Options) -> Ver
 LEAST_BYTES: Final = 5 << 20
 """What is less is not a line of its own."""
 SHOWN_LIVE: Final = 6
-SHOWN_CHANGES: Final = 5
-SHOWN_FRONTIER: Final = 12
 SAYS: Final = MappingProxyType(
     {
         "fits": "FITS, with the error of nine plans in ten on top",
@@ -350,7 +348,7 @@ def _render(plan: Plan) -> str:
         lines += ["", "what would help, fastest first:"]
         lines += [
             f"  {one.what:26} {one.total_bytes / GIB:7.1f} GiB  {one.tokens_per_s:12,.0f} tokens/s  {one.verdict}"
-            for one in plan.changes[:SHOWN_CHANGES]
+            for one in plan.changes
         ]
         if all(one.verdict != "fits" for one in plan.changes):
             lines.append("  none of them alone: --search tries combinations")

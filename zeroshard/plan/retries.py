@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, final
 
-from zeroshard.plan.allocator import Action, Allocator, Event, Rules
+from zeroshard.plan.allocator import Allocator, Event, Rules
 from zeroshard.plan.hardware import Device
 
 __all__ = ["NO_RETRIES", "Retries", "play_steps"]
@@ -68,7 +68,7 @@ def play_steps(steps: Iterable[Iterable[Event]], rules: Rules, device: Device) -
     counts = list[int]()
     done = 0
     for step in steps:
-        is_served = all(_play(allocator, event) for event in step)
+        is_served = all(map(allocator.play, step))
         counts.append(allocator.retries - done)
         if not is_served:
             return Retries(tuple(counts), is_served=False)
@@ -76,16 +76,3 @@ def play_steps(steps: Iterable[Iterable[Event]], rules: Rules, device: Device) -
     last = allocator.returned[done - counts[-1] :] if counts else ()
     waits_s = (device.retry_s(one.returned_segments + one.taken_segments, one.taken_bytes) for one in last)
     return Retries(tuple(counts), steady_s=sum(waits_s))
-
-
-def _play(allocator: Allocator, event: Event) -> bool:
-    """Make one call; return whether there was memory for it."""
-    if event.action is Action.ALLOC:
-        return allocator.allocate(event.key, event.num_bytes, event.stream)
-    if event.action is Action.FREE:
-        allocator.free(event.key)
-    elif event.action is Action.RECORD:
-        allocator.record(event.key, event.stream)
-    else:
-        allocator.done(event.stream)
-    return True

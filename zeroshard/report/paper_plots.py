@@ -4,7 +4,7 @@ Owns the drawings. Needs matplotlib (the extra `zeroshard[report]`), imported wh
 anything is predicted: it draws the tables of `plan/paper.py`.
 """
 
-import importlib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +13,10 @@ from typing import Any, Final, final
 
 from zeroshard.plan.paper import Reproduction
 from zeroshard.plan.paper_tables import Table
+from zeroshard.report.pictures import save_figures
 
 __all__ = ["write_paper_plots"]
 
-_DPI: Final = 160
 _WIDTH: Final = 0.4
 _PAPER, _PREDICTED = "#8C8C8C", "#0072B2"
 
@@ -67,28 +67,10 @@ def write_paper_plots(found: Reproduction, folder: str | Path, formats: Sequence
         ImportError: matplotlib is not installed.
         OSError: a file cannot be written.
     """
-    matplotlib, figure_type = _need_matplotlib()
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, (table, plot) in _PLOTS.items():
-        figure = figure_type(figsize=(7.2, 4.0), layout="constrained")
-        axes = figure.add_subplot()
-        axes.spines[["top", "right"]].set_visible(False)
-        _draw(axes, found.tables[table], plot)
-        for suffix in formats:
-            paths.append(folder / f"{name}.{suffix}")
-            # Without a date, and with names of its own, the same numbers give the same file.
-            with matplotlib.rc_context({"svg.hashsalt": name}):
-                figure.savefig(paths[-1], dpi=_DPI, metadata={"Date": None} if suffix == "svg" else None)
-    return paths
-
-
-def _need_matplotlib() -> tuple[Any, Any]:
-    try:
-        return importlib.import_module("matplotlib"), importlib.import_module("matplotlib.figure").Figure
-    except ModuleNotFoundError as error:
-        raise ImportError(f'pictures need {error.name!r}; install it with: pip install "zeroshard[report]"') from None
+    drawings = {
+        name: functools.partial(_draw, table=found.tables[table], plot=plot) for name, (table, plot) in _PLOTS.items()
+    }
+    return save_figures(drawings, folder, formats)
 
 
 def bars_of(table: Table, plot: _Plot) -> list[tuple[str, float | None, float | None]]:

@@ -4,6 +4,7 @@ Owns the drawings. Needs matplotlib (the extra `zeroshard[report]`), imported wh
 torch, nor where the data comes from: `zeroshard/report/schema.py` has it. Read `write_pictures` first.
 """
 
+import functools
 import importlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from zeroshard.report.check import check_page
 from zeroshard.report.schema import Defaults, PageData
 from zeroshard.report.stages import PLAYER_COLUMNS, rank_bytes, table_rows
 
-__all__ = ["write_pictures"]
+__all__ = ["save_figures", "write_pictures"]
 
 _GIB: Final = 2**30
 _BAND: Final = 0.05
@@ -58,10 +59,7 @@ def write_pictures(
         OSError: a file cannot be written.
     """
     check_page(data)
-    matplotlib, figure_type = _need_matplotlib()
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    drawings: dict[str, tuple[str, Callable[[Any, Any], None]]] = {
+    drawings: dict[str, tuple[str, Callable[..., None]]] = {
         "stages": ("player", _draw_stages),
         "film": ("film", _draw_film),
         "frontier": ("frontier", _draw_frontier),
@@ -69,14 +67,31 @@ def write_pictures(
         "comparison": ("comparison", _draw_comparison),
         "losses": ("losses", _draw_losses),
     }
+    there = {name: functools.partial(draw, data=data) for name, (key, draw) in drawings.items() if data.get(key)}
+    return save_figures(there, folder, formats)
+
+
+def save_figures(
+    drawings: Mapping[str, Callable[[Any], None]], folder: str | Path, formats: Sequence[str]
+) -> list[Path]:
+    """Draw each picture on axes of its own, and save it as `NAME.FORMAT`.
+
+    Args:
+        drawings: by name, what draws on the axes that it is given.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: a file cannot be written.
+    """
+    matplotlib, figure_type = _need_matplotlib()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, (key, draw) in drawings.items():
-        if not data.get(key):
-            continue
+    for name, draw in drawings.items():
         figure = figure_type(figsize=(7.2, 4.0), layout="constrained")
         axes = figure.add_subplot()
         axes.spines[["top", "right"]].set_visible(False)
-        draw(axes, data)
+        draw(axes)
         for suffix in formats:
             paths.append(folder / f"{name}.{suffix}")
             # Without a date, and with names of its own, the same data gives the same file.
