@@ -75,7 +75,7 @@ def second_steps(one: Class, size: Size) -> Iterator[tuple[Program, int]]:
         if again and one.plain:
             yield program, one.plain
         elif one.plain:
-            for failed in _with_failures(program, range(3, 5)):
+            for failed in _with_failures(program, range(4, 6)):
                 yield failed, one.plain
 
 
@@ -85,7 +85,7 @@ def is_plain(program: Program) -> bool:
 
 
 def _step(paths: tuple[Path, ...]) -> tuple[Op, ...]:
-    return Op("forward", paths), Op("backward"), Op("step")
+    return Op("forward", paths), Op("backward"), Op("norm"), Op("step")
 
 
 def _with_failures(program: Program, ops: Sequence[int]) -> Iterator[Program]:

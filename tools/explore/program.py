@@ -47,15 +47,15 @@ class Op:
 
     Args:
         kind: "forward"; "evaluate", a forward without gradients; "backward" of the forwards since the last one;
-            "local", a backward under `no_sync`, and "copies", one that leaves sums over copies to a later one; "step",
-            of the optimizer.
+            "local", a backward under `no_sync`, and "copies", one that leaves sums over copies to a later one; "norm",
+            of gradients; "meet", a collective of the user's; "step", of the optimizer.
         paths: of a forward, by rank.
         late: of a backward, by rank: units whose gradients land after they were left.
         silent: of a backward, by rank: units that get no gradient though they were used.
         lost: of a backward, by rank: units of which autograd promises a gradient that does not come.
     """
 
-    kind: Literal["forward", "evaluate", "backward", "local", "copies", "step"]
+    kind: Literal["forward", "evaluate", "backward", "local", "copies", "norm", "meet", "step"]
     paths: tuple[Path, ...] = ()
     late: tuple[Path, ...] = ()
     silent: tuple[Path, ...] = ()
@@ -215,7 +215,7 @@ def _pending(ops: Sequence[Op], at: int, rank: int) -> list[Path]:
 def draw(seed: int, ranks: int = 0) -> Program:
     """Return the program of a seed: 2 to 6 ranks, to 6 units, some steps, at times a failure."""
     r = random.Random(seed)
-    ranks = ranks or r.choice([2, 2, 2, 3, 3, 4, 5, 6])
+    ranks, is_whole = ranks or r.choice([2, 2, 2, 3, 3, 4, 5, 6]), r.random() < 0.1
     units = r.choice([2, 3, 4, 4, 5, 6])
     is_alike = r.random() < 0.3  # all ranks take one path in a forward
     ops: list[Op] = []
@@ -230,18 +230,22 @@ def draw(seed: int, ranks: int = 0) -> Program:
                 earlier.append(paths)
                 ops.append(Op("forward", paths))
             # Gradients that are summed over all ranks have none added that are not.
+            if r.random() < 0.2:
+                ops.append(Op("meet"))
             is_summed = place == micro - 1 or r.random() < 0.4
             some = (_draw_some(r, ranks, units) for _ in SOME)
             ops.append(Op("backward" if is_summed else r.choice(["local", "copies"]), (), *some))
+        # A rank that asks for a unit in a backward waits for the others, who must not wait for it in user code.
+        ops += [Op("meet")] * (is_whole and r.random() < 0.5) + [Op("norm")] * (r.random() < 0.6)
         ops.append(Op("step"))
     if r.random() < 0.1:
         # Passes that are alike, until the record has all of them.
         paths = _draw_paths(r, ranks, units, is_alike)
-        ops = [*ops, *[Op("forward", paths), Op("backward")] * (units + 2), Op("step")]
+        ops = [*ops, *[Op("forward", paths), Op("backward")] * (units + 2), Op("norm"), Op("step")]
     copies = r.choice([1, 2]) if ranks in (4, 6) else 1
-    program = Program(ranks, units, tuple(ops), None, r.choice(TRANSPORTS), r.random() < 0.1, copies)
+    program = Program(ranks, units, tuple(ops), None, r.choice(TRANSPORTS), is_whole, copies)
     if r.random() < 0.25:
-        places = [at for at, op in enumerate(ops) if op.kind != "step"]
+        places = [at for at, op in enumerate(ops) if op.is_forward or op.is_backward]
         failures = list(failures_in(program, r.choice(places)))
         failure = r.choice(failures)
         if failure.caught == "step" and r.random() < 0.2:
@@ -296,10 +300,12 @@ def is_valid(program: Program) -> bool:
                 return False
             has_forward, is_summed = False, op.kind == "backward"
             has_sums |= is_summed
-        elif op.kind == "step":
+        elif op.kind in ("norm", "step"):
             if not is_summed:
                 return False
-            has_sums = False
+            has_sums &= op.kind == "norm"
+        elif op.kind == "meet" and not (has_forward or program.is_whole):
+            return False
     failure = program.failure
     if failure is None:
         return True

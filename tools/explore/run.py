@@ -11,6 +11,8 @@ Note: what must hold
       in all, ranks of several in what all ranks share. Each gradient is in one sum, once. Each pass sums a unit once,
       where ranks can say that they are not ready, and each time that one said so is an event "postpone" in the trace.
       Ranks know alike which units were used.
+    - A norm is of the gradients that the step behind it has. On a device some rank may leave its record in a backward
+      when others have taken the norm already: then all get an error that says so, and no step is made.
     - A unit that a rank uses is whole. At most two units besides the root, and those that outlast others, are: four
       where a rank left the record.
     - Ranks have the same records. A pass like those before it, as many as there are units, agrees on nothing but its
@@ -53,7 +55,7 @@ class Outcome:
 
     Args:
         verdict: "right"; "mismatch", an error on all ranks at once; "watchdog", an error on all ranks after its limit;
-            "fault".
+            "early", the error of a norm that was too early; "fault".
         states: after each step, what the ranks' orders decide by; equal states behave alike from there on.
     """
 
@@ -102,6 +104,8 @@ class Rank:
         self._calls: Counter[int] = Counter()
         self._mark, self._op = 0, 0
         self._last: dict[Hashable, tuple[Any, int]] = {}
+        self._normed: list[Bits] = []
+        """By unit: what the last norm was of, until the step."""
         self._failure = program.failure if program.failure and program.failure.rank == number else None
 
     def _tell(self, text: str) -> None:
@@ -114,8 +118,8 @@ class Rank:
             self.ending = "end"
         except Stuck:
             self.ending = "watchdog"
-        except RankMismatchError:
-            self.ending = "mismatch"
+        except RankMismatchError as error:
+            self.ending = "early" if "some ranks had answered" in str(error) else "mismatch"
         except Refused:
             self.ending = "refused"
         except Exception as error:
@@ -140,6 +144,10 @@ class Rank:
                     self._forward(op)
                 elif op.is_backward:
                     self._backward(op)
+                elif op.kind == "meet":
+                    self.comm.meet("meet")
+                elif op.kind == "norm":
+                    self._norm()
                 else:
                     self._step()
             except Planned:
@@ -189,9 +197,9 @@ class Rank:
         self._complete()
         kind, key = "training" if has_grad else "no-grad", ("forward", "", has_grad)
         if not self.program.is_whole:
-            self.order.barrier(f"the beginning of a {kind} forward")
             self._forwards += [key] * has_grad
-        pass_ = self.order.open("forward", key)
+        place = "" if self.program.is_whole else f"the beginning of a {kind} forward"
+        pass_ = self.order.open("forward", key, place=place)
         self._enter(ROOT, has_grad=has_grad)
         open_: list[int] = []
         kept: list[int] = []
@@ -289,7 +297,7 @@ class Rank:
                 self._calls.clear()
                 self.to_land = set()
         self._count_peak(pass_, has_failed=has_failed)
-        if pass_.scope is not Scope.RANK and any(unit.has_local for unit in self.units):
+        if pass_.scope is not Scope.RANK and any(unit.has_local for unit in self.units) and not self.order.is_behind:
             self._tell(f"gradients were left over by {pass_}")
         self._check_steady(pass_)
 
@@ -317,11 +325,23 @@ class Rank:
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
+    def _check_reduced(self) -> None:
+        """Do as `Engine.check_reduced` does."""
+        if any(unit.has_local or unit.is_deferred for unit in self.units):
+            self.order.catch_up()
+        if any(unit.has_local or unit.is_deferred for unit in self.units):
+            raise Refused
+
+    def _norm(self) -> None:
+        self._complete()
+        self._check_reduced()
+        self.order.answer("a norm")
+        self._normed = [unit.held for unit in self.units]
+        self.comm.meet("norm")
+
     def _step(self) -> None:
         self._complete()
-        if any(unit.has_local or unit.scope is Scope.COPY for unit in self.units):
-            # As `Engine.check_reduced` does.
-            raise Refused
+        self._check_reduced()
         for unit in self.units:
             if unit.is_open and not unit.spec.is_whole:
                 self._tell(f"{unit} was left whole")
@@ -329,6 +349,9 @@ class Rank:
             self._tell("a step was voted down")
         self.order.publish([], lambda unit: [])
         held = [unit.held for unit in self.units]
+        if self._normed not in ([], held):
+            self._tell(f"a norm was of {self._normed}, the step of {held}")
+        self._normed = []
         self.per_step.append((self.landed, held, [unit.is_used for unit in self.units]))
         self.landed = [0] * len(self.units)
         for unit in self.units:
@@ -365,8 +388,15 @@ def run(
         behind: the right outcome of the program's first operations, up to a step: only those behind them are run.
     """
     transport = program.transport
-    is_in_place, can_postpone = transport == "host", transport != "nccl"
-    world = World(crew, program.ranks, program.copies, is_in_place=is_in_place, can_postpone=can_postpone)
+    is_device = transport == "nccl"
+    world = World(
+        crew,
+        program.ranks,
+        program.copies,
+        is_in_place=transport == "host",
+        can_postpone=not is_device,
+        is_device=is_device,
+    )
     ranks = [Rank(world, number, program, keeps_states=keeps_states) for number in range(program.ranks)]
     for rank, before in zip(ranks, behind.ranks if behind else (), strict=False):
         vars(rank.order).update(_copied(before.order))
@@ -378,8 +408,10 @@ def run(
         verdict = "right"
         faults += _faults_at_the_end(program, ranks)
     else:
-        verdict = "mismatch" if endings == {"mismatch"} else "watchdog"
-        if program.failure is None:
+        verdict = "mismatch" if endings == {"mismatch"} else "early" if endings == {"early"} else "watchdog"
+        if verdict == "early" and is_device and not program.is_whole:
+            pass
+        elif program.failure is None:
             faults.append(f"ranks ended with {', '.join(rank.ending for rank in ranks)}")
         elif not endings <= {"mismatch", "watchdog", "refused"}:
             faults.append(f"one rank raised, and ranks ended with {', '.join(rank.ending for rank in ranks)}")
@@ -398,9 +430,11 @@ def _faults_at_the_end(program: Program, ranks: list[Rank]) -> list[str]:
     faults = []
     for rank in ranks[1:]:
         first = ranks[rank.number // rank.comm.shards * rank.comm.shards]
-        faults += _differences("", first, rank, first.comm.sequence, rank.comm.sequence)
-        both = [[one for one in of.comm.sequence if one[1][0] not in WITHIN_COPIES] for of in (ranks[0], rank)]
-        faults += _differences(" among all", ranks[0], rank, *both)
+        # Each communicator, and each lane of votes, has an order of its own.
+        for name in sorted({str(one[1][0]) for of in (first, ranks[0], rank) for one in of.comm.sequence}):
+            other = first if name in WITHIN_COPIES else ranks[0]
+            both = [[one for one in of.comm.sequence if one[1][0] == name] for of in (other, rank)]
+            faults += _differences(f" of {name}", other, rank, *both)
     for rank in ranks[1:]:
         for key, record in ranks[0].order._records.items():
             other = rank.order._records.get(key)
@@ -444,7 +478,9 @@ def chooser(seed: int) -> Callable[[int], int]:
 
 # -- states -----------------------------------------------------------------------------------------------------------
 
-_NOT_DECIDING = frozenset(["_units", "_comm", "_changes", "trace", "_done", "_last_step", "_has_warned"])
+_NOT_DECIDING = frozenset(
+    ["_units", "_comm", "_changes", "trace", "_done", "_last_step", "_has_warned", "_votes", "_rounds"]
+)
 """Attributes of an `Order` that decide nothing: what it works on, and what it tells."""
 
 
@@ -455,7 +491,8 @@ def state_of(order: Any) -> Hashable:
 
 def _copied(order: Any) -> dict[str, Any]:
     """Return what an order has between two steps, so that another can go on with it."""
-    kept = {name: value for name, value in vars(order).items() if name not in ("_units", "_comm", "_changes", "trace")}
+    own = ("_units", "_comm", "_changes", "trace", "_votes")
+    kept = {name: value for name, value in vars(order).items() if name not in own}
     return {name: type(value)(value) if isinstance(value, dict | list) else value for name, value in kept.items()}
 
 

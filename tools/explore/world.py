@@ -23,6 +23,7 @@ from typing import Any
 
 from zeroshard.core.states import Scope
 from zeroshard.table.errors import RankMismatchError
+from zeroshard.wire.comm import Lane, Vote
 
 __all__ = ["Crew", "FakeComm", "FakeReduction", "FakeUnit", "Stuck", "World"]
 
@@ -30,7 +31,7 @@ LIMIT = 3000
 """Collectives of one rank in one run; more is a loop without an end."""
 Key = tuple[Any, ...]
 _CONTROL: Key = ("control",)
-"""The channel of small numbers, which holds one order for all."""
+"""The channel of what all ranks tell at once, which holds one order for all; votes have one for each lane."""
 Bits = int
 """Gradients: four bits a rank, which count how often it landed."""
 
@@ -128,13 +129,21 @@ class World:
     Args:
         copies: of the state, each over as many ranks that follow one another.
         is_in_place: whether a sum is made where the others' gradients lie, so that its end is a meeting, too.
+        is_device: whether hosts go on where tensors of other ranks are waited for, and so do not read votes first.
     """
 
     def __init__(
-        self, crew: Crew, ranks: int, copies: int = 1, *, is_in_place: bool = False, can_postpone: bool = True
+        self,
+        crew: Crew,
+        ranks: int,
+        copies: int = 1,
+        *,
+        is_in_place: bool = False,
+        can_postpone: bool = True,
+        is_device: bool = False,
     ) -> None:
         self.crew, self.ranks, self.copies = crew, ranks, copies
-        self.is_in_place, self.can_postpone = is_in_place, can_postpone
+        self.is_in_place, self.can_postpone, self.is_device = is_in_place, can_postpone, is_device
         self._collectives: dict[Key, _Collective] = {}
 
     def come(self, rank: int, key: Key, kind: Key, value: Any, count: int) -> _Collective:
@@ -185,6 +194,8 @@ _RESULTS: dict[str, Callable[[dict[int, Any]], Any]] = {
     "gather": lambda values: True,
     "reduce": _sum,
     "read": lambda values: True,
+    "meet": lambda values: True,
+    "norm": lambda values: True,
 }
 
 
@@ -199,6 +210,7 @@ class FakePending:
     def wait(self) -> Any:
         """Return its result."""
         comm = self._comm
+        comm.catch_up()
         result = comm.world.wait(comm.rank, self._one)
         if self._meets is not None:
             comm.world.wait(comm.rank, comm.world.come(comm.rank, self._meets, ("read",), None, comm.shards))
@@ -222,6 +234,13 @@ class FakeComm:
         """What this rank took part in, in its order."""
         self._counts: dict[Key, int] = {}
         self.sent_bytes: Counter[str] = Counter()
+        self.blocks_host = not world.is_device
+        self.catch_up: Callable[[], None] = lambda: None
+
+    def call_before_waits(self, catch_up: Callable[[], None]) -> None:
+        """Have it called before each wait of the host for a tensor."""
+        if self.blocks_host:
+            self.catch_up = catch_up
 
     def _come(self, channel: Key, kind: Key, value: Any, among: Key = (), ranks: int = 0) -> _Collective:
         count = self._counts.get(channel, 0)
@@ -234,10 +253,21 @@ class FakeComm:
             self._crew.give_way(self.rank)
         return one
 
+    def post(self, values: list[int], what: str, lane: Lane) -> Vote:
+        """Tell the others some numbers; what is returned waits for the least of each."""
+        one = self._come((lane.name,), ("agree", len(values)), values)
+        return Vote(lambda: self.world.wait(self.rank, one))
+
     def agree(self, values: list[int], what: str) -> list[int]:
         """Return the minimum over ranks of each number."""
-        found: list[int] = self.world.wait(self.rank, self._come(_CONTROL, ("agree", len(values)), values))
-        return found
+        self.catch_up()
+        return self.post(values, what, Lane.OTHERS).read()
+
+    def meet(self, kind: str) -> None:
+        """Take part in a collective of the user's, for which the host waits, or in that of a norm."""
+        one = self._come((kind,), (kind,), None)
+        if self.blocks_host or kind == "meet":
+            self.world.wait(self.rank, one)
 
     def texts(self, text: str, what: str) -> list[str]:
         """Return every rank's text."""
@@ -360,6 +390,15 @@ class FakeUnit:
     def has_local(self) -> bool:
         """Whether there are gradients that were not reduced."""
         return self.local != 0
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether a sum over copies was left to a later pass."""
+        return self.scope is Scope.COPY
+
+    def reducible(self) -> list[None]:
+        """Return its buckets that want gradients: one."""
+        return [None]
 
     def is_complete(self) -> bool:
         """Tell whether the backward under way brings no more gradients of it."""

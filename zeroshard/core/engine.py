@@ -197,8 +197,6 @@ class Engine:
         kind = "training" if frame.has_grad else "no-grad"
         place = f"the beginning of a {kind} forward of '{name}'" if name else f"the beginning of a {kind} forward"
         key = ("forward", name, frame.has_grad)
-        if self.is_sharded:
-            self.order.barrier(place)
         if self.is_sharded and frame.has_grad:
             # Forwards without a backward would make ever new keys; the last ones tell kinds apart well enough.
             self._forwards = [*self._forwards[1 - KEPT_FORWARDS :], key]
@@ -211,7 +209,7 @@ class Engine:
                 f"{self.mesh} torch.func.grad, vjp, jacrev and hessian switch off the hooks that gather parameters for "
                 "a backward. Use torch.autograd.grad, or enter `with zero.gathered():` around them, on every rank."
             ) from error
-        self.order.open("forward", key)
+        self.order.open("forward", key, place=place if self.is_sharded else "")
 
     def _unit_under_way(self) -> int:
         """Return the unit whose module computes now."""
@@ -392,6 +390,10 @@ class Engine:
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
+    def catch_up(self) -> None:
+        """Read what ranks told at the end of the last pass: which parameters some rank used. Collective: maybe."""
+        self.order.catch_up()
+
     def gradients_changed(self) -> None:
         """Forget norms."""
         if self._norms:
@@ -415,8 +417,11 @@ class Engine:
         if (known := self._norms.get((p, dtype))) is not None:
             return known
         self.check_reduced("A norm")
-        self.order.barrier(f"a {p:g}-norm of gradients in {dtype or 'their dtypes'}")
-        local = gradient.local_norms(self.slots.values(), p, dtype)
+        if p <= 0:
+            # Of no order that adds up: gradients that no rank has must not count as zeros.
+            self.catch_up()
+        self.order.answer(f"a {p:g}-norm of gradients in {dtype or 'their dtypes'}")
+        local = gradient.local_norms(self.slots.values(), p, dtype, is_behind=self.order.is_behind)
         # Replicas have the same sums: those of this rank's own copy are all there is.
         rows = self.comm.collect(local, f"a {p:g}-norm of gradients")[list(self.mesh.along("shard", "tensor"))]
         dtypes = [dtype or slot.bucket.dtypes.grad for slot in self.slots.values()]
@@ -426,6 +431,8 @@ class Engine:
 
     def check_reduced(self, what: str) -> None:
         """Raise if gradients of `no_sync` passes wait for a reduction."""
+        if any(unit.waits for unit in self.units):
+            self.catch_up()
         if waiting := [unit for unit in self.units if unit.waits]:
             raise RuntimeError(
                 f"{self.mesh} {what} needs reduced gradients, but the last backward ran under no_sync(), and those of "

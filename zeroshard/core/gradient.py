@@ -203,6 +203,7 @@ def assign(slot: Slot, value: Tensor | None) -> None:
     owner = slot.owner()
     if owner is not None:
         owner.check_outside_backward("zero_grad() or an assignment to .grad")
+        owner.catch_up()
         owner.gradients_changed()
     grads = slot.bucket.grads
     if value is None:
@@ -359,18 +360,19 @@ def _local_parts(slot: Slot, name: str) -> list[Tensor]:
     return [(p.reshape(()) if is_number and p.numel() else p).as_subclass(torch.Tensor) for p in parts]
 
 
-def local_norms(slots: Iterable[Slot], p: float, dtype: torch.dtype | None) -> Tensor:
+def local_norms(slots: Iterable[Slot], p: float, dtype: torch.dtype | None, *, is_behind: bool = False) -> Tensor:
     """Return (number of slots,) fp64: each gradient's sum of |x|^p over this rank's elements; for orders without a sum
     the largest or smallest |x|, or how many are not 0.
 
     Args:
         dtype: what elements are converted to first; at least fp32 for a sum.
+        is_behind: whether ranks have yet to agree on who used what; then a sum may be of nothing, and is zeros.
     """
     found: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
     count, device = 0, None
     for place, slot in enumerate(slots):
         grads, count, device = slot.bucket.grads, place + 1, slot.bucket.device
-        is_used = grads.sums[slot.index] is Sum.USED
+        is_used = grads.sums[slot.index] is Sum.USED or (is_behind and grads.sums[slot.index] is Sum.UNUSED)
         part = grads.own_part(slot.index) if is_used and slot.form.is_counted else None
         if part is not None and part.numel():
             found.setdefault(part.dtype, []).append((place, part))

@@ -96,6 +96,10 @@ class Gradients(ABC):
         """Tell whether there is a gradient: of some rank, or of this one while ranks have yet to agree."""
         return self.sums[index] is USED or self.own[index] is not NONE
 
+    def is_known(self, index: int) -> bool:
+        """Tell whether what is held is the gradient, whatever ranks have yet to agree on."""
+        return self.sums[index] is USED or self.own[index] is SENT
+
     def take_used(self, flags: Iterator[bool]) -> None:
         """Take what ranks agreed on: of each parameter the next flag says whether some rank had a gradient."""
         for index, (own, is_used) in enumerate(zip(self.own, flags, strict=False)):
@@ -401,7 +405,7 @@ class FlatGradients(Gradients):
 
     def parts(self, index: int) -> list[Tensor]:
         """See `Gradients`."""
-        is_local, is_used = self.own[index] is LOCAL, self.sums[index] is USED
+        is_local, is_used = self.own[index] is LOCAL, self.is_known(index)
         parts = [self.part(index)] if is_used and (self.local is not self.held or not is_local) else []
         return [*parts, self._views[index]] if is_local else parts
 

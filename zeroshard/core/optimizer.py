@@ -101,11 +101,13 @@ class ShardedOptimizer:
         is_left = any(not unit.spec.is_whole and unit.presence is not Presence.RELEASED for unit in self._engine.units)
         assert not is_left, "a unit was left gathered"
         scale = self._engine.loss_scale
-        if scale is not None:
-            is_finite = not scale.has_overflowed
-        else:
+
+        def is_finite() -> bool:
             # A GradScaler has voted itself, and tells a fused optimizer to skip by this attribute.
-            is_finite = hasattr(optimizer, "found_inf") or _is_finite(self.masters)
+            if scale is not None:
+                return not scale.has_overflowed
+            return hasattr(optimizer, "found_inf") or _is_finite(self.masters)
+
         # All ranks must stand at one place, so a schedule that differs between them is found here.
         rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))]
         place = f"step {self.steps} of optimizer {self._index} ({type(optimizer).__name__}, lr {rates})"

@@ -5,15 +5,21 @@ into calls on units and events in the trace. It must not know hooks, parameters 
 `table/schedule.py` first.
 
 Note: rounds
-    In a round every rank states what it wants next as one number, and learns the smallest. Numbers of gathers lie below
-    those of reductions, and these below barriers, so all ranks serve the earliest request together and ask again, until
-    each has what it asked for. A barrier passes when all ranks stand at it; if they stand at different ones, that is
-    the program's error, and each rank raises with everybody's place.
+    Each pass has a vote of its end (`core/votes.py`). A rank that follows the record to the end of the pass asks for
+    nothing there. One that needs what the record does not foresee posts the vote earlier, with its request as a number,
+    and learns the smallest one. Numbers of gathers lie below those of reductions. All ranks serve the earliest request
+    together and ask again in rounds, until each has what it asked for and no one asks for anything.
 Note: leaving the record
     A rank that needs what the record does not foresee issues all that is left of the record, so that nobody waits for
-    it, and asks in rounds; the other ranks follow the record to its end and serve those requests there. The pass is
-    slow and right, and what it needed is in the record of the next. After such a forward pass the backward is agreed in
-    rounds from its beginning, so that no rank has to keep gradients while another catches up.
+    it, and asks in rounds; the other ranks follow the record to its end and serve those requests when they read the
+    vote there. The pass is slow and right, and what it needed is in the record of the next. After such a forward pass
+    the backward is agreed in rounds from its beginning, so that no rank has to keep gradients while another catches up.
+Note: when the vote of an end is read
+    That of a forward pass before the forward returns: user code may wait for other ranks behind it, one of which may
+    still ask. That of a backward pass which follows its record is left unread: what is read of it is on which
+    parameters some rank used, and whether some rank has gradients that the record does not foresee, and the optimizer's
+    step is the first to depend on that. Whatever depends on it earlier reads it (`catch_up`): a gradient that this rank
+    did not compute, the next pass, and a norm unless `is_sure` says that no rank can ask for anything.
 Note: one sum a pass
     A rank may be asked for a reduction before its gradients are there: it uses units in another order. It says that it
     is not ready; all ranks keep their gradients of the unit, and sum them once all have them, at the latest when the
@@ -22,8 +28,10 @@ Note: one sum a pass
 
 import logging
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -31,6 +39,7 @@ import torch
 from zeroshard.core.changes import checksum_of, describe
 from zeroshard.core.states import Scope
 from zeroshard.core.unit import Reduction, Unit
+from zeroshard.core.votes import NOTHING, Told, Votes
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.schedule import ROOT, WINDOW, Action, Mark, Record, Request, Schedule, hoist, replay
 from zeroshard.table.trace import Event, Trace, event_of
@@ -39,8 +48,10 @@ from zeroshard.wire.comm import Comm, Pending
 
 __all__ = ["Order", "Pass"]
 
-BARRIER = 1 << 40
-"""Numbers from here on are barriers; below, requests for a unit."""
+CALM_PASSES = 3
+"""Passes of a kind that followed their record, after which a rank that leaves it is not expected."""
+EARLY = -2
+"""Payload of a step: a norm was answered before ranks had agreed on the gradients that it is of."""
 
 Phase = Literal["forward", "backward"]
 
@@ -59,6 +70,15 @@ class Pass:
     asks: bool
     """Whether ranks agree on each request in rounds: there is no record, or a rank left it just before."""
     is_closing: bool = False
+    has_asked: bool = False
+    """Whether ranks agree in rounds by now: some rank asked for something in the vote of the pass's end."""
+    is_sure: bool = False
+    """At its end: whether no rank can ask for anything in that vote."""
+    used: list[bool] = field(default_factory=list)
+    checksum: int = 0
+    """At its end: the parameters that this rank used, and what it changed in place."""
+    relied_on: str = ""
+    """What this rank was sure of, and answered before it read that vote."""
     postponed: set[int] = field(default_factory=set)
     """Units whose reduction a rank was not ready for."""
     waiting: set[int] = field(default_factory=set)
@@ -70,6 +90,16 @@ class Pass:
 
     def __str__(self) -> str:
         return f"{self.phase} pass {self.number}"
+
+    @property
+    def end(self) -> str:
+        """The place where it ends."""
+        return f"the end of {self}"
+
+    @property
+    def payload(self) -> int:
+        """What is told at its end: facts of this rank, as one number."""
+        return zlib.crc32(bytes(self.used), self.checksum)
 
 
 class Order:
@@ -98,6 +128,15 @@ class Order:
         self._has_left_record = False
         """Whether some rank left the record of a forward pass that waits for its backward; the same on all ranks."""
         self._has_warned = False
+        self._votes = Votes(comm)
+        self._ended: list[Pass] = []
+        """Passes whose last vote this rank has not read."""
+        self._calm: Counter[Hashable] = Counter()
+        """By kind of pass: how many followed their record, one after the other."""
+        self._rounds = 0
+        """Passes since ranks last settled that needed rounds; the same on all ranks."""
+        self._early = ""
+        """What was answered before ranks had agreed on it, where that was too early."""
 
     # -- one pass ---------------------------------------------------------------------------------------------------
 
@@ -108,8 +147,15 @@ class Order:
         *,
         scope: Scope = Scope.RANK,
         expected: set[int] | None = None,
+        place: str = "",
     ) -> Pass:
-        """Begin a pass; the one before must be closed."""
+        """Begin a pass; the one before must be closed.
+
+        Args:
+            place: what to tell other ranks first; nothing where it is empty.
+        """
+        if phase == "backward" or self.is_sharded:
+            self.catch_up()
         self._begin_step()
         if phase == "backward" or self.is_sharded:
             # Any rank may make passes of its own that send nothing, and messages of the others keep their numbers.
@@ -120,8 +166,13 @@ class Order:
         schedule = Schedule(
             replace(followed, requests=()) if asks else followed, lambda unit: self._units[unit].is_complete()
         )
-        self.current = Pass(phase, key, self._count, scope, schedule, record is None, asks, expected=expected or set())
-        return self.current
+        pass_ = Pass(phase, key, self._count, scope, schedule, record is None, asks, expected=expected or set())
+        if place:
+            self._votes.post(place, lambda told: None)
+            if asks:
+                self.catch_up()
+        self.current = pass_
+        return pass_
 
     def need(self, unit: int) -> None:
         """Return when `unit` is whole. Collective: in agreement or by record; other ranks take part in any case."""
@@ -174,67 +225,172 @@ class Order:
         pass_.expected.clear()
         self._do(pass_.schedule.close())
         self._finish_all()
+        self._wait_for_tails()
+        pass_.checksum, self.current = checksum_of(self._changes), None
         if pass_.scope is not Scope.RANK:
-            # The same order on all ranks in which backward passes meet units: last first.
-            for unit in reversed(range(len(self._units))):
-                if self._units[unit].has_local:
+            pass_.used = [flag for unit in self._units for flag in unit.has_landed()]
+        elif not self.is_sharded:
+            self._keep(pass_)
+            return
+        self._ended.append(pass_)
+        if pass_.has_asked:
+            self._end(pass_, None)
+            return
+        pass_.is_sure = not pass_.asks and self._is_complete(pass_)
+        left = next(self._left_over(pass_), None)
+        request = NOTHING if left is None else self._number(pass_, "reduce", left, is_again=False)
+        self._votes.post(pass_.end, partial(self._end, pass_), pass_.payload, request)
+        is_deferred = any(unit.is_deferred for unit in self._units)
+        if pass_.phase == "forward" or pass_.asks or pass_.waiting or is_deferred:
+            self.catch_up()
+
+    def _left_over(self, pass_: Pass) -> Iterator[int]:
+        """Yield the units with gradients that are not reduced now, last first, as backward passes meet units."""
+        for unit in reversed(range(len(self._units))):
+            if pass_.scope is not Scope.RANK and self._units[unit].has_local:
+                yield unit
+
+    def _is_complete(self, pass_: Pass) -> bool:
+        """Tell whether a pass that follows its record leaves nothing that a rank could ask for."""
+        requests = self._records[pass_.key].requests
+        is_calm = not self.is_sharded or self._calm[pass_.key] >= CALM_PASSES
+        return is_calm and all(("reduce", unit.number) in requests for unit in self._units if unit.reducible())
+
+    def _end(self, pass_: Pass, told: Told | None) -> None:
+        """End a pass on all ranks: serve what ranks ask for, make the last sums, agree on who used what.
+
+        Args:
+            told: in the vote of its end; None where this rank posted it earlier, to ask for something.
+        """
+        self._ended.remove(pass_)
+        before, self.current = self.current, pass_
+        try:
+            if told is None or told.request != NOTHING:
+                self._rounds += 1
+                if told is not None:
+                    pass_.has_asked = True
+                    if pass_.relied_on:
+                        kind, unit = self._meaning(pass_, told.request)
+                        self._early = f"{pass_.relied_on} before the {kind} of {self._units[unit]} in {pass_}"
+                    self._serve(told.request)
+                for unit in self._left_over(pass_):
                     self._ask("reduce", unit, False)
-        change = self._agree_on_use(pass_)
-        if pass_.scope is Scope.ALL:
-            for one in self._units:
-                self._tails += one.finish_deferred(self._comm, pass_.number, str(pass_))
+                told = self._round(pass_, NOTHING, pass_.end)
+                while told.request != NOTHING:
+                    self._serve(told.request)
+                    told = self._round(pass_, NOTHING, pass_.end)
+            # Whoever was not ready may have no gradients after all, and asks for nothing: now all ranks are closing.
+            # Where sums stay within copies, another copy may have had its sum before, so the record knows nothing of
+            # this one.
+            self._do([("reduce", unit) for unit in sorted(pass_.waiting)])
+            self._finish_all()
+            changes = self._agree_on_use(pass_, told)
+            if pass_.scope is Scope.ALL:
+                for one in self._units:
+                    self._tails += one.finish_deferred(self._comm, pass_.number, str(pass_))
+            self._wait_for_tails()
+        finally:
+            self.current = before
+        self._keep(pass_)
+        self._keep_changes(*changes, str(pass_))
+
+    def _wait_for_tails(self) -> None:
         for tail in self._tails:
             tail.wait()
         self._tails = []
-        self._has_left_record = pass_.phase == "forward" and (
-            self._has_left_record or (not pass_.is_first and bool(pass_.agreed))
-        )
+
+    def _keep(self, pass_: Pass) -> None:
+        """Keep the record of a pass that is over."""
+        has_left = not pass_.is_first and bool(pass_.agreed)
+        self._has_left_record = pass_.phase == "forward" and (self._has_left_record or has_left)
+        self._calm[pass_.key] = 0 if pass_.asks or has_left else min(CALM_PASSES, self._calm[pass_.key] + 1)
         self._records[pass_.key] = self._merge(pass_)
         self._done.append((pass_.phase, pass_.key, pass_.marks))
-        self.current = None
-        self._keep_changes(*change, str(pass_))
 
-    def _agree_on_use(self, pass_: Pass) -> tuple[int, int]:
-        """Wait until no rank needs this pass any more; make the last sums; agree on which parameters some rank used.
-
-        Returns: the least and the greatest checksum of what ranks changed in place.
-        """
-        checksum = checksum_of(self._changes)
+    def _agree_on_use(self, pass_: Pass, told: Told) -> tuple[int, int]:
+        """Agree on which parameters some rank used; return the least and the greatest checksum of changes in place."""
         if pass_.scope is Scope.RANK:
-            return self.barrier(f"the end of {pass_}", checksum) if self.is_sharded else (0, 0)
-        mine = [flag for unit in self._units for flag in unit.has_landed()]
-        least, greatest = self.barrier(f"the end of {pass_}", zlib.crc32(bytes(mine), checksum))
-        # Whoever was not ready may have no gradients after all, and asks for nothing: now all ranks are closing. Where
-        # sums stay within copies, another copy may have had its sum before, so the record knows nothing of this one.
-        self._do([("reduce", unit) for unit in sorted(pass_.waiting)])
-        self._finish_all()
-        if least == greatest:
-            agreed, least, greatest = mine, checksum, checksum
-        else:
+            return told.least, told.greatest
+        least = greatest = pass_.checksum
+        agreed = pass_.used
+        if told.least != told.greatest:
             # Used by some rank is "not unused by all": a minimum over ranks of the negated flags.
-            told = [*(int(not flag) for flag in mine), checksum, -checksum]
-            *unused, least, greatest = self._comm.agree(told, "the used parameters")
+            mine = [*(int(not flag) for flag in pass_.used), least, -least]
+            *unused, least, greatest = self._comm.agree(mine, "the used parameters")
             agreed, greatest = [not flag for flag in unused], -greatest
         flags = iter(agreed)
         for unit in self._units:
             unit.take_used(flags)
         return least, greatest
 
-    def settle(self, place: str, *, is_fine: bool = True) -> bool:
+    # -- outside passes ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether this rank has not read yet what others told at the end of a pass."""
+        return bool(self._ended)
+
+    def catch_up(self) -> None:
+        """Read what ranks told, and do what they ask for. Collective: where some rank asks for something."""
+        self._votes.read()
+
+    def barrier(self, place: str, payload: int = 0) -> tuple[int, int]:
+        """Wait until all ranks stand at `place`, outside passes; return the least and the greatest payload.
+
+        Raises:
+            RankMismatchError: ranks stand at different places.
+        Collective: all-reduce of 40 bytes; every rank must call.
+        """
+        told = self._votes.meet(place, payload)
+        return told.least, told.greatest
+
+    def answer(self, place: str) -> None:
+        """Tell the others that this rank is at `place`, where it answers from gradients that all ranks have summed.
+
+        It waits for the others unless nothing that they may have told can change the answer.
+        """
+        is_sure = not self._comm.blocks_host and all(pass_.is_sure for pass_ in self._ended)
+        self._votes.post(place, lambda told: None)
+        if not is_sure:
+            self.catch_up()
+        for pass_ in self._ended:
+            pass_.relied_on = pass_.relied_on or place
+
+    def settle(self, place: str, *, is_fine: Callable[[], bool] = lambda: True) -> bool:
         """Wait until all ranks stand at `place`, outside passes, and keep what user code changed in place till then.
 
-        Returns: whether `is_fine` on all ranks; changes wait until then.
+        Returns: whether `is_fine()` on all ranks; changes wait until then.
 
         Raises:
             RankMismatchError: ranks stand at different places, or did not make the same change.
-        Collective: all-reduce of 32 bytes; every rank must call.
+        Collective: all-reduce of 40 bytes; every rank must call.
         """
         for unit in self._units:
             unit.note_changes()
-        least, greatest = self.barrier(place, checksum_of(self._changes) if is_fine else -1)
-        if least >= 0:
-            self._keep_changes(least, greatest, place)
-        return least >= 0
+
+        def payload() -> int:
+            return EARLY if self._early else checksum_of(self._changes) if is_fine() else -1
+
+        told = self._votes.meet(place, payload())
+        if self._rounds:
+            # Some ranks told it before they heard what others asked for, and made sums since.
+            told = self._votes.round(place, payload())
+        self._rounds = 0
+        if told.least == EARLY:
+            self._raise_early(place)
+        if told.least >= 0:
+            self._keep_changes(told.least, told.greatest, place)
+        return told.least >= 0
+
+    def _raise_early(self, place: str) -> None:
+        early, self._early = self._early, ""
+        texts = self._comm.texts(early, "what was answered too early")
+        raise RankMismatchError(
+            f"{self._comm.mesh} At {place}: some ranks had answered {max(texts)} that others asked for, so that its "
+            "sum is missing there. Nothing was changed on any rank. Ranks that did the same for several passes now "
+            "differ: forget this step's gradients with zero_grad() and go on, and where ranks may differ in a backward "
+            "call zero.agree(True) on every rank before gradients are clipped."
+        )
 
     def _keep_changes(self, least: int, greatest: int, place: str) -> None:
         """Keep what user code changed in place where it is the same on all ranks that hold the same tensors."""
@@ -251,7 +407,7 @@ class Order:
         for unit in self._units:
             unit.keep_changes()
         # Others may read the shards in place from now on.
-        self.barrier(what)
+        self._votes.round(what)
 
     def _merge(self, pass_: Pass) -> Record:
         """Return the record for the next pass of this kind; its requests are agreed ones only, equal on all ranks."""
@@ -276,54 +432,45 @@ class Order:
 
     # -- rounds -----------------------------------------------------------------------------------------------------
 
-    def barrier(self, place: str, payload: int = 0) -> tuple[int, int]:
-        """Wait until all ranks stand at `place`, serving their requests; return the least and the greatest payload.
-
-        Raises:
-            RankMismatchError: ranks stand at different places.
-        Collective: all-reduce of 32 bytes; every rank must call.
-        """
-        number = BARRIER + zlib.crc32(place.encode())
-        while True:
-            low, high, first, last = self._round(number, payload, place)
-            if low >= BARRIER:
-                if low != -high:
-                    self._raise_mismatch(place)
-                return first, -last
-            self._serve(low, place)
-
     def _ask(self, kind: Literal["gather", "reduce"], unit: int, is_again: bool) -> None:
         """Serve requests of all ranks, earliest first, until it is this one's turn."""
-        number = self._number(kind, unit, is_again)
-        what = f"{kind} of {self._units[unit]} in {self._open_pass()}"
+        pass_ = self._open_pass()
+        number = self._number(pass_, kind, unit, is_again)
+        what = f"{kind} of {self._units[unit]} in {pass_}"
         while True:
-            low = self._round(number, 0, what)[0]
+            low = self._round(pass_, number, what).request
+            self._serve(low, is_own=low // 2 == number // 2)
             if low // 2 == number // 2:
-                self._serve(low, what, is_own=True)
                 return
-            self._serve(low, what)
 
-    def _round(self, number: int, payload: int, what: str) -> list[int]:
+    def _round(self, pass_: Pass, request: int, what: str) -> Told:
         # Copies of the state exchange sums when a reduction is finished: no rank may wait here for one that does.
         self._finish_all()
-        return self._comm.agree([number, -number, payload, -payload], what)
+        if pass_.has_asked:
+            return self._votes.round(pass_.end, pass_.payload, request, what)
+        pass_.has_asked = True
+        told: list[Told] = []
+        self._votes.post(pass_.end, told.append, pass_.payload, request, what)
+        self.catch_up()
+        return told[0]
 
-    def _number(self, kind: str, unit: int, is_again: bool) -> int:
+    def _number(self, pass_: Pass, kind: str, unit: int, is_again: bool) -> int:
         count = len(self._units)
         # The root comes first in both directions: it is needed throughout.
-        place = unit if self._open_pass().phase == "forward" or unit == 0 else count - unit
+        place = unit if pass_.phase == "forward" or unit == 0 else count - unit
         return 2 * (place + (count if kind == "reduce" else 0)) + (not is_again)
 
-    def _serve(self, number: int, what: str, *, is_own: bool = False) -> None:
-        """Take part in the request with this number, which all ranks serve now."""
-        pass_ = self.current
-        if pass_ is None:
-            self._raise_mismatch(what)
-            return
+    def _meaning(self, pass_: Pass, number: int) -> tuple[Literal["gather", "reduce"], int]:
+        """Return the kind and the unit of the request with this number."""
         count = len(self._units)
-        kind: Literal["gather", "reduce"] = "gather" if number // 2 < count else "reduce"
         place = number // 2 % count
         unit = place if pass_.phase == "forward" or place == 0 else count - place
+        return "gather" if number // 2 < count else "reduce", unit
+
+    def _serve(self, number: int, *, is_own: bool = False) -> None:
+        """Take part in the request with this number, which all ranks serve now."""
+        pass_ = self._open_pass()
+        kind, unit = self._meaning(pass_, number)
         pass_.agreed.append((kind, unit, number % 2 == 0))
         if kind == "reduce":
             self._do([("reduce", unit)])
@@ -334,15 +481,6 @@ class Order:
             self._do([("gather", unit)])
         else:
             self._do([("gather", unit), ("release", unit)])
-
-    def _raise_mismatch(self, place: str) -> None:
-        places = self._comm.texts(place, "the places of all ranks")
-        lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(places))
-        raise RankMismatchError(
-            f"{self._comm.mesh} Ranks are at different places of the program:\n{lines}\nAll ranks must make the same "
-            "passes, norms and steps in the same order. To evaluate or generate on one rank only, enter `with "
-            "zero.gathered():` on all ranks."
-        )
 
     # -- actions ----------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,9 @@ class Owner(Protocol):
     def check_reduced(self, what: str) -> None:
         """Raise if gradients wait for a reduction."""
 
+    def catch_up(self) -> None:
+        """Read what ranks told at the end of the last pass."""
+
     def gradients_changed(self) -> None:
         """Forget norms."""
 
@@ -117,8 +120,11 @@ class Slot:
 
     @property
     def has_grad(self) -> bool:
-        """Whether there is a gradient: of some rank, or of this one while ranks have yet to agree."""
-        return self.bucket.grads.has_grad(self.index)
+        """Whether some rank has a gradient. Collective: where this rank has none, and ranks have yet to agree."""
+        grads = self.bucket.grads
+        if not grads.is_known(self.index) and (owner := self.owner()) is not None:
+            owner.catch_up()
+        return grads.has_grad(self.index)
 
 
 def _no_owner() -> None:

@@ -135,7 +135,12 @@ class Unit:
     @property
     def waits(self) -> bool:
         """Whether gradients of it wait for a sum over all ranks, those of parameters frozen since then included."""
-        return any(b.grads.has_local or b.grads.scope is Scope.COPY for b in self.buckets)
+        return self.is_deferred or any(b.grads.has_local for b in self.buckets)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether a sum over copies of the state was left to a later pass."""
+        return any(bucket.grads.scope is Scope.COPY for bucket in self.buckets)
 
     @property
     def slots(self) -> list[Slot]:

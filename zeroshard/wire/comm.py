@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import ClassVar, final
 
 import torch
@@ -21,10 +22,22 @@ from zeroshard.wire.mesh import Axis, Mesh
 from zeroshard.wire.pool import Pool
 from zeroshard.wire.watchdog import Watchdog
 
-__all__ = ["Comm", "Pending", "SoloComm", "Tag", "gather_across_ranks", "mean_across_ranks"]
+__all__ = [
+    "Comm",
+    "Lane",
+    "MOST_UNREAD",
+    "Pending",
+    "SoloComm",
+    "Tag",
+    "Vote",
+    "gather_across_ranks",
+    "mean_across_ranks",
+]
 
 Tensor = torch.Tensor
 TEXT_BYTES = 4096
+MOST_UNREAD = 6
+"""Votes of one lane that a rank may have posted and not read."""
 
 
 @final
@@ -46,12 +59,14 @@ class Tag:
 
     BUCKETS: ClassVar = 1 << 15
     """Buckets that a model may have."""
-    PASSES: ClassVar = 1 << 15
+    PASSES: ClassVar = 1 << 14
     """Passes whose tags differ."""
     GATHER: ClassVar = 0
     REDUCE: ClassVar = 1
     AGREEMENTS: ClassVar = 4 * BUCKETS
     """The first place on the board behind those of buckets."""
+    VOTES: ClassVar = 1 << 30
+    """The first tag of messages behind those of buckets; gloo's tags have 31 bits."""
 
     @property
     def about(self) -> int:
@@ -59,7 +74,7 @@ class Tag:
         return self.number % self.PASSES * self.BUCKETS + self.bucket
 
     def message(self, kind: int) -> int:
-        """Return the tag of messages of a `GATHER` or a `REDUCE`, below 2**31: gloo's tags have 31 bits."""
+        """Return the tag of messages of a `GATHER` or a `REDUCE`, below `VOTES`."""
         return 2 * self.about + kind
 
     def place(self, kind: int, *, has_read: bool = False) -> int:
@@ -83,6 +98,28 @@ def _nothing() -> None:
     return None
 
 
+class Lane(IntEnum):
+    """Which sequence a vote belongs to: the n-th of a lane on one rank meets the n-th of that lane on the others."""
+
+    PLACES = 0
+    """What ranks tell one another at the same places of the program."""
+    ROUNDS = 1
+    """Rounds about requests, which some ranks come to while others have told their next places already."""
+    OTHERS = 2
+
+
+@final
+class Vote:
+    """Numbers that each rank tells the others, on their way; `read()` once returns the least of each."""
+
+    def __init__(self, hear: Callable[[], list[int]]) -> None:
+        self._hear = hear
+
+    def read(self) -> list[int]:
+        """Block until all ranks have told theirs. A wait of hosts: no device is waited for."""
+        return self._hear()
+
+
 class Comm(ABC):
     """The collectives that the engine needs, over all ranks of the mesh.
 
@@ -96,6 +133,8 @@ class Comm(ABC):
         self.pool = Pool(memory or OwnMemory(), ledger)
         """Buffers in the memory that this transport wants gradients and parameters in, too."""
         self.sent_bytes: Counter[str] = Counter()
+        self.blocks_host = True
+        """Whether this rank's host waits where the result of a collective is needed; else the device's stream does."""
         self.can_postpone = False
         """Whether a rank may take part in a reduction to say that it is not ready."""
 
@@ -146,9 +185,23 @@ class Comm(ABC):
         Collective: broadcast; every rank must call.
         """
 
+    def call_before_waits(self, catch_up: Callable[[], None]) -> None:  # noqa: B027 (one process never waits)
+        """Have `catch_up` called before the host of this rank waits for others, but within a call of it.
+
+        It reads the votes that are posted: in one of them another rank may ask for what it needs to go on.
+        """
+
     @abstractmethod
+    def post(self, values: list[int], what: str, lane: Lane) -> Vote:
+        """Tell the others some numbers; what is returned waits for the least of each.
+
+        At most `MOST_UNREAD` votes of a lane may wait to be read, and they are read in order.
+        Collective: all-reduce (minimum) of 8 bytes a number between hosts, in ceil(log2 N) messages a rank.
+        """
+
     def agree(self, values: list[int], what: str) -> list[int]:
-        """Return the minimum over ranks of each number. Collective: all-reduce (minimum) of 8 bytes a number."""
+        """Return the minimum over ranks of each number. Collective: see `post`."""
+        return self.post(values, what, Lane.OTHERS).read()
 
     @abstractmethod
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
@@ -182,8 +235,8 @@ class SoloComm(Comm):
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         return None
 
-    def agree(self, values: list[int], what: str) -> list[int]:
-        return values
+    def post(self, values: list[int], what: str, lane: Lane) -> Vote:
+        return Vote(lambda: values)
 
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
         return tensor[None]

@@ -11,6 +11,7 @@ Note: the host
     rank enters when its passes are over. Tags, waits and errors are those of gloo.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import final
 
@@ -21,7 +22,7 @@ from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import SHOWN_NUMEL, HostWire
 from zeroshard.wire.board import WORDS
 from zeroshard.wire.codec import Codec, sum_in_rank_order
-from zeroshard.wire.comm import Pending, Tag
+from zeroshard.wire.comm import MOST_UNREAD, Lane, Pending, Tag, Vote
 from zeroshard.wire.gloo import GlooComm
 from zeroshard.wire.links import Links
 from zeroshard.wire.memory import HostMemory
@@ -42,7 +43,8 @@ class HostComm(GlooComm):
 
     def __init__(self, links: Links, ledger: Ledger, memory: HostMemory, wire_bytes: int) -> None:
         super().__init__(links, ledger, HostWire(SHOWN_NUMEL, wire_bytes), memory)
-        self._memory, self._agreements = memory, 0
+        self._memory = memory
+        self._agreements: Counter[Lane] = Counter()
 
     def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
         memory, size = self._memory, self.mesh.shard_size
@@ -119,12 +121,19 @@ class HostComm(GlooComm):
         own = codec.rounded_blocks(mine, dtype)
         sum_in_rank_order([read(rank) if rank in offsets else own for rank in range(len(rows))], scale, out)
 
-    def agree(self, values: list[int], what: str) -> list[int]:
+    def post(self, values: list[int], what: str, lane: Lane) -> Vote:
         if self.mesh.shard_size < self.mesh.world_size or len(values) >= WORDS:
-            return super().agree(values, what)
-        # At two places in turn: nobody comes to the next agreement but one before all have heard this one.
-        self._agreements += 1
-        meeting = self._memory.board.meet(Tag.AGREEMENTS + self._agreements % 2, len(values), *values)
-        self.links.wait([meeting], what)
+            return super().post(values, what, lane)
+        # Who comes to a place again has read a vote half as many turns old. All have told theirs in that one, and so
+        # have read those that are as many turns older: nobody still reads what is overwritten.
+        self._agreements[lane] += 1
+        turns = 2 * MOST_UNREAD + 2
+        place = Tag.AGREEMENTS + turns * lane + self._agreements[lane] % turns
+        meeting = self._memory.board.meet(place, len(values), *values)
         self.sent_bytes["agree"] += 8 * len(values)
-        return [min(each) for each in zip(values, *meeting.numbers.values(), strict=True)]
+
+        def hear() -> list[int]:
+            self.links.wait([meeting], what)
+            return [min(each) for each in zip(values, *meeting.numbers.values(), strict=True)]
+
+        return Vote(hear)

@@ -4,6 +4,7 @@ Owns agreements, broadcasts and all-gathers of what is not a shard. It must not 
 `wire/comm.py` and `wire/links.py` first.
 """
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -12,13 +13,15 @@ import torch.distributed as dist
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Wire
 from zeroshard.wire.codec import Codec
-from zeroshard.wire.comm import Comm, Pending
+from zeroshard.wire.comm import Comm, Lane, Pending, Tag, Vote
 from zeroshard.wire.links import CONTROL, PART, Links
 from zeroshard.wire.memory import Memory
 
 __all__ = ["LinkedComm"]
 
 Tensor = torch.Tensor
+LANE_BITS, TURN_BITS, HOP_BITS = 2, 22, 5
+"""Of the tags of votes: the lane, its count modulo a power of two, and the hop."""
 
 
 class LinkedComm(Comm):
@@ -31,6 +34,7 @@ class LinkedComm(Comm):
     def __init__(self, links: Links, ledger: Ledger, group: str, wire: Wire, memory: Memory | None = None) -> None:
         super().__init__(links.mesh, ledger, wire, memory)
         self.links, self.watchdog, self._name = links, links.watchdog, group
+        self._votes: Counter[Lane] = Counter()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -59,12 +63,40 @@ class LinkedComm(Comm):
         first = start(pieces[0])
         return Pending(lambda: first.wait() and all(start(piece).wait() for piece in pieces[1:]))
 
-    def agree(self, values: list[int], what: str) -> list[int]:
-        tensor, group = torch.tensor(values, dtype=torch.int64), self.links.groups[CONTROL]
-        self.links.run(lambda: dist.all_reduce(tensor, dist.ReduceOp.MIN, group=group, async_op=True), what)
-        self.sent_bytes["agree"] += tensor.nbytes
-        found: list[int] = tensor.tolist()
-        return found
+    def call_before_waits(self, catch_up: Callable[[], None]) -> None:
+        self.links.before_wait = catch_up
+
+    def post(self, values: list[int], what: str, lane: Lane) -> Vote:
+        # Dissemination: after hop k a rank knows the least numbers of the 2**k ranks up to it. A minimum may count a
+        # rank twice, so this is right for any number of ranks.
+        rank, size, group = self.mesh.rank, self.mesh.world_size, self.links.groups[CONTROL]
+        hops = range((size - 1).bit_length())
+        self._votes[lane] = turn = (self._votes[lane] + 1) % (1 << TURN_BITS)
+        first_tag = Tag.VOTES + ((lane << TURN_BITS | turn) << HOP_BITS)
+        self.sent_bytes["agree"] += 8 * len(values) * len(hops)
+
+        def start(hop: int, told: Tensor) -> tuple[Tensor, list[dist.Work]]:
+            after, before, tag = (rank + (1 << hop)) % size, (rank - (1 << hop)) % size, first_tag + hop
+            heard = torch.empty_like(told)
+            receive = self.links.start(lambda: dist.irecv(heard, group=group, tag=tag, group_src=before), what)
+            send = self.links.start(lambda: dist.isend(told, group=group, tag=tag, group_dst=after), what)
+            return heard, [receive, send]
+
+        told = torch.tensor(values, dtype=torch.int64)
+        # The first hop is on its way at once; the others follow when the vote is read.
+        under_way = start(0, told)
+
+        def hear() -> list[int]:
+            least, (heard, works) = told, under_way
+            for hop in hops:
+                if hop:
+                    heard, works = start(hop, least)
+                self.links.wait(works, what)
+                least = torch.minimum(least, heard)
+            found: list[int] = least.tolist()
+            return found
+
+        return Vote(hear)
 
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         # gloo refuses tensors that are not contiguous, and some dtypes: bytes are always right.

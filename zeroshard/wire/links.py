@@ -41,6 +41,8 @@ class Links:
     def __init__(self, mesh: Mesh, watchdog_s: float, heartbeat_s: float) -> None:
         self.mesh = mesh
         self._limit, self._process = timedelta(seconds=watchdog_s), os.getpid()
+        self.before_wait: Callable[[], None] = lambda: None
+        """Called before this rank waits for others; see `Comm.call_before_waits`."""
         # Held here alone: whoever keeps the last reference to a group ends it.
         self.groups: dict[str, dist.ProcessGroup] = {}
         weakref.finalize(self, _leave, weakref.ref(self), self.groups, self._process)
@@ -87,6 +89,7 @@ class Links:
         Raises:
             RankMismatchError: one failed, or took longer than the limit; the text says what each rank does.
         """
+        self.before_wait()
         self.watchdog.waits_for(what)
         try:
             for work in works:

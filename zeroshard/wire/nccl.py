@@ -35,6 +35,7 @@ class NcclComm(LinkedComm):
     def __init__(self, links: Links, ledger: Ledger, wire_bytes: int) -> None:
         links.new_group(ALL, "nccl")
         super().__init__(links, ledger, ALL, Native(wire_bytes))
+        self.blocks_host = False
         for name, axis in ((GATHERS, "shard"), (REDUCES, "shard"), (COPIES, "replicate"), (PARTS, "tensor")):
             if name != PARTS or len(links.mesh.tensor_ranks) > 1:
                 links.new_group(name, "nccl", axis)
