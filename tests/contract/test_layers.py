@@ -170,6 +170,8 @@ CORE = (
     "version",
     "precision",
     "states",
+    "passes",
+    "votes",
     "changes",
     "grads",
     "buffer",

@@ -18,9 +18,11 @@ from typing import final
 
 import torch
 
+from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import version_of
+from zeroshard.wire.comm import Comm
 
-__all__ = ["Changes", "checksum_of", "describe"]
+__all__ = ["Changes", "check_equal", "checksum_of"]
 
 Tensor = torch.Tensor
 
@@ -94,8 +96,20 @@ def checksum_of(changes: Iterable[Changes]) -> int:
     return crc
 
 
-def describe(names: Sequence[str]) -> str:
-    """Return the error for changes that are not the same on all ranks; `names` are those of each rank."""
+def check_equal(changes: Sequence[Changes], comm: Comm, what: str) -> None:
+    """Raise unless ranks that hold the same tensors made the same changes. Collective: every rank must call.
+
+    Raises:
+        RankMismatchError: they did not; the text names the parameters that each rank changed.
+    """
+    rows = comm.collect(torch.tensor([checksum_of(changes)], device=comm.mesh.device), what)
+    if comm.agree([int(len(set(rows[list(comm.mesh.data_ranks), 0].tolist())) == 1)], what)[0]:
+        return
+    names = comm.texts(", ".join(name for change in changes for name in change.names), what)
+    raise RankMismatchError(f"{comm.mesh} {_describe(names)}")
+
+
+def _describe(names: Sequence[str]) -> str:
     lines = "\n".join(f"  rank {rank}: {text or '(nothing)'}" for rank, text in enumerate(names))
     return (
         f"Parameters were changed in place, outside the optimizer, and not to the same values on all ranks:\n{lines}\n"

@@ -27,21 +27,19 @@ Note: one sum a pass
 """
 
 import logging
-import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-import torch
-
-from zeroshard.core.changes import checksum_of, describe
+from zeroshard.core.changes import check_equal, checksum_of
+from zeroshard.core.passes import Pass, Phase
 from zeroshard.core.states import Scope
 from zeroshard.core.unit import Reduction, Unit
 from zeroshard.core.votes import NOTHING, Told, Votes
 from zeroshard.table.errors import RankMismatchError
-from zeroshard.table.schedule import ROOT, WINDOW, Action, Mark, Record, Request, Schedule, hoist, replay
+from zeroshard.table.schedule import WINDOW, Action, Mark, Record, Schedule, replay
 from zeroshard.table.trace import Event, Trace, event_of
 from zeroshard.torch_private import NoFunctionTransforms
 from zeroshard.wire.comm import Comm, Pending
@@ -51,55 +49,7 @@ __all__ = ["Order", "Pass"]
 CALM_PASSES = 3
 """Passes of a kind that followed their record, after which a rank that leaves it is not expected."""
 EARLY = -2
-"""Payload of a step: a norm was answered before ranks had agreed on the gradients that it is of."""
-
-Phase = Literal["forward", "backward"]
-
-
-@dataclass
-class Pass:
-    """One pass under way. `key` names its kind: passes with equal keys share a record."""
-
-    phase: Phase
-    key: Hashable
-    number: int
-    scope: Scope
-    """Over which ranks gradients are summed."""
-    schedule: Schedule
-    is_first: bool
-    asks: bool
-    """Whether ranks agree on each request in rounds: there is no record, or a rank left it just before."""
-    is_closing: bool = False
-    has_asked: bool = False
-    """Whether ranks agree in rounds by now: some rank asked for something in the vote of the pass's end."""
-    is_sure: bool = False
-    """At its end: whether no rank can ask for anything in that vote."""
-    used: list[bool] = field(default_factory=list)
-    checksum: int = 0
-    """At its end: the parameters that this rank used, and what it changed in place."""
-    relied_on: str = ""
-    """What this rank was sure of, and answered before it read that vote."""
-    postponed: set[int] = field(default_factory=set)
-    """Units whose reduction a rank was not ready for."""
-    waiting: set[int] = field(default_factory=set)
-    """Of these, the ones that are not summed yet; the same on all ranks that share a copy of the state."""
-    marks: list[Mark] = field(default_factory=list)
-    agreed: list[tuple[Literal["gather", "reduce"], int, bool]] = field(default_factory=list)
-    expected: set[int] = field(default_factory=set)
-    """Units that this rank will still need in this pass: a gather that it served for others is kept for it."""
-
-    def __str__(self) -> str:
-        return f"{self.phase} pass {self.number}"
-
-    @property
-    def end(self) -> str:
-        """The place where it ends."""
-        return f"the end of {self}"
-
-    @property
-    def payload(self) -> int:
-        """What is told at its end: facts of this rank, as one number."""
-        return zlib.crc32(bytes(self.used), self.checksum)
+"""Payload of a step: something was answered before ranks had agreed on the gradients that it is of."""
 
 
 class Order:
@@ -135,8 +85,6 @@ class Order:
         """By kind of pass: how many followed their record, one after the other."""
         self._rounds = 0
         """Passes since ranks last settled that needed rounds; the same on all ranks."""
-        self._early = ""
-        """What was answered before ranks had agreed on it, where that was too early."""
 
     # -- one pass ---------------------------------------------------------------------------------------------------
 
@@ -238,7 +186,7 @@ class Order:
             return
         pass_.is_sure = not pass_.asks and self._is_complete(pass_)
         left = next(self._left_over(pass_), None)
-        request = NOTHING if left is None else self._number(pass_, "reduce", left, is_again=False)
+        request = NOTHING if left is None else pass_.number_of("reduce", left, len(self._units), is_again=False)
         self._votes.post(pass_.end, partial(self._end, pass_), pass_.payload, request)
         is_deferred = any(unit.is_deferred for unit in self._units)
         if pass_.phase == "forward" or pass_.asks or pass_.waiting or is_deferred:
@@ -270,8 +218,8 @@ class Order:
                 if told is not None:
                     pass_.has_asked = True
                     if pass_.relied_on:
-                        kind, unit = self._meaning(pass_, told.request)
-                        self._early = f"{pass_.relied_on} before the {kind} of {self._units[unit]} in {pass_}"
+                        kind, unit, _ = pass_.meaning_of(told.request, len(self._units))
+                        self._votes.early = f"{pass_.relied_on} before the {kind} of {self._units[unit]} in {pass_}"
                     self._serve(told.request)
                 for unit in self._left_over(pass_):
                     self._ask("reduce", unit, False)
@@ -304,7 +252,7 @@ class Order:
         has_left = not pass_.is_first and bool(pass_.agreed)
         self._has_left_record = pass_.phase == "forward" and (self._has_left_record or has_left)
         self._calm[pass_.key] = 0 if pass_.asks or has_left else min(CALM_PASSES, self._calm[pass_.key] + 1)
-        self._records[pass_.key] = self._merge(pass_)
+        self._records[pass_.key] = pass_.next_record(self._records.get(pass_.key, Record()))
         self._done.append((pass_.phase, pass_.key, pass_.marks))
 
     def _agree_on_use(self, pass_: Pass, told: Told) -> tuple[int, int]:
@@ -369,7 +317,7 @@ class Order:
             unit.note_changes()
 
         def payload() -> int:
-            return EARLY if self._early else checksum_of(self._changes) if is_fine() else -1
+            return EARLY if self._votes.early else checksum_of(self._changes) if is_fine() else -1
 
         told = self._votes.meet(place, payload())
         if self._rounds:
@@ -377,65 +325,34 @@ class Order:
             told = self._votes.round(place, payload())
         self._rounds = 0
         if told.least == EARLY:
-            self._raise_early(place)
+            self._votes.raise_early(place)
         if told.least >= 0:
             self._keep_changes(told.least, told.greatest, place)
         return told.least >= 0
-
-    def _raise_early(self, place: str) -> None:
-        early, self._early = self._early, ""
-        texts = self._comm.texts(early, "what was answered too early")
-        raise RankMismatchError(
-            f"{self._comm.mesh} At {place}: some ranks had answered {max(texts)} that others asked for, so that its "
-            "sum is missing there. Nothing was changed on any rank. Ranks that did the same for several passes now "
-            "differ: forget this step's gradients with zero_grad() and go on, and where ranks may differ in a backward "
-            "call zero.agree(True) on every rank before gradients are clipped."
-        )
 
     def _keep_changes(self, least: int, greatest: int, place: str) -> None:
         """Keep what user code changed in place where it is the same on all ranks that hold the same tensors."""
         if not greatest:
             return
-        what, comm = f"the parameters that were changed in place before {place}", self._comm
+        what = f"the parameters that were changed in place before {place}"
         if least != greatest:
-            rows = comm.collect(torch.tensor([checksum_of(self._changes)], device=comm.mesh.device), what)
-            if not comm.agree([int(len(set(rows[list(comm.mesh.data_ranks), 0].tolist())) == 1)], what)[0]:
-                names = comm.texts(", ".join(name for change in self._changes for name in change.names), what)
+            try:
+                check_equal(self._changes, self._comm, what)
+            except RankMismatchError:
                 for unit in self._units:
                     unit.drop_changes()
-                raise RankMismatchError(f"{comm.mesh} {describe(names)}")
+                raise
         for unit in self._units:
             unit.keep_changes()
         # Others may read the shards in place from now on.
         self._votes.round(what)
-
-    def _merge(self, pass_: Pass) -> Record:
-        """Return the record for the next pass of this kind; its requests are agreed ones only, equal on all ranks."""
-        record = self._records.get(pass_.key, Record())
-        requests, pinned = list(record.requests), set(record.pinned)
-        seen: set[Request] = set()
-        for kind, unit, is_again in pass_.agreed:
-            request: Request = (kind, unit)
-            is_repeated = pass_.asks and request in seen
-            if request not in requests:
-                place = len(requests) if pass_.is_first else _place_of(request, requests, pass_.phase)
-                requests.insert(place, request)
-            elif kind == "reduce":
-                if is_repeated or not pass_.asks:
-                    # It came too early for some rank, and is due later from now on.
-                    requests = [r for r in requests if r != request] + [request]
-            elif is_again or is_repeated:
-                pinned.add(unit)
-            seen.add(request)
-        ordered = hoist(requests) if pass_.is_first else tuple(requests)
-        return Record(ordered, frozenset(pinned), frozenset(pass_.schedule.outlasting))
 
     # -- rounds -----------------------------------------------------------------------------------------------------
 
     def _ask(self, kind: Literal["gather", "reduce"], unit: int, is_again: bool) -> None:
         """Serve requests of all ranks, earliest first, until it is this one's turn."""
         pass_ = self._open_pass()
-        number = self._number(pass_, kind, unit, is_again)
+        number = pass_.number_of(kind, unit, len(self._units), is_again=is_again)
         what = f"{kind} of {self._units[unit]} in {pass_}"
         while True:
             low = self._round(pass_, number, what).request
@@ -454,24 +371,11 @@ class Order:
         self.catch_up()
         return told[0]
 
-    def _number(self, pass_: Pass, kind: str, unit: int, is_again: bool) -> int:
-        count = len(self._units)
-        # The root comes first in both directions: it is needed throughout.
-        place = unit if pass_.phase == "forward" or unit == 0 else count - unit
-        return 2 * (place + (count if kind == "reduce" else 0)) + (not is_again)
-
-    def _meaning(self, pass_: Pass, number: int) -> tuple[Literal["gather", "reduce"], int]:
-        """Return the kind and the unit of the request with this number."""
-        count = len(self._units)
-        place = number // 2 % count
-        unit = place if pass_.phase == "forward" or place == 0 else count - place
-        return "gather" if number // 2 < count else "reduce", unit
-
     def _serve(self, number: int, *, is_own: bool = False) -> None:
         """Take part in the request with this number, which all ranks serve now."""
         pass_ = self._open_pass()
-        kind, unit = self._meaning(pass_, number)
-        pass_.agreed.append((kind, unit, number % 2 == 0))
+        kind, unit, is_again = pass_.meaning_of(number, len(self._units))
+        pass_.agreed.append((kind, unit, is_again))
         if kind == "reduce":
             self._do([("reduce", unit)])
         elif is_own or unit in pass_.schedule.whole:
@@ -595,12 +499,3 @@ class Order:
                 actions = replay(self._records[key], marks)
                 events += [self._event(phase, key, kind, unit, step) for kind, unit in actions]
         return events
-
-
-def _place_of(request: Request, requests: Sequence[Request], phase: Phase) -> int:
-    """Return where in a recorded order a request belongs that the record did not hold: by its unit's number."""
-    wanted, unit = request
-    for place, (kind, other) in enumerate(requests):
-        if kind == wanted and other != ROOT and (other > unit if phase == "forward" else other < unit):
-            return place
-    return len(requests)

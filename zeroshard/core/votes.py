@@ -1,6 +1,7 @@
 """What ranks tell one another of where they are: posted at once, read when an answer depends on it.
 
-Owns the votes that this rank has posted and not read, and the error where ranks are at different places. It must not
+Owns the votes that this rank has posted and not read, and the errors where ranks are at different places, or relied on
+what others had not told yet. It must not
 know passes or units: `core/order.py` says what is told, and what follows from it.
 
 Note: posted and read
@@ -47,6 +48,8 @@ class Votes:
         self._comm = comm
         self._unread: deque[tuple[Vote, str, Callable[[Told], None]]] = deque()
         self._is_reading = False
+        self.early = ""
+        """What this rank answered, sure that no rank would ask for anything, before one did."""
         catch_up = weakref.WeakMethod(self.read)
         comm.call_before_waits(lambda: read() if (read := catch_up()) else None)
 
@@ -92,6 +95,17 @@ class Votes:
         """Tell what this rank asks for now, behind a vote in which some rank asked for something; wait for all."""
         numbers = _numbers(place, payload, request)
         return self._told(self._comm.post(numbers, what or place, Lane.ROUNDS), what or place)
+
+    def raise_early(self, place: str) -> None:
+        """Raise because some ranks answered too early. Collective: every rank must call."""
+        early, self.early = self.early, ""
+        texts = self._comm.texts(early, "what was answered too early")
+        raise RankMismatchError(
+            f"{self._comm.mesh} At {place}: some ranks had answered {max(texts)} that others asked for, so that its "
+            "sum is missing there. Nothing was changed on any rank. Ranks that did the same for several passes now "
+            "differ: forget this step's gradients with zero_grad() and go on, and where ranks may differ in a backward "
+            "call zero.agree(True) on every rank before gradients are clipped."
+        )
 
     def _told(self, vote: Vote, what: str) -> Told:
         request, first, last, least, greatest = vote.read()
