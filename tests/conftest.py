@@ -14,17 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "transformers",
-    "pytest",
-    "zeroshard.handle",
-    "zeroshard.testing",
-    "tests.models",
-    "tests.oracle",
-)
+PRELOAD = ("pytest", "tests.warm")
 # Folders of tests/ that run no ranks: `make check` need not wait for a server.
 WITHOUT_RANKS = ("contract", "table")
 

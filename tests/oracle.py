@@ -45,7 +45,10 @@ Script = Callable[["Run"], None]
 
 def seed(*key: int) -> None:
     """Seed torch's generator from a key, such as (step, rank)."""
-    torch.manual_seed(_mix(key))
+    # Where there is no GPU, `torch.manual_seed` keeps the caller's stack as text, which takes longer than a small step.
+    torch.default_generator.manual_seed(_mix(key))
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(_mix(key))
 
 
 def randn(*shape: int, key: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
