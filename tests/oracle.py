@@ -16,10 +16,11 @@ import contextlib
 import copy
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, final
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -41,6 +42,19 @@ WATCHDOG_S: Final = 5.0
 TIMEOUT_S: Final = 30.0
 
 Script = Callable[["Run"], None]
+
+
+def at_worlds(cases: Iterable[Any], worlds: Sequence[int] = (1, 2)) -> list[Any]:
+    """Pair each case with these numbers of ranks, and with 3 and 4 in turn, for `pytest.mark.parametrize`.
+
+    More than two ranks, and a number that divides little, are needed once for each script; `test_parity` and
+    `test_shapes` have every number of ranks.
+    """
+    return [
+        pytest.param(case, world, id=f"{getattr(case, '__name__', case)}-{world}")
+        for place, case in enumerate(cases)
+        for world in (*worlds, 3 + place % 2)
+    ]
 
 
 def seed(*key: int) -> None:

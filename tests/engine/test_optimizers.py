@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from tests import models
-from tests.oracle import TIMEOUT_S, WORLDS, Run, Sharded, assert_matches
+from tests.oracle import TIMEOUT_S, Run, Sharded, assert_matches, at_worlds
 from zeroshard.testing import run_ranks
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
@@ -263,8 +263,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS))
 def test_the_same_optimizer_object(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
 
@@ -367,8 +366,7 @@ class NamedAdamW(torch.optim.AdamW):
     """A known optimizer under another name."""
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("script", [probed, promised, subclassed], ids=lambda script: script.__name__)
+@pytest.mark.parametrize(("script", "world"), at_worlds([probed, promised, subclassed]))
 def test_optimizers_of_others(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
 
