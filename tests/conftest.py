@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 PRELOAD = ("pytest", "tests.warm")
-# Folders of tests/ that run no ranks: `make check` need not wait for a server.
-WITHOUT_RANKS = ("contract", "table")
+# Folders and files of tests/ that run no ranks: `make check` and planted bugs need not wait for a server.
+WITHOUT_RANKS = ("contract", "table", "test_durability")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session", autouse=True)
 def warm_fork_server(request: pytest.FixtureRequest) -> None:
     """Start the server that `run_ranks` forks ranks from, if a test of this session may need it."""
-    if any(item.path.parent.name not in WITHOUT_RANKS for item in request.session.items):
+    if any({item.path.parent.name, item.path.stem}.isdisjoint(WITHOUT_RANKS) for item in request.session.items):
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
         forkserver.ensure_running()
 
