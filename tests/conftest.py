@@ -2,11 +2,12 @@
 
 Note: the fork server
     A rank is forked from a server, and imports for itself what the server has not. torch imports its compiler when the
-    first optimizer is made, which takes 2.3 s of a core on every rank of every test, and the engine takes 0.25 s; the
-    server imports both once instead.
+    first optimizer is made, which takes 2.3 s of a core on every rank of every test, models of Transformers take 2 s,
+    and the engine takes 0.25 s; the server imports all once instead. `tests/warm.py` says what else it does.
 """
 
 import multiprocessing
+import sys
 from collections.abc import Iterator
 from multiprocessing import forkserver
 
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 PRELOAD = ("pytest", "tests.warm")
+PRELOAD_OF_TRANSFORMERS = "tests.integrations.tiny"
+"""Its models take 2 s, so that the server has them only if a test that was collected needs them."""
 # Folders and files of tests/ that run no ranks: `make check` and planted bugs need not wait for a server.
 WITHOUT_RANKS = ("contract", "table", "test_durability")
 
@@ -43,7 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def warm_fork_server(request: pytest.FixtureRequest) -> None:
     """Start the server that `run_ranks` forks ranks from, if a test of this session may need it."""
     if any({item.path.parent.name, item.path.stem}.isdisjoint(WITHOUT_RANKS) for item in request.session.items):
-        multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
+        more = [PRELOAD_OF_TRANSFORMERS] if "transformers" in sys.modules else []
+        multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *more])
         forkserver.ensure_running()
 
 

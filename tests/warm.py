@@ -11,7 +11,6 @@ import torch
 import torch._dynamo
 import torch.distributed.tensor.parallel
 import torch.profiler
-import transformers  # noqa: F401
 
 import tests.models
 import tests.oracle  # noqa: F401
