@@ -8,6 +8,7 @@ Note: the fork server
 
 import multiprocessing
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver
 
@@ -40,6 +41,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how long the tests of each folder took, added up over processes, where durations are asked for."""
+    if not terminalreporter.config.option.durations:
+        return
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.rpartition("/")[0]] += report.duration
+    terminalreporter.section("seconds by folder")
+    for folder, took_s in seconds.most_common():
+        terminalreporter.write_line(f"{took_s:8.1f}  {folder}")
 
 
 @pytest.fixture(scope="session", autouse=True)
