@@ -44,6 +44,21 @@ TIMEOUT_S: Final = 30.0
 Script = Callable[["Run"], None]
 
 
+def run_cases(
+    target: Callable[..., Any], world: int, cases: Sequence[tuple[Any, ...]], **options: Any
+) -> dict[tuple[Any, ...], list[Any]]:
+    """Run `target(*case)` for one case after the other on one group of ranks; return by case what each rank returned.
+
+    A group of ranks costs as much as some steps of a small model. Where each case is a test, one cached call has all.
+    """
+    by_rank = run_ranks(_each, world, target, tuple(cases), process_group=world > 1, **options)
+    return {case: [results[place] for results in by_rank] for place, case in enumerate(cases)}
+
+
+def _each(target: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return [target(*case) for case in cases]
+
+
 def at_worlds(cases: Iterable[Any], worlds: Sequence[int] = (1, 2)) -> list[Any]:
     """Pair each case with these numbers of ranks, and with 3 and 4 in turn, for `pytest.mark.parametrize`.
 
