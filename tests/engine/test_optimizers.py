@@ -55,8 +55,10 @@ def one_optimizer(run: Run, name: str) -> None:
             train(run, model, optimizer)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", SETTINGS)
+# What is element-wise asks for no third rank; every other one has it nonetheless, for uneven shards.
+@pytest.mark.parametrize(
+    ("name", "world"), [*((name, 2) for name in SETTINGS), *((name, 3) for name in list(SETTINGS)[::2])]
+)
 def test_torchs_elementwise_optimizers(name: str, world: int) -> None:
     assert_matches(functools.partial(one_optimizer, name=name), world)
 

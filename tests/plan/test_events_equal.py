@@ -67,6 +67,16 @@ def configured(folder: str, overrides: Sequence[str]) -> Config:
     return load_config(overrides=[*SHRUNK, f"run.folder={folder}", *overrides])
 
 
+@functools.cache
+def traced_uses(activations: str) -> Uses:
+    """Trace how the model of these runs uses its units; of what differs between them, treatments alone matter."""
+    config = configured("", [f"zero.activations={activations}"])
+    with torch.device("meta"):
+        model = GPT(config.gpt)
+        tokens = torch.zeros(1, config.model.context, dtype=torch.int64)
+    return trace_uses(_loss, model, [tokens, tokens], plan_units(model, None), activations=activations_of(activations))
+
+
 def planned_run(config: Config, rank: int, world: int, uses: Uses | None = None) -> list[Event]:
     """Return the plan's events of the last step of a run, from its configuration alone."""
     row = Residency(
@@ -74,12 +84,10 @@ def planned_run(config: Config, rank: int, world: int, uses: Uses | None = None)
         activations=activations_of(config.zero.activations),
     )
     with torch.device("meta"):
-        model = GPT(config.gpt)
-        tokens = torch.zeros(1, config.model.context, dtype=torch.int64)
-    plans = plan_units(model, None)
+        plans = plan_units(GPT(config.gpt), None)
     units = describe_units(plans, row, precision_of(config.train.precision), shard_size=world, shard_rank=rank)
     if uses is None:
-        uses = trace_uses(_loss, model, [tokens, tokens], plans, activations=row.activations)
+        uses = traced_uses(config.zero.activations)
     # Every step but the last is followed by an evaluation, of 2,000 bytes in batches of 8 windows.
     batches = -(-2000 // (8 * config.model.context * world)) if config.train.eval_every == 1 else 0
     return step_events(
