@@ -144,7 +144,7 @@ def test_the_plan_of_make_train_is_the_trace(stage: int, world: int, tmp_path: P
             assert [event.kind for event in traced].count("gather") == 0 or (stage, world) == (3, 2)
 
 
-@pytest.mark.parametrize("stage", [3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_one_run_of_make_train_is_as_planned(stage: int, tmp_path: Path) -> None:
     """One of these variants alone, for planted bugs."""
     overrides = [f"zero.stage={stage}"]
