@@ -2,11 +2,13 @@
 
 Note: the fork server
     A rank is forked from a server, and imports for itself what the server has not. torch imports its compiler when the
-    first optimizer is made, which takes 2.3 s of a core on every rank of every test, and the engine takes 0.25 s; the
-    server imports both once instead.
+    first optimizer is made, which takes 2.3 s of a core on every rank of every test, models of Transformers take 2 s,
+    and the engine takes 0.25 s; the server imports all once instead. `tests/warm.py` says what else it does.
 """
 
 import multiprocessing
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver
 
@@ -14,19 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "transformers",
-    "pytest",
-    "zeroshard.handle",
-    "zeroshard.testing",
-    "tests.models",
-    "tests.oracle",
-)
-# Folders of tests/ that run no ranks: `make check` need not wait for a server.
-WITHOUT_RANKS = ("contract", "table")
+PRELOAD = ("pytest", "tests.warm")
+PRELOAD_OF_TRANSFORMERS = "tests.integrations.tiny"
+"""Its models take 2 s, so that the server has them only if a test that was collected needs them."""
+# Folders and files of tests/ that run no ranks: `make check` and planted bugs need not wait for a server.
+WITHOUT_RANKS = ("contract", "table", "test_durability")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,11 +43,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how long the tests of each folder took, added up over processes, where durations are asked for."""
+    if not terminalreporter.config.option.durations:
+        return
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.rpartition("/")[0]] += report.duration
+    terminalreporter.section("seconds by folder")
+    for folder, took_s in seconds.most_common():
+        terminalreporter.write_line(f"{took_s:8.1f}  {folder}")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def warm_fork_server(request: pytest.FixtureRequest) -> None:
     """Start the server that `run_ranks` forks ranks from, if a test of this session may need it."""
-    if any(item.path.parent.name not in WITHOUT_RANKS for item in request.session.items):
-        multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
+    if any({item.path.parent.name, item.path.stem}.isdisjoint(WITHOUT_RANKS) for item in request.session.items):
+        more = [PRELOAD_OF_TRANSFORMERS] if "transformers" in sys.modules else []
+        multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *more])
         forkserver.ensure_running()
 
 

@@ -16,10 +16,11 @@ import contextlib
 import copy
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, final
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,9 +44,40 @@ TIMEOUT_S: Final = 30.0
 Script = Callable[["Run"], None]
 
 
+def run_cases(
+    target: Callable[..., Any], world: int, cases: Sequence[tuple[Any, ...]], **options: Any
+) -> dict[tuple[Any, ...], list[Any]]:
+    """Run `target(*case)` for one case after the other on one group of ranks; return by case what each rank returned.
+
+    A group of ranks costs as much as some steps of a small model. Where each case is a test, one cached call has all.
+    """
+    by_rank = run_ranks(_each, world, target, tuple(cases), process_group=world > 1, **options)
+    return {case: [results[place] for results in by_rank] for place, case in enumerate(cases)}
+
+
+def _each(target: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return [target(*case) for case in cases]
+
+
+def at_worlds(cases: Iterable[Any], worlds: Sequence[int] = (1, 2)) -> list[Any]:
+    """Pair each case with these numbers of ranks, and with 3 and 4 in turn, for `pytest.mark.parametrize`.
+
+    More than two ranks, and a number that divides little, are needed once for each script; `test_parity` and
+    `test_shapes` have every number of ranks.
+    """
+    return [
+        pytest.param(case, world, id=f"{getattr(case, '__name__', case)}-{world}")
+        for place, case in enumerate(cases)
+        for world in (*worlds, 3 + place % 2)
+    ]
+
+
 def seed(*key: int) -> None:
     """Seed torch's generator from a key, such as (step, rank)."""
-    torch.manual_seed(_mix(key))
+    # Where there is no GPU, `torch.manual_seed` keeps the caller's stack as text, which takes longer than a small step.
+    torch.default_generator.manual_seed(_mix(key))
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(_mix(key))
 
 
 def randn(*shape: int, key: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from tests import models
 from tests.models import WIDTH
-from tests.oracle import STAGES, TIMEOUT_S, Run, Sharded, assert_matches, seed
+from tests.oracle import STAGES, TIMEOUT_S, Run, Sharded, assert_matches, at_worlds, seed
 from zeroshard.testing import run_ranks
 
 DEPTH = 5
@@ -88,8 +88,7 @@ TREATED = {
 }
 
 
-@pytest.mark.parametrize("name", [*RECOMPUTED, *TREATED])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("name", "world"), at_worlds([*RECOMPUTED, *TREATED]))
 def test_treatments_change_no_bit(name: str, world: int) -> None:
     how = {**RECOMPUTED, **TREATED}[name]
     assert_matches(script, world, STAGES if world == 2 else (), {"activations": how})

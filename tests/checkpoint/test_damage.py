@@ -29,7 +29,7 @@ def checkpoint(pristine: Path, tmp_path: Path) -> Path:
 
 def test_every_flipped_bit_is_seen(checkpoint: Path) -> None:
     verify(checkpoint)
-    assert flip_bits(checkpoint, every=61) > 20_000
+    assert flip_bits(checkpoint, every=122) > 10_000
 
 
 def test_every_truncation_is_seen(checkpoint: Path) -> None:

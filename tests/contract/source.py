@@ -62,8 +62,12 @@ class Module:
             return f"{base}.{node.attr}" if base else ""
         return ""
 
-    def references(self) -> Iterator[tuple[int, str]]:
-        """Yield line and full name of every dotted name in the module, and of every name it imports."""
+    @functools.cached_property
+    def references(self) -> tuple[tuple[int, str], ...]:
+        """Line and full name of every dotted name in the module, and of every name it imports."""
+        return tuple(self._references())
+
+    def _references(self) -> Iterator[tuple[int, str]]:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Name | ast.Attribute):
                 if name := self.full_name(node):

@@ -5,6 +5,7 @@ failing, and `CLEAN` shows what it must let pass.
 """
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Iterator
 
@@ -64,7 +65,7 @@ MUTABLE_LITERALS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast
 def collectives(module: Module) -> list[str]:
     """Collectives are called in transports of `wire/` only, which count bytes and pick the algorithm."""
     found = []
-    for line, name in module.references():
+    for line, name in module.references:
         base, _, last = name.rpartition(".")
         if last in COLLECTIVES and (base == "torch.distributed" or base.startswith("torch.distributed.")):
             found.append(module.at(line, f"{name}: collectives belong in a transport of wire/"))
@@ -78,7 +79,7 @@ def torch_private(module: Module) -> list[str]:
     """What torch calls private may change without a word: one module has these names, and tests what they do."""
     found = [
         module.at(line, f"{name}: private names of torch belong in torch_private.py")
-        for line, name in module.references()
+        for line, name in module.references
         if name.startswith("torch.") and any(part[0] == "_" != part[1:2] for part in name.split("."))
     ]
     return found + [
@@ -207,6 +208,7 @@ def mutable_call(module: Module, call: ast.Call) -> list[str]:
     return [f"module-level call of {name or 'an expression'}: is what it returns immutable?"]
 
 
+@functools.cache
 def frozen_classes() -> frozenset[str]:
     """Name the package's frozen dataclasses."""
     names = set()
@@ -278,7 +280,7 @@ def defined_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def exact(module: Module, names: tuple[str, ...] | frozenset[str]) -> list[tuple[int, str]]:
     """List line and name of every reference to one of `names`, or to something inside it."""
     return [
-        (line, name) for line, name in module.references() if any(name == n or name.startswith(n + ".") for n in names)
+        (line, name) for line, name in module.references if any(name == n or name.startswith(n + ".") for n in names)
     ]
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import zeroshard as zs
 from tests import models
-from tests.oracle import STAGES, TIMEOUT_S, WORLDS, Run, Sharded, assert_matches
+from tests.oracle import STAGES, TIMEOUT_S, WORLDS, Run, Sharded, assert_matches, at_worlds
 from zeroshard.testing import run_ranks
 
 
@@ -177,8 +177,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS))
 def test_accumulation(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
 
@@ -209,8 +208,7 @@ def zeroed(run: Run, how: str) -> None:
         run.record(loss=loss, kept=[p.grad is not None for p in model.parameters()])
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(("how", "world"), at_worlds(HOWS))
 def test_zero_grad(how: str, world: int) -> None:
     assert_matches(functools.partial(zeroed, how=how), world)
 

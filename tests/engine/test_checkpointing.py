@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import models
 from tests.models import WIDTH
-from tests.oracle import STAGES, TIMEOUT_S, WORLDS, Run, Sharded, assert_matches, seed
+from tests.oracle import STAGES, TIMEOUT_S, Run, Sharded, assert_matches, at_worlds, seed
 from zeroshard.testing import run_ranks
 
 remember = functools.partial(checkpoint, use_reentrant=False)
@@ -94,8 +94,7 @@ def recomputed(run: Run, kind: type[nn.Module]) -> None:
         train(run, models.build(Recomputed, how, kind), steps=2)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("kind", [models.Block, Inside, Dropping], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(("kind", "world"), at_worlds([models.Block, Inside, Dropping]))
 def test_recomputation_around_and_inside_units(kind: type[nn.Module], world: int) -> None:
     assert_matches(functools.partial(recomputed, kind=kind), world)
 
@@ -148,8 +147,7 @@ def accumulated(run: Run) -> None:
 SCRIPTS = [whole_model, around_the_root, dropout_without_recomputation, accumulated]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS))
 def test_recomputation(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests import models
 from tests.models import WIDTH
-from tests.oracle import WORLDS, Run, assert_matches
+from tests.oracle import Run, assert_matches, at_worlds
 
 
 @dataclasses.dataclass
@@ -371,8 +371,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS))
 def test_graphs(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
 

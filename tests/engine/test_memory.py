@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import models
-from tests.oracle import STAGES, TIMEOUT_S, Sharded, randn
+from tests.oracle import STAGES, TIMEOUT_S, Sharded, randn, run_cases
 from zeroshard.table.layout import plan_layout
 from zeroshard.table.pool import choose_buffer
 from zeroshard.testing import run_ranks
@@ -66,12 +66,17 @@ def measure(kind: type[nn.Module], loss: Callable[..., Tensor], stage: int) -> t
     return numel, memory.resident_bytes, memory.peak_bytes, memory.predicted_bytes
 
 
+@functools.cache
+def measured(kind: type[nn.Module], loss: Callable[..., Tensor], world: int) -> dict[tuple[Any, ...], list[Any]]:
+    """Measure a model at each stage."""
+    return run_cases(measure, world, [(kind, loss, stage) for stage in STAGES], timeout_s=2 * TIMEOUT_S)
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_resident_bytes_are_exact_on_each_rank(stage: int, world: int) -> None:
-    for rank, (numel, resident, _, predicted) in enumerate(
-        run_ranks(measure, world, models.Even, even_loss, stage, timeout_s=TIMEOUT_S)
-    ):
+    by_rank = measured(models.Even, even_loss, world)[models.Even, even_loss, stage]
+    for rank, (numel, resident, _, predicted) in enumerate(by_rank):
         for column, each in factors(stage, world).items():
             where = f"[rank {rank}/{world}] {column}"
             assert resident[column] == round(each * numel), f"{where}: {resident[column]}, formula {each * numel}"
@@ -84,9 +89,7 @@ def test_resident_bytes_are_exact_on_each_rank(stage: int, world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_resident_bytes_are_exact_over_all_ranks_padding_aside(stage: int, world: int) -> None:
-    by_rank = run_ranks(
-        measure, world, models.GPT, models.gpt_loss, stage, timeout_s=TIMEOUT_S, process_group=world > 1
-    )
+    by_rank = measured(models.GPT, models.gpt_loss, world)[models.GPT, models.gpt_loss, stage]
     numel = by_rank[0][0]
     for column, each in factors(stage, world).items():
         total = sum(resident[column] for _, resident, _, _ in by_rank)
@@ -409,15 +412,21 @@ SENT = {  # elements of the model a rank and step, by stage, for G micro-batches
 }
 
 
+MICROS = ((1, False), (3, False), (3, True))
+
+
+@functools.cache
+def all_traffic(world: int) -> dict[tuple[Any, ...], list[Any]]:
+    """Measure at each stage and for each kind of accumulation."""
+    cases = [(stage, *micros) for stage in STAGES for micros in MICROS]
+    return run_cases(traffic, world, cases, timeout_s=2 * TIMEOUT_S)
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    ("micros", "is_unsynced"), [(1, False), (3, False), (3, True)], ids=["one", "three", "three-unsynced"]
-)
+@pytest.mark.parametrize(("micros", "is_unsynced"), MICROS, ids=["one", "three", "three-unsynced"])
 def test_traffic_is_exact(stage: int, world: int, micros: int, is_unsynced: bool) -> None:
-    for rank, (whole, sent, predicted, counted) in enumerate(
-        run_ranks(traffic, world, stage, micros, is_unsynced, timeout_s=TIMEOUT_S)
-    ):
+    for rank, (whole, sent, predicted, counted) in enumerate(all_traffic(world)[stage, micros, is_unsynced]):
         expected = SENT[stage, is_unsynced](micros) * whole * (world - 1) // world
         assert sent == [expected] * 3, f"[rank {rank}/{world}] {sent} bytes in three steps, formula {expected}"
         assert counted == expected, f"[rank {rank}/{world}] the trace counts {counted} bytes, formula {expected}"

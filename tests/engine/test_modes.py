@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests import models
 from tests.models import WIDTH
-from tests.oracle import STAGES, WORLDS, Run, assert_matches
+from tests.oracle import STAGES, Run, assert_matches, at_worlds
 
 
 def step_once(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -253,8 +253,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS))
 def test_modes(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
 

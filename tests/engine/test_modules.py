@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 
 from tests import models
 from tests.models import WIDTH
-from tests.oracle import WORLDS, Run, assert_matches
+from tests.oracle import Run, assert_matches, at_worlds
 
 
 class Around(nn.Module):
@@ -256,7 +256,6 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS))
 def test_modules(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)

@@ -20,8 +20,8 @@ from tools.explore.run import Outcome, chooser, order_module, run
 from tools.explore.work import crew, exhaust, randomly, shrink
 from zeroshard.table.schedule import ROOT, Schedule
 
-PARTS, PROGRAMS = 4, 2500
-"""Random programs in each part: what 40 seconds of a processor allow."""
+PARTS, PROGRAMS = 4, 1250
+"""Random programs in each part: what ten seconds of a processor allow."""
 
 
 def events(outcome: Outcome, rank: int, step: int, phase: str) -> list[str]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests import models
 from tests.models import VOCABULARY, WIDTH
-from tests.oracle import STAGES, WORLDS, Run, assert_matches
+from tests.oracle import STAGES, WORLDS, Run, assert_matches, at_worlds
 
 
 def train(run: Run, model: nn.Module, steps: int = 3, **options: object) -> None:
@@ -225,8 +225,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS))
 def test_sharing(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
 

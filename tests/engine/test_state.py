@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests import models
-from tests.oracle import STAGES, TIMEOUT_S, WORLDS, Run, Sharded, assert_matches, assert_same
+from tests.oracle import STAGES, TIMEOUT_S, WORLDS, Run, Sharded, assert_matches, assert_same, at_worlds
 from zeroshard.testing import run_ranks
 
 
@@ -166,8 +166,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS))
 def test_state(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
 

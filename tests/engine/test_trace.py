@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import models
 from tests.models import WIDTH
-from tests.oracle import STAGES, TIMEOUT_S, Sharded
+from tests.oracle import STAGES, TIMEOUT_S, Sharded, run_cases
 from zeroshard.testing import run_ranks
 
 Body = Callable[[Sharded, nn.Module, int], None]
@@ -153,12 +153,21 @@ PLANS: dict[str, tuple[Callable[[], nn.Module], Body]] = {
 }
 
 
+def follow_plan(plan: str, stage: int) -> list[Any]:
+    """Follow one of the plans. Runs on a rank."""
+    return follow(*PLANS[plan], stage, {})
+
+
+@functools.cache
+def all_followed(stage: int, world: int) -> dict[tuple[Any, ...], list[Any]]:
+    """Follow each of the plans."""
+    return run_cases(follow_plan, world, [(plan, stage) for plan in PLANS], timeout_s=3 * TIMEOUT_S)
+
+
 @pytest.mark.parametrize(("stage", "world"), [*((stage, 2) for stage in STAGES), (3, 3)])
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_trace_is_what_was_predicted(plan: str, stage: int, world: int) -> None:
-    build, body = PLANS[plan]
-    by_rank = run_ranks(follow, world, build, body, stage, {}, timeout_s=TIMEOUT_S)
-    for rank, found in enumerate(by_rank):
+    for rank, found in enumerate(all_followed(stage, world)[plan, stage]):
         assert len(found) == STEPS - 1
         for step, (predicted, actual) in enumerate(found, 2):
             where = f"[rank {rank}/{world}] step {step}"

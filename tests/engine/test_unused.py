@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 from tests import models
 from tests.models import WIDTH
-from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, WORLDS, Run, assert_matches
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, assert_matches, at_worlds
 from zeroshard.testing import run_ranks
 
 
@@ -265,14 +265,12 @@ BY_RANK = [
 ]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("script", ALIKE, ids=lambda script: script.__name__)
+@pytest.mark.parametrize(("script", "world"), at_worlds(ALIKE))
 def test_unused_and_frozen(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("script", BY_RANK, ids=lambda script: script.__name__)
+@pytest.mark.parametrize(("script", "world"), at_worlds(BY_RANK, (2,)))
 def test_ranks_that_use_different_units(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
 

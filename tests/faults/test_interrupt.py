@@ -115,11 +115,16 @@ def train(place: str, how: str, stage: int, culprits: tuple[int, ...] = (0, 1), 
     return losses
 
 
-def check(places: tuple[str, ...], how: str, stage: int, **options: Any) -> None:
+KINDS = (KeyboardInterrupt, RuntimeError)
+
+
+def check(
+    places: tuple[str, ...], how: str, stage: int, kinds: tuple[type[BaseException], ...] = KINDS, **options: Any
+) -> None:
     """Compare with a training that is not interrupted. Runs on a rank."""
     expected = train("nowhere", how, stage, (), **options)
     for place in places:
-        for kind in (KeyboardInterrupt, RuntimeError):
+        for kind in kinds:
             assert train(place, how, stage, kind=kind, **options) == expected, (place, kind)
 
 
@@ -180,9 +185,10 @@ def test_a_model_may_catch_it_itself() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_all_ranks_go_on(stage: int) -> None:
-    for how in ("none", "recompute"):
+    # A rank alone has each kind in each place, with recomputation and without.
+    for how, kind in zip(("none", "recompute"), KINDS, strict=True):
         places = [place for place in PLACES if how != "none" or place != "in a recomputation"]
-        run_ranks(check, 2, tuple(places), how, stage, timeout_s=TIMEOUT_S)
+        run_ranks(check, 2, tuple(places), how, stage, (kind,), timeout_s=TIMEOUT_S)
 
 
 class Interrupted:

@@ -315,6 +315,8 @@ def test_signal_saves_and_the_same_command_goes_on(number, tmp_path):
     assert [path.name for path in folder.glob("step-*")] == [f"step-{made:08d}"]
     assert f"saved after step {made}: runs/default/step-{made:08d}" in out
 
+    if number == signal.SIGTERM:
+        return  # the folder is as SIGINT leaves it
     again = _start(*command, cwd=tmp_path)
     out, err = again.communicate(timeout=60)
     assert (again.returncode, err) == (0, "")
