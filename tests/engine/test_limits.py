@@ -16,7 +16,8 @@ from zeroshard.describe.units import UnitPlan
 from zeroshard.state.request import check_bucket_count
 from zeroshard.testing import run_ranks
 from zeroshard.wire.board import ABOUT, ABOUT_BITS, PLACES, TURNS, WORDS
-from zeroshard.wire.comm import Tag
+from zeroshard.wire.comm import Lane, Tag
+from zeroshard.wire.linked import TURN_BITS
 
 STEPS = 4
 NEAR = 10
@@ -40,6 +41,9 @@ def train(stage: int, shared_memory: bool, start: dict[str, int]) -> Observed:
     order = zero._engine.order
     assert 0 <= order._count < NEAR, "the counter of passes has another name"
     order._count = start["passes"]
+    votes = zero._engine.comm._votes
+    for lane in Lane:
+        votes[lane] += start["votes"]
     near = set_meetings(zero, start["meetings"]) if shared_memory and start["meetings"] else []
     seen: Observed = []
     for step in range(STEPS):
@@ -56,6 +60,8 @@ def train(stage: int, shared_memory: bool, start: dict[str, int]) -> Observed:
         assert zero.agree(True, f"step {step}")
         seen.append((loss.item(), whole, weights, states))
     assert order._count > start["passes"] + NEAR, "the passes did not cross their limit"
+    if not shared_memory and start["votes"]:
+        assert 0 < votes[Lane.PLACES] < start["votes"], "the votes did not cross their limit"
     if near:
         assert any(zero._engine.comm._memory.board._counts[place] < NEAR * STEPS for place in near), (
             "no meetings crossed their limit"
@@ -78,10 +84,11 @@ def set_meetings(zero: zs.Zero, count: int) -> list[int]:
 
 def across_limits(stage: int) -> list[str]:
     """Compare runs that begin near the limits with one that begins at zero; return where they differ."""
-    undisturbed = train(stage, True, {"passes": 0, "meetings": 0})
+    undisturbed = train(stage, True, {"passes": 0, "meetings": 0, "votes": 0})
     differences = []
     for shared_memory in (True, False):
-        found = train(stage, shared_memory, {"passes": Tag.PASSES - NEAR, "meetings": TURNS - NEAR})
+        start = {"passes": Tag.PASSES - NEAR, "meetings": TURNS - 1, "votes": (1 << TURN_BITS) - NEAR}
+        found = train(stage, shared_memory, start)
         try:
             torch.testing.assert_close(found, undisturbed, rtol=0, atol=0)
         except AssertionError as error:
