@@ -11,7 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from zeroshard.torch_private import storage_of
+from zeroshard.describe.split import like_split
+from zeroshard.torch_private import has_split, local_of, storage_of
 from zeroshard.tree import map_tensors
 
 __all__ = ["Fakes", "exchanged"]
@@ -40,6 +41,10 @@ class Fakes:
         return map_tensors(value, self.of)
 
     def _make(self, tensor: Tensor) -> Tensor:
+        if (local := local_of(tensor)) is not tensor:
+            with torch.no_grad():
+                split = like_split(self.of(local.detach()), tensor)
+            return nn.Parameter(split, requires_grad=tensor.requires_grad)
         if tensor.layout is not torch.strided:
             raise TypeError(f"A trace needs dense tensors, got one of layout {tensor.layout} and shape {tensor.shape}.")
         with torch.no_grad():
@@ -77,7 +82,8 @@ def exchanged(model: nn.Module, fakes: Fakes) -> Iterator[None]:
         for kind in (own["_parameters"], own["_buffers"], own):
             for name, value in kind.items():
                 if isinstance(value, Tensor):
-                    if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
+                    is_split = has_split([type(value)]) and kind is own["_parameters"]
+                    if type(value) not in (Tensor, nn.Parameter, nn.Buffer) and not is_split:
                         where = f"{prefix}.{name}".lstrip(".")
                         raise TypeError(f"A trace needs plain tensors; {where} is a {type(value).__name__}.")
                     places.append((kind, name, value))

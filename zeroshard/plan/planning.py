@@ -7,6 +7,7 @@ Owns the plan and its verdict. Must not know how a step is simulated (`film.py`)
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -67,6 +68,7 @@ def make_plan(
     loss: Callable[[Any], Any] | None = None,
     units: Sequence[object] | None = None,
     reads: Callable[[Any], bool | int | float] | None = None,
+    parallelize: Callable[[Any, Any], Any] | None = None,
 ) -> Plan:
     """Predict a run: memory by column and at its peak, time of a step, traffic, and whether it fits.
 
@@ -102,6 +104,9 @@ def make_plan(
         loss: makes the loss of a module's output; by default the output itself, its `loss`, or its sum.
         units: of a module, as `zs.shard` takes them.
         reads: answers what a module reads of tensors' values, as `if x.any():` does.
+        parallelize: of a module: called with a copy of it on the meta device and the mesh of `tensor` ranks, it splits
+            the copy, as `parallelize_module(module, mesh, plan)` does. Collectives are emulated, so the process must
+            have no process group. A module that is split already needs none.
 
     Raises:
         ValueError: a name that is not known, or numbers that do not go together.
@@ -141,8 +146,8 @@ def make_plan(
     )
     check_options(options)
     if shape is None:
-        return plan_module(model, options, inputs, loss, units, reads)
-    given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads}
+        return plan_module(model, options, inputs, loss, units, reads, parallelize)
+    given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}
     if others := [name for name, value in given.items() if value is not None]:
         raise TypeError(f"{', '.join(others)}: of modules only; {shape.name} is a shape.")
     plan = plan_shape(shape, options)
@@ -194,19 +199,17 @@ def plan_module(
     loss: Callable[[Any], Any] | None,
     units: Sequence[object] | None,
     reads: Callable[[Any], bool | int | float] | None,
+    parallelize: Callable[[Any, Any], Any] | None = None,
 ) -> Plan:
-    """Return the plan of a module.
+    """Return the plan of a module."""
+    from zeroshard.plan.traced import language_inputs, split, trace_job  # torch is needed for modules only
 
-    Raises:
-        ValueError: it is to be split over tensor ranks.
-    """
-    from zeroshard.plan.traced import language_inputs, trace_job  # torch is needed for modules only
-
-    if options.tensor > 1:
-        raise ValueError(f"tensor={options.tensor}: modules are traced as they are, whole; plan a shape instead.")
     given = inputs if inputs is not None else language_inputs(model, options.batch, options.sequence)
     personality = "cpu" if options.device.is_cpu else "cuda"
-    traced = trace_job(model, options, given, loss, units=units, personality=personality, reads=reads)
+    with ExitStack() as stack:
+        if parallelize is not None:
+            model, units = split(model, options.tensor, parallelize, units, stack)
+        traced = trace_job(model, options, given, loss, units=units, personality=personality, reads=reads)
     if inputs is not None:
         options = dataclasses.replace(options, batch=traced.tokens, sequence=1)
     numel = traced.parameters_numel
