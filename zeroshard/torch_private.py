@@ -78,6 +78,7 @@ __all__ = [
     "users_of_storage",
     "version_of",
     "versions_below_autograd",
+    "while_inferring",
     "will_run",
     "without_modes",
     "without_storage",
@@ -277,6 +278,21 @@ def local_of(tensor: Tensor) -> Tensor:
 def has_split(types: Iterable[type]) -> bool:
     """Tell whether one of some classes of tensors is DTensor."""
     return any(hasattr(one, "_local_tensor") for one in types)
+
+
+@contextmanager
+def while_inferring(context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Have torch enter a context, as often as it likes, while it infers the shapes of DTensors by running operations.
+
+    It does so the first time that it meets an operation, on tensors of the whole shapes.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    before, ShardingPropagator._fake_mode_lock = ShardingPropagator._fake_mode_lock, context  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._fake_mode_lock = before
 
 
 @contextmanager

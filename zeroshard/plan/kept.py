@@ -27,7 +27,6 @@ from zeroshard.torch_private import (
     WeakStorage,
     call_after_backward,
     graph_task,
-    is_called_by_checkpoint,
     storage_of,
     version_of,
 )
@@ -160,12 +159,16 @@ class Kept:
             twins[module].register_forward_pre_hook(partial(self._enter, units), prepend=True)
             twins[module].register_forward_hook(self._leave)
 
-    def pack(self, tensor: Tensor) -> Any:
-        """Keep a tensor that autograd saves."""
+    def pack(self, tensor: Tensor, *, is_input: bool) -> Any:
+        """Keep a tensor that autograd saves.
+
+        Args:
+            is_input: whether it is an input of a module that is recomputed.
+        """
         plain = tensor.detach()
         if self.is_parameter(tensor) or graph_task() != -1:
             return plain
-        box = _Box(plain, is_called_by_checkpoint())
+        box = _Box(plain, is_input)
         self._boxes.setdefault(self._unit(), []).append(box)
         return box
 

@@ -72,6 +72,20 @@ def unreadable(module: str, what: str) -> RuntimeError:
 
 
 @final
+class Pause:
+    """A context that can be entered again; `depth` says how often it was."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
+
+@final
 class Recorder(DispatchMode):
     """Sees all operations of a trace.
 
@@ -92,6 +106,8 @@ class Recorder(DispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._reads, self._takes_gradients = reads, takes_gradients
+        self.pause = Pause()
+        """A context whose operations are nobody's."""
         self.phase = Phase.BEFORE
         self.kernels, self._units = kernels, tuple(units)
         # Events, by column: bytes, storage, phase, module, operation.
@@ -275,6 +291,8 @@ class Recorder(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.pause.depth:
+            return func(*args, **kwargs)
         if has_split(types):
             return NotImplemented  # its operations on local tensors come here
         if is_wait(func):
