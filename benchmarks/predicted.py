@@ -11,7 +11,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import zeroshard as zs
@@ -132,7 +132,7 @@ def make_model(case: Case) -> GPT:
     return model
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, *, is_sequence_parallel: bool = False) -> None:
+def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     """Split the products of a model over the ranks of a mesh, as users do."""
     plan: dict[str, Any] = {"attention.qkv": ColwiseParallel(), "mlp.up": ColwiseParallel()}
     plan |= {"attention.out": RowwiseParallel(), "mlp.down": RowwiseParallel()}
@@ -141,11 +141,32 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, is_sequence_parallel: boo
         parallelize_module(block, mesh, plan)
 
 
+def parallelize_sequence(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split products, and what lies between them by tokens."""
+    plan: dict[str, Any] = {"attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
+    plan |= dict.fromkeys(("attention.qkv", "mlp.up"), ColwiseParallel(input_layouts=Shard(1)))
+    plan |= dict.fromkeys(("attention.out", "mlp.down"), RowwiseParallel(output_layouts=Shard(1)))
+    assert isinstance(model, GPT)
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    ends: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, ends)
+
+
 def make_inputs(case: Case) -> tuple[Tensor, Tensor]:
     """Return the tokens and targets of a micro-batch."""
     torch.manual_seed(0)
     size = (case.batch, case.context)
     return torch.randint(256, size), torch.randint(256, size)
+
+
+def splitting(case: Case) -> Callable[[nn.Module, DeviceMesh], None]:
+    """Return what splits the model of a case."""
+    return parallelize_sequence if case.is_sequence_parallel else parallelize
 
 
 def mesh_of(case: Case) -> DeviceMesh | None:
@@ -188,7 +209,7 @@ def train(case: Case, resident: dict[str, int]) -> list[Any]:
     model, inputs = make_model(case), make_inputs(case)
     mesh = mesh_of(case)
     if mesh is not None and case.tensor > 1:
-        parallelize(model, mesh["tensor"])
+        splitting(case)(model, mesh["tensor"])
     optimizer = torch.optim.AdamW(model.parameters())
     zero = zs.shard(
         model,
@@ -221,8 +242,8 @@ def measure(case: Case) -> list[Found]:
     Raises:
         RuntimeError: the profiler missed the end of blocks, as it sometimes does, in each of several runs.
     """
-    # What a thread of gloo frees last, of DTensor's reductions, the profiler does not see: each rank is taken from a run
-    # in which this did not happen on it.
+    # What a thread of gloo frees last, of DTensor's reductions, the profiler does not see. Each rank is taken from a
+    # run in which this did not happen on it.
     whole: dict[int, Found] = {}
     for _ in range(TRIES):
         found = [measure_rank(case)] if case.ranks == 1 else run_ranks(measure_rank, case.ranks, case, timeout_s=600)
@@ -254,7 +275,7 @@ def predict(case: Case) -> list[Found]:
         units=[Block],
         mesh=case.replicas,
         tensor=case.tensor,
-        parallelize=parallelize if case.tensor > 1 else None,
+        parallelize=splitting(case) if case.tensor > 1 else None,
     )
     film = plan.film
     inside = sum(film.resident_bytes.values()) - film.resident_mapped_bytes
@@ -288,6 +309,16 @@ def matrix() -> Iterator[Case]:
         yield Case(stage, 2, micro_batches=2, shared_memory=False)
     for ranks, stage in ((1, 0), (2, 1), (2, 3)):
         yield Case(stage, ranks, precision="bf16")
+    for stage in (0, 1, 2, 3):
+        for activations in ("keep", "recompute", "recompute+partition"):
+            yield Case(stage, 4, activations, tensor=2)
+            yield Case(stage, 4, activations, shared_memory=False, tensor=2, replicas=2)
+    for stage in (0, 1, 2, 3):
+        yield Case(stage, 4, shared_memory=False, tensor=2)
+    for activations in ("keep", "recompute"):
+        yield Case(3, 4, activations, tensor=2, is_sequence_parallel=True)
+    yield Case(3, 4, "recompute+partition+offload", tensor=2)
+    yield Case(3, 4, tensor=2, precision="bf16")
 
 
 def row(case: Case) -> dict[str, Any]:

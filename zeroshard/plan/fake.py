@@ -1,10 +1,12 @@
 """Tensors without memory: a model and inputs, for the time of a trace.
 
-Owns the exchange of a model's parameters and buffers for fake ones, and back. The model stays the user's object, so
-that its hooks, wrapped functions and closures are the ones that run. Must not know what is traced.
+Owns copies on the meta device, and the exchange of a model's parameters and buffers for fake ones, and back. There the
+model stays the user's object, so that its hooks, wrapped functions and closures are the ones that run. Must not know
+what is traced.
 """
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any, final
 
@@ -15,7 +17,7 @@ from zeroshard.describe.split import like_split
 from zeroshard.torch_private import has_split, local_of, storage_of
 from zeroshard.tree import map_tensors
 
-__all__ = ["Fakes", "exchanged"]
+__all__ = ["Fakes", "exchanged", "on_meta"]
 
 
 @final
@@ -67,6 +69,25 @@ class Fakes:
     def forget_storages(self) -> None:
         """Let go of what was kept to make copies share memory, as its uses count when a trace asks for them."""
         self._storages.clear()
+
+
+def on_meta(model: nn.Module, dtype: str | None = None) -> nn.Module:
+    """Return a copy of a model on the meta device, floating-point parameters in a dtype; tied ones stay tied."""
+    memo: dict[int, Any] = {}
+    wanted = None if dtype is None else getattr(torch, dtype)
+    for parameter in model.parameters():
+        kind = (
+            wanted
+            if wanted is not None and parameter.is_floating_point() and parameter.element_size() > 1
+            else parameter.dtype
+        )
+        local = local_of(parameter)
+        made = torch.empty_strided(local.shape, local.stride(), dtype=kind, device="meta")
+        made = made if local is parameter else like_split(made, parameter)
+        memo[id(parameter)] = nn.Parameter(made, parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device="meta")
+    return copy.deepcopy(model, memo)
 
 
 @contextlib.contextmanager

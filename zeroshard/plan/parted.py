@@ -15,7 +15,7 @@ from zeroshard.plan.kept import Held, Link
 from zeroshard.plan.tape import Exchange
 from zeroshard.torch_private import is_dense, local_of
 
-__all__ = ["Partitions"]
+__all__ = ["Parts"]
 
 LEAST_NUMEL: Final = 1024
 """Elements below which a tensor stays whole."""
@@ -30,7 +30,7 @@ class _Part:
 
 
 @final
-class Partitions(Link):
+class Parts(Link):
     """Keeps 1/T of each input of a recomputed module.
 
     Args:
@@ -52,9 +52,9 @@ class Partitions(Link):
                 continue
             if local_of(whole) is not whole:
                 raise ValueError(
-                    f"activations='partition' needs inputs that are the same on all ranks along the tensor axis, but an "
-                    f"input of the recomputed module in unit {unit} is a DTensor. Leave out 'partition' for this unit: "
-                    "with sequence parallelism inputs are split already."
+                    "activations='partition' needs inputs that are the same on all ranks along the tensor axis, but "
+                    f"an input of the recomputed module in unit {unit} is a DTensor. Leave out 'partition' for this "
+                    "unit: with sequence parallelism inputs are split already."
                 )
             if whole.layout is torch.strided and whole.numel() >= LEAST_NUMEL and is_dense(whole):
                 numel = -(-whole.numel() // self._ranks)

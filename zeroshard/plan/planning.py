@@ -56,7 +56,7 @@ def make_plan(
     residency: Residency | str | None = None,
     precision: str | None = None,
     activations: ActivationsLike = None,
-    mesh: int = 1,
+    mesh: Any = 1,
     tensor: int = 1,
     sequence_parallel: bool = False,
     optimizer: str = "adamw",
@@ -87,9 +87,10 @@ def make_plan(
         stage, residency, activations: as `zs.shard` takes them; stage "auto" is the least one whose plan fits, or 3.
         precision: "bf16", "fp16", "fp32", or another name in `zeroshard.plan.specs.PRECISIONS`; bf16 where the device
             has it, else fp16, where not said.
-        mesh: copies of the sharded state.
-        tensor: ranks that products are split over.
-        sequence_parallel: whether the rest is split by tokens over these ranks.
+        mesh: copies of the sharded state, or the DeviceMesh that `zs.shard` would be given.
+        tensor: ranks that products are split over; a mesh with an axis "tensor" says it, too. Parameters of a module
+            are split then by `parallelize`, or are DTensors already.
+        sequence_parallel: whether the rest of a shape is split by tokens over these ranks; a module says itself.
         optimizer: a name in `zeroshard.plan.specs.OPTIMIZERS`.
         micro_batches: of a step.
         shared_memory: whether ranks on a CPU, all on one host, read each other's memory, as
@@ -125,6 +126,7 @@ def make_plan(
         asked = {name: value for name, value in locals().items() if name not in ("model", "stage")}
         return _least_plan(model, asked)
     preset = device_named(device)
+    mesh, tensor = _axes_of(mesh, tensor, world_size)
     model = _module_of(model)
     is_module = hasattr(model, "named_parameters")
     shape = None if is_module else shape_of(model)
@@ -145,6 +147,8 @@ def make_plan(
         fused=fused,
     )
     check_options(options)
+    if shape is None and sequence_parallel:
+        raise ValueError("sequence_parallel=True is for shapes: modules have SequenceParallel() in parallelize=.")
     if shape is None:
         return plan_module(model, options, inputs, loss, units, reads, parallelize)
     given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}
@@ -161,6 +165,28 @@ def _least_plan(model: Any, asked: Mapping[str, Any]) -> Plan:
         if plan.verdict == "fits":
             break
     return plan
+
+
+def _axes_of(mesh: Any, tensor: int, world_size: int) -> tuple[int, int]:
+    """Return the copies of the state and the ranks along the tensor axis.
+
+    Raises:
+        ValueError: a DeviceMesh of other axes, or of other numbers of ranks.
+    """
+    names = getattr(mesh, "mesh_dim_names", mesh)
+    if names is mesh:
+        return mesh, tensor
+    known = ("replicate", "shard", "tensor")
+    if not names or not set(names) <= set(known):
+        raise ValueError(f"mesh= takes a DeviceMesh with axes called {', '.join(known)}; got {names}.")
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    split_over = sizes.get("tensor", 1)
+    if mesh.size() != world_size or tensor not in (1, split_over):
+        raise ValueError(
+            f"mesh={sizes} has {mesh.size()} ranks, {split_over} of them along 'tensor', and plan() was given "
+            f"world_size={world_size}, tensor={tensor}. Give world_size={mesh.size()}, and leave tensor= out."
+        )
+    return sizes.get("replicate", 1), split_over
 
 
 def _module_of(model: Any) -> Any:
@@ -202,12 +228,14 @@ def plan_module(
     parallelize: Callable[[Any, Any], Any] | None = None,
 ) -> Plan:
     """Return the plan of a module."""
-    from zeroshard.plan.traced import language_inputs, split, trace_job  # torch is needed for modules only
+    from zeroshard.plan.traced import language_inputs, trace_job  # torch is needed for modules only
 
     given = inputs if inputs is not None else language_inputs(model, options.batch, options.sequence)
     personality = "cpu" if options.device.is_cpu else "cuda"
     with ExitStack() as stack:
         if parallelize is not None:
+            from zeroshard.plan.splitting import split
+
             model, units = split(model, options.tensor, parallelize, units, stack)
         traced = trace_job(model, options, given, loss, units=units, personality=personality, reads=reads)
     if inputs is not None:

@@ -4,45 +4,42 @@ Owns the way from a trace to a film's script. Must not know what a step comes to
 `describe/specs.py` first.
 """
 
-import copy
 import dataclasses
 import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zeroshard.describe.activations import check_activations, recomputed_modules
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
-from zeroshard.describe.split import check_buffers, check_placement, like_split, local_numel, split_parameters
+from zeroshard.describe.split import local_numel
 from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.plan.codes import Compresses
 from zeroshard.plan.events import Category, Event, Landed, Phase, Trace
+from zeroshard.plan.fake import on_meta
 from zeroshard.plan.film import Job, Script
 from zeroshard.plan.job import Options, wire_of
 from zeroshard.plan.kept import Kept, Link, Offloads
-from zeroshard.plan.parted import Partitions
+from zeroshard.plan.parted import Parts
 from zeroshard.plan.segments import Segments
 from zeroshard.plan.specs import OPTIMIZERS, kernel_bytes_of, updates_of
+from zeroshard.plan.splitting import check_split
 from zeroshard.plan.tape import Instruction
 from zeroshard.plan.tracer import trace_step
 from zeroshard.table.activations import PRODUCTS, Compressed, Offloaded, Partitioned, Treated
 from zeroshard.table.bytes import Updates
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.spec import Formats
-from zeroshard.torch_private import emulated_group, local_of
 from zeroshard.tree import find
 
-__all__ = ["Traced", "language_inputs", "split", "trace_job"]
+__all__ = ["Traced", "language_inputs", "trace_job"]
 
 SMALL_BYTES: Final = 1 << 18
 BOUNDED: Final = (
@@ -122,7 +119,9 @@ def trace_job(
     copied = on_meta(model, options.formats.param)
     plans = plan_units(model, units)
     check_activations(options.row.activations, plans, options.tensor)
-    specs = describe_units(plans, options.row, precision, shard_size=options.shard_ranks, replicas=options.replicas, numel_of=local_numel)
+    specs = describe_units(
+        plans, options.row, precision, shard_size=options.shard_ranks, replicas=options.replicas, numel_of=local_numel
+    )
     twins = dict(zip(model.modules(), copied.modules(), strict=True))
     treat(plans, twins, options)
     kept, compressions = kept_of(plans, options)
@@ -211,7 +210,9 @@ def _other_ranks(
         count = ranks - 2 if ranks > SHOWN_RANKS and place == 1 else 1
         updates = [updates_of(specs, OPTIMIZERS[options.optimizer])]
         other = dataclasses.replace(job, units=specs, updates=updates)
-        found.append((f"rank {place}" if count == 1 else "the others", count * options.replicas * options.tensor, other))
+        found.append(
+            (f"rank {place}" if count == 1 else "the others", count * options.replicas * options.tensor, other)
+        )
     return found
 
 
@@ -235,83 +236,6 @@ def _tokens(inputs: Any) -> int:
     if tokens < 1:
         raise ValueError(f"inputs= must hold samples; got a tensor of shape {tuple((whole or tensors)[0].shape)}.")
     return int(tokens)
-
-
-def check_split(model: nn.Module, ranks: int) -> None:
-    """Raise unless a model is split over as many ranks as a plan has along the tensor axis.
-
-    Raises:
-        ValueError: it is not, or parameters lie otherwise than `zs.shard` takes them.
-    """
-    check_buffers(model)
-    found = split_parameters(model)
-    if not found and ranks > 1:
-        raise ValueError(
-            f"tensor={ranks}: no parameter of this {type(model).__name__} is split. Give plan() parallelize=, a "
-            "function of the module and a mesh that calls parallelize_module(), or a module that has been parallelized."
-        )
-    for name, parameter in found.items():
-        mesh = parameter.device_mesh  # type: ignore[attr-defined]
-        if mesh.size() != ranks or mesh.ndim != 1:
-            raise ValueError(
-                f"tensor={ranks}: parameter '{name}' is a DTensor over {mesh.size()} ranks in {mesh.ndim} dimension(s). "
-                "Give plan() the size of the axis that parallelize_module() split the module over."
-            )
-        if mesh.device_type not in ("cpu", "meta"):
-            raise ValueError(
-                f"Parameter '{name}' is a DTensor over devices of type '{mesh.device_type}', and traces run on the CPU. "
-                "Give plan() the plain module and parallelize=, in a process without a process group."
-            )
-        check_placement(name, parameter, ranks)
-
-
-def split(
-    model: nn.Module,
-    ranks: int,
-    parallelize: Callable[[nn.Module, DeviceMesh], Any],
-    units: Sequence[object] | None,
-    stack: ExitStack,
-) -> tuple[nn.Module, Sequence[object] | None]:
-    """Return a copy of a model on the meta device that a caller's function has split, and its units.
-
-    The model stays as it is.
-
-    Args:
-        ranks: along the tensor axis.
-        parallelize: called with the copy and the mesh of these ranks.
-        units: as `zs.shard` takes them, of the model.
-        stack: holds the emulated process group that the copy belongs to.
-
-    Raises:
-        RuntimeError: the process has a process group already.
-    """
-    if dist.is_available() and dist.is_initialized():
-        raise RuntimeError(
-            "parallelize= needs a process without a process group, since it emulates one. Plan before "
-            "init_process_group() or zs.init(), or give plan() the module that was parallelized over the group's mesh."
-        )
-    stack.enter_context(emulated_group(ranks))
-    copied = on_meta(model)
-    twins = dict(zip(model.modules(), copied.modules(), strict=True))
-    if units is not None and not isinstance(units, str | type):
-        units = [twins.get(one, one) if isinstance(one, nn.Module) else one for one in units]
-    parallelize(copied, init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",)))
-    return copied, units
-
-
-def on_meta(model: nn.Module, dtype: str | None = None) -> nn.Module:
-    """Return a copy of a model on the meta device, floating-point parameters in a dtype; tied ones stay tied."""
-    memo: dict[int, Any] = {}
-    wanted = None if dtype is None else getattr(torch, dtype)
-    for parameter in model.parameters():
-        kind = wanted if wanted is not None and parameter.is_floating_point() and parameter.element_size() > 1 else parameter.dtype
-        local = local_of(parameter)
-        made = torch.empty_strided(local.shape, local.stride(), dtype=kind, device="meta")
-        made = made if local is parameter else like_split(made, parameter)
-        memo[id(parameter)] = nn.Parameter(made, parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device="meta")
-    return copy.deepcopy(model, memo)
 
 
 def treat(plans: Sequence[UnitPlan], twins: Mapping[nn.Module, nn.Module], options: Options) -> None:
@@ -347,7 +271,7 @@ def kept_of(plans: Sequence[UnitPlan], options: Options) -> tuple[Kept | None, S
             elif isinstance(cell, Compressed):
                 links.setdefault(number, []).append(made.setdefault(cell, Compresses(cell.rest, options.zeros)))
             elif isinstance(cell, Partitioned):
-                links.setdefault(number, []).append(made.setdefault(cell, Partitions(options.tensor)))
+                links.setdefault(number, []).append(made.setdefault(cell, Parts(options.tensor)))
     return (Kept(links) if links else None), [one for one in made.values() if isinstance(one, Compresses)]
 
 
