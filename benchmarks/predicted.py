@@ -1,6 +1,7 @@
 """What `zs.plan` says of this project's own runs on the CPU, beside what torch's allocator hands out in them.
 
     python -m benchmarks.predicted
+    python -m benchmarks.predicted --part tensor
 
 Owns the matrix of configurations and the comparison. `benchmarks/peaks.py` measures: each rank adds up the profiler's
 memory events, so nothing of what is judged comes from the engine's own count. Resident bytes are those of the tensors
@@ -31,7 +32,7 @@ from zeroshard.train.models.gpt import GPT, Block, GPTConfig
 
 __all__ = ["Case", "Found", "compare", "measure", "predict"]
 
-RESULT = Path(__file__).parent / "results" / "predicted.json"
+RESULTS = Path(__file__).parent / "results"
 STEPS = 3
 COLUMNS = ("parameters", "gradients", "states", "padding", "transient")
 TREATMENTS = (
@@ -309,16 +310,25 @@ def matrix() -> Iterator[Case]:
         yield Case(stage, 2, micro_batches=2, shared_memory=False)
     for ranks, stage in ((1, 0), (2, 1), (2, 3)):
         yield Case(stage, ranks, precision="bf16")
+
+
+def split_matrix() -> Iterator[Case]:
+    """Yield all configurations with a tensor axis."""
     for stage in (0, 1, 2, 3):
         for activations in ("keep", "recompute", "recompute+partition"):
             yield Case(stage, 4, activations, tensor=2)
             yield Case(stage, 4, activations, shared_memory=False, tensor=2, replicas=2)
-    for stage in (0, 1, 2, 3):
-        yield Case(stage, 4, shared_memory=False, tensor=2)
+    yield Case(3, 4, shared_memory=False, tensor=2)
     for activations in ("keep", "recompute"):
         yield Case(3, 4, activations, tensor=2, is_sequence_parallel=True)
     yield Case(3, 4, "recompute+partition+offload", tensor=2)
     yield Case(3, 4, tensor=2, precision="bf16")
+
+
+PARTS = {
+    "data": (matrix, RESULTS / "predicted.json"),
+    "tensor": (split_matrix, RESULTS / "predicted_tensor.json"),
+}
 
 
 def row(case: Case) -> dict[str, Any]:
@@ -341,9 +351,11 @@ def main() -> None:
     for name, default in asdict(Case()).items():
         kind = (lambda text: text != "False") if isinstance(default, bool) else type(default)
         parser.add_argument(f"--{name}", type=kind, help="one configuration alone")
+    parser.add_argument("--part", choices=PARTS, default="data", help="configurations without or with a tensor axis")
     asked = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    cases, result = PARTS[asked.pop("part")]
     rows = []
-    for case in [Case(**asked)] if asked else matrix():
+    for case in [Case(**asked)] if asked else cases():
         start_s = time.perf_counter()
         try:
             rows.append(row(case))
@@ -367,7 +379,7 @@ def main() -> None:
     }
     print(summary)
     if not asked:
-        write_result(RESULT, {**circumstances("benchmarks.predicted"), "summary": summary, "rows": rows})
+        write_result(result, {**circumstances("benchmarks.predicted"), "summary": summary, "rows": rows})
 
 
 if __name__ == "__main__":
