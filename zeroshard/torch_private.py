@@ -288,6 +288,8 @@ def while_inferring(context: AbstractContextManager[Any]) -> Iterator[None]:
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+    if not hasattr(ShardingPropagator, "_fake_mode_lock"):
+        raise _changed("ShardingPropagator._fake_mode_lock of torch.distributed.tensor")
     before, ShardingPropagator._fake_mode_lock = ShardingPropagator._fake_mode_lock, context  # type: ignore[assignment]
     try:
         yield
