@@ -16,8 +16,8 @@ import math
 import operator
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import CellType, FrameType
 from typing import Any, Final, final
 
@@ -48,11 +48,13 @@ __all__ = [
     "count_users",
     "default_store",
     "edge_of",
+    "emulated_group",
     "fake_errors",
     "fake_tensors",
     "foreach_lerp_",
     "foreach_norm",
     "graph_task",
+    "has_split",
     "innermost_hooks",
     "is_called_by_checkpoint",
     "is_dense",
@@ -76,6 +78,7 @@ __all__ = [
     "users_of_storage",
     "version_of",
     "versions_below_autograd",
+    "while_inferring",
     "will_run",
     "without_modes",
     "without_storage",
@@ -270,6 +273,40 @@ def local_of(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, and of any other the tensor itself; nothing is communicated."""
     found: Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
+
+
+def has_split(types: Iterable[type]) -> bool:
+    """Tell whether one of some classes of tensors is DTensor."""
+    return any(hasattr(one, "_local_tensor") for one in types)
+
+
+@contextmanager
+def while_inferring(context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Have torch enter a context, as often as it likes, while it infers the shapes of DTensors by running operations.
+
+    It does so the first time that it meets an operation, on tensors of the whole shapes.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    if not hasattr(ShardingPropagator, "_fake_mode_lock"):
+        raise _changed("ShardingPropagator._fake_mode_lock of torch.distributed.tensor")
+    before, ShardingPropagator._fake_mode_lock = ShardingPropagator._fake_mode_lock, context  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._fake_mode_lock = before
+
+
+@contextmanager
+def emulated_group(ranks: int) -> Iterator[None]:
+    """Hold a default process group of which this process is the first rank; its collectives communicate nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def raw_local(tensor: Tensor) -> Tensor:

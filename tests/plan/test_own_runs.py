@@ -24,6 +24,10 @@ CASES = [
     {"stage": 3, "ranks": 2, "activations": "compress-int8+offload"},
     {"stage": 0, "ranks": 1, "activations": "recompute+compress-bf16"},
     {"stage": 2, "ranks": 1, "activations": "compress"},
+    {"stage": 3, "ranks": 4, "tensor": 2},
+    {"stage": 3, "ranks": 4, "tensor": 2, "activations": "recompute+partition", "shared_memory": False},
+    {"stage": 0, "ranks": 4, "tensor": 2, "replicas": 2, "activations": "recompute", "shared_memory": False},
+    {"stage": 2, "ranks": 2, "tensor": 2, "is_sequence_parallel": True, "shared_memory": False},
 ]
 
 

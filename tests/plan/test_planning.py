@@ -324,5 +324,5 @@ def test_a_module_that_reads_values_is_told_of() -> None:
 def test_a_module_without_inputs_is_refused() -> None:
     with pytest.raises(TypeError, match="plan\\(\\) of a Sequential needs inputs="):
         zs.plan(small(), world_size=2)
-    with pytest.raises(ValueError, match="modules are traced as they are, whole"):
+    with pytest.raises(ValueError, match="tensor=2: no parameter of this Sequential is split"):
         zs.plan(small(), world_size=2, tensor=2, inputs=[torch.zeros(4, 64)])

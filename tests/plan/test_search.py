@@ -1,5 +1,6 @@
 """Searches: candidates, the frontier, and the best that fits."""
 
+import dataclasses
 import json
 
 import pytest
@@ -29,6 +30,27 @@ def test_nothing_beats_the_frontier() -> None:
         for other in found.candidates:
             is_faster = other.tokens_per_s / other.options.world_size > speed
             assert not (is_faster and other.peak_bytes <= one.peak_bytes)
+
+
+def test_verdicts_of_the_frontier_count_what_the_allocator_reserves() -> None:
+    found = zs.search("gpt2-xl", world_size=8, **SMALL)  # type: ignore[arg-type]
+    for one in found.frontier:
+        plan = plan_shape(found.model, one.options)
+        assert (one.verdict, one.reserved_bytes) == (plan.verdict, plan.reserved_bytes)
+        assert one.peak_bytes <= plan.reserved_bytes
+    assert {one.reserved_bytes is None for one in found.candidates if one not in found.frontier} == {True}
+
+
+def test_what_is_allocated_may_fit_where_what_is_reserved_does_not() -> None:
+    """Between both lies a device on which the two verdicts differ."""
+    sizes = {"seq": 1024, "batches": (4,), "tensors": (1,), "stages": (3,), "activations": ("keep",)}
+    plenty = zs.search("gpt2-xl", world_size=8, device="h100-80", **sizes).frontier[-1]  # type: ignore[arg-type]
+    assert plenty.reserved_bytes is not None
+    device = plenty.options.device
+    room = (plenty.peak_bytes + plenty.reserved_bytes) // 2 + device.context_bytes + device.communicator_bytes
+    small = dataclasses.replace(device, memory_bytes=room)
+    (one,) = zs.search("gpt2-xl", world_size=8, device=small, **sizes).frontier  # type: ignore[arg-type]
+    assert one.verdict == "no"
 
 
 def test_the_best_fits_and_is_the_fastest() -> None:

@@ -16,10 +16,11 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from zeroshard.core.parameter import PlainForm, ReleasedParameter, ShardedParameter, demand
 from zeroshard.core.slot import Form, slot_of
+from zeroshard.describe.split import check_buffers, check_placement
 from zeroshard.torch_private import check_dtensor, raw_local, set_local
 from zeroshard.wire.mesh import Mesh
 
@@ -106,9 +107,7 @@ def forms_of(model: nn.Module, mesh: Mesh) -> dict[int, Form]:
     Raises:
         ValueError: a DTensor that lies otherwise; the text names it.
     """
-    for name, buffer in model.named_buffers():
-        if isinstance(buffer, DTensor):
-            raise ValueError(f"Buffer '{name}' is a DTensor; only parameters can be. Replace it by a plain tensor.")
+    check_buffers(model)
     is_first = mesh.tensor_ranks[0] == mesh.rank
     plain = PlainForm(has_axis=True, is_alike=True, is_first=is_first)
     forms: dict[int, Form] = {}
@@ -130,15 +129,7 @@ def _check(name: str, parameter: DTensor, mesh: Mesh) -> None:
             f"{mesh.tensor_ranks} here. Give zs.shard() the mesh whose mesh['tensor'] parallelize_module() was given, "
             "and leave out fully_shard(), which zs.shard() replaces."
         )
-    (placement,) = parameter.placements
-    if type(placement) not in (Shard, Replicate):
-        raise ValueError(f"Parameter '{name}' has placement {placement}; DTensors can be Shard or Replicate.")
-    if isinstance(placement, Shard) and parameter.shape[placement.dim] % len(ranks):
-        raise ValueError(
-            f"Parameter '{name}' {tuple(parameter.shape)} does not fall into {len(ranks)} equal parts along dimension "
-            f"{placement.dim}, so ranks would have buckets of different sizes. Pad that dimension to a multiple of "
-            f"{len(ranks)}, or leave the layer out of the plan."
-        )
+    check_placement(name, parameter, len(ranks))
     if parameter.is_meta:
         raise ValueError(
             f"Parameter '{name}' is a DTensor on the meta device. Build the model with values and parallelize it, or "

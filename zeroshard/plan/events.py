@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import final
 
 from zeroshard.plan.hardware import Cost
+from zeroshard.plan.tape import Exchange
 
 __all__ = ["Category", "Event", "Landed", "Peak", "Phase", "Saved", "Span", "Trace", "UnitBytes"]
 
@@ -184,6 +185,7 @@ class Trace:
         personality: whose kernels the trace stands for.
         kernels: (order of the first event after it, cost) of each operation that computes or copies.
         landed: gradients that were taken out of their parameters, in order; none where they stay there.
+        exchanges: (order of the first event after it, collective) of each collective among the step's operations.
     """
 
     events: Sequence[Event]
@@ -194,6 +196,7 @@ class Trace:
     personality: str
     kernels: Sequence[tuple[int, Cost]] = ()
     landed: Sequence[Landed] = ()
+    exchanges: Sequence[tuple[int, Exchange]] = ()
 
     @cached_property
     def live(self) -> Sequence[int]:

@@ -1,20 +1,23 @@
 """Tensors without memory: a model and inputs, for the time of a trace.
 
-Owns the exchange of a model's parameters and buffers for fake ones, and back. The model stays the user's object, so
-that its hooks, wrapped functions and closures are the ones that run. Must not know what is traced.
+Owns copies on the meta device, and the exchange of a model's parameters and buffers for fake ones, and back. There the
+model stays the user's object, so that its hooks, wrapped functions and closures are the ones that run. Must not know
+what is traced.
 """
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.torch_private import storage_of
+from zeroshard.describe.split import like_split
+from zeroshard.torch_private import has_split, local_of, storage_of
 from zeroshard.tree import map_tensors
 
-__all__ = ["Fakes", "exchanged"]
+__all__ = ["Fakes", "exchanged", "on_meta"]
 
 
 @final
@@ -40,6 +43,10 @@ class Fakes:
         return map_tensors(value, self.of)
 
     def _make(self, tensor: Tensor) -> Tensor:
+        if (local := local_of(tensor)) is not tensor:
+            with torch.no_grad():
+                split = like_split(self.of(local.detach()), tensor)
+            return nn.Parameter(split, requires_grad=tensor.requires_grad)
         if tensor.layout is not torch.strided:
             raise TypeError(f"A trace needs dense tensors, got one of layout {tensor.layout} and shape {tensor.shape}.")
         with torch.no_grad():
@@ -64,6 +71,25 @@ class Fakes:
         self._storages.clear()
 
 
+def on_meta(model: nn.Module, dtype: str | None = None) -> nn.Module:
+    """Return a copy of a model on the meta device, floating-point parameters in a dtype; tied ones stay tied."""
+    memo: dict[int, Any] = {}
+    wanted = None if dtype is None else getattr(torch, dtype)
+    for parameter in model.parameters():
+        kind = (
+            wanted
+            if wanted is not None and parameter.is_floating_point() and parameter.element_size() > 1
+            else parameter.dtype
+        )
+        local = local_of(parameter)
+        made = torch.empty_strided(local.shape, local.stride(), dtype=kind, device="meta")
+        made = made if local is parameter else like_split(made, parameter)
+        memo[id(parameter)] = nn.Parameter(made, parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device="meta")
+    return copy.deepcopy(model, memo)
+
+
 @contextlib.contextmanager
 def exchanged(model: nn.Module, fakes: Fakes) -> Iterator[None]:
     """Give a model fake parameters, buffers and other tensors that its modules hold, and its own back at the end.
@@ -77,7 +103,8 @@ def exchanged(model: nn.Module, fakes: Fakes) -> Iterator[None]:
         for kind in (own["_parameters"], own["_buffers"], own):
             for name, value in kind.items():
                 if isinstance(value, Tensor):
-                    if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
+                    is_split = has_split([type(value)]) and kind is own["_parameters"]
+                    if type(value) not in (Tensor, nn.Parameter, nn.Buffer) and not is_split:
                         where = f"{prefix}.{name}".lstrip(".")
                         raise TypeError(f"A trace needs plain tensors; {where} is a {type(value).__name__}.")
                     places.append((kind, name, value))

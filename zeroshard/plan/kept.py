@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from zeroshard.describe.saved_nodes import Packed
 from zeroshard.describe.units import UnitPlan
+from zeroshard.plan.tape import Exchange
 from zeroshard.table.schedule import ROOT
 from zeroshard.torch_private import (
     WeakStorage,
     call_after_backward,
     graph_task,
-    is_called_by_checkpoint,
     storage_of,
     version_of,
 )
@@ -41,9 +41,16 @@ ALIGNMENT: Final = 512
 class Link(ABC):
     """One treatment."""
 
+    exchange: Callable[[Exchange], None]
+    """Is told of each collective."""
+
     @abstractmethod
     def treat(self, held: Sequence["Held"], unit: int, outputs: Any) -> None:
         """Put what is kept of tensors in their place."""
+
+    def start(self, value: Any) -> Any:
+        """Begin to restore it; return what `restore` is given."""
+        return value
 
     @abstractmethod
     def restore(self, value: Any) -> Any:
@@ -87,7 +94,7 @@ class Held:
             is_first = self._place == len(self.steps)
             value = self.value if is_first else self.steps[self._place].restore(self._moving)
             self._place -= 1
-            self._moving = value
+            self._moving = self.steps[self._place].start(value)
 
     def restore(self) -> Any:
         """Return the tensor."""
@@ -132,6 +139,12 @@ class Kept:
         self.is_parameter: Callable[[Tensor], bool] = lambda tensor: False
         """Tells the model's parameters, which no treatment sees."""
 
+    def watch(self, is_parameter: Callable[[Tensor], bool], exchange: Callable[[Exchange], None]) -> None:
+        """Take what tells the model's parameters, and what is told of collectives."""
+        self.is_parameter = is_parameter
+        for link in {id(link): link for links in self._links.values() for link in links}.values():
+            link.exchange = exchange
+
     def hang(self, model: nn.Module, plans: Sequence[UnitPlan], twins: Mapping[nn.Module, nn.Module]) -> None:
         """Have modules tell when the forward of a unit begins and ends.
 
@@ -146,12 +159,16 @@ class Kept:
             twins[module].register_forward_pre_hook(partial(self._enter, units), prepend=True)
             twins[module].register_forward_hook(self._leave)
 
-    def pack(self, tensor: Tensor) -> Any:
-        """Keep a tensor that autograd saves."""
+    def pack(self, tensor: Tensor, *, is_input: bool) -> Any:
+        """Keep a tensor that autograd saves.
+
+        Args:
+            is_input: whether it is an input of a module that is recomputed.
+        """
         plain = tensor.detach()
         if self.is_parameter(tensor) or graph_task() != -1:
             return plain
-        box = _Box(plain, is_called_by_checkpoint())
+        box = _Box(plain, is_input)
         self._boxes.setdefault(self._unit(), []).append(box)
         return box
 

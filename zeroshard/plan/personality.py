@@ -13,7 +13,7 @@ Note: two places where a device shows
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Final, final
@@ -23,7 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["PERSONALITIES", "Personality"]
+from zeroshard.plan.tape import Exchange
+
+__all__ = ["PERSONALITIES", "Personality", "exchange_of", "is_wait"]
 
 aten: Final = torch.ops.aten
 
@@ -104,6 +106,35 @@ def _exchanged_names(functions: Mapping[Any, Callable[..., Any]]) -> Iterator[No
         yield
     finally:
         vars(F).update(own)
+
+
+def is_wait(func: Any) -> bool:
+    """Tell whether an operation waits for a collective; it returns what it is given."""
+    return func.namespace in _NAMESPACES and func.overloadpacket.__name__ == "wait_tensor"
+
+
+def exchange_of(func: Any, args: tuple[Any, ...], made: Sequence[Tensor]) -> Exchange | None:
+    """Return the collective that an operation is; None where it is none.
+
+    Raises:
+        RuntimeError: one whose traffic is not known.
+    """
+    if func.namespace not in _NAMESPACES:
+        return None
+    name = func.overloadpacket.__name__
+    if name not in _EXCHANGES:
+        raise RuntimeError(
+            f"The model runs the collective {func}, which a plan cannot count; it knows {', '.join(_EXCHANGES)}. Lay "
+            "its tensors out so that these are enough."
+        )
+    return Exchange(_EXCHANGES[name], max(one.nbytes for one in (args[0], *made)))
+
+
+_NAMESPACES: Final = ("_c10d_functional", "_dtensor", "c10d")
+_EXCHANGES: Final[Mapping[str, str]] = MappingProxyType(
+    {"all_reduce": "all-reduce", "all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce"}
+)
+"""The functional collectives of torch, and what they are called in a plan."""
 
 
 # -- CPU --------------------------------------------------------------------------------------------------------------

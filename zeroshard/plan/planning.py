@@ -7,6 +7,7 @@ Owns the plan and its verdict. Must not know how a step is simulated (`film.py`)
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -55,7 +56,7 @@ def make_plan(
     residency: Residency | str | None = None,
     precision: str | None = None,
     activations: ActivationsLike = None,
-    mesh: int = 1,
+    mesh: Any = 1,
     tensor: int = 1,
     sequence_parallel: bool = False,
     optimizer: str = "adamw",
@@ -67,6 +68,7 @@ def make_plan(
     loss: Callable[[Any], Any] | None = None,
     units: Sequence[object] | None = None,
     reads: Callable[[Any], bool | int | float] | None = None,
+    parallelize: Callable[[Any, Any], Any] | None = None,
 ) -> Plan:
     """Predict a run: memory by column and at its peak, time of a step, traffic, and whether it fits.
 
@@ -85,9 +87,10 @@ def make_plan(
         stage, residency, activations: as `zs.shard` takes them; stage "auto" is the least one whose plan fits, or 3.
         precision: "bf16", "fp16", "fp32", or another name in `zeroshard.plan.specs.PRECISIONS`; bf16 where the device
             has it, else fp16, where not said.
-        mesh: copies of the sharded state.
-        tensor: ranks that products are split over.
-        sequence_parallel: whether the rest is split by tokens over these ranks.
+        mesh: copies of the sharded state, or the DeviceMesh that `zs.shard` would be given.
+        tensor: ranks that products are split over; a mesh with an axis "tensor" says it, too. Parameters of a module
+            are split then by `parallelize`, or are DTensors already.
+        sequence_parallel: whether the rest of a shape is split by tokens over these ranks; a module says itself.
         optimizer: a name in `zeroshard.plan.specs.OPTIMIZERS`.
         micro_batches: of a step.
         shared_memory: whether ranks on a CPU, all on one host, read each other's memory, as
@@ -102,6 +105,9 @@ def make_plan(
         loss: makes the loss of a module's output; by default the output itself, its `loss`, or its sum.
         units: of a module, as `zs.shard` takes them.
         reads: answers what a module reads of tensors' values, as `if x.any():` does.
+        parallelize: of a module: called with a copy of it on the meta device and the mesh of `tensor` ranks, it splits
+            the copy, as `parallelize_module(module, mesh, plan)` does. Collectives are emulated, so the process must
+            have no process group. A module that is split already needs none.
 
     Raises:
         ValueError: a name that is not known, or numbers that do not go together.
@@ -120,6 +126,7 @@ def make_plan(
         asked = {name: value for name, value in locals().items() if name not in ("model", "stage")}
         return _least_plan(model, asked)
     preset = device_named(device)
+    mesh, tensor = _axes_of(mesh, tensor, world_size)
     model = _module_of(model)
     is_module = hasattr(model, "named_parameters")
     shape = None if is_module else shape_of(model)
@@ -140,9 +147,11 @@ def make_plan(
         fused=fused,
     )
     check_options(options)
+    if shape is None and sequence_parallel:
+        raise ValueError("sequence_parallel=True is for shapes: modules have SequenceParallel() in parallelize=.")
     if shape is None:
-        return plan_module(model, options, inputs, loss, units, reads)
-    given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads}
+        return plan_module(model, options, inputs, loss, units, reads, parallelize)
+    given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}
     if others := [name for name, value in given.items() if value is not None]:
         raise TypeError(f"{', '.join(others)}: of modules only; {shape.name} is a shape.")
     plan = plan_shape(shape, options)
@@ -156,6 +165,28 @@ def _least_plan(model: Any, asked: Mapping[str, Any]) -> Plan:
         if plan.verdict == "fits":
             break
     return plan
+
+
+def _axes_of(mesh: Any, tensor: int, world_size: int) -> tuple[int, int]:
+    """Return the copies of the state and the ranks along the tensor axis.
+
+    Raises:
+        ValueError: a DeviceMesh of other axes, or of other numbers of ranks.
+    """
+    names = getattr(mesh, "mesh_dim_names", mesh)
+    if names is mesh:
+        return mesh, tensor
+    known = ("replicate", "shard", "tensor")
+    if not names or not set(names) <= set(known):
+        raise ValueError(f"mesh= takes a DeviceMesh with axes called {', '.join(known)}; got {names}.")
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    split_over = sizes.get("tensor", 1)
+    if mesh.size() != world_size or tensor not in (1, split_over):
+        raise ValueError(
+            f"mesh={sizes} has {mesh.size()} ranks, {split_over} of them along 'tensor', and plan() was given "
+            f"world_size={world_size}, tensor={tensor}. Give world_size={mesh.size()}, and leave tensor= out."
+        )
+    return sizes.get("replicate", 1), split_over
 
 
 def _module_of(model: Any) -> Any:
@@ -194,19 +225,19 @@ def plan_module(
     loss: Callable[[Any], Any] | None,
     units: Sequence[object] | None,
     reads: Callable[[Any], bool | int | float] | None,
+    parallelize: Callable[[Any, Any], Any] | None = None,
 ) -> Plan:
-    """Return the plan of a module.
-
-    Raises:
-        ValueError: it is to be split over tensor ranks.
-    """
+    """Return the plan of a module."""
     from zeroshard.plan.traced import language_inputs, trace_job  # torch is needed for modules only
 
-    if options.tensor > 1:
-        raise ValueError(f"tensor={options.tensor}: modules are traced as they are, whole; plan a shape instead.")
     given = inputs if inputs is not None else language_inputs(model, options.batch, options.sequence)
     personality = "cpu" if options.device.is_cpu else "cuda"
-    traced = trace_job(model, options, given, loss, units=units, personality=personality, reads=reads)
+    with ExitStack() as stack:
+        if parallelize is not None:
+            from zeroshard.plan.splitting import split
+
+            model, units = split(model, options.tensor, parallelize, units, stack)
+        traced = trace_job(model, options, given, loss, units=units, personality=personality, reads=reads)
     if inputs is not None:
         options = dataclasses.replace(options, batch=traced.tokens, sequence=1)
     numel = traced.parameters_numel

@@ -32,12 +32,15 @@ from torch.utils.flop_counter import flop_registry
 
 from zeroshard.plan.events import Category, Event, Landed, Phase, Saved, Span, Trace, unit_of
 from zeroshard.plan.hardware import Cost
-from zeroshard.plan.personality import Personality
+from zeroshard.plan.personality import Personality, exchange_of, is_wait
+from zeroshard.plan.tape import Exchange
 from zeroshard.torch_private import (
     DispatchMode,
     count_users,
     graph_task,
+    has_split,
     is_dense,
+    local_of,
     next_node_number,
     running_node_number,
     storage_of,
@@ -69,6 +72,20 @@ def unreadable(module: str, what: str) -> RuntimeError:
 
 
 @final
+class Pause:
+    """A context that can be entered again; `depth` says how often it was."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
+
+@final
 class Recorder(DispatchMode):
     """Sees all operations of a trace.
 
@@ -89,6 +106,8 @@ class Recorder(DispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._reads, self._takes_gradients = reads, takes_gradients
+        self.pause = Pause()
+        """A context whose operations are nobody's."""
         self.phase = Phase.BEFORE
         self.kernels, self._units = kernels, tuple(units)
         # Events, by column: bytes, storage, phase, module, operation.
@@ -110,6 +129,7 @@ class Recorder(DispatchMode):
         self._edges: dict[str, tuple[int, int]] = {}
         self._kernels: list[tuple[int, Cost]] = []
         self._landed: list[Landed] = []
+        self._exchanges: list[tuple[int, Exchange]] = []
         self._names: dict[int, str] = {}
 
     # -- before and after ---------------------------------------------------------------------------------------------
@@ -178,6 +198,7 @@ class Recorder(DispatchMode):
             self.kernels.name,
             tuple(self._kernels),
             tuple(self._landed),
+            tuple(self._exchanges),
         )
 
     # -- storages -----------------------------------------------------------------------------------------------------
@@ -232,11 +253,12 @@ class Recorder(DispatchMode):
 
     def number_of(self, tensor: Tensor) -> int | None:
         """Return the number of a tensor's storage, as in events; None for one that was not seen."""
-        found = self._live.get(storage_of(tensor))
+        found = self._live.get(storage_of(local_of(tensor)))
         return None if found is None else found[1]
 
     def _note(self, tensor: Tensor, category: Category) -> None:
         """Note a tensor's storage, if it is a new one or has another size than before."""
+        tensor = local_of(tensor)
         storage = tensor.untyped_storage()
         key, nbytes = storage_of(tensor), storage.nbytes()
         known = self._live.get(key)
@@ -269,6 +291,12 @@ class Recorder(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.pause.depth:
+            return func(*args, **kwargs)
+        if has_split(types):
+            return NotImplemented  # its operations on local tensors come here
+        if is_wait(func):
+            return args[0]  # a fake one would be made anew
         is_backward = self.phase is Phase.BACKWARD and not torch.is_grad_enabled()
         if func is torch.ops.prim.device.default:
             if is_backward:  # autograd looks at what a node returned
@@ -285,7 +313,10 @@ class Recorder(DispatchMode):
         else:
             out = self.kernels.run(func, args, kwargs)
         made = (out,) if isinstance(out, Tensor) else find(out, Tensor)
-        self._note_cost(func, args, kwargs, out, made)
+        if (exchange := exchange_of(func, args, made)) is not None:
+            self.exchange(exchange)
+        else:
+            self._note_cost(func, args, kwargs, out, made)
         for tensor in made:
             self._note(tensor, _TEMPORARY[self.phase])
         if nbytes := self.kernels.workspace(func, args, out):
@@ -311,6 +342,10 @@ class Recorder(DispatchMode):
         shape = tuple(made[0].shape) if kind == "matmul" else ()
         rows, columns = (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (0, 0)
         self._kernels.append((len(self._events), Cost(flops, moved_bytes, kind, rows, columns)))
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Note a collective along the tensor axis."""
+        self._exchanges.append((len(self._events), exchange))
 
     def _is_sum_in_place(self, first: Tensor, second: Tensor) -> bool:
         """Tell whether autograd would add a gradient to another one in place, if they were not fake."""
@@ -377,16 +412,16 @@ class Recorder(DispatchMode):
         for tensor in find(value, Tensor):
             number = self.number_of(tensor)
             if number is not None and self._categories[number] not in (Category.PARAMETER, Category.BUFFER):
-                found[number] = max(found.get(number, 0), tensor.nbytes)
+                found[number] = max(found.get(number, 0), local_of(tensor).nbytes)
         return found
 
     def _accumulated(self, parameter: Tensor) -> None:
         if (grad := parameter.grad) is None:
             return
         self.assign([grad], Category.GRADIENT)
-        number = self.number_of(grad)
+        number, parameter_part, grad = self.number_of(grad), local_of(parameter), local_of(grad)
         if self._takes_gradients and number is not None:
-            is_alone = grad.stride() == parameter.stride() and grad.untyped_storage().nbytes() == grad.nbytes
+            is_alone = grad.stride() == parameter_part.stride() and grad.untyped_storage().nbytes() == grad.nbytes
             is_alone = is_alone and users_of_storage(grad) == 1
             self._landed.append(Landed(len(self._events), self._names[id(parameter)], number, grad.nbytes, is_alone))
             parameter.grad = None

@@ -1,12 +1,14 @@
 """Many plans: which configuration is fastest and fits, and what each change of one costs.
 
 Owns the choice of candidates, the frontier of memory against speed, and the changes that a plan proposes. Candidates
-are simulated with each unit summed up (`tape.coarse`), which keeps peak and time; the best are planned wholly.
+are simulated with each unit summed up (`tape.coarse`), which keeps peak and time. Those of the frontier and the best
+are planned wholly, with the allocator: their verdicts count what it reserves.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import product
 from types import MappingProxyType
 from typing import Any, Final, final
@@ -37,7 +39,8 @@ class Search:
 
     Args:
         candidates: all that were simulated.
-        frontier: those that no other beats in both memory and tokens a second, by memory.
+        frontier: those that no other beats in both allocated memory and tokens a second, by memory; their verdicts
+            count what the allocator reserves, those of other candidates what is allocated.
         best: for each number of ranks the plan of the fastest that fits; None where none does.
     """
 
@@ -116,8 +119,16 @@ def search(
     candidates = [one for options in asked if (one := _try(shape, options, global_batch)) is not None]
     if not candidates:
         raise ValueError(f"No configuration of {shape.name} on {world_size} ranks has sizes that divide.")
-    best = {ranks: _best(shape, [one for one in candidates if one.options.world_size == ranks]) for ranks in sizes}
+    plan = lru_cache(maxsize=None)(partial(plan_shape, shape))
+    on_frontier = {one.options for one in frontier_of(candidates)}
+    candidates = [_settled(one, plan(one.options)) if one.options in on_frontier else one for one in candidates]
+    best = {ranks: _best(plan, [one for one in candidates if one.options.world_size == ranks]) for ranks in sizes}
     return Search(shape, tuple(candidates), tuple(frontier_of(candidates)), MappingProxyType(best))
+
+
+def _settled(one: Candidate, plan: Plan) -> Candidate:
+    """Return a candidate with what its whole plan says of memory."""
+    return dataclasses.replace(one, verdict=plan.verdict, reserved_bytes=plan.reserved_bytes)
 
 
 def _plain(one: Candidate) -> dict[str, Any]:
@@ -125,6 +136,7 @@ def _plain(one: Candidate) -> dict[str, Any]:
     return {
         "options": dict(one.options.words()),
         "peak_bytes": one.peak_bytes,
+        "reserved_bytes": one.reserved_bytes,
         "step_s": one.step_s,
         "tokens_per_s": one.tokens_per_s,
         "verdict": one.verdict,
@@ -172,11 +184,11 @@ def _speed(one: Candidate) -> float:
     return one.tokens_per_s / one.options.world_size
 
 
-def _best(shape: Transformer, candidates: Sequence[Candidate]) -> Plan | None:
+def _best(whole: Callable[[Options], Plan], candidates: Sequence[Candidate]) -> Plan | None:
     """Return the plan of the fastest candidate that fits when it is planned wholly."""
     for one in sorted(candidates, key=lambda one: -one.tokens_per_s):
         if one.verdict != "no":
-            plan = plan_shape(shape, one.options)
+            plan = whole(one.options)
             if plan.verdict == "fits":
                 return plan
     return None
@@ -188,12 +200,12 @@ SHOWN: Final = 12
 
 def _render(found: Search) -> str:
     """Return the frontier and the best plan of a search."""
-    heads = ("ranks", "row", "copies", "tensor", "micro-batch", "activations", "GiB at most", "tokens/s a rank", "")
+    heads = ("ranks", "row", "copies", "tensor", "micro-batch", "activations", "GiB reserved", "tokens/s a rank", "")
     shown = thinned(found.frontier, SHOWN)
     rows = [
         (
             *(str(one.options.words()[name]) for name in heads[:6]),
-            f"{one.peak_bytes / 2**30:.1f}",
+            f"{(one.reserved_bytes or one.peak_bytes) / 2**30:.1f}",
             f"{one.tokens_per_s / one.options.world_size:,.0f}",
             one.verdict,
         )

@@ -4,7 +4,6 @@ Owns the way from a trace to a film's script. Must not know what a step comes to
 `describe/specs.py` first.
 """
 
-import copy
 import dataclasses
 import functools
 import math
@@ -20,17 +19,21 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from zeroshard.describe.activations import check_activations, recomputed_modules
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
+from zeroshard.describe.split import local_numel
 from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.plan.codes import Compresses
 from zeroshard.plan.events import Category, Event, Landed, Phase, Trace
+from zeroshard.plan.fake import on_meta
 from zeroshard.plan.film import Job, Script
 from zeroshard.plan.job import Options, wire_of
 from zeroshard.plan.kept import Kept, Link, Offloads
+from zeroshard.plan.parted import Parts
 from zeroshard.plan.segments import Segments
 from zeroshard.plan.specs import OPTIMIZERS, kernel_bytes_of, updates_of
+from zeroshard.plan.splitting import check_split
 from zeroshard.plan.tape import Instruction
 from zeroshard.plan.tracer import trace_step
-from zeroshard.table.activations import PRODUCTS, Compressed, Offloaded, Treated
+from zeroshard.table.activations import PRODUCTS, Compressed, Offloaded, Partitioned, Treated
 from zeroshard.table.bytes import Updates
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.spec import Formats
@@ -111,11 +114,14 @@ def trace_job(
         RuntimeError: the model reads values of tensors.
     """
     tokens = _tokens(inputs)
+    check_split(model, options.tensor)
     precision = _precision(options.formats)
     copied = on_meta(model, options.formats.param)
     plans = plan_units(model, units)
     check_activations(options.row.activations, plans, options.tensor)
-    specs = describe_units(plans, options.row, precision, shard_size=options.shard_ranks, replicas=options.replicas)
+    specs = describe_units(
+        plans, options.row, precision, shard_size=options.shard_ranks, replicas=options.replicas, numel_of=local_numel
+    )
     twins = dict(zip(model.modules(), copied.modules(), strict=True))
     treat(plans, twins, options)
     kept, compressions = kept_of(plans, options)
@@ -149,8 +155,9 @@ def trace_job(
     script = Script(_stream(trace, names, Phase.FORWARD), _stream(trace, names, Phase.BACKWARD))
     updates = updates_of(specs, OPTIMIZERS[options.optimizer])
     spans = {
-        "shard": options.device.spread(options.shard_ranks),
-        "replicate": options.device.spread(options.replicas, options.shard_ranks),
+        "shard": options.device.spread(options.shard_ranks, options.tensor),
+        "replicate": options.device.spread(options.replicas, options.tensor * options.shard_ranks),
+        "tensor": options.device.spread(options.tensor),
     }
     job = Job(
         specs,
@@ -192,12 +199,20 @@ def _other_ranks(
     found = []
     for place in range(1, ranks) if ranks <= SHOWN_RANKS else [1, ranks - 1]:
         specs = describe_units(
-            plans, options.row, precision, shard_size=ranks, shard_rank=place, replicas=options.replicas
+            plans,
+            options.row,
+            precision,
+            shard_size=ranks,
+            shard_rank=place,
+            replicas=options.replicas,
+            numel_of=local_numel,
         )
         count = ranks - 2 if ranks > SHOWN_RANKS and place == 1 else 1
         updates = [updates_of(specs, OPTIMIZERS[options.optimizer])]
         other = dataclasses.replace(job, units=specs, updates=updates)
-        found.append((f"rank {place}" if count == 1 else "the others", count * options.replicas, other))
+        found.append(
+            (f"rank {place}" if count == 1 else "the others", count * options.replicas * options.tensor, other)
+        )
     return found
 
 
@@ -221,19 +236,6 @@ def _tokens(inputs: Any) -> int:
     if tokens < 1:
         raise ValueError(f"inputs= must hold samples; got a tensor of shape {tuple((whole or tensors)[0].shape)}.")
     return int(tokens)
-
-
-def on_meta(model: nn.Module, dtype: str) -> nn.Module:
-    """Return a copy of a model on the meta device, floating-point parameters in a dtype; tied ones stay tied."""
-    memo: dict[int, Any] = {}
-    wanted = getattr(torch, dtype)
-    for parameter in model.parameters():
-        kind = wanted if parameter.is_floating_point() and parameter.element_size() > 1 else parameter.dtype
-        made = torch.empty_strided(parameter.shape, parameter.stride(), dtype=kind, device="meta")
-        memo[id(parameter)] = nn.Parameter(made, parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device="meta")
-    return copy.deepcopy(model, memo)
 
 
 def treat(plans: Sequence[UnitPlan], twins: Mapping[nn.Module, nn.Module], options: Options) -> None:
@@ -268,6 +270,8 @@ def kept_of(plans: Sequence[UnitPlan], options: Options) -> tuple[Kept | None, S
                 links.setdefault(number, []).append(made.setdefault(cell, Offloads(cell.fraction, small_bytes)))
             elif isinstance(cell, Compressed):
                 links.setdefault(number, []).append(made.setdefault(cell, Compresses(cell.rest, options.zeros)))
+            elif isinstance(cell, Partitioned):
+                links.setdefault(number, []).append(made.setdefault(cell, Parts(options.tensor)))
     return (Kept(links) if links else None), [one for one in made.values() if isinstance(one, Compresses)]
 
 
@@ -327,6 +331,8 @@ def _stream(trace: Trace, numbers: Mapping[str, int], phase: Phase) -> tuple[tup
     kernels: dict[int, list[Instruction]] = {}
     for order, cost in trace.kernels:
         kernels.setdefault(order, []).append(Instruction("run", "", cost=cost))
+    for order, exchange in trace.exchanges:
+        kernels.setdefault(order, []).append(Instruction("exchange", exchange.kind, exchange=exchange))
     stop = max((event.order for event in trace.events if event.phase is phase), default=-1) + 1
     found: list[tuple[int, Instruction]] = []
     owners = _owners(runs, start, stop)

@@ -11,12 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.describe.split import split_parameters
 from zeroshard.plan.events import Category, Phase, Trace
 from zeroshard.plan.fake import Fakes, exchanged
 from zeroshard.plan.kept import Kept
 from zeroshard.plan.personality import PERSONALITIES
 from zeroshard.plan.recorder import Recorder, unreadable
-from zeroshard.torch_private import check_tracing, fake_errors, fake_tensors, run_backward
+from zeroshard.torch_private import (
+    check_tracing,
+    fake_errors,
+    fake_tensors,
+    is_called_by_checkpoint,
+    run_backward,
+    while_inferring,
+)
 from zeroshard.tree import find
 
 __all__ = ["trace_step"]
@@ -91,6 +99,8 @@ def trace_step(
         stack.callback(recorder.end)
         stack.enter_context(recorder)
         recorder.calibrate()
+        if split_parameters(model):
+            stack.enter_context(while_inferring(recorder.pause))
         stack.enter_context(kernels.rewriting())
         try:
             made = _run(recorder, step, model, given, optimizer, micro_batches, steps, kept)
@@ -136,13 +146,13 @@ def _pass(
 
     def pack(tensor: Tensor) -> Any:
         recorder.packed(tensor)
-        return tensor if kept is None else kept.pack(tensor)
+        return tensor if kept is None else kept.pack(tensor, is_input=is_called_by_checkpoint())
 
     def unpack(packed: Any) -> Tensor:
         return packed if kept is None else kept.unpack(packed)
 
     if kept is not None:
-        kept.is_parameter = recorder.is_parameter
+        kept.watch(recorder.is_parameter, recorder.exchange)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         loss = step(model, *inputs)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

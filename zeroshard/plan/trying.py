@@ -28,13 +28,16 @@ class Candidate:
     """A configuration, and what it comes to.
 
     Args:
-        peak_bytes: allocated at most; what the allocator reserves beside that is in a plan alone.
+        peak_bytes: allocated at most.
+        verdict: of what the allocator reserves, where that is known, else of what is allocated.
+        reserved_bytes: by the allocator, where this configuration was planned wholly; else None.
     """
 
     options: Options
     peak_bytes: int
     step_s: float
     verdict: Verdict
+    reserved_bytes: int | None = None
 
     @property
     def tokens_per_s(self) -> float:
