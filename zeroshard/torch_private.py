@@ -47,6 +47,7 @@ __all__ = [
     "check_tracing",
     "count_users",
     "default_store",
+    "own_client_of",
     "edge_of",
     "fake_errors",
     "fake_tensors",
@@ -288,6 +289,12 @@ def set_local(tensor: Any, local: Tensor, like: Any) -> None:
 def default_store() -> dist.Store:
     """Return the store of the default process group, which ranks share also when the group is stuck."""
     return dist.distributed_c10d._get_default_store()
+
+
+def own_client_of(store: dist.Store) -> dist.Store:
+    """Return a client of the same store with a connection of its own; the client itself where torch has no clones."""
+    clone = getattr(store, "clone", None)
+    return store if clone is None else clone()
 
 
 def accept_in_foreach(*classes: type) -> None:
