@@ -48,6 +48,7 @@ __all__ = [
     "count_users",
     "default_store",
     "own_client_of",
+    "premultiplied_sum",
     "edge_of",
     "fake_errors",
     "fake_tensors",
@@ -295,6 +296,11 @@ def own_client_of(store: dist.Store) -> dist.Store:
     """Return a client of the same store with a connection of its own; the client itself where torch has no clones."""
     clone = getattr(store, "clone", None)
     return store if clone is None else clone()
+
+
+def premultiplied_sum(factor: float) -> Any:
+    """Return the reduction of NCCL that multiplies each rank's elements by a factor, and adds them up."""
+    return dist._make_nccl_premul_sum(factor)
 
 
 def accept_in_foreach(*classes: type) -> None:
@@ -613,6 +619,14 @@ def _tests_foreach() -> bool:
     return float(norms[0]) == 5.0 and all(torch.Tensor in types for types in _foreach_types())
 
 
+def _tests_distributed() -> bool:
+    if not dist.is_available():
+        return True
+    store = dist.HashStore()
+    own_client_of(store).set("key", "value")
+    return store.get("key") == b"value" and premultiplied_sum(0.5) == dist.ReduceOp.PREMUL_SUM
+
+
 def _tests_tracing() -> bool:
     """Fake tensors have no memory, operations of a backward are seen, and belong to the node that runs them."""
     seen: list[tuple[str, int | None]] = []
@@ -681,4 +695,5 @@ _TESTS: Final = (
     ("what the backward of torch.nn.functional.max_pool2d reads", _tests_pool),
     ("Tensor._make_wrapper_subclass", _tests_wrapper),
     ("torch._foreach_norm, or the types that its kind takes", _tests_foreach),
+    ("Store.clone, or torch.distributed._make_nccl_premul_sum", _tests_distributed),
 )

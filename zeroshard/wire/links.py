@@ -27,12 +27,14 @@ from zeroshard.wire.mesh import Mesh
 from zeroshard.wire.process import is_child_of, keep_for_good, tell_forks
 from zeroshard.wire.watchdog import Watchdog
 
-__all__ = ["CONTROL", "Links", "PART"]
+__all__ = ["CONTROL", "HOST_PART", "Links", "PART"]
 
 CONTROL = "control"
 """The gloo process group of all ranks, for small numbers that the host reads."""
 PART = "part"
 """That of the ranks which train the same tensors as this one, where they are not all."""
+HOST_PART = "host part"
+"""The gloo one of these ranks, where `PART` is NCCL's."""
 
 
 @final
@@ -83,6 +85,10 @@ class Links:
             "communicate with other ranks: the connections are its parent's. It may read parameters that are not "
             f"released; use the model, the optimizer and the handle in process {self._process} only."
         )
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is a device's, which orders its work by streams."""
+        return tensor.device.type != "cpu"
 
     def start(self, start: Callable[[], Any], what: str) -> dist.Work:
         """Start a collective, or a message of one. A dead peer may show already here."""
