@@ -207,9 +207,13 @@ class Device:
         Raises:
             AssertionError: a defect; the text has all.
         """
-        never = [f"{work.name}: nobody waited for it" for work in self._unwaited if not work.is_waited]
-        if found := self.defects + never:
+        if found := self.found():
             raise AssertionError("\n".join(found))
+
+    def found(self) -> list[str]:
+        """Return the defects so far, and what nobody waited for yet."""
+        never = [f"{work.name}: nobody waited for it" for work in self._unwaited if not work.is_waited]
+        return self.defects + never
 
 
 class EmulatedGroup(dist.ProcessGroup):  # type: ignore[misc]
@@ -295,7 +299,7 @@ class EmulatedLinks(Links):  # type: ignore[misc]
     """Process groups of an emulated device for whoever asks for NCCL's.
 
     Args:
-        has_all: all tensors count as the device's; else none does, as they lie.
+        has_all: all tensors but bytes count as the device's; else none does, as they lie.
     """
 
     def __init__(
@@ -316,8 +320,8 @@ class EmulatedLinks(Links):  # type: ignore[misc]
             self.watchdog.record = self.device.mark
 
     def is_on_device(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is the device's."""
-        return self._has_all
+        """Tell whether a tensor is the device's. Bytes are those of texts, which the host has."""
+        return self._has_all and tensor.dtype != torch.uint8
 
     def wait_on_stream(self, work: Any, what: str, *, is_last: bool = False) -> None:
         """Wait as for any device, and know what for."""

@@ -81,7 +81,7 @@ class LinkedComm(Comm):
         raw = data.view(-1).view(torch.uint8) if data.numel() else data.new_zeros(1, dtype=torch.uint8)
         is_part &= PART in self.links.groups  # else all ranks have the same parts
         first, name = (self.mesh.data_ranks[0], PART) if is_part else (0, self._name)
-        self.run(raw, lambda group: dist.broadcast(raw, first, group=group, async_op=True), what, name)
+        self.run(tensor, lambda group: dist.broadcast(raw, first, group=group, async_op=True), what, name)
         if data.data_ptr() != tensor.data_ptr():
             tensor.copy_(data)
         self.sent_bytes[kind] += raw.nbytes if self.mesh.rank == first else 0
@@ -89,6 +89,6 @@ class LinkedComm(Comm):
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
         raw = tensor.contiguous().view(-1).view(torch.uint8)
         rows = raw.new_empty(self.mesh.world_size, raw.numel())
-        self.run(raw, lambda group: dist.all_gather([*rows], raw, group=group, async_op=True), what, self._name)
+        self.run(tensor, lambda group: dist.all_gather([*rows], raw, group=group, async_op=True), what, self._name)
         self.sent_bytes[kind] += tensor.nbytes * (self.mesh.world_size - 1)
         return rows.view(tensor.dtype).view(self.mesh.world_size, *tensor.shape)
