@@ -261,7 +261,7 @@ class EmulatedGroup(dist.ProcessGroup):  # type: ignore[misc]
         assert [one.data_ptr() for one in outputs[0]] == [row.data_ptr() for row in whole], "rows of one tensor"
         return self._issue("all-gather", inputs[0], whole, lambda rows: rows)
 
-    def getBackendName(self) -> str:
+    def getBackendName(self) -> str:  # noqa: N802
         return BACKEND
 
 

@@ -13,9 +13,9 @@ Note: communicators
     gather is under way, and so use that of the gathers, where these are over all ranks. Communicators along the other
     axes exist where there are such axes.
 Note: scales
-    A backend multiplies as it adds up: no kernel follows a reduction. Where elements are converted for the wire, they
-    are multiplied in the same kernel, before they are rounded. So sums in fp16 do not overflow, and no factor is rounded
-    to a low precision, as NCCL does with that of an average.
+    NCCL multiplies as it adds up: no kernel follows a reduction. Where elements are converted for the wire, they are
+    multiplied in the same kernel, before they are rounded. So sums in fp16 do not overflow, and no factor is rounded to
+    a low precision, as NCCL does with that of an average.
 """
 
 from collections.abc import Callable

@@ -30,18 +30,17 @@ Note: slow ranks
 import logging
 import os
 import statistics
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Final, final
 
 from torch.distributed import Store
 
+from zeroshard.wire.last_words import ErrorHook
 from zeroshard.wire.pages import Pages
 from zeroshard.wire.process import is_child_of
 
@@ -261,7 +260,7 @@ class Watchdog:
         for thread in threads:
             thread.start()
         # Runs at exit, too: a thread that returns from the store into an interpreter that ends would abort the process.
-        weakref.finalize(self, _end, self._status, threads, _ErrorHook.of(self._status))
+        weakref.finalize(self, _end, self._status, threads, ErrorHook.of(self._status))
 
     def waits_for(self, what: str) -> None:
         """Note that this rank now waits for `what`."""
@@ -509,43 +508,7 @@ def slow_ranks(paces: Sequence[float], before: frozenset[int], step_s: float) ->
     return frozenset(rank for rank in slow if paces[rank] - median_s >= FELT * step_s)
 
 
-class _ErrorHook:
-    """Tells an exception that ends this process to the other ranks: `sys.excepthook`, once for all sharded models."""
-
-    def __init__(self) -> None:
-        self._before = sys.excepthook
-        self._told: list[_Status] = []
-
-    @classmethod
-    def of(cls, status: _Status) -> "_ErrorHook":
-        """Return the hook, which tells the ranks of `status`, too, from now on."""
-        hook = sys.excepthook if isinstance(sys.excepthook, cls) else cls()
-        hook._told.append(status)
-        sys.excepthook = hook
-        return hook
-
-    def remove(self, status: _Status) -> None:
-        """Tell the ranks of `status` no more; leave with the last."""
-        self._told.remove(status)
-        if not self._told and sys.excepthook is self:
-            sys.excepthook = self._before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Tell, and do what is done without this hook. What a forked child raises is not the rank's failure."""
-        told = [status for status in self._told if not is_child_of(status.process)]
-        for status in told:
-            with suppress(Exception):  # a detail must not cost the cause
-                if detail := status.detail(error):
-                    error.add_note(detail)
-        for status in told:
-            with suppress(Exception):  # without the store nobody reads any more
-                status.blame(status.rank, "\n".join([f"{kind.__name__}: {error}", *getattr(error, "__notes__", [])]))
-        self._before(kind, error, trace)
-        for status in told[:1]:
-            status.stay()
-
-
-def _end(status: _Status, threads: list[threading.Thread], hook: _ErrorHook) -> None:
+def _end(status: _Status, threads: list[threading.Thread], hook: ErrorHook) -> None:
     if is_child_of(status.process):
         return
     status.stop.set()
