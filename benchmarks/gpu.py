@@ -228,7 +228,7 @@ def fake_ranks(ranks: int) -> Iterator[None]:
 
 
 class Nobody:
-    """The links of a rank with nobody at the other end: all that `wire/links.py` does, but the waits."""
+    """The links of a rank with nobody at the other end: all that `wire/links.py` does, but the waits of the host."""
 
     watchdog = None
 
@@ -239,8 +239,20 @@ class Nobody:
     def new_group(self, name: str, backend: str, *axes: str) -> None:
         """Use the fake process group, which gives each rank copies of what this one has."""
 
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """Say yes: the fake process group takes all tensors."""
+        return True
+
+    def start(self, start: Callable[[], Any], what: str) -> Any:
+        """Start a collective."""
+        return start()
+
     def wait(self, works: Sequence[Any], what: str) -> None:
         """Wait for nobody."""
+
+    def wait_on_stream(self, work: Any, what: str, *, is_last: bool = False) -> None:
+        """Wait as for any device: for work that is done."""
+        work.wait()
 
     def run(self, start: Callable[[], Any], what: str) -> None:
         """Start a collective."""

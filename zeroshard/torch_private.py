@@ -65,6 +65,8 @@ __all__ = [
     "next_node_number",
     "nodes_before",
     "note_visit",
+    "own_client_of",
+    "premultiplied_sum",
     "raw_data",
     "raw_local",
     "run_backward",
@@ -325,6 +327,17 @@ def set_local(tensor: Any, local: Tensor, like: Any) -> None:
 def default_store() -> dist.Store:
     """Return the store of the default process group, which ranks share also when the group is stuck."""
     return dist.distributed_c10d._get_default_store()
+
+
+def own_client_of(store: dist.Store) -> dist.Store:
+    """Return a client of the same store with a connection of its own; the client itself where torch has no clones."""
+    clone = getattr(store, "clone", None)
+    return store if clone is None else clone()
+
+
+def premultiplied_sum(factor: float) -> Any:
+    """Return the reduction of NCCL that multiplies each rank's elements by a factor, and adds them up."""
+    return dist._make_nccl_premul_sum(factor)
 
 
 def accept_in_foreach(*classes: type) -> None:
@@ -643,6 +656,14 @@ def _tests_foreach() -> bool:
     return float(norms[0]) == 5.0 and all(torch.Tensor in types for types in _foreach_types())
 
 
+def _tests_distributed() -> bool:
+    if not dist.is_available():
+        return True
+    store = dist.HashStore()
+    own_client_of(store).set("key", "value")
+    return store.get("key") == b"value" and premultiplied_sum(0.5) == dist.ReduceOp.PREMUL_SUM
+
+
 def _tests_tracing() -> bool:
     """Fake tensors have no memory, operations of a backward are seen, and belong to the node that runs them."""
     seen: list[tuple[str, int | None]] = []
@@ -711,4 +732,5 @@ _TESTS: Final = (
     ("what the backward of torch.nn.functional.max_pool2d reads", _tests_pool),
     ("Tensor._make_wrapper_subclass", _tests_wrapper),
     ("torch._foreach_norm, or the types that its kind takes", _tests_foreach),
+    ("Store.clone, or torch.distributed._make_nccl_premul_sum", _tests_distributed),
 )

@@ -1,5 +1,6 @@
 """The engine computes what data parallelism computes: against DDP, one process, between stages, between runs."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from tests.oracle import (
     engine_run,
     single_run,
 )
+from tools.emulated import gpu
 from tools.settled import settled
 from zeroshard.testing import run_ranks
 
@@ -50,21 +52,30 @@ CASES = {
 }
 
 
-def train_engine(name: str, options: dict[str, Any]) -> dict[int, Any]:
-    return {stage: engine_run(CASES[name], stage, **options) for stage in STAGES}
+DEVICES = ("cpu", "gpu")
+"""The second one in emulation: NCCL's code, on streams that are behind."""
 
 
-def train_both(name: str) -> tuple[Any, dict[int, Any]]:
-    return ddp_run(CASES[name]), train_engine(name, {})
+def train_engine(name: str, device: str = "cpu") -> dict[int, Any]:
+    results = {}
+    for stage in STAGES:
+        with gpu(stage) if device == "gpu" else contextlib.nullcontext():
+            results[stage] = engine_run(CASES[name], stage)
+    return results
+
+
+def train_both(name: str, device: str = "cpu") -> tuple[Any, dict[int, Any]]:
+    return ddp_run(CASES[name]), train_engine(name, device)
 
 
 def launch(target: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     return run_ranks(target, world, *args, timeout_s=TIMEOUT_S, process_group=world > 1)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_equal_ddp_bit_for_bit_over_ten_steps(name: str) -> None:
-    for rank, (ddp, engine) in enumerate(launch(train_both, 2, name)):
+def test_two_ranks_equal_ddp_bit_for_bit_over_ten_steps(name: str, device: str) -> None:
+    for rank, (ddp, engine) in enumerate(launch(train_both, 2, name, device)):
         assert len(ddp["losses"]) == 10
         for stage in STAGES:
             where = f"[rank {rank}/2] stage {stage}"
@@ -87,11 +98,11 @@ def test_three_and_four_ranks_stay_within_one_in_a_million_of_ddp(name: str, wor
                 assert error <= limit, f"stage {stage} {key}: {error:.3e} from DDP, limit {limit:.3e}"
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "device"), [*((world, "cpu") for world in WORLDS), (3, "gpu")])
 @pytest.mark.parametrize("name", CASES)
-def test_equals_single_process_bit_for_bit(name: str, world: int) -> None:
+def test_equals_single_process_bit_for_bit(name: str, world: int, device: str) -> None:
     expected = single_run(CASES[name], world)
-    for rank, engine in enumerate(launch(train_engine, world, name, {})):
+    for rank, engine in enumerate(launch(train_engine, world, name, device)):
         for stage in STAGES:
             where = f"[rank {rank}/{world}] stage {stage}"
             assert_same(expected["losses"][rank], engine[stage]["losses"], f"{where} losses")
@@ -101,7 +112,7 @@ def test_equals_single_process_bit_for_bit(name: str, world: int) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_stages_are_equal_to_one_another_and_two_runs_to_each_other(world: int) -> None:
-    first, second = (launch(train_engine, world, "gpt-adamw", {}) for _ in range(2))
+    first, second = (launch(train_engine, world, "gpt-adamw") for _ in range(2))
     assert_same(first, second, "second run")
     for rank, engine in enumerate(first):
         for stage in STAGES[1:]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
+from tools.emulated import gpu
 from zeroshard.checkpoint import files
 from zeroshard.testing import RankFailure, run_ranks
 
@@ -206,3 +207,32 @@ def test_all_ranks_end_with_the_cause_of_the_one_that_holds_the_store() -> None:
     assert set(errors) == set(range(WORLD)), failure.value
     for error in errors.values():
         assert "planted where the store is" in error.message, error
+
+
+def raise_beside_a_device(folder: str, culprit: int) -> None:
+    """Train on emulated GPUs, of which one rank raises in a block: the devices of the others hang. Runs on a rank."""
+    rank = dist.get_rank()
+    os.dup2(os.open(f"{folder}/{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+    with gpu():
+        fault = Fault("the forward of a block", Path(folder), culprit)
+        model, optimizer, _ = make(3, heartbeat_s=2.0)
+        for number in range(4):
+            if number == 2:
+                model.blocks[1].register_forward_pre_hook(fault.hook("the forward of a block"))
+            loss_of(model, number, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_ranks_whose_devices_hang_end_with_the_cause(tmp_path: Path, culprit: int) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(raise_beside_a_device, WORLD, str(tmp_path), culprit, timeout_s=40.0)
+    seconds = time.monotonic() - float((tmp_path / "raised").read_text())
+    errors = failure.value.errors
+    assert errors.pop(culprit).type_name == "PlantedError"
+    assert len(errors) == WORLD - 1
+    for rank, error in errors.items():
+        said = f"{error.message}{(tmp_path / f'{rank}.err').read_text()}"
+        assert f"rank {culprit}: PlantedError: planted at the forward of a block" in said, (error, said)
+    assert seconds <= LIMIT_S, f"{seconds:.1f} s"

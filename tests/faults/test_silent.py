@@ -1,5 +1,6 @@
 """A process that gives no sign of life, whether its connections stay open or not: the others name it and end."""
 
+import contextlib
 import os
 import signal
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tools.emulated import gpu
 from zeroshard.testing import RankFailure, run_ranks
 
 from .job import loss_of, make
@@ -26,8 +28,17 @@ def hold_the_lock(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
-def train_until(folder: str, fault: str, culprit: int) -> None:
-    """Train; one rank falls silent in its third step. What ranks print goes to files. Runs on a rank."""
+def train_until(folder: str, fault: str, culprit: int, device: str = "cpu") -> None:
+    """Train; one rank falls silent in its third step. What ranks print goes to files. Runs on a rank.
+
+    Args:
+        device: "gpu" is an emulated one: it hangs in its stream, where no wait of the host fails.
+    """
+    with gpu() if device == "gpu" else contextlib.nullcontext():
+        train_there(folder, fault, culprit)
+
+
+def train_there(folder: str, fault: str, culprit: int) -> None:
     rank = dist.get_rank()
     os.dup2(os.open(f"{folder}/{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     model, optimizer, _ = make(3, watchdog_s=40.0, heartbeat_s=HEARTBEAT_S)
@@ -48,11 +59,12 @@ def train_until(folder: str, fault: str, culprit: int) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("fault", ["stopped", "locked"])
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_a_silent_rank_is_named_within_its_heartbeat(tmp_path: Path, fault: str, culprit: int) -> None:
+def test_a_silent_rank_is_named_within_its_heartbeat(tmp_path: Path, fault: str, culprit: int, device: str) -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(train_until, WORLD, str(tmp_path), fault, culprit, timeout_s=30.0, grace_s=1.0)
+        run_ranks(train_until, WORLD, str(tmp_path), fault, culprit, device, timeout_s=30.0, grace_s=1.0)
     began = float((tmp_path / "silent").read_text())
     for rank in range(WORLD):
         error = failure.value.errors[rank]
@@ -65,10 +77,11 @@ def test_a_silent_rank_is_named_within_its_heartbeat(tmp_path: Path, fault: str,
         assert said.stat().st_mtime - began <= HEARTBEAT_S + 1.0
 
 
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_a_killed_rank_is_named_by_all_others(tmp_path: Path, culprit: int) -> None:
+def test_a_killed_rank_is_named_by_all_others(tmp_path: Path, culprit: int, device: str) -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(train_until, WORLD, str(tmp_path), "killed", culprit, timeout_s=30.0, grace_s=KILLED_S)
+        run_ranks(train_until, WORLD, str(tmp_path), "killed", culprit, device, timeout_s=30.0, grace_s=KILLED_S)
     began, errors = float((tmp_path / "silent").read_text()), failure.value.errors
     assert errors.pop(culprit).type_name == "SIGKILL"
     assert len(errors) == WORLD - 1
@@ -80,5 +93,6 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path: Path, culprit: int) -> N
         assert said.stat().st_mtime - began <= KILLED_S
 
 
-def test_a_rank_that_is_busy_is_left_alone(tmp_path: Path) -> None:
-    assert run_ranks(train_until, WORLD, str(tmp_path), "busy", 1, timeout_s=30.0) == [None] * WORLD
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_rank_that_is_busy_is_left_alone(tmp_path: Path, device: str) -> None:
+    assert run_ranks(train_until, WORLD, str(tmp_path), "busy", 1, device, timeout_s=30.0) == [None] * WORLD

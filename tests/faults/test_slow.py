@@ -58,19 +58,6 @@ def test_equal_ranks_and_what_one_does_now_and_then_are_not_named() -> None:
     assert run_ranks(train_at_paces, WORLD, [2.0, 2.0, 2.0], (20, 40), timeout_s=60.0) == [[], [], []]
 
 
-class Fixed:
-    """A store with the paces of ranks."""
-
-    def __init__(self, paces: list[float]) -> None:
-        self.paces = paces
-
-    def check(self, keys: list[str]) -> bool:
-        return True
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [str(pace).encode() for pace in self.paces]
-
-
 @pytest.mark.parametrize(
     ("paces", "before", "slow"),
     [
@@ -85,5 +72,4 @@ class Fixed:
     ],
 )
 def test_what_counts_as_slow(paces: list[float], before: set[int], slow: set[int]) -> None:
-    status = watchdog._Status(Fixed(paces), 0, len(paces), 30.0, ("", "", 0.0), step_s=2.0)
-    assert watchdog._compare_paces(status, frozenset(before)) == slow
+    assert watchdog.slow_ranks(paces, frozenset(before), step_s=2.0) == slow

@@ -12,13 +12,13 @@ from torch import Tensor
 
 import zeroshard as zs
 from benchmarks.gpu import Nobody, fake_ranks
+from tools.emulated import Device, EmulatedLinks
 from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import BLOCK_NUMEL
 from zeroshard.table.trace import Ledger
 from zeroshard.testing import run_ranks
 from zeroshard.wire.codec import Codec, Rounded
 from zeroshard.wire.comm import Comm, SoloComm, Tag
-from zeroshard.wire.links import Links
 from zeroshard.wire.mesh import Mesh, current_mesh
 from zeroshard.wire.nccl import NcclComm
 from zeroshard.wire.transports import make_comm
@@ -62,14 +62,6 @@ CASES = (
 """The dtype of what is held, and the codec."""
 
 
-class GlooLinks(Links):  # type: ignore[misc]
-    """Process groups of gloo for whoever asks for NCCL's: the same calls, on the CPU."""
-
-    def new_group(self, name: str, backend: str, *axes: str) -> None:
-        """Make the group with gloo."""
-        super().new_group(name, "gloo", *axes)
-
-
 def messages(mesh: Mesh, ledger: Ledger, wire_bytes: int = WIRE_BYTES) -> Comm:
     return make_comm(mesh, zs.Settings(watchdog_s=20.0, shared_memory=False, wire_bytes=wire_bytes), ledger)
 
@@ -85,18 +77,36 @@ def host(mesh: Mesh, ledger: Ledger) -> Comm:
 
 
 def native(mesh: Mesh, ledger: Ledger, wire_bytes: int = WIRE_BYTES) -> Comm:
-    return NcclComm(GlooLinks(mesh, 20.0, 20.0), ledger, wire_bytes)
+    DEVICES.append(Device(seed=mesh.rank))
+    return NcclComm(EmulatedLinks(mesh, 20.0, 20.0, DEVICES[-1]), ledger, wire_bytes)
+
+
+def native_eager(mesh: Mesh, ledger: Ledger) -> Comm:
+    comm = native(mesh, ledger)
+    DEVICES[-1].eagerness = 1.0
+    return comm
+
+
+def native_late(mesh: Mesh, ledger: Ledger) -> Comm:
+    comm = native(mesh, ledger)
+    DEVICES[-1].eagerness = 0.0
+    return comm
 
 
 def native_pieces(mesh: Mesh, ledger: Ledger) -> Comm:
     return native(mesh, ledger, 1)
 
 
+DEVICES: list[Device] = []
+"""The emulated devices of this process."""
+
 MAKERS: dict[str, Callable[[Mesh, Ledger], Comm]] = {
     "messages": messages,
     "messages in pieces": pieces,
     "host": host,
     "native": native,
+    "native at once": native_eager,
+    "native as late as can be": native_late,
     "native in pieces": native_pieces,
 }
 IN_RANK_ORDER = ("messages", "messages in pieces", "host")
@@ -261,6 +271,9 @@ def ask(name: str, replicas: int = 1) -> list[str]:
             question()
         held.append(asked.ledger.now["transient"])
     asked.expect(held[1], held[0], "buffers of the second round beside the first")
+    for device in DEVICES:
+        device.check()
+        asked.expect(device.host_waits, [], "waits of the host for a device")
     return asked.wrong
 
 

@@ -6,6 +6,7 @@ Owns agreements, broadcasts and all-gathers of what is not a shard. It must not 
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,19 +99,28 @@ class LinkedComm(Comm):
 
         return Vote(hear)
 
+    def run(self, tensor: Tensor, start: Callable[[dist.ProcessGroup], Any], what: str, name: str) -> None:
+        """Start a collective on `tensor` on a process group, and wait for it.
+
+        Args:
+            name: of the group; another one with the same ranks, where it does not take such tensors.
+        """
+        self.links.run(lambda: start(self.links.groups[name]), what)
+
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         # gloo refuses tensors that are not contiguous, and some dtypes: bytes are always right.
         data = tensor.contiguous()
         raw = data.view(-1).view(torch.uint8) if data.numel() else data.new_zeros(1, dtype=torch.uint8)
         is_part &= PART in self.links.groups  # else all ranks have the same parts
-        first, group = (self.mesh.data_ranks[0], self.links.groups[PART]) if is_part else (0, self.group)
-        self.links.run(lambda: dist.broadcast(raw, first, group=group, async_op=True), what)
+        first, name = (self.mesh.data_ranks[0], PART) if is_part else (0, self._name)
+        self.run(tensor, lambda group: dist.broadcast(raw, first, group=group, async_op=True), what, name)
         if data.data_ptr() != tensor.data_ptr():
             tensor.copy_(data)
         self.sent_bytes[kind] += raw.nbytes if self.mesh.rank == first else 0
 
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
-        rows = [torch.empty_like(tensor) for _ in range(self.mesh.world_size)]
-        self.links.run(lambda: dist.all_gather(rows, tensor.contiguous(), group=self.group, async_op=True), what)
+        raw = tensor.contiguous().view(-1).view(torch.uint8)
+        rows = raw.new_empty(self.mesh.world_size, raw.numel())
+        self.run(tensor, lambda group: dist.all_gather([*rows], raw, group=group, async_op=True), what, self._name)
         self.sent_bytes[kind] += tensor.nbytes * (self.mesh.world_size - 1)
-        return torch.stack(rows)
+        return rows.view(tensor.dtype).view(self.mesh.world_size, *tensor.shape)

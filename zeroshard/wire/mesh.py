@@ -5,6 +5,9 @@ The only module that reads or sets environment variables. It must not know model
 
 import math
 import os
+import socket
+import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -12,10 +15,16 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-__all__ = ["Axis", "Launched", "Mesh", "current_mesh", "find_launch"]
+__all__ = ["Axis", "Launched", "Mesh", "current_mesh", "find_launch", "refuse_blocking_nccl"]
 
 Axis = Literal["shard", "tensor"]
 """Along which the parts of a whole lie."""
+
+
+SIOCGIFADDR = 0x8915
+"""What Linux calls the question for the address of an interface."""
+OTHER_NETWORK = "192.0.2.1"
+"""An address that no host has: it is reserved for documentation."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +134,48 @@ def find_launch() -> Launched | None:
     if _read_int("LOCAL_WORLD_SIZE", 0) == world_size:
         # All ranks share this host: loopback always works, a host name may resolve to an address that does not.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    elif "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface_to(os.environ["MASTER_ADDR"])):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     return Launched(_read_int("RANK", 0), world_size, os.environ["MASTER_ADDR"], _read_int("MASTER_PORT", 0), has_store)
+
+
+def _interface_to(address: str) -> str:
+    """Return the network interface on the way to the master, which is the one that other hosts reach this one by.
+
+    gloo would take the address that this host's name has, which many systems say is 127.0.1.1. On the master's host its
+    own name may have that address, too; then it is the interface on the way to other networks. Empty where there is
+    none.
+    """
+    import fcntl  # not on every system
+
+    own = {}
+    for _, name in socket.if_nameindex():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):  # without an address
+            found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            own[socket.inet_ntoa(found[20:24])] = name
+    for host in (address, OTHER_NETWORK):
+        # Connecting a datagram socket sends nothing: it asks for the route.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
+            asking.connect((host, 1))
+            source = asking.getsockname()[0]
+            if not source.startswith("127."):
+                return own.get(source, "")
+    return ""
+
+
+def refuse_blocking_nccl() -> None:
+    """Raise where NCCL's waits were told to stop the host.
+
+    Raises:
+        RuntimeError: a variable says so.
+    """
+    for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
+        if os.environ.get(name, "0").lower() not in ("0", "", "n", "no", "false", "off"):
+            raise RuntimeError(
+                f"{name}={os.environ[name]} has the host wait for each collective, many times a step, and hides from "
+                "the watchdog what it waits for. Unset it: a rank that waits too long is named without it."
+            )
 
 
 def current_mesh() -> Mesh:

@@ -3,23 +3,36 @@
 Owns the bytes on the wire. It must not know units, passes or parameters. Read `wire/comm.py` first.
 
 Note: NCCL
-    Its own in-place collectives, asynchronous; reductions have their own communicator, since two collectives on one
-    communicator serialize. Waiting orders the current stream after the collective, so buffers need no stream of their
-    own. NCCL chooses the order of its sums.
+    Its own in-place collectives, asynchronous. Waiting orders the current stream after the collective, so buffers need
+    no stream of their own, and the host goes on. NCCL chooses the order of its sums. Tensors of the host go over gloo,
+    as bytes: an AdamW's `step` and buffers of modules, and all texts.
+Note: communicators
+    Collectives on one communicator run one after the other. In a backward the next unit is gathered while the last one
+    is reduced, so the two have communicators of their own: on one, a gather that the next kernel needs would wait for
+    a reduction that nothing needs yet. Norms have another one, with broadcasts and gathers over all ranks: a rank may
+    take a norm before it has read that another one asks for a gather in the backward before (`core/votes.py`), and on
+    one communicator ranks would issue the two in different orders. Communicators along the other axes exist where there
+    are such axes.
+Note: scales
+    NCCL multiplies as it adds up: no kernel follows a reduction. Where elements are converted for the wire, they are
+    multiplied in the same kernel, before they are rounded. So sums in fp16 do not overflow, and no factor is rounded to
+    a low precision, as NCCL does with that of an average.
 """
 
-from typing import final
+from collections.abc import Callable
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Native
+from zeroshard.torch_private import premultiplied_sum
 from zeroshard.wire.codec import Codec
 from zeroshard.wire.comm import Pending, Tag
 from zeroshard.wire.linked import LinkedComm
-from zeroshard.wire.links import Links
-from zeroshard.wire.mesh import Axis
+from zeroshard.wire.links import CONTROL, HOST_PART, PART, Links
+from zeroshard.wire.mesh import Axis, refuse_blocking_nccl
 
 __all__ = ["NcclComm"]
 
@@ -30,67 +43,101 @@ ALL, GATHERS, REDUCES, COPIES, PARTS = "all", "gathers", "reductions", "copies",
 
 @final
 class NcclComm(LinkedComm):
-    """NCCL's own collectives for shards, gloo for the small numbers that the host reads. See "Note: NCCL"."""
+    """NCCL's own collectives for shards, gloo for what the host reads and has. See "Note: NCCL"."""
 
     def __init__(self, links: Links, ledger: Ledger, wire_bytes: int) -> None:
+        refuse_blocking_nccl()
         links.new_group(ALL, "nccl")
         super().__init__(links, ledger, ALL, Native(wire_bytes))
         self.blocks_host = False
-        for name, axis in ((GATHERS, "shard"), (REDUCES, "shard"), (COPIES, "replicate"), (PARTS, "tensor")):
-            if name != PARTS or len(links.mesh.tensor_ranks) > 1:
-                links.new_group(name, "nccl", axis)
+        links.new_group(GATHERS, "nccl", "shard")
+        links.new_group(REDUCES, "nccl", "shard")
+        if self.mesh.replicas > 1:
+            links.new_group(COPIES, "nccl", "replicate")
+        if len(self.mesh.tensor_ranks) > 1:
+            links.new_group(PARTS, "nccl", "tensor")
+        if PART in links.groups:
+            links.new_group(HOST_PART, "gloo", "replicate", "shard")
         # torch 2.13 renamed both and warns at the old names; 2.11 has only those.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def run(self, tensor: Tensor, start: Callable[[dist.ProcessGroup], Any], what: str, name: str) -> None:
+        if not self.links.is_on_device(tensor):
+            super().run(tensor, start, what, HOST_PART if name == PART else CONTROL)
+        else:
+            # Often the host reads the result next, before any agreement.
+            self.links.wait_on_stream(start(self.links.groups[name]), what, is_last=True)
 
     def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
         ranks, group = self.mesh.ranks_of(axis), self.links.groups[GATHERS if axis == "shard" else PARTS]
         own = full.view(len(ranks), -1)[ranks.index(self.mesh.rank)]
         work = self._all_gather(full, own, group=group, async_op=True)
         self.sent_bytes[kind] += own.nbytes * (len(ranks) - 1)
-        return Pending(lambda: self.links.wait([work], tag.what))
+        return Pending(lambda: self.links.wait_on_stream(work, tag.what, is_last=kind == "state"))
 
     def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:
         assert full is not None, "NCCL sums what it is given"
         if not codec.is_summable:
             raise ValueError(f"{self.mesh} NCCL adds messages up, but not those of {codec.name!r}: use reduce=a dtype.")
-        size, group, is_in_place = self.mesh.shard_size, self.links.groups[REDUCES], codec.is_message(full)
+        size, group = self.mesh.shard_size, self.links.groups[REDUCES]
         chunks = full.view(size, -1)
         self.sent_bytes["reduce"] += codec.nbytes(own.numel()) * (size - 1)
+        if codec.is_message(full):
+            op, rest = _folded(scale, size, full.dtype)
+            work = self._reduce_scatter(own, full, op=op, group=group, async_op=True)
+            return Pending(lambda: self._finish(work, own, own, rest, tag))
 
         def start(piece: slice) -> Pending:
             result = own[piece]
-            rows = chunks if is_in_place else self.pool.take(size * result.numel(), codec.dtype, own.device)
-            rows = rows.view(size, -1)
-            for row, message in zip(chunks[:, piece], rows, strict=True) if not is_in_place else ():
-                codec.encode(row, message)
-            part, sent = rows[self.mesh.shard_rank], rows.view(-1)
+            sent, rest = self._converted(chunks[:, piece], codec, scale, size)
+            part = sent.view(size, -1)[self.mesh.shard_rank]
             work = self._reduce_scatter(part, sent, op=dist.ReduceOp.SUM, group=group, async_op=True)
-            return self._scaled(work, is_in_place, sent, part, result, scale, tag)
+            return Pending(lambda: self._finish(work, part, result, rest, tag, sent))
 
-        return start(slice(None)) if is_in_place else self.in_pieces(own.numel(), codec, size, start)
+        return self.in_pieces(own.numel(), codec, size, start)
 
     def reduce_copies(self, own: Tensor, codec: Codec, scale: float, tag: Tag, *, is_ready: bool = True) -> Pending:
-        self.sent_bytes["replicate"] += 2 * codec.nbytes(own.numel()) * (self.mesh.replicas - 1) // self.mesh.replicas
+        size, group = self.mesh.replicas, self.links.groups[COPIES]
+        self.sent_bytes["replicate"] += 2 * codec.nbytes(own.numel()) * (size - 1) // size
+        if codec.is_message(own):
+            op, rest = _folded(scale, size, own.dtype)
+            work = dist.all_reduce(own, op, group=group, async_op=True)
+            return Pending(lambda: self._finish(work, own, own, rest, tag))
 
         def start(piece: slice) -> Pending:
-            sent = self.encoded(own[piece], codec)
-            work = dist.all_reduce(sent, group=self.links.groups[COPIES], async_op=True)
-            return self._scaled(work, codec.is_message(own), sent, sent, own[piece], scale, tag)
+            sent, rest = self._converted(own[piece], codec, scale, size)
+            work = dist.all_reduce(sent, group=group, async_op=True)
+            return Pending(lambda: self._finish(work, sent, own[piece], rest, tag, sent))
 
-        return start(slice(None)) if codec.is_message(own) else self.in_pieces(own.numel(), codec, 1, start)
+        return self.in_pieces(own.numel(), codec, 1, start)
 
-    def _scaled(
-        self, work: dist.Work, is_in_place: bool, sent: Tensor, part: Tensor, own: Tensor, scale: float, tag: Tag
-    ) -> Pending:
-        """Return what waits for a sum, and leaves the scaled `part` of what was `sent` in `own`."""
+    def _converted(self, values: Tensor, codec: Codec, scale: float, size: int) -> tuple[Tensor, float]:
+        """Return a pooled message for values of any shape, scaled, and what is left of the scale for its sum."""
+        sent = self.pool.take(values.numel(), codec.dtype, values.device)
+        factor = scale if codec.dtype is not torch.float16 else min(scale, 1 / size)
+        torch.mul(values, factor, out=sent.view(values.shape))
+        return sent, scale / factor
 
-        def finish() -> None:
-            self.links.wait([work], tag.what)
+    def _finish(
+        self, work: dist.Work, part: Tensor, own: Tensor, rest: float, tag: Tag, sent: Tensor | None = None
+    ) -> None:
+        """Wait for a sum, and leave the `part` of it in `own`."""
+        self.links.wait_on_stream(work, tag.what)
+        if sent is not None:
             own.copy_(part)
-            own.mul_(scale)
-            if not is_in_place:
-                # Whoever takes it next writes to it on the stream that has waited for the collective.
-                self.pool.give(sent)
+            # Whoever takes it next writes to it on the stream that has waited for the collective.
+            self.pool.give(sent)
+        if rest != 1.0:
+            own.mul_(rest)
 
-        return Pending(finish)
+
+def _folded(scale: float, size: int, dtype: torch.dtype) -> tuple[Any, float]:
+    """Return the operation that sums over `size` ranks and scales as far as it does so exactly, and what is left."""
+    if dtype in (torch.float32, torch.float64) and scale not in (1.0, 1 / size):
+        return premultiplied_sum(scale), 1.0
+    # NCCL rounds the factor of an average to the dtype.
+    rounded = torch.tensor(1 / size, dtype=dtype).item() if dtype not in (torch.float32, torch.float64) else 1 / size
+    if dtype is torch.float16 or (scale != 1.0 and rounded == 1 / size):
+        return dist.ReduceOp.AVG, scale / rounded
+    return dist.ReduceOp.SUM, scale

@@ -1,0 +1,63 @@
+"""What the launcher says of the network, and what is refused."""
+
+import os
+import socket
+
+import pytest
+
+from zeroshard.wire import mesh
+from zeroshard.wire.mesh import find_launch, refuse_blocking_nccl
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, address: str, local: int) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": local, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, address: str, local: int) -> str | None:
+    launched(monkeypatch, address, local)
+    find_launch()
+    return os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
+def test_ranks_of_one_host_use_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(monkeypatch, "192.0.2.1", 4) == "lo"
+
+
+def test_ranks_of_several_hosts_use_the_interface_towards_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect(("192.0.2.1", 1))
+        except OSError:
+            pytest.skip("this host has no route to other networks")
+        own = asking.getsockname()[0]
+    name = chosen(monkeypatch, "192.0.2.1", 2)
+    assert name in {name for _, name in socket.if_nameindex()} - {"lo"}
+    # Where this is the master's host, its own address is told, or what its name stands for there.
+    assert chosen(monkeypatch, own, 2) == name
+    assert chosen(monkeypatch, "127.0.1.1", 2) == name
+
+
+def test_without_a_route_gloo_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "OTHER_NETWORK", "127.0.0.1")
+    assert chosen(monkeypatch, "127.0.0.1", 2) is None
+
+
+def test_a_given_interface_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, "192.0.2.1", 2)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    find_launch()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [("1", True), ("true", True), ("0", False), ("", False)])
+def test_waits_of_nccl_that_stop_the_host_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, value: str, is_refused: bool
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", value)
+    if not is_refused:
+        return refuse_blocking_nccl()
+    with pytest.raises(RuntimeError, match=f"TORCH_NCCL_BLOCKING_WAIT={value} has the host wait"):
+        refuse_blocking_nccl()
