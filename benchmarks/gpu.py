@@ -246,6 +246,10 @@ class Nobody:
         """Start a collective."""
         start()
 
+    def start(self, start: Callable[[], Any], what: str) -> Any:
+        """Start a collective."""
+        return start()
+
 
 # -- measurements ----------------------------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ __all__ = [
     "foreach_lerp_",
     "foreach_norm",
     "graph_task",
+    "has_kernel",
     "innermost_hooks",
     "is_called_by_checkpoint",
     "is_dense",
@@ -294,6 +295,12 @@ def accept_in_foreach(*classes: type) -> None:
     """Have torch's functions on lists of tensors take tensors of these classes; twice changes nothing."""
     for types in _foreach_types():
         types.extend(one for one in classes if one not in types)
+
+
+def has_kernel(name: str, device: torch.device) -> bool:
+    """Tell whether torch has one of its operations for a device."""
+    found: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", device.type.upper())
+    return found
 
 
 def _foreach_types() -> Iterator[list[type]]:
@@ -606,6 +613,11 @@ def _tests_foreach() -> bool:
     return float(norms[0]) == 5.0 and all(torch.Tensor in types for types in _foreach_types())
 
 
+def _tests_kernels() -> bool:
+    cpu = torch.device("cpu")
+    return has_kernel("_fused_adamw_", cpu) and not has_kernel("_cudnn_init_dropout_state", cpu)
+
+
 def _tests_tracing() -> bool:
     """Fake tensors have no memory, operations of a backward are seen, and belong to the node that runs them."""
     seen: list[tuple[str, int | None]] = []
@@ -674,4 +686,5 @@ _TESTS: Final = (
     ("what the backward of torch.nn.functional.max_pool2d reads", _tests_pool),
     ("Tensor._make_wrapper_subclass", _tests_wrapper),
     ("torch._foreach_norm, or the types that its kind takes", _tests_foreach),
+    ("which operations torch has for a device", _tests_kernels),
 )

@@ -27,6 +27,10 @@ class Owner(Protocol):
     comm: Comm
     loss_scale: LossScale | None
     is_skipping: bool
+    unread: Callable[[], None] | None
+
+    def learn(self) -> None:
+        """Read whether the last update was skipped, where the host does not know."""
 
     def demand(self, number: int) -> bool:
         """Make a unit whole for code outside its modules; False where no pass is open."""

@@ -99,6 +99,11 @@ class Comm(ABC):
         self.can_postpone = False
         """Whether a rank may take part in a reduction to say that it is not ready."""
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its memory is the host's, which reads it at once; of a device the host waits for all it is told."""
+        return self.mesh.device.type == "cpu"
+
     @abstractmethod
     def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
         """Fill `full` from each rank's own part of it, in place.
@@ -151,6 +156,15 @@ class Comm(ABC):
         """Return the minimum over ranks of each number. Collective: all-reduce (minimum) of 8 bytes a number."""
 
     @abstractmethod
+    def flag(self, flags: Tensor, what: str) -> Pending:
+        """Make each of some numbers the largest of all ranks', in place.
+
+        Args:
+            flags: finite, where parameters lie; the host need not know them, and `wait` does not read them.
+        Collective: all-reduce (maximum).
+        """
+
+    @abstractmethod
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
         """Return (world_size, *shape): every rank's `tensor`, by rank. Collective: all-gather; equal shapes."""
 
@@ -184,6 +198,9 @@ class SoloComm(Comm):
 
     def agree(self, values: list[int], what: str) -> list[int]:
         return values
+
+    def flag(self, flags: Tensor, what: str) -> Pending:
+        return Pending(_nothing)
 
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
         return tensor[None]
