@@ -8,11 +8,12 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,11 +24,10 @@ from zeroshard.testing import run_ranks
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.readback import Readback
 
-from ..models import world
-
 STAGES = (0, 1, 2, 3)
 TIMEOUT_S = 300.0
-BAD_STEPS = (0, 5)
+BAD_STEPS = (0, 2, 5)
+"""In the second of these some states are made, and others are there."""
 STEPS = 7
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -68,7 +68,7 @@ class Model(nn.Module):
 class Watched(Readback):  # type: ignore[misc]
     """A copy to the host that passes late: its values are those of when it was made, and all that happens is noted."""
 
-    log: list[str] = []
+    log: ClassVar[list[str]] = []
 
     def __init__(self, values: Tensor) -> None:
         super().__init__(values)
@@ -85,6 +85,10 @@ def memory_of(kind: str) -> Iterator[list[str]]:
     Watched.log = []
     with mock.patch.object(Comm, "is_on_host", kind == "host"), mock.patch.object(guards, "Readback", Watched):
         yield Watched.log
+
+
+def world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 class Trained:
@@ -131,9 +135,8 @@ def differences(found: Any, expected: Any, path: str = "") -> list[str]:
         return [] if same and bytes_of(found) == bytes_of(expected) else [f"{path}: {found}, not {expected}"]
     if isinstance(expected, dict):
         keys = [] if found.keys() == expected.keys() else [f"{path}: keys {[*found]}, not {[*expected]}"]
-        return keys + [
-            d for k in expected.keys() & found.keys() for d in differences(found[k], expected[k], f"{path}/{k}")
-        ]
+        both = expected.keys() & found.keys()
+        return keys + [one for key in both for one in differences(found[key], expected[key], f"{path}/{key}")]
     return [] if found == expected else [f"{path}: {found}, not {expected}"]
 
 
@@ -148,8 +151,9 @@ def refused(kind: str, stage: int, name: str) -> list[str]:
     ends = []
     for spoils in (True, False):
         with memory_of(kind) as log:
-            run = Trained(stage, lambda params: cls(params, **options))  # noqa: B023
-            for step in range(STEPS):
+            run = Trained(stage, lambda params: cls(params, **options))
+            # torch's own fused SGD cannot begin a momentum beside others.
+            for step in range(STEPS) if name != "SGD, dampening, fused" else range(2, STEPS + 2):
                 if spoils and step in BAD_STEPS:
                     before = run.state()
                     run.backward(step, is_bad=True)
@@ -217,11 +221,11 @@ def test_the_first_step_of_sgd_has_the_bits_of_torch(dampening: float) -> None:
     assert first_steps("device", dampening) == first_steps("plain", dampening)
 
 
-# -- the loss scale -----------------------------------------------------------------------------------------------------
+# -- the loss scale ---------------------------------------------------------------------------------------------------
 
 
 def overflowing(kind: str, stage: int, name: str, clips: bool) -> dict[str, Any]:
-    """Train in fp16 over overflows, in the first step and later, in either of two micro-batches; return all there is."""
+    """Train in fp16 over overflows, in the first step and later, in either micro-batch; return all there is."""
     cls, options = OPTIMIZERS[name]
     options = options | ({"fused": True} if name in TAKE_FLAGS else {})
     seen = []
@@ -289,7 +293,7 @@ def test_an_overflow_at_the_floor_has_one_text() -> None:
     assert len(host[0]) == len(STAGES)
 
 
-# -- GradScaler ---------------------------------------------------------------------------------------------------------
+# -- GradScaler -------------------------------------------------------------------------------------------------------
 
 
 def with_scaler(kind: str, stage: int, name: str, unscales: bool) -> dict[str, Any]:
@@ -333,47 +337,46 @@ def test_a_users_grad_scaler_does_on_a_device_what_it_does_on_the_host(world_siz
     assert run_ranks(scalers_differ, world_size, timeout_s=TIMEOUT_S) == [[]] * world_size
 
 
-# -- what is read when ----------------------------------------------------------------------------------------------------
+# -- what is read when ------------------------------------------------------------------------------------------------
 
 
-def reads(tmp_path: Path) -> dict[str, Callable[[Trained, Any], Any]]:
+def reads(tmp_path: Path) -> dict[str, Callable[[Trained], Any]]:
     """Return what reads states, changes gradients or begins something new, by name."""
     return {
-        "optimizer.zero_grad()": lambda run, _: run.optimizer.zero_grad(),
-        "optimizer.zero_grad(set_to_none=False)": lambda run, _: run.optimizer.zero_grad(set_to_none=False),
-        "model.zero_grad()": lambda run, _: run.model.zero_grad(),
-        "model.zero_grad(set_to_none=False)": lambda run, _: run.model.zero_grad(set_to_none=False),
-        "p.grad": lambda run, _: run.model.first.weight.grad,
-        "p.grad = None": lambda run, _: setattr(run.model.first.weight, "grad", None),
-        "forward": lambda run, _: run.model(torch.ones(2, 5), 0),
-        "no-grad forward": lambda run, _: torch.no_grad()(run.model)(torch.ones(2, 5), 0),
-        "backward": lambda _, loss: loss.backward(),
-        "step": lambda run, _: run.optimizer.step(),
-        "attach": lambda run, _: run.zero.attach(torch.optim.SGD([run.model.first.weight], lr=0.1)),
-        "save": lambda run, _: run.zero.save(tmp_path / "step-1"),
-        "gathered": lambda run, _: run.zero.gathered().__enter__(),
-        "ema": lambda run, _: run.zero.ema(0.9),
-        "state_dict": lambda run, _: run.optimizer.state_dict(),
-        "loss_scale": lambda run, _: run.zero.loss_scale,
-        "norm": lambda run, _: run.zero.grad_norm(),
-        "agree": lambda run, _: run.zero.agree(True),
+        "optimizer.zero_grad()": lambda run: run.optimizer.zero_grad(),
+        "optimizer.zero_grad(set_to_none=False)": lambda run: run.optimizer.zero_grad(set_to_none=False),
+        "model.zero_grad()": lambda run: run.model.zero_grad(),
+        "model.zero_grad(set_to_none=False)": lambda run: run.model.zero_grad(set_to_none=False),
+        "p.grad": lambda run: run.model.first.weight.grad,
+        "p.grad = None": lambda run: setattr(run.model.first.weight, "grad", None),
+        "forward": lambda run: run.model(torch.ones(2, 5), 0),
+        "no-grad forward": lambda run: torch.no_grad()(run.model)(torch.ones(2, 5), 0),
+        "backward": lambda run: run.model.first.bias.sum().backward(),
+        "step": lambda run: run.optimizer.step(),
+        "attach": lambda run: run.zero.attach(torch.optim.SGD([run.model.first.weight], lr=0.1)),
+        "save": lambda run: run.zero.save(tmp_path / "step-1"),
+        "gathered": lambda run: run.zero.gathered().__enter__(),
+        "ema": lambda run: run.zero.ema(0.9),
+        "state_dict": lambda run: run.optimizer.state_dict(),
+        "loss_scale": lambda run: run.zero.loss_scale,
+        "norm": lambda run: run.zero.grad_norm(),
+        "agree": lambda run: run.zero.agree(True),
     }
 
 
 READS = tuple(reads(Path()))
 
 
-@pytest.mark.parametrize("what", READS)
-@pytest.mark.parametrize("stage", [0, 3])
+# A graph from before a step cannot be used after it, and at stage 3 no parameter can be read outside one.
+@pytest.mark.parametrize(("what", "stage"), [(w, s) for w in READS for s in (0, 3) if (w, s) != ("backward", 3)])
 def test_what_reads_state_learns_of_a_skipped_step_first(tmp_path: Path, what: str, stage: int) -> None:
     with memory_of("device") as log:
         run = Trained(stage, lambda params: torch.optim.AdamW(params, lr=0.01))
-    loss = run.model(torch.ones(2, 5), 0).sum()
     run.backward(0, is_bad=True)
     run.optimizer.step()
     assert log == ["copied"]
     with pytest.raises(RuntimeError, match=r"'second\.weight' is not finite; nothing was changed"):
-        reads(tmp_path)[what](run, loss)
+        reads(tmp_path)[what](run)
     assert log == ["copied", "read"]
 
 
@@ -447,7 +450,7 @@ def test_the_host_asks_nothing_of_a_device() -> None:
     assert "waits" not in run.zero.summary()
 
 
-# -- the choice of kernels ------------------------------------------------------------------------------------------------
+# -- the choice of kernels --------------------------------------------------------------------------------------------
 
 
 def chosen(**options: Any) -> tuple[Trained, Any]:

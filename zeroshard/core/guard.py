@@ -145,6 +145,7 @@ class DeviceGuard(Guard):
 
     def __init__(self, comm: Comm) -> None:
         super().__init__(comm)
+        self._read_back = Readback
         self._flag: Tensor | None = None
         self._answer: Answer | None = None
         self._name = ""
@@ -171,7 +172,7 @@ class DeviceGuard(Guard):
         found = torch.cat(flags)
         self._comm.flag(found, "whether gradients are finite").wait()
         # Begun before the update, which so does not delay it.
-        answer = Answer(Readback(found), names, mesh, scale)
+        answer = Answer(self._read_back(found), names, mesh, scale)
         if self.is_awaited(optimizer):
             self.waits += 1
             self._name = answer.read()
