@@ -249,7 +249,11 @@ class Zero:
 
     @property
     def loss_scale(self) -> float | None:
-        """What gradients of the model's outputs are multiplied by at the moment; None without a loss scale."""
+        """What gradients of the model's outputs are multiplied by at the moment; None without a loss scale.
+
+        Raises:
+            RuntimeError: on a device, where gradients of the last step were not finite and the scale is at its floor.
+        """
         self._engine.learn()
         scale = self._engine.loss_scale
         return None if scale is None else scale.value

@@ -175,6 +175,7 @@ CORE = (
     "buffer",
     "slot",
     "gradient",
+    "guard",
     "parameter",
     "saved",
     "unit",

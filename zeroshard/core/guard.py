@@ -37,7 +37,7 @@ from zeroshard.wire.mesh import Mesh
 from zeroshard.wire.process import end_with, is_child_of
 from zeroshard.wire.readback import Readback
 
-__all__ = ["FUSED", "Answer", "DeviceGuard", "Guard", "HostGuard", "guard_of", "is_fatal", "not_finite"]
+__all__ = ["Answer", "DeviceGuard", "FUSED", "Guard", "HostGuard", "guard_of", "is_fatal", "not_finite"]
 
 Tensor = torch.Tensor
 Optimizer = torch.optim.Optimizer
@@ -96,16 +96,20 @@ class Guard(ABC):
             scale: the engine's loss scale; with it what was noted decides, since user code may change gradients.
         """
 
-    def stops(self, optimizer: Optimizer, masters: Sequence[Tensor], scale: LossScale | None) -> bool:
-        """Tell, once all ranks have voted for an update, whether the host knows that it must not be made.
+    def ask(self, optimizer: Optimizer, masters: Sequence[Tensor], scale: LossScale | None) -> str:
+        """Find out, once all ranks have voted for an update, whether a gradient on a device forbids it.
+
+        Returns: the parameter, the same on all ranks; "" where there is none, or a flag is to guard the update.
 
         Collective: on a device an all-reduce (maximum) of 4 bytes a parameter; every rank must call.
         """
-        return False
+        return ""
 
-    @abstractmethod
     def blame(self, masters: Sequence[Tensor]) -> str:
-        """Return the parameter whose gradient is not finite, the same on all ranks. Collective: as `Comm.texts`."""
+        """Return a parameter whose gradient the vote was about, the same on all ranks. Collective: as `Comm.texts`."""
+        mine = next((slot_of(m).name for m in masters if m.grad is not None and not m.grad.isfinite().all()), "")
+        texts = self._comm.texts(mine, "the parameter whose gradient is not finite")
+        return min((text for text in texts if text), default="?")
 
     def arm(self, optimizer: Optimizer, masters: Sequence[Tensor]) -> list[Tensor]:
         """Have the update change nothing if a flag says so; return the slices whose states it will make then."""
@@ -132,12 +136,6 @@ class HostGuard(Guard):
         """See `Guard`."""
         return not scale.noted if scale is not None else _is_scaled(optimizer) or _is_finite(masters)
 
-    def blame(self, masters: Sequence[Tensor]) -> str:
-        """See `Guard`."""
-        mine = next((slot_of(m).name for m in masters if m.grad is not None and not m.grad.isfinite().all()), "")
-        texts = self._comm.texts(mine, "the parameter whose gradient is not finite")
-        return min((text for text in texts if text), default="?")
-
 
 @final
 class DeviceGuard(Guard):
@@ -148,7 +146,6 @@ class DeviceGuard(Guard):
         self._read_back = Readback
         self._flag: Tensor | None = None
         self._answer: Answer | None = None
-        self._name = ""
 
     def look(self, sums: Iterable[Tensor]) -> list[Tensor]:
         """See `Guard`."""
@@ -158,11 +155,11 @@ class DeviceGuard(Guard):
         """Know nothing."""
         return True
 
-    def stops(self, optimizer: Optimizer, masters: Sequence[Tensor], scale: LossScale | None) -> bool:
+    def ask(self, optimizer: Optimizer, masters: Sequence[Tensor], scale: LossScale | None) -> str:
         """See `Guard`."""
         self._flag = self._answer = None
         if _is_scaled(optimizer):
-            return False  # a GradScaler has voted itself
+            return ""  # a GradScaler has voted itself
         mesh, names, flags = self._comm.mesh, list[str](), [_zero(torch.float32, self._comm.mesh.device)]
         if scale is not None and scale.noted:
             flags = [torch.cat(scale.noted).amax().view(1)]
@@ -175,14 +172,9 @@ class DeviceGuard(Guard):
         answer = Answer(self._read_back(found), names, mesh, scale)
         if self.is_awaited(optimizer):
             self.waits += 1
-            self._name = answer.read()
-            return bool(self._name)
+            return answer.read()
         self._flag, self._answer = found.amax(), answer
-        return False
-
-    def blame(self, masters: Sequence[Tensor]) -> str:
-        """See `Guard`; the flags have told all ranks."""
-        return self._name
+        return ""
 
     def arm(self, optimizer: Optimizer, masters: Sequence[Tensor]) -> list[Tensor]:
         """See `Guard`."""

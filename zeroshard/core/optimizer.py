@@ -107,10 +107,11 @@ class ShardedOptimizer:
         # All ranks must stand at one place, so a schedule that differs between them is found here.
         rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))]
         place = f"step {self.steps} of optimizer {self._index} ({type(optimizer).__name__}, lr {rates})"
-        engine.is_skipping = not engine.order.settle(place, is_fine=is_fine) or guard.stops(optimizer, masters, scale)
-        if engine.is_skipping and is_fatal(scale):
-            engine.is_skipping = False
-            raise not_finite(engine.mesh, guard.blame(masters), scale)
+        is_voted = engine.order.settle(place, is_fine=is_fine)
+        name = guard.ask(optimizer, masters, scale) if is_voted else ""
+        if (is_stopped := not is_voted or bool(name)) and is_fatal(scale):
+            raise not_finite(engine.mesh, name or guard.blame(masters), scale)
+        engine.is_skipping = is_stopped
         self._widen()
         self._fresh = [] if engine.is_skipping else guard.arm(optimizer, masters)
 
