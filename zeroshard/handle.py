@@ -39,6 +39,7 @@ from zeroshard.state.copies import check_copies
 from zeroshard.state.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
 from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
+from zeroshard.state.kernels import choose_kernels
 from zeroshard.state.materialize import InitFn
 from zeroshard.state.request import Described, Optimizers, Request, check_optimizers, describe
 from zeroshard.state.start import accepted_by_all, everybody_at
@@ -212,6 +213,7 @@ class Zero:
     def __init__(self, engine: Engine, described: Described) -> None:
         self._engine, self._model, self._elementwise = engine, described.model, described.settings.elementwise
         self._sharded: list[ShardedOptimizer] = []
+        self._chosen: list[str] = []
         self._saver = Saver(engine, described.model, self._sharded)
         self._averages: weakref.WeakSet[Average] = weakref.WeakSet()
         self.residency = described.row
@@ -247,7 +249,12 @@ class Zero:
 
     @property
     def loss_scale(self) -> float | None:
-        """What gradients of the model's outputs are multiplied by at the moment; None without a loss scale."""
+        """What gradients of the model's outputs are multiplied by at the moment; None without a loss scale.
+
+        Raises:
+            RuntimeError: on a device, where gradients of the last step were not finite and the scale is at its floor.
+        """
+        self._engine.learn()
         scale = self._engine.loss_scale
         return None if scale is None else scale.value
 
@@ -289,6 +296,7 @@ class Zero:
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over an optimizer that was checked and compared."""
+        self._chosen += choose_kernels(self._engine.guard, optimizer)
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded), state_cost(optimizer)))
         if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
             optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step)
@@ -530,7 +538,8 @@ class Zero:
     def summary(self) -> str:
         """Return a table in plain text, a line for each unit: parameters, shards, padding, bytes held and sent.
 
-        The last line says how much is whole at once, where parameters are gathered. `print(zero)` prints the table.
+        Lines below it say how much is whole at once, where parameters are gathered, and on a device which kernels were
+        chosen for optimizers and whether their steps wait for it. `print(zero)` prints the table.
 
         ```python
         import torch, zeroshard as zs
@@ -540,7 +549,7 @@ class Zero:
         assert "(root)" in zero.summary()
         ```
         """
-        return summarize(self._engine, self._sharded, name_of_row(self.residency))
+        return "\n".join([summarize(self._engine, self._sharded, name_of_row(self.residency)), *self._chosen])
 
     def memory(self) -> Memory:
         """Return the bytes that this rank holds, held at most, and is predicted to hold."""

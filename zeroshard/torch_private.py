@@ -54,6 +54,7 @@ __all__ = [
     "foreach_lerp_",
     "foreach_norm",
     "graph_task",
+    "has_kernel",
     "has_split",
     "innermost_hooks",
     "is_called_by_checkpoint",
@@ -344,6 +345,12 @@ def accept_in_foreach(*classes: type) -> None:
     """Have torch's functions on lists of tensors take tensors of these classes; twice changes nothing."""
     for types in _foreach_types():
         types.extend(one for one in classes if one not in types)
+
+
+def has_kernel(name: str, device: torch.device) -> bool:
+    """Tell whether torch has one of its operations for a device."""
+    found: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", device.type.upper())
+    return found
 
 
 def _foreach_types() -> Iterator[list[type]]:
@@ -664,6 +671,11 @@ def _tests_distributed() -> bool:
     return store.get("key") == b"value" and premultiplied_sum(0.5) == dist.ReduceOp.PREMUL_SUM
 
 
+def _tests_kernels() -> bool:
+    cpu = torch.device("cpu")
+    return has_kernel("_fused_adamw_", cpu) and not has_kernel("_cudnn_init_dropout_state", cpu)
+
+
 def _tests_tracing() -> bool:
     """Fake tensors have no memory, operations of a backward are seen, and belong to the node that runs them."""
     seen: list[tuple[str, int | None]] = []
@@ -733,4 +745,5 @@ _TESTS: Final = (
     ("Tensor._make_wrapper_subclass", _tests_wrapper),
     ("torch._foreach_norm, or the types that its kind takes", _tests_foreach),
     ("Store.clone, or torch.distributed._make_nccl_premul_sum", _tests_distributed),
+    ("which operations torch has for a device", _tests_kernels),
 )

@@ -177,6 +177,7 @@ CORE = (
     "buffer",
     "slot",
     "gradient",
+    "guard",
     "parameter",
     "saved",
     "unit",

@@ -234,12 +234,12 @@ class FakeComm:
         """What this rank took part in, in its order."""
         self._counts: dict[Key, int] = {}
         self.sent_bytes: Counter[str] = Counter()
-        self.blocks_host = not world.is_device
+        self.is_on_host = not world.is_device
         self.catch_up: Callable[[], None] = lambda: None
 
     def call_before_waits(self, catch_up: Callable[[], None]) -> None:
         """Have it called before each wait of the host for a tensor."""
-        if self.blocks_host:
+        if self.is_on_host:
             self.catch_up = catch_up
 
     def _come(self, channel: Key, kind: Key, value: Any, among: Key = (), ranks: int = 0) -> _Collective:
@@ -266,7 +266,7 @@ class FakeComm:
     def meet(self, kind: str) -> None:
         """Take part in a collective of the user's, for which the host waits, or in that of a norm."""
         one = self._come((kind,), (kind,), None)
-        if self.blocks_host or kind == "meet":
+        if self.is_on_host or kind == "meet":
             self.world.wait(self.rank, one)
 
     def texts(self, text: str, what: str) -> list[str]:

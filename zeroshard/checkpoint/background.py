@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import mmap
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -33,6 +32,7 @@ from zeroshard.checkpoint.values import bytes_of
 from zeroshard.checkpoint.writer import write_file
 from zeroshard.table.errors import CheckpointError
 from zeroshard.wire.mesh import Mesh
+from zeroshard.wire.process import end_with
 
 __all__ = ["BackgroundSave", "Snapshot", "Status"]
 
@@ -228,12 +228,7 @@ class BackgroundSave:
                 self.failure = f"waiting for rank 0 failed on rank {self._rank}: {error} {ADVICE}"
         if self.failure:
             self.remove()
-            # Python takes no notice of what is raised here, neither of an exit status: only this ends with one, and it
-            # leaves unwritten what the program has printed.
-            sys.excepthook(CheckpointError, CheckpointError(f"The save of {self.path}: {self.failure}"), None)
-            for name in ("stdout", "stderr"):
-                getattr(sys, name).flush()
-            os._exit(1)
+            end_with(CheckpointError(f"The save of {self.path}: {self.failure}"))
 
 
 class _OtherRankFailed(Exception):

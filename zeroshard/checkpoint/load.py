@@ -416,6 +416,6 @@ def _restore(engine: Engine, content: Content) -> None:
     scale = engine.loss_scale
     if scale is not None and content.loss_scale is not None:
         scale.value, scale._good_steps, scale.history = content.loss_scale
-        scale.has_overflowed = False
+        scale.noted = []
     if engine.mesh.rank < content.reader.manifest.world_size:
         write_generators(_generators_of(engine, content.reader), engine.mesh.device)

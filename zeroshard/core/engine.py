@@ -23,13 +23,14 @@ Note: hints
 
 import sys
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 
 from zeroshard.core import gradient
+from zeroshard.core.guard import guard_of
 from zeroshard.core.order import Order, Pass
 from zeroshard.core.precision import LossScale
 from zeroshard.core.saved import SavedTensors, Treatment
@@ -105,6 +106,9 @@ class Engine:
         self.loss_scale: LossScale | None = None
         self.is_skipping = False
         """Whether the step under way is skipped because gradients overflowed: no slice has a gradient then."""
+        self.guard = guard_of(comm)
+        self.unread: Callable[[], None] | None = None
+        """What reads, and acts on, whether the last update was skipped; None where the host knows."""
         self._frames: list[Frame] = []
         self._forwards: list[Hashable] = []
         self._used: set[int] = set()
@@ -124,7 +128,17 @@ class Engine:
         """Multiply the gradients of the model's outputs by a loss scale, and skip steps that overflow."""
         self.loss_scale = loss_scale
         for unit in self.units:
-            unit.loss_scale = loss_scale
+            unit.loss_scale, unit.look = loss_scale, self.guard.look
+
+    def learn(self) -> None:
+        """Read whether the last update was skipped: to be called before states are read or gradients change.
+
+        Raises:
+            RuntimeError: gradients were not finite, and no loss scale accounts for it; nothing was changed.
+        """
+        if self.unread is not None:
+            read, self.unread = self.unread, None
+            read()
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -239,7 +253,8 @@ class Engine:
             )
 
     def _complete(self) -> None:
-        """Complete a pass that an exception left open."""
+        """Complete what an update or an exception left open."""
+        self.learn()
         if self.order.current is not None:
             while self._frames:
                 self._undo()
@@ -394,6 +409,10 @@ class Engine:
         """Read what ranks told at the end of the last pass: which parameters some rank used. Collective: maybe."""
         self.order.catch_up()
 
+    def answer(self, place: str) -> None:
+        """Tell the others that this rank answers from gradients that all ranks have summed. See `Order.answer`."""
+        self.order.answer(place)
+
     def gradients_changed(self) -> None:
         """Forget norms."""
         if self._norms:
@@ -420,7 +439,7 @@ class Engine:
         if p <= 0:
             # Of no order that adds up: gradients that no rank has must not count as zeros.
             self.catch_up()
-        self.order.answer(f"a {p:g}-norm of gradients in {dtype or 'their dtypes'}")
+        self.answer(f"a {p:g}-norm of gradients in {dtype or 'their dtypes'}")
         local = gradient.local_norms(self.slots.values(), p, dtype, is_behind=self.order.is_behind)
         # Replicas have the same sums: those of this rank's own copy are all there is.
         rows = self.comm.collect(local, f"a {p:g}-norm of gradients")[list(self.mesh.along("shard", "tensor"))]

@@ -24,7 +24,7 @@ from zeroshard.core.states import Own, Scope, Sum
 from zeroshard.torch_private import SCALER_CHECK, DisabledFunction, NoSubclasses, foreach_norm, without_storage
 from zeroshard.tree import find
 
-__all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "name_of", "read"]
+__all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "name_of", "part_of", "read"]
 
 Tensor = torch.Tensor
 
@@ -156,20 +156,17 @@ class MasterSlice(torch.nn.Parameter):
         slot = slot_of(self)
         grads = slot.bucket.grads
         owner = slot.owner()
+        if owner is not None and owner.unread is not None:
+            owner.learn()
         if not slot.has_grad or (owner is not None and owner.is_skipping):
             return None
-        if slot.master_grad is None:
-            part = grads.part(slot.index)
-            if not slot.bucket.spec.updates_all or slot.form.has_axis:
-                part = part.as_subclass(MasterGradient)
-                part._slot = slot
-            slot.master_grad = part
+        part = part_of(slot)
         if grads.dtype != self.dtype:
             # Optimizers want one dtype: gradients held in another are converted for the update alone.
-            wide = slot.master_grad.to(self.dtype).as_subclass(MasterGradient)
+            wide = part.to(self.dtype).as_subclass(MasterGradient)
             wide._slot = slot
             return wide
-        return slot.master_grad
+        return part
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -183,11 +180,24 @@ class MasterSlice(torch.nn.Parameter):
             assign(slot, None)
 
 
+def part_of(slot: Slot) -> Tensor:
+    """Return this rank's elements of a gradient that is there, as they are held."""
+    if slot.master_grad is None:
+        part = slot.bucket.grads.part(slot.index)
+        if not slot.bucket.spec.updates_all or slot.form.has_axis:
+            part = part.as_subclass(MasterGradient)
+            part._slot = slot
+        slot.master_grad = part
+    return slot.master_grad
+
+
 def read(slot: Slot) -> Tensor | None:
     """Return what `parameter.grad` is: None, a view of what is held where that is all of it, or a logical gradient."""
+    grads, owner = slot.bucket.grads, slot.owner()
+    if owner is not None:
+        owner.learn()  # before it is changed: it may be all that names the cause
     if not slot.has_grad:
         return None
-    grads, owner = slot.bucket.grads, slot.owner()
     # What `no_sync` left to a later reduction may lie apart, and its norm is of one rank: a view would hide both.
     is_summed = grads.own[slot.index] is not Own.LOCAL and grads.scope is Scope.ALL
     waits = not is_summed and owner and len(owner.mesh.data_ranks) > 1
@@ -203,6 +213,7 @@ def assign(slot: Slot, value: Tensor | None) -> None:
     owner = slot.owner()
     if owner is not None:
         owner.check_outside_backward("zero_grad() or an assignment to .grad")
+        owner.learn()
         owner.catch_up()
         owner.gradients_changed()
     grads = slot.bucket.grads
@@ -284,7 +295,9 @@ def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _are_numbers(args, kwargs) or (name in LINEAR and kwargs):
         raise _refusal(f"{name} with anything but one number", _gradients_in((args, kwargs))[0])
     parts: list[Tensor] = []
-    _gradients_in(targets)[0]._slot.living_owner().check_outside_backward("A change of gradients in place")
+    owner = _gradients_in(targets)[0]._slot.living_owner()
+    owner.check_outside_backward("A change of gradients in place")
+    owner.learn()
     for target in targets:
         is_ours = isinstance(target, (LogicalGradient, MasterGradient))
         if is_ours:
@@ -343,9 +356,10 @@ def _check_scaled(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
             "torch.amp.GradScaler and the engine's own loss scale would both divide the gradients. Use precision with "
             "loss_scale=None for GradScaler, or leave the scaler out."
         )
+    owner.answer("the overflow check of GradScaler")
     with NoSubclasses():
         func(grads, found_inf, inverse_scale)
-    found_inf.fill_(float(-owner.comm.agree([-int(found_inf.item() > 0)], "the overflow check of GradScaler")[0]))
+    owner.comm.flag(found_inf.view(1), "the overflow check of GradScaler").wait()
 
 
 def _local_parts(slot: Slot, name: str) -> list[Tensor]:

@@ -17,8 +17,8 @@ import torch
 
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import MasterSlice
-from zeroshard.core.grads import HOT_NUMEL
-from zeroshard.core.precision import LossScale, round_at_random
+from zeroshard.core.guard import Answer, is_fatal, not_finite
+from zeroshard.core.precision import round_at_random
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
@@ -44,6 +44,7 @@ class ShardedOptimizer:
         self._engine, self.optimizer, self._index, self.state_cost = engine, optimizer, index, state_cost
         self.steps = 0
         """Steps so far, skipped ones included."""
+        self._fresh: list[Tensor] = []
         for group in optimizer.param_groups:
             self._exchange(group)
         optimizer.register_step_pre_hook(self._before_step)
@@ -100,22 +101,18 @@ class ShardedOptimizer:
         self._engine.check_reduced("optimizer.step()")
         is_left = any(not unit.spec.is_whole and unit.presence is not Presence.RELEASED for unit in self._engine.units)
         assert not is_left, "a unit was left gathered"
-        scale = self._engine.loss_scale
-
-        def is_finite() -> bool:
-            # A GradScaler has voted itself, and tells a fused optimizer to skip by this attribute.
-            if scale is not None:
-                return not scale.has_overflowed
-            return hasattr(optimizer, "found_inf") or _is_finite(self.masters)
-
+        engine, guard, scale = self._engine, self._engine.guard, self._engine.loss_scale
+        masters = self.masters
         # All ranks must stand at one place, so a schedule that differs between them is found here.
         rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))]
         place = f"step {self.steps} of optimizer {self._index} ({type(optimizer).__name__}, lr {rates})"
-        self._engine.is_skipping = not self._engine.order.settle(place, is_fine=is_finite)
-        if self._engine.is_skipping and (scale is None or scale.value <= scale.FLOOR):
-            self._engine.is_skipping = False
-            self._raise_not_finite(scale)
+        is_voted = engine.order.settle(place, is_fine=lambda: guard.is_fine(optimizer, masters, scale))
+        name = guard.ask(optimizer, masters, scale) if is_voted else ""
+        if (is_stopped := not is_voted or bool(name)) and is_fatal(scale):
+            raise not_finite(engine.mesh, name or guard.blame(masters), scale)
+        engine.is_skipping = is_stopped
         self._widen()
+        self._fresh = [] if engine.is_skipping else guard.arm(optimizer, masters)
 
     def _widen(self) -> None:
         """Let masters that are rounded at random be updated in fp32; those of a step that failed begin anew."""
@@ -140,8 +137,9 @@ class ShardedOptimizer:
         self._round()
         engine = self._engine
         has_overflowed, engine.is_skipping = engine.is_skipping, False
-        if engine.loss_scale is not None:
-            engine.loss_scale.step(has_overflowed=has_overflowed)
+        answer = engine.guard.finish(optimizer)
+        if answer is None:
+            self._follow_scale(has_overflowed)
         if has_overflowed:
             engine.order.publish([], lambda unit: [])
             return
@@ -159,27 +157,30 @@ class ShardedOptimizer:
         engine.order.publish(numbers, start)
         for bucket in buckets.values():
             bucket.count_update()
+        if answer is not None:
+            engine.unread = lambda: self._learn(answer)
 
-    def _raise_not_finite(self, scale: LossScale | None) -> None:
-        mine = next((slot_of(m).name for m in self.masters if m.grad is not None and not m.grad.isfinite().all()), "")
-        texts = self._engine.comm.texts(mine, "the parameter whose gradient is not finite")
-        names = [name for name in texts if name]
-        if scale is None:
-            raise RuntimeError(
-                f"{self._engine.mesh} The gradient of '{min(names, default='?')}' is not finite; nothing was "
-                "changed on any rank. The training has diverged, or a rank's data hold what is no number: "
-                "look at the losses of each rank, lower the learning rate, or clip."
-            )
-        raise RuntimeError(
-            f"{self._engine.mesh} The gradient of '{min(names, default='?')}' is not finite at the smallest loss "
-            f"scale, {scale.value:g}; earlier steps were skipped at {scale.history}. The training has diverged, or a "
-            "value is out of fp16's range: lower the learning rate, look at this parameter's inputs, or use "
-            "precision='bf16'."
-        )
+    def _learn(self, answer: Answer) -> None:
+        """Read whether the last update was skipped on the device, and make up for what followed it."""
+        engine, name = self._engine, answer.read()
+        if name:
+            for master in self._fresh:
+                # torch had made its states, which the kernels have left empty.
+                self.optimizer.state.pop(master, None)
+            if is_fatal(engine.loss_scale):
+                self.steps -= 1
+                raise not_finite(engine.mesh, name, engine.loss_scale)
+        self._follow_scale(bool(name))
+
+    def _follow_scale(self, has_overflowed: bool) -> None:
+        """Adapt the loss scale after a step, or after a skipped one."""
+        if self._engine.loss_scale is not None:
+            self._engine.loss_scale.step(has_overflowed=has_overflowed)
 
     # -- whole states -----------------------------------------------------------------------------------------------
 
     def _before_save(self, optimizer: torch.optim.Optimizer) -> None:
+        self._engine.learn()
         if self._engine.gathered is None or not self._engine.gathered.states:
             raise RuntimeError(
                 f"{self._engine.mesh} optimizer.state_dict() here would hold this rank's slices only. Use `with "
@@ -202,22 +203,6 @@ def _check_free(parameters: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"Parameter '{slot.name}' is in more than one group or optimizer; each may update it once."
             )
-
-
-def _is_finite(masters: Sequence[Tensor]) -> bool:
-    """Tell whether the gradients of this rank's slices are; a sum costs one pass and is one number.
-
-    It may overflow, and padding may hold anything: where it is not finite, the slices decide.
-    """
-    buckets = {id(bucket): bucket for bucket in (slot_of(master).bucket for master in masters)}
-    probes = [probe for bucket in buckets.values() for probe in bucket.grads.probes()]
-    # One kernel for many small ones.
-    small = [probe.reshape(-1) for probe in probes if probe.numel() < HOT_NUMEL]
-    sums = [probe.sum() for probe in probes if probe.numel() >= HOT_NUMEL]
-    sums += [torch.cat(small).sum()] if small else []
-    if not sums or torch.stack(sums).sum().isfinite():
-        return True
-    return all(bool(grad.isfinite().all()) for master in masters if (grad := master.grad) is not None)
 
 
 def make_master(slot: Slot) -> MasterSlice:

@@ -299,7 +299,7 @@ class Order:
 
         It waits for the others unless nothing that they may have told can change the answer.
         """
-        is_sure = not self._comm.blocks_host and all(pass_.is_sure for pass_ in self._ended)
+        is_sure = not self._comm.is_on_host and all(pass_.is_sure for pass_ in self._ended)
         self._votes.post(place, lambda told: None)
         if not is_sure:
             self.catch_up()

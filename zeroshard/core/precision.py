@@ -10,7 +10,7 @@ Note: where a value is rounded
     to `param` and its outputs to fp32, where losses belong. Buffers are never cast.
 """
 
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 
@@ -63,15 +63,15 @@ class LossScale:
     def __init__(self, start: Literal["dynamic"] | float) -> None:
         self.is_dynamic = start == "dynamic"
         self.value = 65536.0 if start == "dynamic" else float(start)
-        self.has_overflowed = False
-        """Whether a gradient that this rank summed since the last step is not finite."""
+        self.noted: list[Any] = []
+        """What `Guard.look` found in the sums of gradients that this rank made since the last step."""
         self._good_steps = 0
         self.history: list[float] = []
         """The scales at which steps were skipped, oldest first; the last 20."""
 
     def step(self, *, has_overflowed: bool) -> None:
         """Adapt after a step, or after a skipped one."""
-        self.has_overflowed = False
+        self.noted = []
         if has_overflowed:
             self.history = [*self.history[-19:], self.value]
             self._good_steps = 0

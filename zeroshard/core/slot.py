@@ -27,6 +27,10 @@ class Owner(Protocol):
     comm: Comm
     loss_scale: LossScale | None
     is_skipping: bool
+    unread: Callable[[], None] | None
+
+    def learn(self) -> None:
+        """Read whether the last update was skipped, where the host does not know."""
 
     def demand(self, number: int) -> bool:
         """Make a unit whole for code outside its modules; False where no pass is open."""
@@ -42,6 +46,9 @@ class Owner(Protocol):
 
     def catch_up(self) -> None:
         """Read what ranks told at the end of the last pass."""
+
+    def answer(self, place: str) -> None:
+        """Tell the others that this rank answers from gradients that all ranks have summed."""
 
     def gradients_changed(self) -> None:
         """Forget norms."""

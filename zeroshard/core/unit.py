@@ -17,7 +17,7 @@ Note: one sum a pass
     not ready; then every rank keeps its gradients, and the unit is reduced when the pass closes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -118,6 +118,8 @@ class Unit:
         self.has_end_hint = False
         self.is_recomputed = False
         self.loss_scale: LossScale | None = None
+        self.look: Callable[[Iterable[Tensor]], list[Any]]
+        """Returns what a loss scale has to know of sums of gradients."""
 
     def __str__(self) -> str:
         return f"unit '{self.name}'" if self.name else "the root unit"
@@ -298,8 +300,8 @@ class Unit:
 
     def note_overflow(self, sums: Iterable[Tensor]) -> None:
         """Note for the loss scale if one of the sums is not finite."""
-        if self.loss_scale is not None and not self.loss_scale.has_overflowed:
-            self.loss_scale.has_overflowed = not all(bool(one.isfinite().all()) for one in sums)
+        if self.loss_scale is not None:
+            self.loss_scale.noted += self.look(sums)
 
     def complete_sum(
         self, bucket: Bucket, grads: FlatGradients, own: Tensor, comm: Comm, number: int, what: str

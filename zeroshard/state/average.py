@@ -74,6 +74,7 @@ class Average:
         """
         if self._is_swapped:
             raise RuntimeError(f"{self._engine.mesh} update() inside swapped(): leave the context first.")
+        self._engine.learn()
         if self._masters:
             foreach_lerp_(self._averages, self._masters, 1.0 - self.decay)
         self._updates += 1

@@ -18,6 +18,7 @@ from zeroshard.core.unit import Unit
 from zeroshard.describe.blocks import LARGE_PART
 from zeroshard.describe.units import UnitPlan
 from zeroshard.state.accounting import predict_step_bytes
+from zeroshard.state.kernels import describe_waits
 from zeroshard.table.bytes import kept_bytes
 from zeroshard.table.schedule import ROOT
 from zeroshard.wire.mesh import Mesh
@@ -45,7 +46,8 @@ def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str) 
     Columns: parameters and elements of the unit; its dtypes; whether this rank keeps its parameters whole or its shard
     of them; the elements of a shard and how many percent of the bucket are padding; the bytes that this rank holds of
     it now (parameters, masters, gradients, states, padding); the bytes that it sends for it in a step with one
-    micro-batch. Where units are gathered for use, the last line says how much of them is whole at once.
+    micro-batch. Where units are gathered for use, a line says how much of them is whole at once. On a device, a line
+    names each optimizer whose steps wait for it.
 
     Args:
         row: the residency row in words.
@@ -56,7 +58,11 @@ def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str) 
     saved = [
         f"{what}: {engine.ledger.peak[of]:,} bytes at most" for of, what in SAVED.items() if of in engine.ledger.peak
     ]
-    return "\n".join([f"{engine.mesh} {row}", *_aligned([HEADS, *lines, total]), *_judge(engine.units), *saved])
+    table = _aligned([HEADS, *lines, total])
+    waits = [
+        describe_waits(engine.guard, one.optimizer) for one in optimizers if engine.guard.is_awaited(one.optimizer)
+    ]
+    return "\n".join([f"{engine.mesh} {row}", *table, *_judge(engine.units), *saved, *waits])
 
 
 def warn_if_whole(mesh: Mesh, units: Sequence[Unit], plans: Sequence[UnitPlan]) -> None:

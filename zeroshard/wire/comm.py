@@ -133,10 +133,16 @@ class Comm(ABC):
         self.pool = Pool(memory or OwnMemory(), ledger)
         """Buffers in the memory that this transport wants gradients and parameters in, too."""
         self.sent_bytes: Counter[str] = Counter()
-        self.blocks_host = True
-        """Whether this rank's host waits where the result of a collective is needed; else the device's stream does."""
         self.can_postpone = False
         """Whether a rank may take part in a reduction to say that it is not ready."""
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its memory is the host's, which waits for what it needs of others and reads it at once.
+
+        On a device the stream waits, and the host only where it reads something: for all that the device was told.
+        """
+        return self.mesh.device.type == "cpu"
 
     @abstractmethod
     def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
@@ -204,6 +210,15 @@ class Comm(ABC):
         return self.post(values, what, Lane.OTHERS).read()
 
     @abstractmethod
+    def flag(self, flags: Tensor, what: str) -> Pending:
+        """Make each of some numbers the largest of all ranks', in place.
+
+        Args:
+            flags: finite, where parameters lie; the host need not know them, and `wait` does not read them.
+        Collective: all-reduce (maximum).
+        """
+
+    @abstractmethod
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
         """Return (world_size, *shape): every rank's `tensor`, by rank. Collective: all-gather; equal shapes."""
 
@@ -237,6 +252,9 @@ class SoloComm(Comm):
 
     def post(self, values: list[int], what: str, lane: Lane) -> Vote:
         return Vote(lambda: values)
+
+    def flag(self, flags: Tensor, what: str) -> Pending:
+        return Pending(_nothing)
 
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
         return tensor[None]

@@ -49,7 +49,6 @@ class NcclComm(LinkedComm):
         refuse_blocking_nccl()
         links.new_group(ALL, "nccl")
         super().__init__(links, ledger, ALL, Native(wire_bytes))
-        self.blocks_host = False
         links.new_group(GATHERS, "nccl", "shard")
         links.new_group(REDUCES, "nccl", "shard")
         if self.mesh.replicas > 1:
@@ -61,6 +60,10 @@ class NcclComm(LinkedComm):
         # torch 2.13 renamed both and warns at the old names; 2.11 has only those.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    @property
+    def is_on_host(self) -> bool:
+        return False
 
     def run(self, tensor: Tensor, start: Callable[[dist.ProcessGroup], Any], what: str, name: str) -> None:
         if not self.links.is_on_device(tensor):

@@ -13,10 +13,11 @@ Note: what a forked child is
 import ctypes
 import functools
 import os
+import sys
 import weakref
 from typing import Protocol
 
-__all__ = ["is_child_of", "keep_for_good", "tell_forks"]
+__all__ = ["end_with", "is_child_of", "keep_for_good", "tell_forks"]
 
 
 class Forked(Protocol):
@@ -34,6 +35,16 @@ def tell_forks(one: Forked) -> None:
 def is_child_of(process: int) -> bool:
     """Tell whether this process was forked from the one with this number."""
     return os.getpid() != process
+
+
+def end_with(error: Exception) -> None:
+    """End the process with an error; for handlers that run at exit."""
+    # Python takes no notice of what is raised there, neither of an exit status: only this ends with one, and it leaves
+    # unwritten what the program has printed.
+    sys.excepthook(type(error), error, None)
+    for name in ("stdout", "stderr"):
+        getattr(sys, name).flush()
+    os._exit(1)
 
 
 def keep_for_good(*objects: object) -> None:

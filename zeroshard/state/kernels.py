@@ -1,0 +1,73 @@
+"""Which kernels update parameters on a device, where the user left that open.
+
+Owns the choice and its description. It must not know what the kernels are told; "Note: two guards" in `core/guard.py`
+says why fused ones save a wait.
+"""
+
+from types import MappingProxyType
+
+import torch
+
+from zeroshard.core.guard import FUSED, Guard
+from zeroshard.torch_private import has_kernel
+
+__all__ = ["choose_kernels", "describe_waits"]
+
+Tensor = torch.Tensor
+
+KERNELS = MappingProxyType(
+    {"Adam": "_fused_adam_", "AdamW": "_fused_adamw_", "Adagrad": "_fused_adagrad_", "SGD": "_fused_sgd_"}
+)
+"""The operations behind `fused=True`; which of them a device has differs between releases of torch."""
+
+
+def choose_kernels(guard: Guard, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Choose fused kernels on a device, for groups where neither `fused` nor `foreach` was given; say so in words.
+
+    A state that is loaded later brings the choice of the run that saved it, so it is made again then.
+    """
+    if not guard.is_awaited(optimizer) or type(optimizer) not in FUSED:
+        return []
+    chosen = [_choose(optimizer, group) for group in [optimizer.defaults | {"params": []}, *optimizer.param_groups]]
+    if not any(chosen[1:]):
+        return []
+    # Groups that are added later begin with the defaults.
+    optimizer.defaults["fused"] = True if chosen[0] else optimizer.defaults["fused"]
+    optimizer.register_load_state_dict_post_hook(_choose_again)
+    kind = type(optimizer).__name__
+    return [f"{kind}: fused=True was set, since fused and foreach were None; steps do not wait for the device"]
+
+
+def describe_waits(guard: Guard, optimizer: torch.optim.Optimizer) -> str:
+    """Return a line on an optimizer for whose steps the host waits."""
+    kind = type(optimizer).__name__
+    is_known = type(optimizer) in FUSED
+    remedy = "fused=True without dampening would not wait" if is_known else "Adam, AdamW, Adagrad and SGD can be fused"
+    return (
+        f"{kind}: before each update the host waits once for the device, to learn whether gradients are finite "
+        f"({guard.waits:,} times so far), since these kernels cannot be told to skip a step; {remedy}"
+    )
+
+
+def _choose_again(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        _choose(optimizer, group)
+
+
+def _choose(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> bool:
+    """Choose for one group; tell whether that was done."""
+    if group["fused"] is not None or group["foreach"] is not None or group["differentiable"]:
+        return False
+    tensors, kernel = group["params"], KERNELS[type(optimizer).__name__]
+    assert isinstance(tensors, list)
+    # With dampening a first step differs from the others, and torch's other kernels tell parameters apart.
+    is_damped = group.get("momentum") and group["dampening"]
+    if is_damped or not all(p.is_floating_point() and has_kernel(kernel, p.device) for p in tensors):
+        return False
+    group["fused"] = True
+    for tensor in tensors:
+        state = optimizer.state.get(tensor, {})
+        if isinstance(step := state.get("step"), Tensor):
+            # Fused kernels count on the device, the others on the host.
+            state["step"] = step.to(tensor.device, torch.float32)
+    return True
