@@ -21,9 +21,9 @@ from typing import final
 import torch
 
 from zeroshard.core.states import Own, Scope, Sum
-from zeroshard.table.spec import BucketSpec
+from zeroshard.table.spec import BucketSpec, Range
 from zeroshard.table.trace import Ledger
-from zeroshard.torch_private import users_of_storage
+from zeroshard.torch_private import users_of_storage, version_of
 from zeroshard.wire.pool import Pool
 
 __all__ = ["FlatGradients", "Gradients", "Local", "LooseGradients", "Places"]
@@ -53,6 +53,10 @@ class Places:
         """Return the parameters' views of a whole-bucket tensor, with the parameters' shapes and strides."""
         places = zip(self.shapes, self.strides, self.layout.offsets, strict=True)
         return [full.as_strided(shape, stride, offset) for shape, stride, offset in places]
+
+    def view_of(self, full: Tensor, index: int) -> Tensor:
+        """Return one of `views_of`."""
+        return full.as_strided(self.shapes[index], self.strides[index], self.layout.offsets[index])
 
     def dense(self, index: int, value: Tensor) -> Tensor:
         """Return a copy of a value of parameter `index` with the strides that the parameter has."""
@@ -130,6 +134,14 @@ class Gradients(ABC):
     @abstractmethod
     def parts(self, index: int) -> list[Tensor]:
         """Return all that lies here of a gradient: its part of the sum, and what was not reduced yet."""
+
+    def part_in(self, index: int, dtype: torch.dtype) -> Tensor:
+        """Return `part`, converted."""
+        return self.part(index).to(dtype)
+
+    def parts_of_all(self, indices: Sequence[int]) -> list[Tensor]:
+        """Return tensors that hold the `parts` of these parameters, and nothing that is read of any other."""
+        return [part for index in indices for part in self.parts(index)]
 
     @abstractmethod
     def put_shard(self, full: Tensor) -> None:
@@ -265,6 +277,9 @@ class FlatGradients(Gradients):
         self.held: Tensor | None = None
         self.local: Tensor | None = None
         self._views: list[Tensor] = []
+        self._cuts: dict[tuple[Range, torch.dtype], tuple[int, Sequence[Tensor]]] = {}
+        """Of a range of what is held: its parts in a dtype, and for copies the version that they were made of."""
+        self._pieces: dict[Range, list[int]] = {}
         self._under_way = 0
         """Reductions whose sum is not there yet."""
 
@@ -348,9 +363,7 @@ class FlatGradients(Gradients):
 
     def parts_of(self, own: Tensor) -> Iterator[Tensor]:
         """Yield the parameters' parts of (stop - start,), this rank's shard; padding may hold anything."""
-        parts = (self._layout.overlap(index, *self.spec.shard) for index in range(len(self.own)))
-        first = self.spec.shard[0]
-        return (own[start - first : stop - first] for start, stop in parts)
+        return iter(self._split(own, self.spec.shard))
 
     def own_shard(self) -> Tensor:
         """Return this rank's shard of what is held."""
@@ -387,17 +400,42 @@ class FlatGradients(Gradients):
         """Return elements of the bucket, as (start, stop), from what is held."""
         return self.hold()[start - self.spec.gradients[0] : stop - self.spec.gradients[0]]
 
+    def _split(self, cut: Tensor, place: Range) -> Sequence[Tensor]:
+        """Return the parameters' parts of elements of the bucket, as (start, stop)."""
+        if (pieces := self._pieces.get(place)) is None:
+            pieces = self._pieces[place] = self._layout.pieces(*place)
+        return cut.split_with_sizes(pieces)[1::2]
+
+    def _parts(self, place: Range, dtype: torch.dtype) -> Sequence[Tensor]:
+        """Return the parameters' parts of a range of what is held, made once: views, or copies in another dtype."""
+        made = self._cuts.get((place, dtype))
+        if made is None or (dtype is not self.dtype and made[0] != version_of(self.hold())):
+            cut = self._cut(*place)
+            made = self._cuts[place, dtype] = version_of(cut), self._split(cut.to(dtype), place)
+        return made[1]
+
     def view(self, index: int) -> Tensor:
         """See `Gradients`."""
-        return self._places.views_of(self.hold())[index]
+        return self._places.view_of(self.hold(), index)
 
     def part(self, index: int) -> Tensor:
         """See `Gradients`."""
-        return self._cut(*self._layout.overlap(index, *self.spec.states))
+        return self._parts(self.spec.states, self.dtype)[index]
+
+    def part_in(self, index: int, dtype: torch.dtype) -> Tensor:
+        """See `Gradients`."""
+        return self._parts(self.spec.states, dtype)[index]
 
     def own_part(self, index: int) -> Tensor:
         """See `Gradients`."""
-        return self._cut(*self._layout.overlap(index, *self.spec.shard))
+        return self._parts(self.spec.shard, self.dtype)[index]
+
+    def parts_of_all(self, indices: Sequence[int]) -> list[Tensor]:
+        """See `Gradients`."""
+        used = [index for index, one in enumerate(self.sums) if one is USED]
+        if self.has_local or sorted(indices) != used:
+            return super().parts_of_all(indices)
+        return [self._cut(*self.spec.states)]
 
     def parts(self, index: int) -> list[Tensor]:
         """See `Gradients`."""
@@ -433,6 +471,7 @@ class FlatGradients(Gradients):
             self.local = None
         if not self.has_any:
             self.sums, self.scope = [STALE] * len(self.sums), Scope.ALL
+            self._cuts.clear()
             self._let_go()
 
     @property

@@ -66,7 +66,7 @@ def _take_over(unit: Unit, plan: UnitPlan, forms: Mapping[int, Form], comm: Comm
         (bucket, index), form = homes[name], forms[id(parameter)]
         views[bucket.number][index].copy_(form.part(parameter.detach()))
         form.point(parameter, bucket.views[index])
-        parameter.__dict__["_zeroshard"] = Slot(name, unit.number, bucket, index, form)
+        parameter.__dict__["_zeroshard"] = Slot(name, unit.number, bucket, index, form, parameter)
         parameter.__class__ = form.classes[0]
         unit.parameters.append(parameter)
         bucket.parameters.append(parameter)

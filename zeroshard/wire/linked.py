@@ -31,6 +31,8 @@ class LinkedComm(Comm):
     def __init__(self, links: Links, ledger: Ledger, group: str, wire: Wire, memory: Memory | None = None) -> None:
         super().__init__(links.mesh, ledger, wire, memory)
         self.links, self.watchdog, self._name = links, links.watchdog, group
+        # torch 2.13 renamed it and warns at the old name; 2.11 has only that.
+        self.all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -78,7 +80,7 @@ class LinkedComm(Comm):
         self.sent_bytes[kind] += raw.nbytes if self.mesh.rank == first else 0
 
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
-        rows = [torch.empty_like(tensor) for _ in range(self.mesh.world_size)]
-        self.links.run(lambda: dist.all_gather(rows, tensor.contiguous(), group=self.group, async_op=True), what)
+        rows, mine = tensor.new_empty((self.mesh.world_size, *tensor.shape)), tensor.contiguous().view(-1)
+        self.links.run(lambda: self.all_gather(rows.view(-1), mine, group=self.group, async_op=True), what)
         self.sent_bytes[kind] += tensor.nbytes * (self.mesh.world_size - 1)
-        return torch.stack(rows)
+        return rows

@@ -38,14 +38,12 @@ class NcclComm(LinkedComm):
         for name, axis in ((GATHERS, "shard"), (REDUCES, "shard"), (COPIES, "replicate"), (PARTS, "tensor")):
             if name != PARTS or len(links.mesh.tensor_ranks) > 1:
                 links.new_group(name, "nccl", axis)
-        # torch 2.13 renamed both and warns at the old names; 2.11 has only those.
-        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
         ranks, group = self.mesh.ranks_of(axis), self.links.groups[GATHERS if axis == "shard" else PARTS]
         own = full.view(len(ranks), -1)[ranks.index(self.mesh.rank)]
-        work = self._all_gather(full, own, group=group, async_op=True)
+        work = self.all_gather(full, own, group=group, async_op=True)
         self.sent_bytes[kind] += own.nbytes * (len(ranks) - 1)
         return Pending(lambda: self.links.wait([work], tag.what))
 
