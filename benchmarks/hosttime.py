@@ -57,8 +57,8 @@ WARM_UP: Final = 4
 """Rounds that are not counted: passes are agreed in the first steps."""
 RESULT: Final = Path(__file__).parent / "results" / "hosttime.json"
 
-HOWS: Final = (("median", "wall_s", statistics.median), ("least", "wall_s", min), ("cpu", "cpu_s", min))
-"""How steps are summed up: a name, which times, and what is taken of them."""
+HOWS: Final = (("median", "s", statistics.median), ("least", "s", min), ("cpu", "cpu_s", min))
+"""How steps are summed up: a name, which times, and what is taken of each phase's."""
 
 READS: Final = frozenset("_local_scalar_dense nonzero equal is_nonzero item".split())
 """Operators whose result the host waits for."""
@@ -219,7 +219,7 @@ class Counted(TorchDispatchMode):  # type: ignore[misc]
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # it runs operators on its local tensor, which are seen here
         name = func.overloadpacket.__name__
-        if func.namespace != "aten" or not (_is_view(func) or name in _ALLOCATIONS):
+        if _has_tensors(func) and not (func.namespace == "aten" and (_is_view(func) or name in _ALLOCATIONS)):
             self._now[f"{func.namespace}::{name}"] += 1
         return func(*args, **(kwargs or {}))
 
@@ -234,6 +234,11 @@ class Counted(TorchDispatchMode):  # type: ignore[misc]
     def reads(self, phase: str) -> Counter[str]:
         """Return the operators whose result the host waited for."""
         return Counter({n: c for n, c in self.by_phase[phase].items() if n.removeprefix("aten::") in READS})
+
+
+def _has_tensors(func: Any) -> bool:
+    """Tell whether an operator takes or returns tensors; one that compares dtypes does not."""
+    return any("Tensor" in str(one.type) for one in (*func._schema.arguments, *func._schema.returns))
 
 
 def _is_view(func: Any) -> bool:
@@ -317,7 +322,9 @@ def measure(running: dict[str, Running], rounds: int, ranks: int, blocks: int) -
     All make one step in each round, in an order drawn anew.
     """
     batch = make_batch()
-    found: dict[str, dict[str, Any]] = {name: {f"{p}_s": [] for p in (*PHASES, "wall", "cpu")} for name in running}
+    found: dict[str, dict[str, Any]] = {
+        name: {f"{p}_{kind}": [] for p in PHASES for kind in ("s", "cpu_s")} for name in running
+    }
     names, draw = list(running), random.Random(0)
     for number in range(WARM_UP + rounds):
         draw.shuffle(names)
@@ -326,8 +333,8 @@ def measure(running: dict[str, Running], rounds: int, ranks: int, blocks: int) -
             with _quiet_collector() if number == WARM_UP else _as_it_is():
                 phases = _time(running[name], batch)
             if number >= WARM_UP:
-                for phase, wall_s in phases.items():
-                    found[name][f"{phase}_s"].append(wall_s)
+                for key, taken_s in phases.items():
+                    found[name][key].append(taken_s)
     for name, one in running.items():
         counted = count_launches(one, batch)
         found[name]["launches"] = {phase: counted.launches(phase) for phase in PHASES}
@@ -344,31 +351,31 @@ def _as_it_is() -> Iterator[None]:
 
 
 def _time(running: Running, batch: Tensor) -> dict[str, float]:
-    ends: dict[str, float] = {}
+    phases: dict[str, float] = {}
+    before_cpu_s, before_s = time.thread_time(), time.perf_counter()
 
     def note(phase: str) -> None:
-        ends[phase] = time.perf_counter()
+        nonlocal before_cpu_s, before_s
+        now_cpu_s, now_s = time.thread_time(), time.perf_counter()
+        phases[f"{phase}_s"], phases[f"{phase}_cpu_s"] = round(now_s - before_s, 7), round(now_cpu_s - before_cpu_s, 7)
+        before_cpu_s, before_s = now_cpu_s, now_s
 
-    begin_cpu_s, begin_s = time.thread_time(), time.perf_counter()
     running.step(batch, note)
-    phases, before_s = {"cpu": round(time.thread_time() - begin_cpu_s, 7)}, begin_s
-    for phase, end_s in ends.items():
-        phases[phase], before_s = round(end_s - before_s, 7), end_s
-    return {**phases, "wall": round(before_s - begin_s, 7)}
+    return phases
 
 
 def summarize(found: dict[str, dict[str, Any]], blocks: int) -> dict[str, dict[str, float]]:
     """Return for each contestant the microseconds by unit that its step takes beyond the bare loop's, and to FSDP2's.
 
-    Of the median and the least time on the clock, and of the least CPU time, which a machine with other work changes
-    least.
+    Of each phase the median and the least time on the clock, and the least CPU time, which a machine with other work
+    changes least.
     """
     rows: dict[str, dict[str, float]] = {name: {} for name in found}
-    for how, key, of in HOWS:
-        bare_s = of(found["bare"][key])
-        for name, one in found.items():
-            rows[name][f"{how}_ms"] = 1e3 * of(one[key])
-            rows[name][f"{how}_us_by_unit"] = 1e6 * (of(one[key]) - bare_s) / units_of(blocks)
+    for how, kind, of in HOWS:
+        taken_s = {name: sum(of(one[f"{phase}_{kind}"]) for phase in PHASES) for name, one in found.items()}
+        for name in found:
+            rows[name][f"{how}_ms"] = 1e3 * taken_s[name]
+            rows[name][f"{how}_us_by_unit"] = 1e6 * (taken_s[name] - taken_s["bare"]) / units_of(blocks)
         for contestant in CONTESTANTS:
             row, peer = rows.get(contestant.name), rows.get(contestant.peer)
             if row and peer and contestant.library == "zeroshard":
@@ -382,7 +389,7 @@ def summarize(found: dict[str, dict[str, Any]], blocks: int) -> dict[str, dict[s
 def table(found: dict[str, dict[str, Any]], blocks: int) -> list[str]:
     """Return the table of one measurement, as Markdown."""
     lines = [
-        "| | step, ms (least, CPU) | µs by unit (least, CPU) | to FSDP2 (least, CPU) | clip, step, zero_grad, ms | "
+        "| | step, ms (least, CPU) | µs by unit (least, CPU) | to FSDP2 (least, CPU) | forward, ..., zero_grad, ms | "
         "launches | collectives | agreements | Python calls |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
@@ -393,7 +400,7 @@ def table(found: dict[str, dict[str, Any]], blocks: int) -> list[str]:
             for key, digits in (("ms", 1), ("us_by_unit", 0), ("to_fsdp2", 2))
             if (values := [row[f"{how}_{key}"] for how, _, _ in HOWS if f"{how}_{key}" in row])
         ]
-        parts = ", ".join(f"{1e3 * min(one[f'{phase}_s']):.1f}" for phase in PHASES[2:])
+        parts = ", ".join(f"{1e3 * min(one[f'{phase}_cpu_s']):.1f}" for phase in PHASES)
         launches, collectives, agreements = (
             "/".join(str(one[kind][phase]) for phase in PHASES[:4])
             for kind in ("launches", "collectives", "agreements")

@@ -318,7 +318,8 @@ class Engine:
 
     def landed(self, parameter: Tensor) -> None:
         """Take a gradient out of autograd's slot. Called by the parameter's hook, once in each backward."""
-        slot = slot_of(parameter)
+        # The line that a step passes most often: what is always so is asked without a call.
+        slot: Slot = parameter.__dict__["_zeroshard"]
         grad: Tensor | None = slot_grad(parameter)
         set_slot(parameter, None)
         if grad is None:
@@ -334,19 +335,19 @@ class Engine:
                 "its graph when it is reduced. Use torch.autograd.grad(..., create_graph=True), and backward() of what "
                 "is computed from its results."
             )
-        if self._is_in_forward:
+        if self._frames and self._is_in_forward:
             raise RuntimeError(
                 f"{self.mesh} backward() reached '{slot.name}' inside the forward of a sharded model. Use "
                 "torch.autograd.grad there, which leaves parameters alone, or call backward() after the forward."
             )
-        self._enter_backward()
+        if self._task != graph_task() or self.order.current is None:
+            self._enter_backward()
         scale, unit = 1.0 / self.loss_scale.value if self.loss_scale is not None else 1.0, self.units[slot.unit]
         if slot.bucket.spec.lands_on_sums:
             scale *= unit.scale
         grad = slot.form.part(grad)
         slot.bucket.grads.land(slot.index, grad.to_dense() if grad.layout is not torch.strided else grad, scale)
-        unit.count_landed(parameter)
-        if unit.has_all_landed():
+        if unit.count_landed(parameter):
             self.order.land(unit.number)
             is_trained_whole = unit.landed == len(unit.parameters)
             if self.is_sharded and is_trained_whole and not unit.has_end_hint and not unit.is_recomputed:

@@ -445,7 +445,9 @@ class LocalNorms:
         _, out, indices = self._made
         for (held, (_, parts)), index in zip(found.items(), indices, strict=True):
             # Rounded to two bytes on each rank the norm of the whole would be off by more than its own rounding.
-            norms = torch.stack(foreach_norm(parts, p, dtype=torch.promote_types(held, dtype or torch.float32))).double()
+            norms = torch.stack(
+                foreach_norm(parts, p, dtype=torch.promote_types(held, dtype or torch.float32))
+            ).double()
             out.index_copy_(0, index, norms if p == 0 or abs(p) == float("inf") else norms**p)
         return out
 
