@@ -201,11 +201,11 @@ def make_batch() -> Tensor:
 # -- counts ----------------------------------------------------------------------------------------------------------
 
 
-class Counted(TorchDispatchMode):  # type: ignore[misc]
+class Counted(TorchDispatchMode):
     """Counts calls of operators by phase; `note` ends one."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._now: Counter[str] = Counter()
         self.by_phase: dict[str, Counter[str]] = {}
         """Of each phase: launches, collectives and reads by the operator's name, with its namespace."""
@@ -251,7 +251,8 @@ def _is_view(func: Any) -> bool:
 
 def count_launches(running: Running, batch: Tensor) -> Counted:
     """Return what one step launches, by phase."""
-    with Counted() as counted:
+    counted = Counted()
+    with counted:
         running.step(batch, counted.note)
     return counted
 

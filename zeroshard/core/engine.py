@@ -33,7 +33,7 @@ from zeroshard.core import gradient
 from zeroshard.core.order import Order, Pass
 from zeroshard.core.precision import LossScale
 from zeroshard.core.saved import SavedTensors, Treatment
-from zeroshard.core.slot import Slot, slot_of
+from zeroshard.core.slot import Slot
 from zeroshard.core.states import Presence, Scope
 from zeroshard.core.unit import Unit
 from zeroshard.table.schedule import ROOT

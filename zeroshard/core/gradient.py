@@ -14,36 +14,20 @@ Note: two views of one gradient
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, final
 
 import torch
 
+from zeroshard import torch_private
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Own, Scope, Sum
-from zeroshard.torch_private import (
-    SCALER_CHECK,
-    DisabledFunction,
-    NoSubclasses,
-    foreach_norm,
-    version_of,
-    without_storage,
-)
+from zeroshard.torch_private import SCALER_CHECK, DisabledFunction, NoSubclasses, foreach_norm, version_of
 from zeroshard.tree import find
 
-__all__ = [
-    "LocalNorms",
-    "LogicalGradient",
-    "MasterGradient",
-    "MasterSlice",
-    "assign",
-    "name_of",
-    "norms_of",
-    "read",
-    "total_norms",
-]
+__all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "name_of", "norms_of", "read"]
 
 Tensor = torch.Tensor
 NONE, LOCAL, USED, ALL = Own.NONE, Own.LOCAL, Sum.USED, Scope.ALL
@@ -94,7 +78,7 @@ class LogicalGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, slot: Slot) -> "LogicalGradient":
         """Make the gradient of a slot's parameter."""
-        made: LogicalGradient = without_storage(  # type: ignore[assignment]
+        made: LogicalGradient = torch_private.without_storage(  # type: ignore[assignment]
             cls, slot.shape, slot.stride, slot.bucket.dtypes.grad, slot.bucket.device
         )
         made._slot = slot
@@ -173,7 +157,7 @@ class MasterSlice(torch.nn.Parameter):
     def grad(self) -> Tensor | None:
         """This rank's elements of the reduced gradient; None where no rank used the parameter."""
         # Optimizers read it four times a step, and few lines of Python cost them more.
-        slot = self.__dict__["_zeroshard"]
+        slot: Slot = self.__dict__["_zeroshard"]
         grads, index = slot.bucket.grads, slot.index
         if grads.sums[index] is not USED and grads.own[index] is NONE:
             return None
@@ -186,7 +170,7 @@ class MasterSlice(torch.nn.Parameter):
             return made
         # Optimizers want one dtype: gradients held in another are converted for the update alone, once a step.
         if slot.wide is None or slot.wide[0] != version_of(made):
-            slot.wide = version_of(made), _master_gradient(grads.part_in(index, self.dtype), slot)
+            slot.wide = version_of(made), _master_gradient(made.to(self.dtype), slot)
         return slot.wide[1]
 
     @grad.setter
@@ -443,12 +427,12 @@ class LocalNorms:
             out = torch.full((self._count,), rest, dtype=torch.float64, device=self._device)
             self._made = (rows, rest), out, [torch.tensor(places, device=self._device) for places in rows]
         _, out, indices = self._made
-        for (held, (_, parts)), index in zip(found.items(), indices, strict=True):
+        for (held, (_, parts)), where in zip(found.items(), indices, strict=True):
             # Rounded to two bytes on each rank the norm of the whole would be off by more than its own rounding.
             norms = torch.stack(
                 foreach_norm(parts, p, dtype=torch.promote_types(held, dtype or torch.float32))
             ).double()
-            out.index_copy_(0, index, norms if p == 0 or abs(p) == float("inf") else norms**p)
+            out.index_copy_(0, where, norms if p == 0 or abs(p) == float("inf") else norms**p)
         return out
 
 

@@ -23,7 +23,7 @@ import torch
 from zeroshard.core.states import Own, Scope, Sum
 from zeroshard.table.spec import BucketSpec, Range
 from zeroshard.table.trace import Ledger
-from zeroshard.torch_private import users_of_storage, version_of
+from zeroshard.torch_private import users_of_storage
 from zeroshard.wire.pool import Pool
 
 __all__ = ["FlatGradients", "Gradients", "Local", "LooseGradients", "Places"]
@@ -134,10 +134,6 @@ class Gradients(ABC):
     @abstractmethod
     def parts(self, index: int) -> list[Tensor]:
         """Return all that lies here of a gradient: its part of the sum, and what was not reduced yet."""
-
-    def part_in(self, index: int, dtype: torch.dtype) -> Tensor:
-        """Return `part`, converted."""
-        return self.part(index).to(dtype)
 
     def parts_of_all(self, indices: Sequence[int]) -> list[Tensor]:
         """Return tensors that hold the `parts` of these parameters, and nothing that is read of any other."""
@@ -277,9 +273,9 @@ class FlatGradients(Gradients):
         self.held: Tensor | None = None
         self.local: Tensor | None = None
         self._views: list[Tensor] = []
-        self._cuts: dict[tuple[Range, torch.dtype], tuple[int, Sequence[Tensor]]] = {}
-        """Of a range of what is held: its parts in a dtype, and for copies the version that they were made of."""
-        self._pieces: dict[Range, list[int]] = {}
+        self._cuts: dict[Range, Sequence[Tensor]] = {}
+        """The parameters' parts of ranges of what is held."""
+        self._pieces = {place: spec.layout.pieces(*place) for place in (spec.shard, spec.states)}
         self._under_way = 0
         """Reductions whose sum is not there yet."""
 
@@ -402,17 +398,13 @@ class FlatGradients(Gradients):
 
     def _split(self, cut: Tensor, place: Range) -> Sequence[Tensor]:
         """Return the parameters' parts of elements of the bucket, as (start, stop)."""
-        if (pieces := self._pieces.get(place)) is None:
-            pieces = self._pieces[place] = self._layout.pieces(*place)
-        return cut.split_with_sizes(pieces)[1::2]
+        return cut.split_with_sizes(self._pieces[place])[1::2]
 
-    def _parts(self, place: Range, dtype: torch.dtype) -> Sequence[Tensor]:
-        """Return the parameters' parts of a range of what is held, made once: views, or copies in another dtype."""
-        made = self._cuts.get((place, dtype))
-        if made is None or (dtype is not self.dtype and made[0] != version_of(self.hold())):
-            cut = self._cut(*place)
-            made = self._cuts[place, dtype] = version_of(cut), self._split(cut.to(dtype), place)
-        return made[1]
+    def _parts(self, place: Range) -> Sequence[Tensor]:
+        """Return the parameters' parts of a range of what is held, made once a step."""
+        if (made := self._cuts.get(place)) is None:
+            made = self._cuts[place] = self._split(self._cut(*place), place)
+        return made
 
     def view(self, index: int) -> Tensor:
         """See `Gradients`."""
@@ -420,15 +412,11 @@ class FlatGradients(Gradients):
 
     def part(self, index: int) -> Tensor:
         """See `Gradients`."""
-        return self._parts(self.spec.states, self.dtype)[index]
-
-    def part_in(self, index: int, dtype: torch.dtype) -> Tensor:
-        """See `Gradients`."""
-        return self._parts(self.spec.states, dtype)[index]
+        return self._parts(self.spec.states)[index]
 
     def own_part(self, index: int) -> Tensor:
         """See `Gradients`."""
-        return self._parts(self.spec.shard, self.dtype)[index]
+        return self._parts(self.spec.shard)[index]
 
     def parts_of_all(self, indices: Sequence[int]) -> list[Tensor]:
         """See `Gradients`."""

@@ -89,9 +89,9 @@ class Form(ABC):
 class Slot:
     """Where one parameter lives: its bucket and its place there. Held by the parameter object itself."""
 
-    __slots__ = (
-        *("bucket", "form", "grad_view", "has_master", "index", "is_whole", "is_own", "master_grad", "name", "owner"),
-        *("place", "shape", "spare", "stride", "unit", "wide"),
+    __slots__ = tuple(
+        "bucket form grad_view has_master index is_own is_whole master_grad name owner place shape spare stride unit "
+        "wide".split()
     )
 
     def __init__(self, name: str, unit: int, bucket: Bucket, index: int, form: Form, parameter: Tensor) -> None:

@@ -52,7 +52,7 @@ class Layout:
         return first, last
 
     def pieces(self, start: int, stop: int) -> list[int]:
-        """Return the elements that `[start, stop)` of the bucket falls into: a gap, then each part and the gap behind."""
+        """Return the sizes of what `[start, stop)` of the bucket falls into: a gap, then each part and a gap behind."""
         ends = [end for index in range(len(self.numels)) for end in self.overlap(index, start, stop)]
         return [last - first for first, last in pairwise([start, *ends, stop])]
 
