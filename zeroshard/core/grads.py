@@ -23,7 +23,7 @@ import torch
 from zeroshard.core.states import Own, Scope, Sum
 from zeroshard.table.spec import BucketSpec, Range
 from zeroshard.table.trace import Ledger
-from zeroshard.torch_private import users_of_storage
+from zeroshard.torch_private import foreach_copy_, foreach_mul_, users_of_storage
 from zeroshard.wire.pool import Pool
 
 __all__ = ["FlatGradients", "Gradients", "Local", "LooseGradients", "Places"]
@@ -267,6 +267,11 @@ class FlatGradients(Gradients):
         self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger, pool: Pool, device: torch.device
     ) -> None:
         super().__init__(spec, places, dtype, ledger)
+        self.lands_together = False
+        """Whether gradients wait where autograd left them until `copy_arrived`."""
+        self._arrived: dict[int, Tensor] = {}
+        """Gradients that wait to be copied, and what they are multiplied by."""
+        self._scale = 1.0
         self._layout, self._pool, self._device = spec.layout, pool, device
         self._is_kept = spec.holds_whole_gradients and pool.memory.is_shared
         """Whether other ranks read what is held where it lies; such memory cannot come and go."""
@@ -310,7 +315,12 @@ class FlatGradients(Gradients):
                 self._pool.adopt(self.local)
                 self.own[index] = LOCAL
                 return
-            self._begin_local()
+            if not self.lands_together:
+                self._begin_local()
+        if self.lands_together and self.own[index] is not LOCAL:
+            self._arrived[index], self._scale, self.own[index] = grad, scale, LOCAL
+            return
+        self.copy_arrived()
         view = self._views[index]
         if self.own[index] is LOCAL:
             view.add_(grad if scale == 1.0 else grad.to(self.dtype), alpha=scale)
@@ -319,6 +329,20 @@ class FlatGradients(Gradients):
             if scale != 1.0:
                 view.mul_(scale)
         self.own[index] = LOCAL
+
+    def copy_arrived(self) -> None:
+        """Copy the gradients that wait into `local`, in one launch."""
+        if not self._arrived:
+            return
+        if self.local is None:
+            self._begin_local()
+        views, arrived = [self._views[index] for index in self._arrived], [*self._arrived.values()]
+        self._arrived, nbytes = {}, sum(one.nbytes for one in arrived)
+        self._ledger.add("transient", nbytes)
+        foreach_copy_(views, arrived)
+        if self._scale != 1.0:
+            foreach_mul_(views, self._scale)
+        self._ledger.add("transient", -nbytes)
 
     def _begin_local(self) -> None:
         if self.spec.holds_whole_gradients and self.is_first:
@@ -335,6 +359,7 @@ class FlatGradients(Gradients):
         Args:
             copies: of the state; one of several may not be ready when this one has its sum.
         """
+        self.copy_arrived()
         if self.local is None:
             self._begin_local()
         assert self.local is not None
@@ -428,6 +453,7 @@ class FlatGradients(Gradients):
     def parts(self, index: int) -> list[Tensor]:
         """See `Gradients`."""
         is_local, is_used = self.own[index] is LOCAL, self.sums[index] is USED
+        self.copy_arrived()
         parts = [self.part(index)] if is_used and (self.local is not self.held or not is_local) else []
         return [*parts, self._views[index]] if is_local else parts
 
@@ -453,6 +479,7 @@ class FlatGradients(Gradients):
     def clear(self, index: int) -> None:
         """See `Gradients`."""
         was_local, self.own[index], self.sums[index] = self.own[index] is LOCAL, NONE, STALE
+        self._arrived.pop(index, None)
         if was_local and self.local is not None and not self.has_local:
             if self.local is not self.held:
                 self._pool.give(self.local)

@@ -309,8 +309,15 @@ class Unit:
             return []
         return [comm.gather(grads.hold(), Tag(number, bucket.number, what), kind="reduce")]
 
+    def copy_arrived(self) -> None:
+        """Copy gradients that wait for one another; see `FlatGradients`."""
+        for bucket in self.buckets:
+            if bucket.flat is not None:
+                bucket.flat.copy_arrived()
+
     def end_backward(self) -> None:
         """Forget what belonged to one backward pass."""
+        self.copy_arrived()
         self.calls = self.landed = 0
         self.has_end_hint = self.is_recomputed = False
 
