@@ -23,6 +23,7 @@ from zeroshard.activations import recompute_units, treatment_of
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
 from zeroshard.core.engine import Engine
+from zeroshard.core.gradient import norms_of
 from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.parameter import PlainForm
 from zeroshard.core.slot import Form
@@ -354,7 +355,9 @@ class Zero:
 
         Collective: all-gather of 8 bytes a parameter, once after gradients change; every rank must call.
         """
-        norms = [n for name, n in self._engine.norms(float(p)).items() if self._engine.slots[name].has_grad]
+        # Every rank asks, also one without a gradient.
+        self._engine.norms(float(p))
+        norms = norms_of([slot for slot in self._engine.slots.values() if slot.has_grad], float(p))
         if not norms:
             return torch.zeros((), device=self.mesh.device)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), p)

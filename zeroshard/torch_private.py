@@ -51,7 +51,9 @@ __all__ = [
     "emulated_group",
     "fake_errors",
     "fake_tensors",
+    "foreach_copy_",
     "foreach_lerp_",
+    "foreach_mul_",
     "foreach_norm",
     "graph_task",
     "has_kernel",
@@ -111,6 +113,10 @@ will_run: Final = torch._C._will_engine_execute_node
 """Tells whether the backward pass that this thread is in will run a node."""
 foreach_norm: Final = torch._foreach_norm
 """Returns the norm of each tensor of a list."""
+foreach_copy_: Final = torch._foreach_copy_
+"""Copies each tensor of a list to another, in place."""
+foreach_mul_: Final = torch._foreach_mul_
+"""Multiplies each tensor of a list by a number, in place."""
 foreach_lerp_: Final = torch._foreach_lerp_
 """Moves each tensor of a list towards another, in place."""
 version_of: Final = operator.attrgetter("_version")

@@ -23,7 +23,7 @@ Note: hints
 
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -34,7 +34,7 @@ from zeroshard.core.guard import guard_of
 from zeroshard.core.order import Order, Pass
 from zeroshard.core.precision import LossScale
 from zeroshard.core.saved import SavedTensors, Treatment
-from zeroshard.core.slot import Slot, slot_of
+from zeroshard.core.slot import Slot
 from zeroshard.core.states import Presence, Scope
 from zeroshard.core.unit import Unit
 from zeroshard.table.schedule import ROOT
@@ -113,16 +113,20 @@ class Engine:
         self._forwards: list[Hashable] = []
         self._used: set[int] = set()
         self._task = -1
-        self._norms: dict[tuple[float, torch.dtype | None], dict[str, Tensor]] = {}
+        self._norms: dict[tuple[float, torch.dtype | None], Tensor] = {}
         self._norms_version = 0
+        self._local_norms = gradient.LocalNorms(())
+        self._copy = slice_of(mesh.along("shard", "tensor"))
+        """The ranks whose parts make up whole gradients."""
         buckets = [(unit.number, bucket) for unit in units for bucket in unit.buckets]
         self.saved = SavedTensors(buckets, self._need_in_backward, treatment, self._unit_under_way)
 
     def take_slots(self, slots: Iterable[Slot]) -> None:
         """Know the parameters, in registration order, and let them know this engine."""
-        for slot in slots:
-            slot.owner = weakref.ref(self)
+        for place, slot in enumerate(slots):
+            slot.owner, slot.place = weakref.ref(self), place
             self.slots[slot.name] = slot
+        self._local_norms = gradient.LocalNorms([*self.slots.values()])
 
     def use_loss_scale(self, loss_scale: LossScale) -> None:
         """Multiply the gradients of the model's outputs by a loss scale, and skip steps that overflow."""
@@ -327,7 +331,8 @@ class Engine:
 
     def landed(self, parameter: Tensor) -> None:
         """Take a gradient out of autograd's slot. Called by the parameter's hook, once in each backward."""
-        slot = slot_of(parameter)
+        # The line that a step passes most often: what is always so is asked without a call.
+        slot: Slot = parameter.__dict__["_zeroshard"]
         grad: Tensor | None = slot_grad(parameter)
         set_slot(parameter, None)
         if grad is None:
@@ -343,19 +348,20 @@ class Engine:
                 "its graph when it is reduced. Use torch.autograd.grad(..., create_graph=True), and backward() of what "
                 "is computed from its results."
             )
-        if self._is_in_forward:
+        if self._frames and self._is_in_forward:
             raise RuntimeError(
                 f"{self.mesh} backward() reached '{slot.name}' inside the forward of a sharded model. Use "
                 "torch.autograd.grad there, which leaves parameters alone, or call backward() after the forward."
             )
-        self._enter_backward()
+        if self._task != graph_task() or self.order.current is None:
+            self._enter_backward()
         scale, unit = 1.0 / self.loss_scale.value if self.loss_scale is not None else 1.0, self.units[slot.unit]
         if slot.bucket.spec.lands_on_sums:
             scale *= unit.scale
         grad = slot.form.part(grad)
         slot.bucket.grads.land(slot.index, grad.to_dense() if grad.layout is not torch.strided else grad, scale)
-        unit.count_landed(parameter)
-        if unit.has_all_landed():
+        if unit.count_landed(parameter):
+            unit.copy_arrived()
             self.order.land(unit.number)
             is_trained_whole = unit.landed == len(unit.parameters)
             if self.is_sharded and is_trained_whole and not unit.has_end_hint and not unit.is_recomputed:
@@ -418,8 +424,11 @@ class Engine:
         if self._norms:
             self._norms = {}
 
-    def norms(self, p: float, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return the p-norm of every parameter's whole gradient, 0-d, by name, in `dtype` or the gradient's own.
+    def norms(self, p: float, dtype: torch.dtype | None = None) -> Tensor:
+        """Return (parameters,) fp64, not to be changed: the p-norm of every parameter's whole gradient, by place.
+
+        Args:
+            dtype: what elements are converted to first; see `LocalNorms`.
 
         Collective: on first request after gradients changed, an all-gather of 8 bytes a parameter; every rank must
             call.
@@ -440,13 +449,11 @@ class Engine:
             # Of no order that adds up: gradients that no rank has must not count as zeros.
             self.catch_up()
         self.answer(f"a {p:g}-norm of gradients in {dtype or 'their dtypes'}")
-        local = gradient.local_norms(self.slots.values(), p, dtype, is_behind=self.order.is_behind)
+        local = self._local_norms.of(p, dtype, is_behind=self.order.is_behind)
         # Replicas have the same sums: those of this rank's own copy are all there is.
-        rows = self.comm.collect(local, f"a {p:g}-norm of gradients")[list(self.mesh.along("shard", "tensor"))]
-        dtypes = [dtype or slot.bucket.dtypes.grad for slot in self.slots.values()]
-        values = [v.to(of) for v, of in zip(gradient.total_norms(rows, p).unbind(), dtypes, strict=True)]
-        self._norms[p, dtype] = dict(zip(self.slots, values, strict=True))
-        return self._norms[p, dtype]
+        rows = self.comm.collect(local, f"a {p:g}-norm of gradients")[self._copy]
+        self._norms[p, dtype] = total = gradient.total_norms(rows, p)
+        return total
 
     def check_reduced(self, what: str) -> None:
         """Raise if gradients of `no_sync` passes wait for a reduction."""
@@ -471,3 +478,9 @@ class Engine:
             tag = Tag(self.order.next_number(), bucket.number, f"the gradient of '{slot.name}'")
             self.comm.gather(full, tag, kind="state").wait()
         return slot.form.whole(bucket.places.views_of(full)[slot.index].clone())
+
+
+def slice_of(ranks: Sequence[int]) -> slice | list[int]:
+    """Return what picks the rows of these ranks, ascending; a slice, which copies nothing, where that can be."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return slice(ranks[0], ranks[-1] + 1, step) if [*range(ranks[0], ranks[-1] + 1, step)] == [*ranks] else [*ranks]

@@ -12,21 +12,25 @@ Note: two views of one gradient
     number is refused.
 """
 
+import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, final
 
 import torch
 
+from zeroshard import torch_private
+from zeroshard.core.buffer import Bucket
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Own, Scope, Sum
-from zeroshard.torch_private import SCALER_CHECK, DisabledFunction, NoSubclasses, foreach_norm, without_storage
+from zeroshard.torch_private import SCALER_CHECK, DisabledFunction, NoSubclasses, foreach_norm, version_of
 from zeroshard.tree import find
 
-__all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "name_of", "part_of", "read"]
+__all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "name_of", "norms_of", "part_of", "read"]
 
 Tensor = torch.Tensor
+LOCAL, SENT, UNUSED, USED, ALL = Own.LOCAL, Own.SENT, Sum.UNUSED, Sum.USED, Scope.ALL
 
 METADATA = frozenset(
     """
@@ -74,9 +78,8 @@ class LogicalGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, slot: Slot) -> "LogicalGradient":
         """Make the gradient of a slot's parameter."""
-        bucket, parameter = slot.bucket, slot.parameter
-        made: LogicalGradient = without_storage(  # type: ignore[assignment]
-            cls, parameter.shape, parameter.stride(), bucket.dtypes.grad, bucket.device
+        made: LogicalGradient = torch_private.without_storage(  # type: ignore[assignment]
+            cls, slot.shape, slot.stride, slot.bucket.dtypes.grad, slot.bucket.device
         )
         made._slot = slot
         # torch.utils.swap_tensors would put other innards into it; torch refuses where there is a weak reference.
@@ -153,20 +156,22 @@ class MasterSlice(torch.nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """This rank's elements of the reduced gradient; None where no rank used the parameter."""
-        slot = slot_of(self)
-        grads = slot.bucket.grads
-        owner = slot.owner()
-        if owner is not None and owner.unread is not None:
+        # Optimizers read it four times a step, and few lines of Python cost them more.
+        slot: Slot = self.__dict__["_zeroshard"]
+        grads, index = slot.bucket.grads, slot.index
+        if (owner := slot.owner()) is not None and owner.unread is not None:
             owner.learn()
-        if not slot.has_grad or (owner is not None and owner.is_skipping):
+        if grads.sums[index] is not USED and grads.own[index] is not SENT and not slot.has_grad:
             return None
-        part = part_of(slot)
-        if grads.dtype != self.dtype:
-            # Optimizers want one dtype: gradients held in another are converted for the update alone.
-            wide = part.to(self.dtype).as_subclass(MasterGradient)
-            wide._slot = slot
-            return wide
-        return part
+        if owner is not None and owner.is_skipping:
+            return None
+        part = part_of(slot) if slot.master_grad is None else slot.master_grad
+        if grads.dtype is self.dtype:
+            return part
+        # Optimizers want one dtype: gradients held in another are converted for the update alone, once a step.
+        if slot.wide is None or slot.wide[0] != version_of(part):
+            slot.wide = version_of(part), _master_gradient(part.to(self.dtype), slot)
+        return slot.wide[1]
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -184,28 +189,31 @@ def part_of(slot: Slot) -> Tensor:
     """Return this rank's elements of a gradient that is there, as they are held."""
     if slot.master_grad is None:
         part = slot.bucket.grads.part(slot.index)
-        if not slot.bucket.spec.updates_all or slot.form.has_axis:
-            part = part.as_subclass(MasterGradient)
-            part._slot = slot
-        slot.master_grad = part
+        slot.master_grad = part if slot.is_whole else _master_gradient(part, slot)
     return slot.master_grad
+
+
+def _master_gradient(part: Tensor, slot: Slot) -> MasterGradient:
+    made = part.as_subclass(MasterGradient)
+    made._slot = slot
+    return made
 
 
 def read(slot: Slot) -> Tensor | None:
     """Return what `parameter.grad` is: None, a view of what is held where that is all of it, or a logical gradient."""
-    grads, owner = slot.bucket.grads, slot.owner()
-    if owner is not None:
+    grads, index = slot.bucket.grads, slot.index
+    if (owner := slot.owner()) is not None and owner.unread is not None:
         owner.learn()  # before it is changed: it may be all that names the cause
-    if not slot.has_grad:
+    if grads.sums[index] is not USED and grads.own[index] is not SENT and not slot.has_grad:
         return None
-    # What `no_sync` left to a later reduction may lie apart, and its norm is of one rank: a view would hide both.
-    is_summed = grads.own[slot.index] is not Own.LOCAL and grads.scope is Scope.ALL
-    waits = not is_summed and owner and len(owner.mesh.data_ranks) > 1
-    spec = slot.bucket.spec
-    is_plain = spec.holds_whole_gradients and spec.updates_all and not slot.form.has_axis and not waits
-    if slot.grad_view is None or is_plain == isinstance(slot.grad_view, LogicalGradient):
-        slot.grad_view = grads.view(slot.index) if is_plain else LogicalGradient(slot)
-    return slot.grad_view
+    is_plain = slot.is_whole
+    if is_plain and (grads.own[index] is LOCAL or grads.scope is not ALL):
+        # What `no_sync` left to a later reduction may lie apart, and its norm is of one rank: a view would hide both.
+        is_plain = owner is None or len(owner.mesh.data_ranks) == 1
+    if (view := slot.grad_view) is None or is_plain is isinstance(view, LogicalGradient):
+        slot.spare, spare = None, slot.spare
+        slot.grad_view = view = grads.view(index) if is_plain else LogicalGradient(slot) if spare is None else spare
+    return view
 
 
 def assign(slot: Slot, value: Tensor | None) -> None:
@@ -236,7 +244,22 @@ def assign(slot: Slot, value: Tensor | None) -> None:
 def _clear(slot: Slot) -> None:
     """Forget a gradient, and the views of it, whose memory may be gone."""
     slot.bucket.grads.clear(slot.index)
-    slot.grad_view = slot.master_grad = None
+    slot.master_grad = slot.wide = None
+    held, slot.grad_view = [slot.grad_view], None
+    view, count = _references(held)
+    # Whoever still holds it must learn that it is gone; one that nobody holds serves the next step.
+    if count == _ALONE and isinstance(view, LogicalGradient):
+        slot.spare = view
+
+
+def _references(held: list[Any]) -> tuple[Any, int]:
+    """Return the only item of a list and the references to it."""
+    one = held.pop()
+    return one, sys.getrefcount(one)
+
+
+_ALONE = _references([object()])[1]
+"""The references to what nobody else holds; versions of Python count differently."""
 
 
 def name_of(func: Callable[..., Any]) -> str:
@@ -260,7 +283,8 @@ def _norms(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answer a norm of all elements, for one gradient or for a list of them that may hold plain tensors."""
     several = name == "_foreach_norm"
     grads = list(args[0]) if several else [args[0]]
-    first = _gradients_in((args, kwargs))[0]
+    ours = [grad for grad in grads if isinstance(grad, OURS)]
+    first = ours[0] if ours else _gradients_in((args, kwargs))[0]
     given = dict(zip(NORMS[name], args[1:], strict=False)) | kwargs
     p, dtype = given.get("ord", given.get("p")), given.get("dtype")
     flat = given.get("dim") is None and given.get("out") is None and len(args) <= 1 + len(NORMS[name])
@@ -271,22 +295,26 @@ def _norms(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not flat or not isinstance(p, (int, float)) or _gradients_in((args[1:], kwargs)):
         raise _refusal(f"{name}({', '.join(f'{key}={value}' for key, value in given.items())})", first)
     # Of the whole gradient, which all ranks know alike: a slice of 0 elements has a norm.
-    empty = [g for g in _gradients_in(grads) if not g._slot.parameter.numel()]
-    if empty and (p < 0 or p == float("inf")):
+    if (p < 0 or p == float("inf")) and (empty := [grad for grad in ours if not grad._slot.shape.numel()]):
         raise _refusal(f"{name} of order {p:g}, which has no value for 0 elements,", empty[0])
-    norms: list[Tensor] = []
-    by_owner: dict[int, dict[str, Tensor]] = {}
-    for grad in grads:
-        if not isinstance(grad, (LogicalGradient, MasterGradient)):
-            norms.append(torch.linalg.vector_norm(grad, p, dtype=dtype))
-            continue
-        slot = _slot_of(grad)
-        owner = slot.living_owner()
-        if id(owner) not in by_owner:
-            by_owner[id(owner)] = owner.norms(float(p), dtype)
-        # A copy: the owner answers the next request with the same number.
-        norms.append(by_owner[id(owner)][slot.name].clone())
+    found = iter(norms_of([_slot_of(grad) for grad in ours], float(p), dtype))
+    norms = [next(found) if isinstance(g, OURS) else torch.linalg.vector_norm(g, p, dtype=dtype) for g in grads]
     return norms if several else norms[0].reshape((1,) * first.ndim if given.get("keepdim") else ())
+
+
+def norms_of(slots: Sequence[Slot], p: float, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Return the norms of whole gradients, each 0-d, in `dtype` or the gradient's own. Collective: `Owner.norms`."""
+    made: dict[tuple[int, torch.dtype], Sequence[Tensor] | Tensor] = {}
+    norms: list[Tensor] = []
+    for slot in slots:
+        owner = slot.living_owner()
+        key = id(owner), dtype or slot.bucket.dtypes.grad
+        if key not in made:
+            # A copy: the owner answers the next request with the same numbers.
+            rounded = owner.norms(p, dtype).to(key[1], copy=True)
+            made[key] = rounded.unbind() if len(slots) > 1 else rounded
+        norms.append(made[key][slot.place])
+    return norms
 
 
 def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -294,14 +322,13 @@ def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     targets = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
     if not _are_numbers(args, kwargs) or (name in LINEAR and kwargs):
         raise _refusal(f"{name} with anything but one number", _gradients_in((args, kwargs))[0])
-    parts: list[Tensor] = []
-    owner = _gradients_in(targets)[0]._slot.living_owner()
+    ours = [target for target in targets if isinstance(target, OURS)]
+    owner = ours[0]._slot.living_owner()
     owner.check_outside_backward("A change of gradients in place")
     owner.learn()
+    parts: list[Tensor] = _local_parts([_slot_of(target) for target in ours], name)
     for target in targets:
-        is_ours = isinstance(target, (LogicalGradient, MasterGradient))
-        if is_ours:
-            parts += _local_parts(_slot_of(target), name)
+        is_ours = isinstance(target, OURS)
         if not is_ours or (isinstance(target, MasterGradient) and target.dtype != target._slot.bucket.dtypes.grad):
             parts.append(target)
     with torch.no_grad(), NoSubclasses():
@@ -362,49 +389,80 @@ def _check_scaled(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
     owner.comm.flag(found_inf.view(1), "the overflow check of GradScaler").wait()
 
 
-def _local_parts(slot: Slot, name: str) -> list[Tensor]:
-    """Return this rank's tensors behind a gradient: reduced elements, and what lies apart and is not reduced yet."""
-    if name in ELEMENTWISE:
-        owner = slot.living_owner()
+def _local_parts(slots: Sequence[Slot], name: str) -> list[Tensor]:
+    """Return this rank's tensors behind gradients: reduced elements, and what lies apart and is not reduced yet."""
+    by_bucket: dict[Bucket, list[Slot]] = {}
+    for slot in slots:
+        by_bucket.setdefault(slot.bucket, []).append(slot)
+    for owner in {slots[0].living_owner() for slots in by_bucket.values()} if name in ELEMENTWISE else ():
         owner.leave_passes(f"{name} of a gradient")
         owner.check_reduced(f"{name} of a gradient")
-    parts = slot.bucket.grads.parts(slot.index)
-    # A gradient of one number without dimensions promotes dtypes as such.
-    is_number = not slot.parameter.ndim
-    return [(p.reshape(()) if is_number and p.numel() else p).as_subclass(torch.Tensor) for p in parts]
+    found: list[Tensor] = []
+    for bucket, some in by_bucket.items():
+        if all(slot.shape for slot in some):
+            found += bucket.grads.parts_of_all([slot.index for slot in some])
+            continue
+        for slot in some:
+            parts = bucket.grads.parts(slot.index)
+            # A gradient of one number without dimensions promotes dtypes as such.
+            found += parts if slot.shape else [p.reshape(()) if p.numel() else p for p in parts]
+    return found
 
 
-def local_norms(slots: Iterable[Slot], p: float, dtype: torch.dtype | None, *, is_behind: bool = False) -> Tensor:
-    """Return (number of slots,) fp64: each gradient's sum of |x|^p over this rank's elements; for orders without a sum
-    the largest or smallest |x|, or how many are not 0.
+@final
+class LocalNorms:
+    """This rank's part of all norms; what is equal from step to step is made once.
 
     Args:
-        dtype: what elements are converted to first; at least fp32 for a sum.
-        is_behind: whether ranks have yet to agree on who used what; then a sum may be of nothing, and is zeros.
+        slots: of all parameters, by place.
     """
-    found: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
-    count, device = 0, None
-    for place, slot in enumerate(slots):
-        grads, count, device = slot.bucket.grads, place + 1, slot.bucket.device
-        is_used = grads.sums[slot.index] is Sum.USED or (is_behind and grads.sums[slot.index] is Sum.UNUSED)
-        part = grads.own_part(slot.index) if is_used and slot.form.is_counted else None
-        if part is not None and part.numel():
-            found.setdefault(part.dtype, []).append((place, part))
-    out = torch.full((count,), float("inf") if p == -float("inf") else 0.0, dtype=torch.float64, device=device)
-    for held, parts in found.items():
-        # Rounded to two bytes on each rank the norm of the whole would be off by more than its own rounding.
-        wide = torch.promote_types(held, dtype or torch.float32)
-        norms = torch.stack([n.double() for n in foreach_norm([part for _, part in parts], p, dtype=wide)])
-        out[[place for place, _ in parts]] = norms if p == 0 or abs(p) == float("inf") else norms**p
-    return out
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots, self._count = [slot for slot in slots if slot.is_own], len(slots)
+        self._device = slots[0].bucket.device if slots else None
+        self._made: tuple[Any, Tensor, list[Tensor]] = None, torch.empty(0), []
+        """For one choice of parameters: what identifies it, (parameters,), and the places of each dtype's in that."""
+
+    def of(self, p: float, dtype: torch.dtype | None, *, is_behind: bool = False) -> Tensor:
+        """Return (parameters,) fp64, which the next call overwrites: each gradient's sum of |x|^p over this rank's
+        elements; for orders without a sum the largest or smallest |x|, or how many are not 0.
+
+        Args:
+            dtype: what elements are converted to first; at least fp32 for a sum.
+            is_behind: whether ranks have yet to agree on who used what; then a sum may be of nothing, and is zeros.
+        """
+        wanted = (USED, UNUSED) if is_behind else (USED,)
+        found: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+        for slot in self._slots:
+            grads, index = slot.bucket.grads, slot.index
+            if grads.sums[index] in wanted:
+                places, parts = found.setdefault(grads.dtype, ([], []))
+                places.append(slot.place)
+                parts.append(grads.own_part(index))
+        rows, rest = [places for places, _ in found.values()], float("inf") if p == -float("inf") else 0.0
+        if self._made[0] != (rows, rest):
+            out = torch.full((self._count,), rest, dtype=torch.float64, device=self._device)
+            self._made = (rows, rest), out, [torch.tensor(places, device=self._device) for places in rows]
+        _, out, indices = self._made
+        for (held, (_, parts)), where in zip(found.items(), indices, strict=True):
+            # Rounded to two bytes on each rank the norm of the whole would be off by more than its own rounding.
+            norms = torch.stack(
+                foreach_norm(parts, p, dtype=torch.promote_types(held, dtype or torch.float32))
+            ).double()
+            out.index_copy_(0, where, norms if p == 0 or abs(p) == float("inf") else norms**p)
+        return out
 
 
 def total_norms(rows: Tensor, p: float) -> Tensor:
-    """Return (number of slots,) the norms of whole gradients from what `local_norms` returned, a rank a row."""
+    """Return (parameters,) the norms of whole gradients from what `LocalNorms.of` returned, a rank a row."""
     if abs(p) == float("inf"):
         return rows.amax(0) if p > 0 else rows.amin(0)
-    total: Tensor = sum(rows[1:], start=rows[0])
+    # In rank order, as additions one after the other: a sum over rows adds many of them in groups.
+    total = rows.cumsum(0)[-1]
     return total if p == 0 else total ** (1 / p)
+
+
+OURS = (LogicalGradient, MasterGradient)
 
 
 def _gradients_in(value: Any) -> list["LogicalGradient | MasterGradient"]:

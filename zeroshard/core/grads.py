@@ -21,9 +21,9 @@ from typing import final
 import torch
 
 from zeroshard.core.states import Own, Scope, Sum
-from zeroshard.table.spec import BucketSpec
+from zeroshard.table.spec import BucketSpec, Range
 from zeroshard.table.trace import Ledger
-from zeroshard.torch_private import users_of_storage
+from zeroshard.torch_private import foreach_copy_, foreach_mul_, users_of_storage
 from zeroshard.wire.pool import Pool
 
 __all__ = ["FlatGradients", "Gradients", "Local", "LooseGradients", "Places"]
@@ -53,6 +53,10 @@ class Places:
         """Return the parameters' views of a whole-bucket tensor, with the parameters' shapes and strides."""
         places = zip(self.shapes, self.strides, self.layout.offsets, strict=True)
         return [full.as_strided(shape, stride, offset) for shape, stride, offset in places]
+
+    def view_of(self, full: Tensor, index: int) -> Tensor:
+        """Return one of `views_of`."""
+        return full.as_strided(self.shapes[index], self.strides[index], self.layout.offsets[index])
 
     def dense(self, index: int, value: Tensor) -> Tensor:
         """Return a copy of a value of parameter `index` with the strides that the parameter has."""
@@ -134,6 +138,10 @@ class Gradients(ABC):
     @abstractmethod
     def parts(self, index: int) -> list[Tensor]:
         """Return all that lies here of a gradient: its part of the sum, and what was not reduced yet."""
+
+    def parts_of_all(self, indices: Sequence[int]) -> list[Tensor]:
+        """Return tensors that hold the `parts` of these parameters, and nothing that is read of any other."""
+        return [part for index in indices for part in self.parts(index)]
 
     @abstractmethod
     def put_shard(self, full: Tensor) -> None:
@@ -263,12 +271,20 @@ class FlatGradients(Gradients):
         self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger, pool: Pool, device: torch.device
     ) -> None:
         super().__init__(spec, places, dtype, ledger)
+        self.lands_together = False
+        """Whether gradients wait where autograd left them until `copy_arrived`."""
+        self._arrived: dict[int, Tensor] = {}
+        """Gradients that wait to be copied, and what they are multiplied by."""
+        self._scale = 1.0
         self._layout, self._pool, self._device = spec.layout, pool, device
         self._is_kept = spec.holds_whole_gradients and pool.memory.is_shared
         """Whether other ranks read what is held where it lies; such memory cannot come and go."""
         self.held: Tensor | None = None
         self.local: Tensor | None = None
         self._views: list[Tensor] = []
+        self._cuts: dict[Range, Sequence[Tensor]] = {}
+        """The parameters' parts of ranges of what is held."""
+        self._pieces = {place: spec.layout.pieces(*place) for place in (spec.shard, spec.states)}
         self._under_way = 0
         """Reductions whose sum is not there yet."""
 
@@ -303,7 +319,12 @@ class FlatGradients(Gradients):
                 self._pool.adopt(self.local)
                 self.own[index] = LOCAL
                 return
-            self._begin_local()
+            if not self.lands_together:
+                self._begin_local()
+        if self.lands_together and self.own[index] is not LOCAL:
+            self._arrived[index], self._scale, self.own[index] = grad, scale, LOCAL
+            return
+        self.copy_arrived()
         view = self._views[index]
         if self.own[index] is LOCAL:
             view.add_(grad if scale == 1.0 else grad.to(self.dtype), alpha=scale)
@@ -312,6 +333,20 @@ class FlatGradients(Gradients):
             if scale != 1.0:
                 view.mul_(scale)
         self.own[index] = LOCAL
+
+    def copy_arrived(self) -> None:
+        """Copy the gradients that wait into `local`, in one launch."""
+        if not self._arrived:
+            return
+        if self.local is None:
+            self._begin_local()
+        views, arrived = [self._views[index] for index in self._arrived], [*self._arrived.values()]
+        self._arrived, nbytes = {}, sum(one.nbytes for one in arrived)
+        self._ledger.add("transient", nbytes)
+        foreach_copy_(views, arrived)
+        if self._scale != 1.0:
+            foreach_mul_(views, self._scale)
+        self._ledger.add("transient", -nbytes)
 
     def _begin_local(self) -> None:
         if self.spec.holds_whole_gradients and self.is_first:
@@ -328,6 +363,7 @@ class FlatGradients(Gradients):
         Args:
             copies: of the state; one of several may not be ready when this one has its sum.
         """
+        self.copy_arrived()
         if self.local is None:
             self._begin_local()
         assert self.local is not None
@@ -352,9 +388,7 @@ class FlatGradients(Gradients):
 
     def parts_of(self, own: Tensor) -> Iterator[Tensor]:
         """Yield the parameters' parts of (stop - start,), this rank's shard; padding may hold anything."""
-        parts = (self._layout.overlap(index, *self.spec.shard) for index in range(len(self.own)))
-        first = self.spec.shard[0]
-        return (own[start - first : stop - first] for start, stop in parts)
+        return iter(self._split(own, self.spec.shard))
 
     def own_shard(self) -> Tensor:
         """Return this rank's shard of what is held."""
@@ -391,21 +425,40 @@ class FlatGradients(Gradients):
         """Return elements of the bucket, as (start, stop), from what is held."""
         return self.hold()[start - self.spec.gradients[0] : stop - self.spec.gradients[0]]
 
+    def _split(self, cut: Tensor, place: Range) -> Sequence[Tensor]:
+        """Return the parameters' parts of elements of the bucket, as (start, stop)."""
+        return cut.split_with_sizes(self._pieces[place])[1::2]
+
+    def _parts(self, place: Range) -> Sequence[Tensor]:
+        """Return the parameters' parts of a range of what is held, made once a step."""
+        if (made := self._cuts.get(place)) is None:
+            made = self._cuts[place] = self._split(self._cut(*place), place)
+        return made
+
     def view(self, index: int) -> Tensor:
         """See `Gradients`."""
-        return self._places.views_of(self.hold())[index]
+        return self._places.view_of(self.hold(), index)
 
     def part(self, index: int) -> Tensor:
         """See `Gradients`."""
-        return self._cut(*self._layout.overlap(index, *self.spec.states))
+        return self._parts(self.spec.states)[index]
 
     def own_part(self, index: int) -> Tensor:
         """See `Gradients`."""
-        return self._cut(*self._layout.overlap(index, *self.spec.shard))
+        return self._parts(self.spec.shard)[index]
+
+    def parts_of_all(self, indices: Sequence[int]) -> list[Tensor]:
+        """See `Gradients`."""
+        # What ranks have yet to agree on is none of these, and must be left alone.
+        is_all = len(indices) == len(self.sums) and all(map(self.is_known, indices))
+        if self.has_local or not is_all:
+            return super().parts_of_all(indices)
+        return [self._cut(*self.spec.states)]
 
     def parts(self, index: int) -> list[Tensor]:
         """See `Gradients`."""
         is_local, is_used = self.own[index] is LOCAL, self.is_known(index)
+        self.copy_arrived()
         parts = [self.part(index)] if is_used and (self.local is not self.held or not is_local) else []
         return [*parts, self._views[index]] if is_local else parts
 
@@ -431,12 +484,14 @@ class FlatGradients(Gradients):
     def clear(self, index: int) -> None:
         """See `Gradients`."""
         was_local, self.own[index], self.sums[index] = self.own[index] is LOCAL, NONE, STALE
+        self._arrived.pop(index, None)
         if was_local and self.local is not None and not self.has_local:
             if self.local is not self.held:
                 self._pool.give(self.local)
             self.local = None
         if not self.has_any:
             self.sums, self.scope = [STALE] * len(self.sums), Scope.ALL
+            self._cuts.clear()
             self._let_go()
 
     @property

@@ -71,11 +71,11 @@ class ShardedParameter(torch.nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The gradient: a tensor where every rank keeps it whole, else a `LogicalGradient` of the same shape."""
-        return gradient.read(slot_of(self))
+        return gradient.read(self.__dict__["_zeroshard"])
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        gradient.assign(slot_of(self), value)
+        gradient.assign(self.__dict__["_zeroshard"], value)
 
     @grad.deleter
     def grad(self) -> None:

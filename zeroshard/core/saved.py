@@ -128,7 +128,7 @@ class SavedTensors:
     def pack(self, tensor: Tensor) -> Any:
         """Return what is kept of a tensor."""
         # Autograd saves a DTensor as it is; the bytes are those of its local tensor.
-        inner = local_of(tensor)
+        inner = tensor if type(tensor) is Tensor else local_of(tensor)
         found = self._by_storage.get(storage_of(inner)) if inner.layout is torch.strided else None
         if found is not None:
             unit, bucket = found
@@ -141,28 +141,28 @@ class SavedTensors:
         self._boxes.setdefault(self._unit_under_way(), []).append(box)
         return box
 
-    def unpack(self, packed: _Saved) -> Tensor:
+    def unpack(self, packed: Any) -> Tensor:
         """Return the tensor of which this was kept.
 
         Raises:
             RuntimeError: it has changed since.
         """
-        treatment = packed.treatment if isinstance(packed, Box) else None
-        if isinstance(packed, _FromBucket) and packed.bucket.updates != packed.updates:
+        is_of_bucket, treatment = type(packed) is _FromBucket, packed.treatment if type(packed) is Box else None
+        if is_of_bucket and packed.bucket.updates != packed.updates:
             raise RuntimeError(
                 f"The parameters of '{packed.bucket.spec.name}' changed {packed.bucket.updates - packed.updates} "
                 "time(s) between this forward pass and its backward (an optimizer step or gathered(writeback=True)), "
                 "so its gradients would be wrong. Call backward() before the step, or run the forward pass again."
             )
         if treatment is None and version_of(packed.value) != packed.version:
-            where = f" of '{packed.bucket.spec.name}'" if isinstance(packed, _FromBucket) else ""
+            where = f" of '{packed.bucket.spec.name}'" if is_of_bucket else ""
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"a {packed.value.dtype} tensor{where} of shape {tuple(packed.value.shape)} is at version "
                 f"{version_of(packed.value)}; the forward pass saved version {packed.version}. Clone it before "
                 "changing it."
             )
-        if isinstance(packed, _FromBucket):
+        if is_of_bucket:
             self._need(packed.unit)
         if torch.is_grad_enabled() and graph_task() != -1:
             if is_called_by_checkpoint():
@@ -173,5 +173,5 @@ class SavedTensors:
                     "differentiated twice, or keep parameters whole (stage 2)."
                 )
             self.context().__enter__()
-        found: Tensor = packed.value if treatment is None else treatment.restore(packed)  # type: ignore[arg-type]
+        found: Tensor = packed.value if treatment is None else treatment.restore(packed)
         return found

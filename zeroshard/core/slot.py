@@ -53,8 +53,8 @@ class Owner(Protocol):
     def gradients_changed(self) -> None:
         """Forget norms."""
 
-    def norms(self, p: float, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return the p-norm of every parameter's whole gradient, 0-d, by name. Collective."""
+    def norms(self, p: float, dtype: torch.dtype | None = None) -> Tensor:
+        """Return (parameters,) fp64: the p-norm of every parameter's whole gradient, by place. Collective."""
 
     def full_gradient(self, slot: "Slot") -> Tensor:
         """Return a parameter's whole gradient. Collective."""
@@ -99,15 +99,31 @@ class Form(ABC):
 class Slot:
     """Where one parameter lives: its bucket and its place there. Held by the parameter object itself."""
 
-    __slots__ = ("bucket", "form", "grad_view", "has_master", "index", "master_grad", "name", "owner", "unit")
+    __slots__ = tuple(
+        "bucket form grad_view has_master index is_own is_whole master_grad name owner place shape spare stride unit "
+        "wide".split()
+    )
 
-    def __init__(self, name: str, unit: int, bucket: Bucket, index: int, form: Form) -> None:
+    def __init__(self, name: str, unit: int, bucket: Bucket, index: int, form: Form, parameter: Tensor) -> None:
         self.name, self.unit, self.bucket, self.index, self.form = name, unit, bucket, index, form
+        # Asked of a released parameter these would be calls of Python.
+        self.shape, self.stride = parameter.shape, parameter.stride()
+        self.is_whole = bucket.spec.holds_whole_gradients and bucket.spec.updates_all and not form.has_axis
+        """Whether what this rank holds of its reduced gradient, and updates with, is all of it."""
+        start, stop = bucket.layout.overlap(index, *bucket.spec.shard)
+        self.is_own = form.is_counted and stop > start
+        """Whether norms count elements of it on this rank."""
+        self.place = 0
+        """Among the parameters of the model."""
         self.owner: Callable[[], Owner | None] = _no_owner
         """A weak reference: parameters must not keep alive what holds them."""
         self.has_master = False
         self.grad_view: Tensor | None = None
+        self.spare: Tensor | None = None
+        """A logical gradient that nobody else holds, for the next step."""
         self.master_grad: Tensor | None = None
+        self.wide: tuple[int, Tensor] | None = None
+        """The master's gradient in the dtype of the update, and the version of what is held that it was made of."""
 
     def living_owner(self) -> "Owner":
         """Return the owner.

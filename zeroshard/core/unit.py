@@ -19,6 +19,7 @@ Note: one sum a pass
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, final
 
 import torch
@@ -30,12 +31,13 @@ from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Own, Presence, Scope
 from zeroshard.table.spec import UnitSpec
-from zeroshard.torch_private import accumulator_of, will_run
+from zeroshard.torch_private import NoSubclasses, accumulator_of, will_run
 from zeroshard.wire.comm import Comm, Pending, Tag
 
 __all__ = ["Reduction", "Unit"]
 
 Tensor = torch.Tensor
+_is_trained = attrgetter("requires_grad")
 
 
 @final
@@ -159,7 +161,8 @@ class Unit:
 
     def reducible(self) -> list[Bucket]:
         """Return the buckets that hold elements and a parameter that wants gradients now; the same on every rank."""
-        return [b for b in self.buckets if b.layout.full_numel and any(p.requires_grad for p in b.parameters)]
+        with NoSubclasses():  # a released parameter would answer in Python, at each event of a pass
+            return [b for b in self.buckets if b.layout.full_numel and any(map(_is_trained, b.parameters))]
 
     # -- changes in place -----------------------------------------------------------------------------------------
 
@@ -262,16 +265,17 @@ class Unit:
         for bucket in self.buckets:
             bucket.grads.take_used(flags)
 
-    def count_landed(self, parameter: Tensor) -> None:
-        """Note that a gradient landed."""
+    def count_landed(self, parameter: Tensor) -> bool:
+        """Note that a gradient landed, and tell whether all have."""
         if not self.landed:
             self._missing = dict(zip(map(id, self.parameters), self.parameters, strict=True))
         self.landed += 1
         self._missing.pop(id(parameter), None)
+        return not any(map(_is_trained, self._missing.values()))
 
     def has_all_landed(self) -> bool:
         """Tell whether every parameter that wants a gradient got one in this pass."""
-        return self.landed > 0 and not any(p.requires_grad for p in self._missing.values())
+        return self.landed > 0 and not any(map(_is_trained, self._missing.values()))
 
     def is_complete(self) -> bool:
         """Tell whether the backward pass that this thread is in will bring no more gradients of the unit."""
@@ -312,8 +316,15 @@ class Unit:
             return []
         return [comm.gather(grads.hold(), Tag(number, bucket.number, what), kind="reduce")]
 
+    def copy_arrived(self) -> None:
+        """Copy gradients that wait for one another; see `FlatGradients`."""
+        for bucket in self.buckets:
+            if bucket.flat is not None:
+                bucket.flat.copy_arrived()
+
     def end_backward(self) -> None:
         """Forget what belonged to one backward pass."""
+        self.copy_arrived()
         self.calls = self.landed = 0
         self.has_end_hint = self.is_recomputed = False
 

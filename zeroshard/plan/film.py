@@ -575,6 +575,7 @@ class _Camera:
             else:
                 self._begin_local(bucket)
         if self._is_last(one.what, self._missing):
+            self._copy_landed(unit, one.nbytes)
             self._do(self._schedule.land(unit))
 
     def _begin_local(self, bucket: BucketSpec) -> None:
@@ -618,6 +619,7 @@ class _Camera:
                 self._land(schedule.ROOT)
             if last[call.unit] == place and call.unit != schedule.ROOT:
                 self._land(call.unit)
+                self._copy_landed(call.unit, 0)
                 self._do(self._schedule.land(call.unit))
             self._do(self._schedule.leave(call.unit))
         self._drop(given)
@@ -741,6 +743,13 @@ class _Camera:
                 wanted = (bucket.layout.full_numel, bucket.formats.grad, spec.name, "gradients to reduce")
                 taken.append(self._take(*wanted, is_adopted=bucket.adopts))
         self._landing[number] = taken
+
+    def _copy_landed(self, number: int, last_bytes: int) -> None:
+        """Copy a unit's gradients together where the transport has them wait; the last one is there by the trace."""
+        spec = self._job.units[number]
+        if self._job.wire.lands_together:
+            waiting = max(0, spec.landing_bytes - last_bytes)
+            self._drop(self._make(waiting, "transient", spec.name, "gradients that wait"))
 
     def _land(self, number: int) -> None:
         if number not in self._landing:

@@ -19,10 +19,10 @@ from zeroshard.core.unit import Unit
 from zeroshard.describe.units import UnitPlan
 from zeroshard.state.materialize import materialize
 from zeroshard.state.request import Described
+from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import accept_in_foreach
 from zeroshard.wire.comm import Comm
-from zeroshard.wire.pool import Pool
 
 __all__ = ["build", "spread"]
 
@@ -37,7 +37,7 @@ def build(described: Described, comm: Comm, ledger: Ledger, treatment: Treatment
     accept_in_foreach(LogicalGradient, MasterGradient, MasterSlice)
     model, made = described.model, dict[int, Unit]()
     for number in materialize(model, described.plans, described.mesh, described.source):
-        made[number] = _make_unit(number, described, comm.pool, ledger)
+        made[number] = _make_unit(number, described, comm, ledger)
         # Taken over and released before the next is made: never more than one unit is there twice.
         _take_over(made[number], described.plans[number], described.forms, comm)
     for name, tensor in model.named_buffers():
@@ -49,11 +49,15 @@ def build(described: Described, comm: Comm, ledger: Ledger, treatment: Treatment
     return engine
 
 
-def _make_unit(number: int, described: Described, pool: Pool, ledger: Ledger) -> Unit:
+def _make_unit(number: int, described: Described, comm: Comm, ledger: Ledger) -> Unit:
     """Make a described unit, with empty buckets."""
     plan, spec = described.plans[number], described.units[number]
     parameters = {name: described.forms[id(p)].part(p.detach()) for name, p in plan.parameters}
-    buckets = [Bucket(one, [parameters[name] for name in one.names], pool, ledger) for one in spec.buckets]
+    buckets = [Bucket(one, [parameters[name] for name in one.names], comm.pool, ledger) for one in spec.buckets]
+    for bucket in buckets:
+        if bucket.flat is not None:
+            # Gradients of the root come from the first to the last moment of a backward, and would wait throughout.
+            bucket.flat.lands_together = comm.wire.lands_together and number != ROOT
     return Unit(spec, buckets, described.scale, plan.blocks)
 
 
@@ -66,7 +70,7 @@ def _take_over(unit: Unit, plan: UnitPlan, forms: Mapping[int, Form], comm: Comm
         (bucket, index), form = homes[name], forms[id(parameter)]
         views[bucket.number][index].copy_(form.part(parameter.detach()))
         form.point(parameter, bucket.views[index])
-        parameter.__dict__["_zeroshard"] = Slot(name, unit.number, bucket, index, form)
+        parameter.__dict__["_zeroshard"] = Slot(name, unit.number, bucket, index, form, parameter)
         parameter.__class__ = form.classes[0]
         unit.parameters.append(parameter)
         bucket.parameters.append(parameter)

@@ -110,6 +110,7 @@ def _transient_bytes(units: Sequence[UnitSpec], wire: Wire, wide_bytes: int) -> 
         before: list[Buffer] = []
         for unit in [*others, root]:
             taken = of_root if unit is root else pool.land(unit)
+            pool.note(unit.landing_bytes * wire.lands_together)
             pool.give(before)  # the reduction before this one is finished before this one starts
             before = taken + [pool.take(*wanted) for bucket in unit.reduced for wanted in wire.reduction(bucket)]
             if wire.is_in_place:
@@ -131,6 +132,10 @@ class _Counted:
         sharded = [bucket for bucket in unit.reduced if not bucket.holds_whole_gradients]
         return [self.take(b.layout.full_numel, b.formats.grad, is_adopted=b.adopts) for b in sharded]
 
+    def note(self, nbytes: int) -> None:
+        """Count what lies beside the buffers for a moment."""
+        self.most_bytes = max(self.most_bytes, self._now + nbytes)
+
     def take(self, numel: int, dtype: str, *, is_adopted: bool = False) -> Buffer:
         buffer, gone = (Buffer(numel, None), None) if is_adopted else self._buffers.take(numel, dtype)
         if gone is not None:
@@ -138,7 +143,7 @@ class _Counted:
         if buffer.memory is None:
             buffer.memory = numel * itemsize(dtype)
             self._now += buffer.memory
-        self.most_bytes = max(self.most_bytes, self._now)
+        self.note(0)
         return buffer
 
     def give(self, buffers: Sequence[Buffer]) -> None:

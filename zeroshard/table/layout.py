@@ -6,7 +6,7 @@ world size on any machine. Read `docs/design.md` ("Bucket") first.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 __all__ = ["ALIGN_BYTES", "Layout", "plan_layout"]
 
@@ -50,6 +50,11 @@ class Layout:
         first = min(max(self.offsets[index], start), stop)
         last = min(max(self.offsets[index] + self.numels[index], first), stop)
         return first, last
+
+    def pieces(self, start: int, stop: int) -> list[int]:
+        """Return the sizes of what `[start, stop)` of the bucket falls into: a gap, then each part and a gap behind."""
+        ends = [end for index in range(len(self.numels)) for end in self.overlap(index, start, stop)]
+        return [last - first for first, last in pairwise([start, *ends, stop])]
 
     def owned_numel(self, start: int, stop: int) -> int:
         """Return how many elements of `[start, stop)` belong to parameters; the rest is padding."""

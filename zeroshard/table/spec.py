@@ -14,6 +14,7 @@ from typing import final
 
 from zeroshard.table.cells import Residency
 from zeroshard.table.layout import Layout
+from zeroshard.table.schedule import ROOT
 
 __all__ = ["BLOCK_NUMEL", "BucketSpec", "CODECS", "Formats", "Message", "Range", "UnitSpec", "itemsize", "message_of"]
 
@@ -213,6 +214,12 @@ class UnitSpec:
     def reduced(self) -> Sequence[BucketSpec]:
         """The buckets whose gradients are reduced."""
         return [bucket for bucket in self.buckets if bucket.is_trained and bucket.layout.full_numel]
+
+    @cached_property
+    def landing_bytes(self) -> int:
+        """Bytes of this rank's gradients where autograd left them, if they wait there for one another."""
+        waiting = [bucket for bucket in self.reduced if self.number != ROOT and not bucket.adopts]
+        return sum(b.layout.numel * itemsize(b.formats.param) for b in waiting)
 
     def sent_bytes(self, kind: str) -> int:
         """Return what this rank sends for one event of `kind`."""

@@ -21,6 +21,8 @@ class Wire(ABC):
 
     is_in_place: bool = False
     """Whether ranks of one copy read each other's memory: nothing is received in buffers, nothing is on its way."""
+    lands_together: bool = False
+    """Whether the gradients of a unit are copied together once all are there: few launches, for the memory of one."""
     wire_bytes: int = WIRE_BYTES
     """Of the buffers that one exchange may take."""
 
@@ -100,6 +102,7 @@ class Native(Wire):
     """A backend's own collectives, of dtypes alone: what is converted, is converted in pieces."""
 
     wire_bytes: int = WIRE_BYTES
+    lands_together = True
 
     def among_shards(self, bucket: BucketSpec) -> list[Message]:
         return self._converted(bucket, bucket.layout.shard_numel, bucket.layout.world_size)

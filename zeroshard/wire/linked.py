@@ -36,6 +36,8 @@ class LinkedComm(Comm):
         super().__init__(links.mesh, ledger, wire, memory)
         self.links, self.watchdog, self._name = links, links.watchdog, group
         self._votes: Counter[Lane] = Counter()
+        # torch 2.13 renamed it and warns at the old name; 2.11 has only that.
+        self.all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -127,6 +129,8 @@ class LinkedComm(Comm):
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
         raw = tensor.contiguous().view(-1).view(torch.uint8)
         rows = raw.new_empty(self.mesh.world_size, raw.numel())
-        self.run(tensor, lambda group: dist.all_gather([*rows], raw, group=group, async_op=True), what, self._name)
+        self.run(
+            tensor, lambda group: self.all_gather(rows.view(-1), raw, group=group, async_op=True), what, self._name
+        )
         self.sent_bytes[kind] += tensor.nbytes * (self.mesh.world_size - 1)
         return rows.view(tensor.dtype).view(self.mesh.world_size, *tensor.shape)

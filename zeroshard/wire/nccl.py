@@ -57,8 +57,6 @@ class NcclComm(LinkedComm):
             links.new_group(PARTS, "nccl", "tensor")
         if PART in links.groups:
             links.new_group(HOST_PART, "gloo", "replicate", "shard")
-        # torch 2.13 renamed both and warns at the old names; 2.11 has only those.
-        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     @property
@@ -75,7 +73,7 @@ class NcclComm(LinkedComm):
     def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
         ranks, group = self.mesh.ranks_of(axis), self.links.groups[GATHERS if axis == "shard" else PARTS]
         own = full.view(len(ranks), -1)[ranks.index(self.mesh.rank)]
-        work = self._all_gather(full, own, group=group, async_op=True)
+        work = self.all_gather(full, own, group=group, async_op=True)
         self.sent_bytes[kind] += own.nbytes * (len(ranks) - 1)
         return Pending(lambda: self.links.wait_on_stream(work, tag.what, is_last=kind == "state"))
 
