@@ -40,10 +40,10 @@ from zeroshard.state.equal import check_equal, facts_of, facts_of_optimizer, tel
 from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
 from zeroshard.state.materialize import InitFn
-from zeroshard.state.request import Described, Optimizers, Request, check_optimizers, describe
+from zeroshard.state.request import Described, Optimizers, Request, check_optimizers, describe, place_of
 from zeroshard.state.start import accepted_by_all, everybody_at
 from zeroshard.state.summary import summarize, warn_if_whole
-from zeroshard.state.takeover import build
+from zeroshard.state.takeover import build, move_states
 from zeroshard.state.wiring import wire
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
@@ -160,7 +160,7 @@ def shard(
     asked = Request(
         model, optimizer, stage, residency, activations, precision, units, mesh, reduction, weights, settings
     )
-    return shard_over(asked, current_mesh(), make_comm)
+    return shard_over(asked, current_mesh(place_of(model)), make_comm)
 
 
 def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
@@ -289,6 +289,7 @@ class Zero:
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over an optimizer that was checked and compared."""
+        move_states(optimizer, self.mesh.device)
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded), state_cost(optimizer)))
         if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
             optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step)

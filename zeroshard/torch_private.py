@@ -55,6 +55,7 @@ __all__ = [
     "graph_task",
     "innermost_hooks",
     "is_called_by_checkpoint",
+    "is_called_by_cuda_graphs",
     "is_dense",
     "is_inside_reentrant_checkpoint",
     "is_inside_transform",
@@ -65,6 +66,7 @@ __all__ = [
     "note_visit",
     "raw_data",
     "raw_local",
+    "raw_stream",
     "run_backward",
     "running_node_number",
     "saved_by",
@@ -73,6 +75,7 @@ __all__ = [
     "setting_of",
     "slot_grad",
     "storage_of",
+    "uses_cuda_graphs",
     "users_of_storage",
     "version_of",
     "versions_below_autograd",
@@ -113,6 +116,8 @@ slot_grad: Final[Callable[[Tensor], Tensor | None]] = torch.Tensor.grad.__get__ 
 """Returns what lies in autograd's own slot, whatever a subclass answers to `.grad`."""
 set_slot: Final[Callable[[Tensor, Tensor | None], None]] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 """Fills or empties autograd's own slot."""
+raw_stream: Final[Callable[[int], int]] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+"""Returns the address of a CUDA device's current stream, without making an object; torch for CPUs has no such name."""
 raw_data: Final[Callable[[Tensor], Tensor]] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 """Returns `.data`, whatever a subclass answers to it."""
 
@@ -396,6 +401,35 @@ def is_inside_reentrant_checkpoint() -> bool:
         if frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith("checkpoint.py"):
             return _is_of(frame, "torch/utils/checkpoint.py")
     return False
+
+
+def uses_cuda_graphs(module: torch.nn.Module) -> bool:
+    """Tell whether a module is compiled to CUDA graphs, by `module.compile(...)`, or is what `torch.compile` made."""
+    for one in (module, module.__dict__.get("_compiled_call_impl")):
+        tell = getattr(one, "__dict__", {}).get("get_compiler_config")
+        if tell is not None and _has_cuda_graphs(tell()):
+            return True
+    return False
+
+
+def is_called_by_cuda_graphs() -> bool:
+    """Tell whether the running function was called by one that is compiled to CUDA graphs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _COMPILED and _is_of(frame, "torch/_dynamo/eval_frame.py"):
+            compiled: Any = frame.f_locals.get("self")
+            if _has_cuda_graphs(getattr(compiled, "compiler_config", None)):
+                return True
+        frame = frame.f_back
+    return False
+
+
+_COMPILED: Final = frozenset(["compile_wrapper", "_fn"])
+"""The function around compiled code, in torch 2.13 and before."""
+
+
+def _has_cuda_graphs(config: Any) -> bool:
+    return bool(config) and bool(config.get("triton.cudagraphs"))
 
 
 # -- tests ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-__all__ = ["Axis", "Launched", "Mesh", "current_mesh", "find_launch"]
+from zeroshard import devices
+
+__all__ = ["Axis", "Launched", "Mesh", "backend_of", "choose_device", "current_mesh", "find_launch", "read_local_rank"]
 
 Axis = Literal["shard", "tensor"]
 """Along which the parts of a whole lie."""
@@ -129,8 +131,11 @@ def find_launch() -> Launched | None:
     return Launched(_read_int("RANK", 0), world_size, os.environ["MASTER_ADDR"], _read_int("MASTER_PORT", 0), has_store)
 
 
-def current_mesh() -> Mesh:
+def current_mesh(found: torch.device | None = None) -> Mesh:
     """Return the mesh of the default process group, or of this one process where there is none.
+
+    Args:
+        found: the device of a model's parameters, where it is one. One process that no launcher started follows it.
 
     Raises:
         RuntimeError: torchrun started more ranks than have joined, which would train apart from each other.
@@ -139,15 +144,54 @@ def current_mesh() -> Mesh:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
     # More ranks than the variable says have found each other, so that it is not about them.
     if (started := _read_int("WORLD_SIZE", 1)) > world_size:
-        found = f"has a process group of {world_size} rank(s)" if is_joined else "has joined no process group"
+        found_group = f"has a process group of {world_size} rank(s)" if is_joined else "has joined no process group"
         raise RuntimeError(
-            f"WORLD_SIZE is {started}, but this process {found}, so that each would train apart from the others. Call "
-            "zs.init() first, in place of torch.distributed.init_process_group(), or unset WORLD_SIZE where this "
+            f"WORLD_SIZE is {started}, but this process {found_group}, so that each would train apart from the others. "
+            "Call zs.init() first, in place of torch.distributed.init_process_group(), or unset WORLD_SIZE where this "
             "process is to train alone."
         )
-    local_rank = _read_int("LOCAL_RANK", 0)
-    uses_cuda = torch.cuda.is_available() and (not is_joined or "nccl" in dist.get_backend())
-    return Mesh(rank, world_size, local_rank, torch.device("cuda", local_rank) if uses_cuda else torch.device("cpu"))
+    device = choose_device(backend_of("cuda") if is_joined else "nccl", found)
+    return Mesh(rank, world_size, read_local_rank() or 0, device)
+
+
+def backend_of(kind: str) -> str | None:
+    """Return what the default process group moves tensors of a type of device with; None if it does not."""
+    # "undefined" is all that get_backend() says of a group made without a backend; torch has chosen one all the same.
+    pairs = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    return pairs.get(kind)
+
+
+def choose_device(backend: str | None, found: torch.device | None = None) -> torch.device:
+    """Return the rank's device: a CUDA device, where there are some and the process group can use them, else the CPU.
+
+    Which one is what the process group was given, else what the program chose (`torch.cuda.set_device`), the launcher
+    (LOCAL_RANK), or where the model is. It may not exist, and may be another rank's: `state/arrival.py` has ranks
+    refuse that together.
+
+    Args:
+        backend: of the process group for CUDA tensors.
+        found: as in `current_mesh`.
+    """
+    local_rank, is_joined = read_local_rank(), dist.is_initialized()
+    if found is not None and found.type not in ("cpu", "cuda") and not is_joined:
+        return found
+    if not devices.count() or backend not in ("nccl", "fake"):
+        return torch.device("cpu")
+    given: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
+    if given is not None:
+        return given
+    index = devices.current()
+    if not index and local_rank is not None:
+        # A launcher may show each rank a device of its own, as the only one.
+        index = local_rank if devices.count() > 1 else 0
+    elif not index and found is not None and found.type == "cuda":
+        index = found.index
+    return torch.device("cuda", index)
+
+
+def read_local_rank() -> int | None:
+    """Return this rank's number on its host, as the launcher gave it; None if it gave none."""
+    return _read_int("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else None
 
 
 def _read_int(name: str, default: int) -> int:
