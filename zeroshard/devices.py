@@ -4,13 +4,29 @@ Owns every such question that decides something (which device, which stream, is 
 answer in the place of a GPU by replacing functions of this module. It must not know ranks, models or collectives.
 """
 
-from typing import final
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, final
 
 import torch
 
 from zeroshard.torch_private import raw_stream
 
-__all__ = ["Lane", "count", "current", "identity", "is_capturing", "order_after", "stream_of", "use"]
+__all__ = [
+    "Lane",
+    "alone",
+    "choose",
+    "count",
+    "current",
+    "identity",
+    "is_capturing",
+    "order_after",
+    "stream_of",
+    "use",
+]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def count() -> int:
@@ -46,6 +62,58 @@ def is_capturing() -> bool:
 def order_after(device: torch.device, stream: int) -> None:
     """Have the current stream begin what follows when all that another one was told is done; the host goes on."""
     torch.cuda.current_stream(device).wait_stream(torch.cuda.ExternalStream(stream, device=device))
+
+
+def choose(
+    backend: str | None,
+    *,
+    local_rank: int | None,
+    given: torch.device | None = None,
+    found: torch.device | None = None,
+) -> torch.device:
+    """Return a rank's device: a CUDA device, where there are some and the process group can use them, else the CPU.
+
+    Which one is what the process group was given, else what the program chose (`torch.cuda.set_device`), the launcher
+    (LOCAL_RANK), or where the model is. It may not exist, and may be another rank's, too: `state/places.py` has all
+    ranks refuse that.
+
+    Args:
+        backend: what the process group moves CUDA tensors with; None where it does not.
+        local_rank: the rank's number on its host, if a launcher told.
+        given: the device of the process group.
+        found: that of a model's parameters, where it is one.
+    """
+    if not count() or backend not in ("nccl", "fake"):
+        return torch.device("cpu")
+    if given is not None:
+        return given
+    index = current()
+    if not index and local_rank is not None:
+        # A launcher may show each rank a device of its own, as the only one.
+        index = local_rank if count() > 1 else 0
+    elif not index and found is not None and found.type == "cuda":
+        index = found.index
+    return torch.device("cuda", index)
+
+
+class HasLock(Protocol):
+    """What several threads may call."""
+
+    lock: Any
+
+
+_Self = TypeVar("_Self", bound=HasLock)
+
+
+def alone(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Concatenate[_Self, _P], _T]:
+    """Let one thread at a time into methods of an object, by its reentrant `lock`: autograd has one for each device."""
+
+    @functools.wraps(method)
+    def call(self: _Self, /, *args: _P.args, **options: _P.kwargs) -> _T:
+        with self.lock:
+            return method(self, *args, **options)
+
+    return call
 
 
 @final

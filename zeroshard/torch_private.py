@@ -8,7 +8,8 @@ Note: what a change would do
     Most names are loud: without them nothing runs. Three would be silent, and are tested by what they are for: the
     function by which GradScaler checks gradients (ranks would skip different steps), the place of a reentrant
     checkpoint on the stack (gradients would be reduced several times), and the local tensor of a DTensor (a released
-    parameter would be read).
+    parameter would be read). A fourth, what torch.compile tells of its settings, is tested by the tests alone, since
+    torch's compiler takes seconds to import (graphs that cannot be replayed would not be refused).
 """
 
 import functools
@@ -75,8 +76,8 @@ __all__ = [
     "setting_of",
     "slot_grad",
     "storage_of",
-    "uses_cuda_graphs",
     "users_of_storage",
+    "uses_cuda_graphs",
     "version_of",
     "versions_below_autograd",
     "will_run",
@@ -116,8 +117,6 @@ slot_grad: Final[Callable[[Tensor], Tensor | None]] = torch.Tensor.grad.__get__ 
 """Returns what lies in autograd's own slot, whatever a subclass answers to `.grad`."""
 set_slot: Final[Callable[[Tensor, Tensor | None], None]] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 """Fills or empties autograd's own slot."""
-raw_stream: Final[Callable[[int], int]] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
-"""Returns the address of a CUDA device's current stream, without making an object; torch for CPUs has no such name."""
 raw_data: Final[Callable[[Tensor], Tensor]] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 """Returns `.data`, whatever a subclass answers to it."""
 
@@ -401,6 +400,12 @@ def is_inside_reentrant_checkpoint() -> bool:
         if frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith("checkpoint.py"):
             return _is_of(frame, "torch/utils/checkpoint.py")
     return False
+
+
+def raw_stream(index: int) -> int:
+    """Return the address of a CUDA device's current stream, without making an object; torch for CPUs has no such."""
+    found: int = torch._C._cuda_getCurrentRawStream(index)
+    return found
 
 
 def uses_cuda_graphs(module: torch.nn.Module) -> bool:

@@ -190,7 +190,7 @@ def values(devices: Devices) -> dict[str, bool]:
 
 
 def counters(devices: Devices) -> list[str]:
-    """Return where step counters are that a fused update reads, after a model was moved whose states were on the CPU."""
+    """Return where step counters of a fused update are, once a model was moved whose states were on the CPU."""
     model = Model(depth=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     model(torch.ones(1, WIDTH)).sum().backward()

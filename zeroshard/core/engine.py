@@ -26,13 +26,12 @@ Note: hints
     unpacking a saved tensor gathers its unit, and the end of the pass releases and reduces what is left.
 """
 
-import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeVar, final
+from typing import Any, final
 
 import torch
 
@@ -43,7 +42,7 @@ from zeroshard.core.saved import SavedTensors, Treatment
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence, Scope
 from zeroshard.core.unit import Unit
-from zeroshard.devices import Lane
+from zeroshard.devices import Lane, alone
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import (
@@ -64,20 +63,6 @@ __all__ = ["Engine", "Frame", "Gathered"]
 Tensor = torch.Tensor
 
 KEPT_FORWARDS = 64
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def alone(method: "Callable[Concatenate[Engine, _P], _T]") -> "Callable[Concatenate[Engine, _P], _T]":
-    """Let one thread at a time into these methods of an engine. See "Note: threads"."""
-
-    @functools.wraps(method)
-    def call(self: "Engine", /, *args: _P.args, **options: _P.kwargs) -> _T:
-        with self.lock:
-            return method(self, *args, **options)
-
-    return call
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Which device each rank has: agreed on before anything is sent between devices.
 
 Owns the refusal of devices that are missing, or that two ranks of a host would share. It goes through the store, which
-needs no device, so that all ranks learn of it; NCCL would fail on some, and leave others waiting. Read `choose_device`
-(`wire/mesh.py`) and `state/arrival.py` first.
+needs no device, so that all ranks learn of it; NCCL would fail on some, and leave others waiting. Read `choose`
+(`devices.py`) and `state/arrival.py` first.
 """
 
 import torch

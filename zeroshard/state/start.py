@@ -22,7 +22,7 @@ from zeroshard.state.places import await_places
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import default_store
 from zeroshard.wire.comm import gather_across_ranks
-from zeroshard.wire.mesh import Launched, Mesh, backend_of, choose_device, current_mesh, find_launch
+from zeroshard.wire.mesh import Launched, Mesh, backend_of, current_mesh, find_launch, read_local_rank
 from zeroshard.wire.process import is_child_of
 
 __all__ = ["accepted_by_all", "check_seconds", "everybody_at", "init", "texts_across_ranks"]
@@ -150,7 +150,7 @@ def _join(launched: Launched, watchdog_s: float, heartbeat_s: float, backend: st
         store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
     else:
         store = open_store(wait, launched.address, launched.port, watchdog_s)
-    device = choose_device("nccl" if "nccl" in backend else None)
+    device = devices.choose("nccl" if "nccl" in backend else None, local_rank=read_local_rank())
     await_places(store, wait, device, backend)
     bound: dict[str, Any] = {}
     if device.type == "cuda":

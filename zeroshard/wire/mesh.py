@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zeroshard import devices
 
-__all__ = ["Axis", "Launched", "Mesh", "backend_of", "choose_device", "current_mesh", "find_launch", "read_local_rank"]
+__all__ = ["Axis", "Launched", "Mesh", "backend_of", "current_mesh", "find_launch", "read_local_rank"]
 
 Axis = Literal["shard", "tensor"]
 """Along which the parts of a whole lie."""
@@ -150,8 +150,11 @@ def current_mesh(found: torch.device | None = None) -> Mesh:
             "Call zs.init() first, in place of torch.distributed.init_process_group(), or unset WORLD_SIZE where this "
             "process is to train alone."
         )
-    device = choose_device(backend_of("cuda") if is_joined else "nccl", found)
-    return Mesh(rank, world_size, read_local_rank() or 0, device)
+    local_rank, backend = read_local_rank(), backend_of("cuda") if is_joined else "nccl"
+    given = getattr(dist.group.WORLD, "bound_device_id", None)
+    if is_joined or found is None or found.type in ("cpu", "cuda"):
+        found = devices.choose(backend, local_rank=local_rank, given=given, found=found)
+    return Mesh(rank, world_size, local_rank or 0, found)
 
 
 def backend_of(kind: str) -> str | None:
@@ -159,34 +162,6 @@ def backend_of(kind: str) -> str | None:
     # "undefined" is all that get_backend() says of a group made without a backend; torch has chosen one all the same.
     pairs = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
     return pairs.get(kind)
-
-
-def choose_device(backend: str | None, found: torch.device | None = None) -> torch.device:
-    """Return the rank's device: a CUDA device, where there are some and the process group can use them, else the CPU.
-
-    Which one is what the process group was given, else what the program chose (`torch.cuda.set_device`), the launcher
-    (LOCAL_RANK), or where the model is. It may not exist, and may be another rank's: `state/arrival.py` has ranks
-    refuse that together.
-
-    Args:
-        backend: of the process group for CUDA tensors.
-        found: as in `current_mesh`.
-    """
-    local_rank, is_joined = read_local_rank(), dist.is_initialized()
-    if found is not None and found.type not in ("cpu", "cuda") and not is_joined:
-        return found
-    if not devices.count() or backend not in ("nccl", "fake"):
-        return torch.device("cpu")
-    given: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
-    if given is not None:
-        return given
-    index = devices.current()
-    if not index and local_rank is not None:
-        # A launcher may show each rank a device of its own, as the only one.
-        index = local_rank if devices.count() > 1 else 0
-    elif not index and found is not None and found.type == "cuda":
-        index = found.index
-    return torch.device("cuda", index)
 
 
 def read_local_rank() -> int | None:
