@@ -106,8 +106,8 @@ def shard(
 
     Args:
         model: any module; its parameters may have any dtypes and strides. From another device than the rank's it is
-            moved there, unit by unit, with its buffers and the optimizer's states. On the meta device they get their values
-            here, unit by unit, as `model.apply(initializer)` would give them in one process.
+            moved there, unit by unit, with its buffers and the optimizer's states. On the meta device they get their
+            values here, unit by unit, as `model.apply(initializer)` would give them in one process.
         optimizer: the optimizer or optimizers of the model, or None: then hand it to `zero.attach()` once it is built.
         stage: 0 to 3, a row of the residency table by name; 3 by default. "auto" is the least one whose model states
             and buffers take at most half of the device; `zs.plan(stage="auto")` knows activations, too.
