@@ -29,7 +29,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, final
@@ -271,15 +271,19 @@ def start(job: Job, model: nn.Module | None = None) -> tuple[zs.Zero, nn.Module,
         torch.cuda.set_device(0)
 
     def make(mesh: zs.Mesh, settings: zs.Settings, ledger: Ledger) -> Any:
-        comm = make_comm(mesh, settings, ledger)
-        return Staged(comm, job) if job.ranks > 1 and not job.is_nccl else comm
+        if job.is_nccl:
+            return make_comm(mesh, settings, ledger)
+        comm = make_comm(replace(mesh, device=torch.device("cpu")), settings, ledger)
+        return Staged(comm, job) if job.ranks > 1 else comm
 
     model = model or build(job.device)
     optimizer = adamw(model)
     # Memory of the host would need no waits, and these are what is checked.
     settings = zs.Settings(watchdog_s=60.0, shared_memory=False)
     asked = Request(model, optimizer, stage=job.stage, precision=job.precision, settings=settings)
-    return shard_over(asked, current_mesh(), make), model, optimizer
+    # gloo moves what is on the host, and is handed copies of it here: the model is on the device all the same.
+    mesh = current_mesh() if job.is_nccl else replace(current_mesh(), device=torch.device(job.device))
+    return shard_over(asked, mesh, make), model, optimizer
 
 
 def _pass(model: nn.Module, step: int, micro: int, rank: int, device: str) -> float:

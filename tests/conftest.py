@@ -73,6 +73,13 @@ def one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
+def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test that needs no GPU train on the CPU, where its batches are, also on a machine that has one."""
+    if torch.cuda.is_available() and not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr("zeroshard.devices.count", lambda: 0)
+
+
+@pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
     """Fail a test that leaves a process group in this process: the next test would run inside it."""
     yield

@@ -42,10 +42,10 @@ from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
 from zeroshard.state.kernels import choose_kernels
 from zeroshard.state.materialize import InitFn
-from zeroshard.state.request import Described, Optimizers, Request, check_optimizers, describe
+from zeroshard.state.request import Described, Optimizers, Request, check_optimizers, describe, place_of
 from zeroshard.state.start import accepted_by_all, everybody_at
 from zeroshard.state.summary import summarize, warn_if_whole
-from zeroshard.state.takeover import build
+from zeroshard.state.takeover import build, move_states
 from zeroshard.state.wiring import wire
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
@@ -107,8 +107,9 @@ def shard(
     objects.
 
     Args:
-        model: any module; its parameters may have any dtypes and strides. On the meta device they get their values
-            here, unit by unit, as `model.apply(initializer)` would give them in one process.
+        model: any module; its parameters may have any dtypes and strides. From another device than the rank's it is
+            moved there, unit by unit, with its buffers and the optimizer's states. On the meta device they get their
+            values here, unit by unit, as `model.apply(initializer)` would give them in one process.
         optimizer: the optimizer or optimizers of the model, or None: then hand it to `zero.attach()` once it is built.
         stage: 0 to 3, a row of the residency table by name; 3 by default. "auto" is the least one whose model states
             and buffers take at most half of the device; `zs.plan(stage="auto")` knows activations, too.
@@ -162,7 +163,7 @@ def shard(
     asked = Request(
         model, optimizer, stage, residency, activations, precision, units, mesh, reduction, weights, settings
     )
-    return shard_over(asked, current_mesh(), make_comm)
+    return shard_over(asked, current_mesh(place_of(model)), make_comm)
 
 
 def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
@@ -297,6 +298,7 @@ class Zero:
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over an optimizer that was checked and compared."""
+        move_states(optimizer, self.mesh.device)
         self._chosen += choose_kernels(self._engine.guard, optimizer)
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded), state_cost(optimizer)))
         if self._engine.comm.watchdog is not None and len(self._sharded) == 1:

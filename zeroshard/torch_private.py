@@ -8,7 +8,8 @@ Note: what a change would do
     Most names are loud: without them nothing runs. Three would be silent, and are tested by what they are for: the
     function by which GradScaler checks gradients (ranks would skip different steps), the place of a reentrant
     checkpoint on the stack (gradients would be reduced several times), and the local tensor of a DTensor (a released
-    parameter would be read).
+    parameter would be read). A fourth, what torch.compile tells of its settings, is tested by the tests alone, since
+    torch's compiler takes seconds to import (graphs that cannot be replayed would not be refused).
 """
 
 import functools
@@ -60,6 +61,7 @@ __all__ = [
     "has_split",
     "innermost_hooks",
     "is_called_by_checkpoint",
+    "is_called_by_cuda_graphs",
     "is_dense",
     "is_inside_reentrant_checkpoint",
     "is_inside_transform",
@@ -72,6 +74,7 @@ __all__ = [
     "premultiplied_sum",
     "raw_data",
     "raw_local",
+    "raw_stream",
     "run_backward",
     "running_node_number",
     "saved_by",
@@ -81,6 +84,7 @@ __all__ = [
     "slot_grad",
     "storage_of",
     "users_of_storage",
+    "uses_cuda_graphs",
     "version_of",
     "versions_below_autograd",
     "while_inferring",
@@ -459,6 +463,41 @@ def is_inside_reentrant_checkpoint() -> bool:
         if frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith("checkpoint.py"):
             return _is_of(frame, "torch/utils/checkpoint.py")
     return False
+
+
+def raw_stream(index: int) -> int:
+    """Return the address of a CUDA device's current stream, without making an object; torch for CPUs has no such."""
+    found: int = torch._C._cuda_getCurrentRawStream(index)
+    return found
+
+
+def uses_cuda_graphs(module: torch.nn.Module) -> bool:
+    """Tell whether a module is compiled to CUDA graphs, by `module.compile(...)`, or is what `torch.compile` made."""
+    for one in (module, module.__dict__.get("_compiled_call_impl")):
+        tell = getattr(one, "__dict__", {}).get("get_compiler_config")
+        if tell is not None and _has_cuda_graphs(tell()):
+            return True
+    return False
+
+
+def is_called_by_cuda_graphs() -> bool:
+    """Tell whether the running function was called by one that is compiled to CUDA graphs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _COMPILED and _is_of(frame, "torch/_dynamo/eval_frame.py"):
+            compiled: Any = frame.f_locals.get("self")
+            if _has_cuda_graphs(getattr(compiled, "compiler_config", None)):
+                return True
+        frame = frame.f_back
+    return False
+
+
+_COMPILED: Final = frozenset(["compile_wrapper", "_fn"])
+"""The function around compiled code, in torch 2.13 and before."""
+
+
+def _has_cuda_graphs(config: Any) -> bool:
+    return bool(config) and bool(config.get("triton.cudagraphs"))
 
 
 # -- tests ------------------------------------------------------------------------------------------------------------

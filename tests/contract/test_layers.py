@@ -15,6 +15,7 @@ LAYERS = (
     "table",
     "tree",
     "torch_private",
+    "devices",
     "describe",
     "wire",
     "core",

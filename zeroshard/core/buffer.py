@@ -34,13 +34,16 @@ class Bucket:
 
     Args:
         spec: what it holds, and where each column of it lives.
-        parameters: as they are in the model, in registration order.
+        parameters: as they are in the model, in registration order, on any device.
+        device: the rank's.
     """
 
-    def __init__(self, spec: BucketSpec, parameters: Sequence[Tensor], pool: Pool, ledger: Ledger) -> None:
+    def __init__(
+        self, spec: BucketSpec, parameters: Sequence[Tensor], pool: Pool, ledger: Ledger, device: torch.device
+    ) -> None:
         self.spec, self.layout, self.number = spec, spec.layout, spec.number
         self.dtypes = dtypes = Dtypes(spec.formats)
-        self.dtype, self.device = dtypes.param, parameters[0].device
+        self.dtype, self.device = dtypes.param, device
         self.codec = codec_of(spec.formats.reduce)
         self.places = Places(spec, parameters)
         self._ledger, self._memory, (start, stop) = ledger, pool.memory, spec.shard

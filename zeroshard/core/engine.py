@@ -15,6 +15,11 @@ Note: a step
     Update. Before it ranks vote and meet (`Order.settle`); the user's optimizer then updates this rank's slices, and
     `ShardedOptimizer` has updated parameters gathered where they stay whole (`Order.publish`). `zero_grad` forgets the
     gradients (`Gradients.clear`).
+Note: threads
+    Autograd runs the backward of each device's nodes on a thread of that device, and of the CPU's on the caller's. A
+    model that hands tensors over (a loss on the CPU, say) has hooks called from both. What they lead to is a sequence
+    that all ranks follow, so one hook at a time may decide: `alone`. A thread that waits for a collective keeps the
+    others out; they could not go on, as what they ask for comes later in the sequence.
 Note: hints
     Hooks on the gradients of a unit's outputs and inputs say when its backward begins and ends. They are hints: a loss
     taken from inside a unit, or a returned view changed in place, bypasses them. Nothing is wrong without them:
@@ -22,6 +27,7 @@ Note: hints
 """
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +43,7 @@ from zeroshard.core.saved import SavedTensors, Treatment
 from zeroshard.core.slot import Slot
 from zeroshard.core.states import Presence, Scope
 from zeroshard.core.unit import Unit
+from zeroshard.devices import Lane, alone
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import (
@@ -95,6 +102,7 @@ class Engine:
         self, mesh: Mesh, comm: Comm, units: list[Unit], ledger: Ledger, treatment: Treatment | None = None
     ) -> None:
         self.mesh, self.comm, self.units, self.ledger = mesh, comm, units, ledger
+        self.lane, self.lock = Lane(mesh, mesh.device), threading.RLock()
         self.slots: dict[str, Slot] = {}
         self.order = Order(units, comm)
         self.is_sharded = self.order.is_sharded
@@ -146,12 +154,14 @@ class Engine:
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
+    @alone
     def enter(self, module: torch.nn.Module, name: str, units: tuple[int, ...], inputs: Any) -> None:
         """Begin a module's forward: make its units whole, and in the outermost one begin a pass."""
         if self.gathered is not None:
             return
         is_recompute = graph_task() != -1
         if not self._running() and not is_recompute:
+            self.lane.begin(f"the forward of {type(module).__name__}")
             self._complete()
         if not self.has_frames:
             return
@@ -161,6 +171,8 @@ class Engine:
             self._enter_backward()
         elif not self._frames:
             self._open_forward(frame, name)
+        else:
+            self.lane.check(f"the forward of '{name}'")
         self._frames.append(frame)
         between, self._frames[0].between = self._frames[0].between, None
         if between is not None and between not in units:
@@ -176,6 +188,7 @@ class Engine:
             self._note_use(units)
             self._hint_end(units, inputs)
 
+    @alone
     def exit(self, module: torch.nn.Module, outputs: Any) -> None:
         """End a module's forward: release its units, and in the outermost one end the pass."""
         if self.gathered is not None or not self._running() or self._frames[-1].module is not module:
@@ -246,6 +259,7 @@ class Engine:
         self.check_outside_backward(what)
         if self._is_in_forward:
             raise RuntimeError(f"{self.mesh} {what} inside a forward of the model: leave it first.")
+        self.lane.begin(what)
         self._complete()
 
     def check_outside_backward(self, what: str) -> None:
@@ -276,6 +290,7 @@ class Engine:
                     unit.end_backward()
             self.gradients_changed()
 
+    @alone
     def demand(self, number: int) -> bool:
         """Make a unit whole for code outside its modules, to the end of the pass; False where no pass is open."""
         if graph_task() != -1 and self.is_sharded:
@@ -299,7 +314,9 @@ class Engine:
     def _enter_backward(self) -> None:
         """Open a backward pass at the first event in it."""
         if (self._task == (task := graph_task()) and self.order.current is not None) or self._is_in_forward:
+            self.lane.check("a part of the backward")
             return
+        self.lane.begin("the backward")
         if is_inside_reentrant_checkpoint():
             raise RuntimeError(
                 "Reentrant checkpointing runs a backward pass inside another, so gradients would be reduced several "
@@ -314,10 +331,14 @@ class Engine:
         if ROOT in self._used:
             self.order.need(ROOT)
 
+    @alone
     def _end_backward(self, pass_: Pass) -> None:
         if self.order.current is pass_:
+            # Autograd calls this on the stream of who called backward(), which has waited for those of its nodes.
+            self.lane.begin("the end of the backward")
             self._close(pass_)
 
+    @alone
     def _need_in_backward(self, number: int) -> None:
         if self.gathered is not None or graph_task() == -1:
             if self.units[number].presence is Presence.RELEASED:
@@ -329,6 +350,7 @@ class Engine:
         self._enter_backward()
         self.order.need(number)
 
+    @alone
     def landed(self, parameter: Tensor) -> None:
         """Take a gradient out of autograd's slot. Called by the parameter's hook, once in each backward."""
         # The line that a step passes most often: what is always so is asked without a call.
@@ -398,6 +420,7 @@ class Engine:
         for tensor in tensors:
             tensor.register_hook(end)
 
+    @alone
     def _end_unit(self, units: tuple[int, ...]) -> None:
         """Release units whose backward is over; autograd runs nodes of later calls first, so none of theirs is left."""
         self._enter_backward()

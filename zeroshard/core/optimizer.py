@@ -229,6 +229,7 @@ def cut_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
     for key, value in state.items():
         value = slot.form.part(value) if isinstance(value, Tensor) else value
         if isinstance(value, Tensor) and key != "step" and tuple(value.shape) == bucket.places.shapes[index]:
-            value = bucket.places.flat(index, value)[first:last].clone()
+            # The slice alone is moved to the rank's device: whole states may not fit there.
+            value = bucket.places.flat(index, value)[first:last].to(bucket.device, copy=True)
         cut[key] = value
     return cut

@@ -20,7 +20,7 @@ from typing import Final, final
 
 from torch.distributed import DistError, Store, TCPStore
 
-__all__ = ["Wait", "await_ranks", "ends_by_signal", "open_store"]
+__all__ = ["Wait", "await_ranks", "ends_by_signal", "explained", "open_store"]
 
 FIRST_PAUSE_S: Final = 0.0005
 POLL_S: Final = 0.05
@@ -134,8 +134,15 @@ def await_ranks(store: Store, wait: Wait) -> None:
 
     Collective: some requests to the store, 20 a second; every rank must call.
     """
-    try:
+    with explained(wait):
         _await_ranks(store, wait)
+
+
+@contextmanager
+def explained(wait: Wait) -> Iterator[None]:
+    """Say in the words of a wait that the store is gone, if it is."""
+    try:
+        yield
     except DistError as error:
         raise RuntimeError(
             f"[rank {wait.rank}/{wait.world_size}] The store of the process group does not answer any more, while this "

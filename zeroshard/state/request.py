@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, Literal, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,6 +25,7 @@ from zeroshard.describe.treatments import ActivationsLike, activations_of
 from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.state.admission import admit
 from zeroshard.state.automatic import device_bytes, least_row
+from zeroshard.state.graphs import refuse_graphs
 from zeroshard.state.materialize import InitFn, Weights, check_source
 from zeroshard.state.start import check_seconds
 from zeroshard.table.cells import Residency
@@ -31,10 +33,10 @@ from zeroshard.table.settings import Settings
 from zeroshard.table.spec import UnitSpec
 from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, row_of_stage
 from zeroshard.wire.comm import Tag
-from zeroshard.wire.mesh import Mesh
+from zeroshard.wire.mesh import Mesh, backend_of
 from zeroshard.wire.transports import MEMORIES
 
-__all__ = ["Described", "Optimizers", "Request", "check_bucket_count", "check_optimizers", "describe"]
+__all__ = ["Described", "Optimizers", "Request", "check_bucket_count", "check_optimizers", "describe", "place_of"]
 
 FormsOf = Callable[[nn.Module, Mesh], Mapping[int, Form]]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -98,7 +100,8 @@ class Described:
     def options(self) -> str:
         """Return, in words, what all ranks must have in common beside the model and its optimizers."""
         row = name_of_row(self.row)
-        return f"{row}, reduction={self.reduction}, {self.precision}, axes={self.mesh.axes}, {self.settings}"
+        kind = self.mesh.device.type
+        return f"{row}, reduction={self.reduction}, {self.precision}, axes={self.mesh.axes}, on {kind}, {self.settings}"
 
 
 def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
@@ -121,6 +124,9 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     _check_reduction(request.reduction)
     optimizers = _as_list(request.optimizer)
     _check_model(model, settings.forward_methods, mesh)
+    _check_devices(model, mesh)
+    if mesh.device.type == "cuda":
+        refuse_graphs(model)
     plans, source = plan_units(model, request.units), check_source(model, request.weights)
     forms = forms_of(model, mesh)
 
@@ -240,6 +246,43 @@ def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh) -
             raise ValueError(f"forward_methods names '{method}', which {type(model).__name__} does not have.")
 
 
+def place_of(model: object) -> torch.device | None:
+    """Return the device of a model's parameters, where it is one; those without values are nowhere."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    places = {parameter.device for parameter in parameters if not parameter.is_meta}
+    return places.pop() if len(places) == 1 else None
+
+
+def _check_devices(model: nn.Module, mesh: Mesh) -> None:
+    """Raise where parameters are not in one place, or where the ranks cannot train what is there.
+
+    What is in one place is moved to the rank's device, unit by unit.
+    """
+    places: dict[torch.device, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            places.setdefault(parameter.device, []).append(name)
+    if len(places) > 1:
+        held = "; ".join(f"{len(names)} on {device}, '{names[0]}' first" for device, names in places.items())
+        raise ValueError(
+            f"{mesh} The parameters of {type(model).__name__} are on {len(places)} devices: {held}. A model that is "
+            "split over devices by hand (device_map=, .to() on parts) cannot be sharded: each rank trains on one. Move "
+            f"it to this rank's, model.to('{mesh.device}'), or leave it whole on the CPU: zs.shard() moves it unit by "
+            "unit."
+        )
+    elsewhere = [(device, names[0]) for device, names in places.items() if device.type not in ("cpu", mesh.device.type)]
+    if elsewhere and mesh.device.type == "cpu":
+        device, name = elsewhere[0]
+        why = f"no '{device.type}' device is available"
+        if dist.is_initialized():
+            why = f"the process group has the backend {backend_of(device.type)!r} for '{device.type}'"
+        raise ValueError(
+            f"{mesh} Parameter '{name}' is on {device}, and this rank trains on the CPU, since {why}. It would be "
+            "moved into host memory. Join the ranks with zs.init() or init_process_group('nccl'), which serve CUDA "
+            "devices; to train on the CPU, call model.cpu() before zs.shard()."
+        )
+
+
 def _lay_out(mesh: Mesh, wanted: DeviceMesh | int | None) -> Mesh:
     """Return the ranks with their axes.
 
@@ -256,6 +299,12 @@ def _lay_out(mesh: Mesh, wanted: DeviceMesh | int | None) -> Mesh:
             raise ValueError(f"mesh={replicas} replicas must divide the {mesh.world_size} rank(s).")
         axes = (("replicate", replicas), ("shard", mesh.world_size // replicas))
     laid = dataclasses.replace(mesh, axes=axes)
+    if isinstance(wanted, DeviceMesh) and len(laid.tensor_ranks) > 1 and wanted.device_type != mesh.device.type:
+        raise ValueError(
+            f"mesh= was made for '{wanted.device_type}', and this rank's device is {mesh.device}: tensors that are "
+            f"split over its axis 'tensor' stay on '{wanted.device_type}'. Make it with "
+            f"init_device_mesh('{mesh.device.type}', ...) and parallelize the model there."
+        )
     if mesh.world_size > 1 and laid.shard_size == len(laid.tensor_ranks) == 1:
         sizes = ", ".join(f"{name} {size}" for name, size in axes)
         raise ValueError(

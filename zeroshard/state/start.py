@@ -10,17 +10,19 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from zeroshard.state.arrival import Wait, await_ranks, ends_by_signal, open_store
+from zeroshard import devices
+from zeroshard.state.arrival import Wait, ends_by_signal, open_store
+from zeroshard.state.places import await_places
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import default_store
 from zeroshard.wire.comm import gather_across_ranks
-from zeroshard.wire.mesh import Launched, Mesh, current_mesh, find_launch
+from zeroshard.wire.mesh import Launched, Mesh, backend_of, current_mesh, find_launch, read_local_rank
 from zeroshard.wire.process import is_child_of
 
 __all__ = ["accepted_by_all", "check_seconds", "everybody_at", "init", "texts_across_ranks"]
@@ -49,11 +51,15 @@ def init(
         heartbeat_s: seconds after which the ranks that have come log which have not, as a warning, and wait on.
         backend: "nccl" or "gloo"; by default NCCL where CUDA is available, else gloo.
 
+    With NCCL each rank gets a CUDA device: the one that the program chose (`torch.cuda.set_device`), else that of its
+    number on its host (LOCAL_RANK). It is the current one from then on, and the process group is bound to it.
+
     Returns: the mesh. End with `torch.distributed.destroy_process_group()` where there are several ranks.
 
     Raises:
         RuntimeError: a torchrun variable is missing or is no number; a rank has not come within `watchdog_s`; the
-            process group has fewer ranks than torchrun started, or another backend than the one that is asked for.
+            process group has fewer ranks than torchrun started, or another backend than the one that is asked for; on
+            every rank, where one has no CUDA device of its own.
         ValueError: a limit that is no positive number of seconds; a seed that is no whole number of 64 bits.
         RankMismatchError: on every rank, where seeds differ; no generator was seeded.
 
@@ -69,15 +75,18 @@ def init(
     check_seconds(watchdog_s=watchdog_s, heartbeat_s=heartbeat_s)
     with ends_by_signal():
         if not dist.is_initialized() and (launched := find_launch()) is not None:
-            _join(launched, watchdog_s, heartbeat_s, backend or ("nccl" if torch.cuda.is_available() else "gloo"))
-        if backend is not None and dist.is_initialized() and backend not in dist.get_backend():
-            raise RuntimeError(
-                f"zs.init(backend={backend!r}) comes too late: the process group is there, with {dist.get_backend()!r}."
-                " Call zs.init() once, before anything else joins the ranks, or leave backend= out."
-            )
+            _join(launched, watchdog_s, heartbeat_s, backend or ("nccl" if devices.count() else "gloo"))
         mesh = current_mesh()
+        if backend is not None and dist.is_initialized():
+            has, there = backend_of(mesh.device.type), dist.get_backend_config()
+            if backend not in (has, there, dist.get_backend()):
+                raise RuntimeError(
+                    f"zs.init(backend={backend!r}) comes too late: the process group is there, with {there!r}, of "
+                    f"which {mesh.device} uses {has!r}. Call zs.init() once, before anything else joins the ranks, or "
+                    "leave backend= out."
+                )
         if mesh.device.type == "cuda":
-            torch.cuda.set_device(mesh.device)
+            devices.use(mesh.device)
         _check_equal(mesh, seed)
     if seed is not None:
         # The same on all ranks by now, so that all raise.
@@ -103,7 +112,8 @@ def everybody_at(place: str, mesh: Mesh, watchdog_s: float, heartbeat_s: float) 
             store = default_store()
             # A limit that is no number of seconds is refused on all ranks, once they are here.
             limits = [limit_s if _is_limit(limit_s) else MOST_SECONDS for limit_s in (watchdog_s, heartbeat_s)]
-            await_ranks(store, Wait(mesh.rank, mesh.world_size, place, *limits))
+            wait = Wait(mesh.rank, mesh.world_size, place, *limits)
+            await_places(store, wait, mesh.device, dist.get_backend_config())
         yield
 
 
@@ -122,10 +132,13 @@ def texts_across_ranks(mesh: Mesh, text: str) -> list[str]:
     ```
     """
     data = text.encode()
-    longest = int(gather_across_ranks(torch.tensor(len(data), device=mesh.device)).max())
+    # Texts are the host's: where the group has a backend for it, the device need not be idle for them.
+    is_hosts = dist.is_initialized() and backend_of("cpu") is not None
+    device = torch.device("cpu") if is_hosts else mesh.device
+    longest = int(gather_across_ranks(torch.tensor(len(data), device=device)).max())
     if not longest:
         return [""] * mesh.world_size
-    row = torch.tensor(list(data.ljust(longest, b"\0")), dtype=torch.uint8, device=mesh.device)
+    row = torch.tensor(list(data.ljust(longest, b"\0")), dtype=torch.uint8, device=device)
     return [bytes(other).rstrip(b"\0").decode() for other in gather_across_ranks(row).tolist()]
 
 
@@ -137,8 +150,15 @@ def _join(launched: Launched, watchdog_s: float, heartbeat_s: float, backend: st
         store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
     else:
         store = open_store(wait, launched.address, launched.port, watchdog_s)
-    await_ranks(store, wait)
-    dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world_size)
+    device = devices.choose("nccl" if "nccl" in backend else None, local_rank=read_local_rank())
+    await_places(store, wait, device, backend)
+    bound: dict[str, Any] = {}
+    if device.type == "cuda":
+        # Before the group is made, which may put a context on the current device. The group has its communicator from
+        # the start then: a device that will not do shows here, on all ranks, and splits of it need no rendezvous.
+        devices.use(device)
+        bound["device_id"] = device
+    dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world_size, **bound)
     group = dist.group.WORLD
     assert group is not None  # just made
     weakref.finalize(group, _leave, weakref.ref(group), os.getpid())

@@ -24,7 +24,7 @@ from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import accept_in_foreach
 from zeroshard.wire.comm import Comm
 
-__all__ = ["build", "spread"]
+__all__ = ["build", "move_states", "spread"]
 
 
 def build(described: Described, comm: Comm, ledger: Ledger, treatment: Treatment | None) -> Engine:
@@ -38,9 +38,12 @@ def build(described: Described, comm: Comm, ledger: Ledger, treatment: Treatment
     model, made = described.model, dict[int, Unit]()
     for number in materialize(model, described.plans, described.mesh, described.source):
         made[number] = _make_unit(number, described, comm, ledger)
-        # Taken over and released before the next is made: never more than one unit is there twice.
+        # Taken over and released before the next is made: never more than one unit is there twice, and of a model that
+        # is elsewhere never more than one unit besides the shards is on the rank's device.
         _take_over(made[number], described.plans[number], described.forms, comm)
     for name, tensor in model.named_buffers():
+        if tensor.device != described.mesh.device:
+            tensor.data = tensor.data.to(described.mesh.device)
         comm.broadcast(tensor.data, f"buffer '{name}'", "start")
     engine = Engine(described.mesh, comm, [made[number] for number in range(len(made))], ledger, treatment)
     engine.take_slots(slot_of(parameter) for parameter in model.parameters())
@@ -53,7 +56,8 @@ def _make_unit(number: int, described: Described, comm: Comm, ledger: Ledger) ->
     """Make a described unit, with empty buckets."""
     plan, spec = described.plans[number], described.units[number]
     parameters = {name: described.forms[id(p)].part(p.detach()) for name, p in plan.parameters}
-    buckets = [Bucket(one, [parameters[name] for name in one.names], comm.pool, ledger) for one in spec.buckets]
+    device = described.mesh.device
+    buckets = [Bucket(one, [parameters[name] for name in one.names], comm.pool, ledger, device) for one in spec.buckets]
     for bucket in buckets:
         if bucket.flat is not None:
             # Gradients of the root come from the first to the last moment of a backward, and would wait throughout.
@@ -82,6 +86,21 @@ def _take_over(unit: Unit, plan: UnitPlan, forms: Mapping[int, Form], comm: Comm
             bucket.close()
     if not unit.spec.is_whole:
         unit.let_read(Presence.RELEASED)
+
+
+def move_states(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the states of an optimizer that are not cut to the rank's device; what is cut moves slice by slice.
+
+    Step counters stay where they are, unless the update reads them on the device.
+    """
+    for group in optimizer.param_groups:
+        reads_steps = bool(group.get("fused") or group.get("capturable"))
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                is_small = isinstance(value, torch.Tensor) and value.shape != parameter.shape
+                if is_small and value.device != device and (key != "step" or reads_steps):
+                    state[key] = value.to(device)
 
 
 def spread(bucket: Bucket, values: torch.Tensor, comm: Comm, what: str, kind: str) -> None:

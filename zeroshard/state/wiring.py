@@ -22,6 +22,7 @@ from zeroshard.describe.precision import Precision
 from zeroshard.describe.units import UnitPlan
 from zeroshard.state.casts import CastIn, CastOut
 from zeroshard.state.duplicate import copy_plain
+from zeroshard.state.graphs import RefuseGraphs
 from zeroshard.state.heads import AddInPlace
 
 __all__ = ["wire"]
@@ -78,6 +79,9 @@ def _hang(
         parameter.requires_grad_(is_trainable)
     if tables := [p for p in model.parameters() if len(slot_of(p).bucket.parameters) == 1]:
         model.register_forward_hook(AddInPlace(tables))
+    if engine.mesh.device.type == "cuda":
+        # Elsewhere such a mode records nothing, and the forward has no hook for it.
+        model.register_forward_pre_hook(RefuseGraphs(), prepend=True)
     refuse_save, refuse_load = RefuseSave(engine), RefuseLoad(engine)
     for module in model.modules():
         module.register_state_dict_pre_hook(refuse_save)

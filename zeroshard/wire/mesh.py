@@ -15,7 +15,18 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-__all__ = ["Axis", "Launched", "Mesh", "current_mesh", "find_launch", "refuse_blocking_nccl"]
+from zeroshard import devices
+
+__all__ = [
+    "Axis",
+    "Launched",
+    "Mesh",
+    "backend_of",
+    "current_mesh",
+    "find_launch",
+    "read_local_rank",
+    "refuse_blocking_nccl",
+]
 
 Axis = Literal["shard", "tensor"]
 """Along which the parts of a whole lie."""
@@ -178,8 +189,11 @@ def refuse_blocking_nccl() -> None:
             )
 
 
-def current_mesh() -> Mesh:
+def current_mesh(found: torch.device | None = None) -> Mesh:
     """Return the mesh of the default process group, or of this one process where there is none.
+
+    Args:
+        found: the device of a model's parameters, where it is one. One process that no launcher started follows it.
 
     Raises:
         RuntimeError: torchrun started more ranks than have joined, which would train apart from each other.
@@ -188,15 +202,29 @@ def current_mesh() -> Mesh:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
     # More ranks than the variable says have found each other, so that it is not about them.
     if (started := _read_int("WORLD_SIZE", 1)) > world_size:
-        found = f"has a process group of {world_size} rank(s)" if is_joined else "has joined no process group"
+        found_group = f"has a process group of {world_size} rank(s)" if is_joined else "has joined no process group"
         raise RuntimeError(
-            f"WORLD_SIZE is {started}, but this process {found}, so that each would train apart from the others. Call "
-            "zs.init() first, in place of torch.distributed.init_process_group(), or unset WORLD_SIZE where this "
+            f"WORLD_SIZE is {started}, but this process {found_group}, so that each would train apart from the others. "
+            "Call zs.init() first, in place of torch.distributed.init_process_group(), or unset WORLD_SIZE where this "
             "process is to train alone."
         )
-    local_rank = _read_int("LOCAL_RANK", 0)
-    uses_cuda = torch.cuda.is_available() and (not is_joined or "nccl" in dist.get_backend())
-    return Mesh(rank, world_size, local_rank, torch.device("cuda", local_rank) if uses_cuda else torch.device("cpu"))
+    local_rank, backend = read_local_rank(), backend_of("cuda") if is_joined else "nccl"
+    given = getattr(dist.group.WORLD, "bound_device_id", None)
+    if is_joined or found is None or found.type in ("cpu", "cuda"):
+        found = devices.choose(backend, local_rank=local_rank, given=given, found=found)
+    return Mesh(rank, world_size, local_rank or 0, found)
+
+
+def backend_of(kind: str) -> str | None:
+    """Return what the default process group moves tensors of a type of device with; None if it does not."""
+    # "undefined" is all that get_backend() says of a group made without a backend; torch has chosen one all the same.
+    pairs = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    return pairs.get(kind)
+
+
+def read_local_rank() -> int | None:
+    """Return this rank's number on its host, as the launcher gave it; None if it gave none."""
+    return _read_int("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else None
 
 
 def _read_int(name: str, default: int) -> int:

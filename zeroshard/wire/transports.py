@@ -18,7 +18,7 @@ from zeroshard.wire.gloo import GlooComm
 from zeroshard.wire.host import HostComm
 from zeroshard.wire.links import PART, Links
 from zeroshard.wire.memory import HostMemory, Memory, OwnMemory
-from zeroshard.wire.mesh import Mesh
+from zeroshard.wire.mesh import Mesh, backend_of
 from zeroshard.wire.nccl import NcclComm
 
 __all__ = ["MEMORIES", "codec_of", "make_comm"]
@@ -36,10 +36,22 @@ def codec_of(name: str) -> Codec:
 
 
 def make_comm(mesh: Mesh, settings: Settings, ledger: Ledger) -> Comm:
-    """Return the collectives for the mesh's backend. Collective: makes process groups; every rank must call."""
+    """Return the collectives for tensors of the mesh's device. Collective: makes process groups; every rank must call.
+
+    Raises:
+        ValueError: the process group moves no such tensors.
+    """
     if mesh.world_size == 1:
         return SoloComm(mesh, ledger)
-    backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
+    kind = mesh.device.type
+    # gloo's messages are read and written by the host, and it is there in any case, for small numbers.
+    backend = backend_of(kind) if kind != "cpu" or backend_of(kind) == "fake" else "gloo"
+    if backend is None or (kind, backend) not in (("cpu", "gloo"), ("cuda", "nccl")):
+        raise ValueError(
+            f"{mesh} The model is to train on {mesh.device}, for which the process group has the backend {backend!r} "
+            f"({dist.get_backend_config()}). zs.shard() moves shards with NCCL between CUDA devices and with gloo "
+            "between CPUs: join the ranks with zs.init()."
+        )
     links = Links(mesh, settings.watchdog_s, settings.heartbeat_s)
     if len(mesh.tensor_ranks) > 1:
         links.new_group(PART, backend, "replicate", "shard")

@@ -1,0 +1,78 @@
+"""Where a model trains, on emulated CUDA devices: it is moved unit by unit, or refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.emulated import cuda
+
+WHERE = "tests.emulated.cases"
+SLACK_BYTES = 8192
+"""Padding of shards, and numbers that are compared."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    if not isinstance(why := cuda.build(), Path):
+        pytest.skip(why)
+
+
+def test_a_model_on_the_cpu_is_moved_unit_by_unit() -> None:
+    found: dict[str, Any] = cuda.run(f"{WHERE}:moved")
+    assert found["devices"] == ["cuda:0"], "buffers, too"
+    shards = found["model_bytes"] // 4
+    # At most the shards, one unit, and buffers; of the first unit nothing is released yet when it is whole.
+    most = shards + found["unit_bytes"] + found["buffer_bytes"] + SLACK_BYTES
+    assert found["units"] == 9
+    assert shards < found["unit by unit"] <= most
+    assert found["as a whole"] > most + found["model_bytes"] // 2, "the bound tells them apart"
+    assert found["kept_bytes"] <= shards + found["buffer_bytes"] + SLACK_BYTES
+
+
+def test_what_was_moved_trains_as_what_was_moved_by_hand() -> None:
+    assert cuda.run(f"{WHERE}:values") == {
+        "moved here": True,
+        "moved here, with states": True,
+        "on another device": True,
+    }
+
+
+def test_step_counters_of_a_fused_update_go_to_the_device() -> None:
+    assert cuda.run(f"{WHERE}:counters") == ["cuda:0"]
+
+
+def test_the_rank_s_device() -> None:
+    assert cuda.run(f"{WHERE}:chosen") == {
+        "one process": "cuda:0",
+        "one process, model on cuda:1": "cuda:1",
+        "set_device(1)": "cuda:1",
+        "LOCAL_RANK=1": "cuda:1",
+        "LOCAL_RANK=1, shown one device": "cuda:0",
+        "gloo": "cpu",
+        "fake": "cuda:0",
+        "no device": "cpu",
+    }
+
+
+def test_what_cannot_train_where_it_is_is_refused_by_name() -> None:
+    found: dict[str, str] = cuda.run(f"{WHERE}:refused")
+    mixed = found["mixed"]
+    assert mixed.startswith("ValueError: [rank 0/1] The parameters of Model are on 3 devices: ")
+    for text in ("1 on cpu, 'enter.weight' first", "4 on cuda:0, 'blocks.0.up.weight' first", "2 on cuda:1", ".to("):
+        assert text in mixed
+    for key, backend in (("gloo", "'gloo'"), ("no backend", "None")):
+        for text in (
+            "ValueError: [rank 0/1] Parameter 'enter.weight' is on cuda:1",
+            backend,
+            "zs.init()",
+            "model.cpu()",
+        ):
+            assert text in found[key]
+    assert found["untouched"] == "cuda:1"
+    assert (
+        "comes too late: the process group is there, with 'cpu:gloo,cuda:gloo', of which cpu uses 'gloo'"
+        in found["late"]
+    )
+    assert "for which the process group has the backend 'fake'" in found["fake"]
+    assert found["partly meta"] == "cuda:0 cuda:0"

@@ -1,0 +1,80 @@
+"""Which device each rank has: agreed on before anything is sent between devices.
+
+Owns the refusal of devices that are missing, or that two ranks of a host would share. It goes through the store, which
+needs no device, so that all ranks learn of it; NCCL would fail on some, and leave others waiting. Read `choose`
+(`devices.py`) and `state/arrival.py` first.
+"""
+
+import torch
+from torch.distributed import Store
+
+from zeroshard import devices
+from zeroshard.state.arrival import Wait, await_ranks, explained
+from zeroshard.wire.mesh import read_local_rank
+
+__all__ = ["await_places"]
+
+
+def await_places(store: Store, wait: Wait, device: torch.device, backend: str) -> None:
+    """Return when every rank has come to `wait.place`, each with a device of its own.
+
+    Args:
+        device: this rank's.
+        backend: what it communicates with; ranks must not differ in it.
+
+    Raises:
+        RuntimeError: on every rank, where one's device will not do; as `await_ranks`.
+
+    Collective: as `await_ranks`, and two to four requests to the store; every rank must call.
+    """
+    if "fake" in backend:
+        # Torch's group for emulation: there are no other ranks, and its store has nothing of theirs.
+        await_ranks(store, wait)
+        return
+    who = f"[rank {wait.rank}/{wait.world_size}]"
+    with explained(wait):
+        key = f"zeroshard/devices at {wait.place}"
+        # A place may be come to again, after a refusal, say, and what was said there before is over.
+        key = f"{key}/{store.add(f'{key}/{wait.rank}', 1)}"
+        mine = _refusal(store, key, wait.rank, device, backend)
+        if mine:
+            store.compare_set(f"{key}/refusal", "", f"rank {wait.rank}: {mine}")
+    await_ranks(store, wait)
+    if mine:
+        raise RuntimeError(f"{who} {wait.place} {mine}")
+    with explained(wait):
+        theirs = store.get(f"{key}/refusal").decode() if store.check([f"{key}/refusal"]) else ""
+    if theirs:
+        raise RuntimeError(f"{who} {wait.place} was refused on another rank, and so on all. {theirs}")
+
+
+def _refusal(store: Store, key: str, rank: int, device: torch.device, backend: str) -> str:
+    """Return why this rank cannot work on its device, "" if it can."""
+    first = store.compare_set(f"{key}/backend", "", backend).decode()
+    if first != backend:
+        return (
+            f"has the backend {backend!r} here and {first!r} on another rank. Hosts with and without CUDA devices "
+            "(CUDA_VISIBLE_DEVICES may hide them) cannot train together, but for zs.init(backend='gloo') on all."
+        )
+    if device.type != "cuda":
+        if "nccl" in backend:
+            return f"has the backend {backend!r}, and this process sees no CUDA device. Use zs.init(backend='gloo')."
+        return ""
+    launched = "is not set" if (local_rank := read_local_rank()) is None else f"is {local_rank}"
+    count = devices.count()
+    remedy = (
+        "Each rank of a host needs a CUDA device of its own: start at most as many as there are, with torchrun, or set "
+        "LOCAL_RANK to the rank's number on its host (Slurm has it in SLURM_LOCALID), or call torch.cuda.set_device() "
+        "before zs.init()."
+    )
+    if device.index is not None and device.index >= count:
+        return f"has no {device}: LOCAL_RANK {launched}, and this process sees {count} CUDA device(s). {remedy}"
+    if "nccl" not in backend or not (name := devices.identity(device)):
+        return ""
+    owner = int(store.compare_set(f"{key}/{name}", "", str(rank)))
+    if owner == rank:
+        return ""
+    return (
+        f"has {device}, which is the device of rank {owner}, too: LOCAL_RANK {launched}, and this process sees {count} "
+        f"CUDA device(s). {remedy}"
+    )
