@@ -12,9 +12,9 @@ Note: emulated ranks
     in host memory and have a handful of elements, so kernels take next to no time; the bare loop has the same kernels,
     and is subtracted.
 Note: what is counted
-    A launch is a call of an operator that is neither a view, nor an allocation, nor a collective. An agreement is a collective whose
-    result the host reads. Both are counted by a dispatch mode, Python calls by a profile function, each in steps of
-    their own, since both slow the step down.
+    A launch is a call of an operator that is neither a view, nor an allocation, nor a collective. An agreement is a
+    collective whose result the host reads. Both are counted by a dispatch mode, Python calls by a profile function,
+    each in steps of their own, since both slow the step down.
 """
 
 import argparse

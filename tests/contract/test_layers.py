@@ -173,6 +173,7 @@ CORE = (
     "states",
     "passes",
     "votes",
+    "frames",
     "changes",
     "grads",
     "buffer",

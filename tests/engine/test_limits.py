@@ -16,7 +16,7 @@ from zeroshard.describe.units import UnitPlan
 from zeroshard.state.request import check_bucket_count
 from zeroshard.testing import run_ranks
 from zeroshard.wire.board import ABOUT, ABOUT_BITS, PLACES, TURNS, WORDS
-from zeroshard.wire.comm import Lane, Tag
+from zeroshard.wire.comm import Channel, Tag
 from zeroshard.wire.linked import TURN_BITS
 
 STEPS = 4
@@ -42,8 +42,8 @@ def train(stage: int, shared_memory: bool, start: dict[str, int]) -> Observed:
     assert 0 <= order._count < NEAR, "the counter of passes has another name"
     order._count = start["passes"]
     votes = zero._engine.comm._votes
-    for lane in Lane:
-        votes[lane] += start["votes"]
+    for channel in Channel:
+        votes[channel] += start["votes"]
     near = set_meetings(zero, start["meetings"]) if shared_memory and start["meetings"] else []
     seen: Observed = []
     for step in range(STEPS):
@@ -61,7 +61,7 @@ def train(stage: int, shared_memory: bool, start: dict[str, int]) -> Observed:
         seen.append((loss.item(), whole, weights, states))
     assert order._count > start["passes"] + NEAR, "the passes did not cross their limit"
     if not shared_memory and start["votes"]:
-        assert 0 < votes[Lane.PLACES] < start["votes"], "the votes did not cross their limit"
+        assert 0 < votes[Channel.PLACES] < start["votes"], "the votes did not cross their limit"
     if near:
         assert any(zero._engine.comm._memory.board._counts[place] < NEAR * STEPS for place in near), (
             "no meetings crossed their limit"

@@ -58,6 +58,7 @@ def test_waits_of_nccl_that_stop_the_host_are_refused_by_name(
 ) -> None:
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", value)
     if not is_refused:
-        return refuse_blocking_nccl()
+        refuse_blocking_nccl()
+        return
     with pytest.raises(RuntimeError, match=f"TORCH_NCCL_BLOCKING_WAIT={value} has the host wait"):
         refuse_blocking_nccl()

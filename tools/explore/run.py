@@ -430,7 +430,7 @@ def _faults_at_the_end(program: Program, ranks: list[Rank]) -> list[str]:
     faults = []
     for rank in ranks[1:]:
         first = ranks[rank.number // rank.comm.shards * rank.comm.shards]
-        # Each communicator, and each lane of votes, has an order of its own.
+        # Each communicator, and each channel of votes, has an order of its own.
         for name in sorted({str(one[1][0]) for of in (first, ranks[0], rank) for one in of.comm.sequence}):
             other = first if name in WITHIN_COPIES else ranks[0]
             both = [[one for one in of.comm.sequence if one[1][0] == name] for of in (other, rank)]

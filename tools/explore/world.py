@@ -23,7 +23,7 @@ from typing import Any
 
 from zeroshard.core.states import Scope
 from zeroshard.table.errors import RankMismatchError
-from zeroshard.wire.comm import Lane, Vote
+from zeroshard.wire.comm import Channel, Vote
 
 __all__ = ["Crew", "FakeComm", "FakeReduction", "FakeUnit", "Stuck", "World"]
 
@@ -31,7 +31,7 @@ LIMIT = 3000
 """Collectives of one rank in one run; more is a loop without an end."""
 Key = tuple[Any, ...]
 _CONTROL: Key = ("control",)
-"""The channel of what all ranks tell at once, which holds one order for all; votes have one for each lane."""
+"""The channel of what all ranks tell at once, which holds one order for all; votes have one for each channel."""
 Bits = int
 """Gradients: four bits a rank, which count how often it landed."""
 
@@ -253,15 +253,15 @@ class FakeComm:
             self._crew.give_way(self.rank)
         return one
 
-    def post(self, values: list[int], what: str, lane: Lane) -> Vote:
+    def post(self, values: list[int], what: str, channel: Channel) -> Vote:
         """Tell the others some numbers; what is returned waits for the least of each."""
-        one = self._come((lane.name,), ("agree", len(values)), values)
+        one = self._come((channel.name,), ("agree", len(values)), values)
         return Vote(lambda: self.world.wait(self.rank, one))
 
     def agree(self, values: list[int], what: str) -> list[int]:
         """Return the minimum over ranks of each number."""
         self.catch_up()
-        return self.post(values, what, Lane.OTHERS).read()
+        return self.post(values, what, Channel.OTHERS).read()
 
     def meet(self, kind: str) -> None:
         """Take part in a collective of the user's, for which the host waits, or in that of a norm."""

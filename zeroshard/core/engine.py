@@ -29,13 +29,13 @@ Note: hints
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, final
 
 import torch
 
 from zeroshard.core import gradient
+from zeroshard.core.frames import Frame, Gathered
 from zeroshard.core.guard import guard_of
 from zeroshard.core.order import Order, Pass
 from zeroshard.core.precision import LossScale
@@ -47,7 +47,6 @@ from zeroshard.devices import Lane, alone
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import (
-    Call,
     call_after_backward,
     graph_task,
     is_inside_reentrant_checkpoint,
@@ -57,37 +56,13 @@ from zeroshard.torch_private import (
 )
 from zeroshard.tree import find
 from zeroshard.wire.comm import Comm, Tag
-from zeroshard.wire.mesh import Mesh
+from zeroshard.wire.mesh import Mesh, slice_of
 
-__all__ = ["Engine", "Frame", "Gathered"]
+__all__ = ["Engine"]
 
 Tensor = torch.Tensor
 
 KEPT_FORWARDS = 64
-
-
-@dataclass
-class Frame:
-    """One entered module: what its exit must undo."""
-
-    module: torch.nn.Module
-    units: tuple[int, ...]
-    is_recompute: bool
-    exception: BaseException | None
-    has_grad: bool
-    call: Call = field(default_factory=lambda: Call("zeroshard.core.hooks"))
-    saved: Any = None
-    taken: list[int] = field(default_factory=list)
-    between: int | None = None
-    """In the outermost frame: the unit of several modules that no module uses now, and the next one may."""
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """The `gathered()` context that is open: what may be changed and read in it."""
-
-    writeback: bool
-    states: bool
 
 
 @final
@@ -501,9 +476,3 @@ class Engine:
             tag = Tag(self.order.next_number(), bucket.number, f"the gradient of '{slot.name}'")
             self.comm.gather(full, tag, kind="state").wait()
         return slot.form.whole(bucket.places.views_of(full)[slot.index].clone())
-
-
-def slice_of(ranks: Sequence[int]) -> slice | list[int]:
-    """Return what picks the rows of these ranks, ascending; a slice, which copies nothing, where that can be."""
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    return slice(ranks[0], ranks[-1] + 1, step) if [*range(ranks[0], ranks[-1] + 1, step)] == [*ranks] else [*ranks]

@@ -10,8 +10,8 @@ Note: posted and read
     a device the kernels that it queued run. Reading early is always allowed. A rank that is asked for something in a
     vote answers when it reads it, so it reads what is posted before its host waits for other ranks in any other way.
 Note: rounds
-    Where some rank asks for something in a vote, all ranks, having read it, go on in rounds: votes of a lane of their
-    own, each read at once. So votes that one rank has posted behind it keep their meaning.
+    Where some rank asks for something in a vote, all ranks, having read it, go on in rounds: votes in a channel of
+    their own, each read at once. So votes that one rank has posted behind it keep their meaning.
 """
 
 import weakref
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import final
 
 from zeroshard.table.errors import RankMismatchError
-from zeroshard.wire.comm import MOST_UNREAD, Comm, Lane, Vote
+from zeroshard.wire.comm import MOST_UNREAD, Channel, Comm, Vote
 
 __all__ = ["NOTHING", "Told", "Votes"]
 
@@ -65,7 +65,7 @@ class Votes:
         """
         if len(self._unread) == MOST_UNREAD:
             self.read()
-        vote = self._comm.post(_numbers(place, payload, request), what or place, Lane.PLACES)
+        vote = self._comm.post(_numbers(place, payload, request), what or place, Channel.PLACES)
         self._unread.append((vote, what or place, then))
 
     def read(self) -> None:
@@ -94,7 +94,7 @@ class Votes:
     def round(self, place: str, payload: int = 0, request: int = NOTHING, what: str = "") -> Told:
         """Tell what this rank asks for now, behind a vote in which some rank asked for something; wait for all."""
         numbers = _numbers(place, payload, request)
-        return self._told(self._comm.post(numbers, what or place, Lane.ROUNDS), what or place)
+        return self._told(self._comm.post(numbers, what or place, Channel.ROUNDS), what or place)
 
     def raise_early(self, place: str) -> None:
         """Raise because some ranks answered too early. Collective: every rank must call."""

@@ -12,7 +12,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from zeroshard.core.engine import Engine, Gathered
+from zeroshard.core.engine import Engine
+from zeroshard.core.frames import Gathered
 from zeroshard.core.optimizer import ShardedOptimizer, cut_state, is_cut
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.state.takeover import spread

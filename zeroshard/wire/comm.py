@@ -24,7 +24,7 @@ from zeroshard.wire.watchdog import Watchdog
 
 __all__ = [
     "Comm",
-    "Lane",
+    "Channel",
     "MOST_UNREAD",
     "Pending",
     "SoloComm",
@@ -37,7 +37,7 @@ __all__ = [
 Tensor = torch.Tensor
 TEXT_BYTES = 4096
 MOST_UNREAD = 6
-"""Votes of one lane that a rank may have posted and not read."""
+"""Votes of one channel that a rank may have posted and not read."""
 
 
 @final
@@ -98,8 +98,8 @@ def _nothing() -> None:
     return None
 
 
-class Lane(IntEnum):
-    """Which sequence a vote belongs to: the n-th of a lane on one rank meets the n-th of that lane on the others."""
+class Channel(IntEnum):
+    """Which sequence a vote belongs to: the n-th in a channel on one rank meets the n-th there on the others."""
 
     PLACES = 0
     """What ranks tell one another at the same places of the program."""
@@ -198,16 +198,16 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def post(self, values: list[int], what: str, lane: Lane) -> Vote:
+    def post(self, values: list[int], what: str, channel: Channel) -> Vote:
         """Tell the others some numbers; what is returned waits for the least of each.
 
-        At most `MOST_UNREAD` votes of a lane may wait to be read, and they are read in order.
+        At most `MOST_UNREAD` votes of a channel may wait to be read, and they are read in order.
         Collective: all-reduce (minimum) of 8 bytes a number between hosts, in ceil(log2 N) messages a rank.
         """
 
     def agree(self, values: list[int], what: str) -> list[int]:
         """Return the minimum over ranks of each number. Collective: see `post`."""
-        return self.post(values, what, Lane.OTHERS).read()
+        return self.post(values, what, Channel.OTHERS).read()
 
     @abstractmethod
     def flag(self, flags: Tensor, what: str) -> Pending:
@@ -250,7 +250,7 @@ class SoloComm(Comm):
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         return None
 
-    def post(self, values: list[int], what: str, lane: Lane) -> Vote:
+    def post(self, values: list[int], what: str, channel: Channel) -> Vote:
         return Vote(lambda: values)
 
     def flag(self, flags: Tensor, what: str) -> Pending:

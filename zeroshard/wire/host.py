@@ -22,7 +22,7 @@ from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import SHOWN_NUMEL, HostWire
 from zeroshard.wire.board import WORDS
 from zeroshard.wire.codec import Codec, sum_in_rank_order
-from zeroshard.wire.comm import MOST_UNREAD, Lane, Pending, Tag, Vote
+from zeroshard.wire.comm import MOST_UNREAD, Channel, Pending, Tag, Vote
 from zeroshard.wire.gloo import GlooComm
 from zeroshard.wire.links import Links
 from zeroshard.wire.memory import HostMemory
@@ -44,7 +44,7 @@ class HostComm(GlooComm):
     def __init__(self, links: Links, ledger: Ledger, memory: HostMemory, wire_bytes: int) -> None:
         super().__init__(links, ledger, HostWire(SHOWN_NUMEL, wire_bytes), memory)
         self._memory = memory
-        self._agreements: Counter[Lane] = Counter()
+        self._agreements: Counter[Channel] = Counter()
 
     def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
         memory, size = self._memory, self.mesh.shard_size
@@ -121,14 +121,14 @@ class HostComm(GlooComm):
         own = codec.rounded_blocks(mine, dtype)
         sum_in_rank_order([read(rank) if rank in offsets else own for rank in range(len(rows))], scale, out)
 
-    def post(self, values: list[int], what: str, lane: Lane) -> Vote:
+    def post(self, values: list[int], what: str, channel: Channel) -> Vote:
         if self.mesh.shard_size < self.mesh.world_size or len(values) >= WORDS:
-            return super().post(values, what, lane)
+            return super().post(values, what, channel)
         # Who comes to a place again has read a vote half as many turns old. All have told theirs in that one, and so
         # have read those that are as many turns older: nobody still reads what is overwritten.
-        self._agreements[lane] += 1
+        self._agreements[channel] += 1
         turns = 2 * MOST_UNREAD + 2
-        place = Tag.AGREEMENTS + turns * lane + self._agreements[lane] % turns
+        place = Tag.AGREEMENTS + turns * channel + self._agreements[channel] % turns
         meeting = self._memory.board.meet(place, len(values), *values)
         self.sent_bytes["agree"] += 8 * len(values)
 

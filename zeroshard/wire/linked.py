@@ -14,15 +14,15 @@ import torch.distributed as dist
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Wire
 from zeroshard.wire.codec import Codec
-from zeroshard.wire.comm import Comm, Lane, Pending, Tag, Vote
+from zeroshard.wire.comm import Channel, Comm, Pending, Tag, Vote
 from zeroshard.wire.links import CONTROL, PART, Links
 from zeroshard.wire.memory import Memory
 
 __all__ = ["LinkedComm"]
 
 Tensor = torch.Tensor
-LANE_BITS, TURN_BITS, HOP_BITS = 2, 22, 5
-"""Of the tags of votes: the lane, its count modulo a power of two, and the hop."""
+CHANNEL_BITS, TURN_BITS, HOP_BITS = 2, 22, 5
+"""Of the tags of votes: the channel, its count modulo a power of two, and the hop."""
 
 
 class LinkedComm(Comm):
@@ -35,7 +35,7 @@ class LinkedComm(Comm):
     def __init__(self, links: Links, ledger: Ledger, group: str, wire: Wire, memory: Memory | None = None) -> None:
         super().__init__(links.mesh, ledger, wire, memory)
         self.links, self.watchdog, self._name = links, links.watchdog, group
-        self._votes: Counter[Lane] = Counter()
+        self._votes: Counter[Channel] = Counter()
         # torch 2.13 renamed it and warns at the old name; 2.11 has only that.
         self.all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -69,13 +69,13 @@ class LinkedComm(Comm):
     def call_before_waits(self, catch_up: Callable[[], None]) -> None:
         self.links.before_wait = catch_up
 
-    def post(self, values: list[int], what: str, lane: Lane) -> Vote:
+    def post(self, values: list[int], what: str, channel: Channel) -> Vote:
         # Dissemination: after hop k a rank knows the least numbers of the 2**k ranks up to it. A minimum may count a
         # rank twice, so this is right for any number of ranks.
         rank, size, group = self.mesh.rank, self.mesh.world_size, self.links.groups[CONTROL]
         hops = range((size - 1).bit_length())
-        self._votes[lane] = turn = (self._votes[lane] + 1) % (1 << TURN_BITS)
-        first_tag = Tag.VOTES + ((lane << TURN_BITS | turn) << HOP_BITS)
+        self._votes[channel] = turn = (self._votes[channel] + 1) % (1 << TURN_BITS)
+        first_tag = Tag.VOTES + ((channel << TURN_BITS | turn) << HOP_BITS)
         self.sent_bytes["agree"] += 8 * len(values) * len(hops)
 
         def start(hop: int, told: Tensor) -> tuple[Tensor, list[dist.Work]]:

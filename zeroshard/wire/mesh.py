@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,7 @@ __all__ = [
     "find_launch",
     "read_local_rank",
     "refuse_blocking_nccl",
+    "slice_of",
 ]
 
 Axis = Literal["shard", "tensor"]
@@ -237,3 +239,9 @@ def _read_int(name: str, default: int) -> int:
         raise RuntimeError(
             f"The environment variable {name} must be a number, as torchrun sets it; got {text!r}."
         ) from None
+
+
+def slice_of(ranks: Sequence[int]) -> slice | list[int]:
+    """Return what picks the rows of these ranks, ascending; a slice, which copies nothing, where that can be."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return slice(ranks[0], ranks[-1] + 1, step) if [*range(ranks[0], ranks[-1] + 1, step)] == [*ranks] else [*ranks]
