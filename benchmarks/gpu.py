@@ -19,6 +19,7 @@ Note: memory alone, time together
 import argparse
 import contextlib
 import gc
+import json
 import sys
 import time
 from collections import defaultdict
@@ -392,18 +393,28 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=list(SIZES), default="cuda")
     parser.add_argument("--only", default="", help="sections whose title contains this text")
-    parser.add_argument("--output", type=Path, required=True, help="the result file")
+    parser.add_argument("--output", type=Path, required=True, help="the result file, written after each section")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no section after so long")
+    parser.add_argument("--resume", action="store_true", help="keep the sections of the result file")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device here; --device cpu runs the script itself, with tiny sizes")
     sizes = SIZES[options.device]
     result: dict[str, Any] = {"sizes": asdict(sizes), **_circumstances(options.device), "sections": []}
-    for section in [section for section in SECTIONS if options.only in section.title]:
+    if options.resume and options.output.exists():
+        result = {**json.loads(options.output.read_text()), **_circumstances(options.device)}
+    done, end_s = {one["section"] for one in result["sections"]}, time.monotonic() + 60 * options.minutes
+    for section in [section for section in SECTIONS if options.only in section.title and section.title not in done]:
+        if time.monotonic() > end_s:
+            print("sections are left: the same command with --resume goes on", flush=True)
+            return
         result["sections"].append(measure_section(section, sizes))
         _show(gpu_table(result["sections"][-1]), section.title)
-    result["optimizer"] = measure_optimizer(sizes)
-    _show(optimizer_table(result["optimizer"]), "optimizer step, fp32 masters")
-    write_result(options.output, result)
+        write_result(options.output, result)
+    if "optimizer" not in result and time.monotonic() <= end_s:
+        result["optimizer"] = measure_optimizer(sizes)
+        _show(optimizer_table(result["optimizer"]), "optimizer step, fp32 masters")
+        write_result(options.output, result)
 
 
 def _circumstances(device: str) -> dict[str, Any]:

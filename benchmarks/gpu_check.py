@@ -39,12 +39,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroshard as zs
+from benchmarks.gpu import Nobody, fake_ranks
 from zeroshard.handle import shard_over
 from zeroshard.state.request import Request
 from zeroshard.table.trace import Ledger
 from zeroshard.testing import run_ranks
 from zeroshard.wire.comm import Pending
 from zeroshard.wire.mesh import current_mesh
+from zeroshard.wire.nccl import NcclComm
 from zeroshard.wire.transports import make_comm
 
 __all__ = ["CHECKS", "main"]
@@ -409,7 +411,39 @@ def state_of(job: Job) -> dict[str, bool]:
     return {"clips": clipped <= 1.0 + 1e-5, "reloads": is_equal, "averages": is_swapped, "swaps back": is_back}
 
 
-CHECKS: Final[tuple[Callable[[Job], dict[str, Any]], ...]] = (check_parity, check_delays, check_meta, check_state)
+def check_no_synchronization(job: Job) -> dict[str, Any]:
+    """Train as rank 0 of several over NCCL's code, whose collectives do nothing; fail where the host waits for the GPU.
+
+    The first steps record the passes. After these, torch raises at each operation that waits for the device.
+    """
+    model = build(job.device)
+    optimizer = adamw(model)
+    tokens = torch.arange(2 * (LENGTH + 1), device=job.device).view(2, -1) % VOCABULARY
+    with fake_ranks(job.ranks):
+        asked = Request(model, optimizer, stage=job.stage, precision=job.precision)
+        mesh = zs.Mesh(0, job.ranks, 0, torch.device(job.device))
+        shard_over(asked, mesh, lambda *given: NcclComm(Nobody(given[0]), given[2], given[1].wire_bytes))  # type: ignore[arg-type]
+        try:
+            for step in range(job.steps):
+                if step == job.steps // 2 and job.device == "cuda":
+                    torch.cuda.set_sync_debug_mode("error")
+                F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            if job.device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    return {"passed": True, "is_watched": job.device == "cuda"}
+
+
+CHECKS: Final[tuple[Callable[[Job], dict[str, Any]], ...]] = (
+    check_parity,
+    check_delays,
+    check_meta,
+    check_state,
+    check_no_synchronization,
+)
 
 
 def plan(device: str, ranks: int, gpus: int) -> list[tuple[Callable[[Job], dict[str, Any]], Job]]:
@@ -420,6 +454,7 @@ def plan(device: str, ranks: int, gpus: int) -> list[tuple[Callable[[Job], dict[
     # Over gloo the ranks' device is the CPU, where a model without values would be made.
     planned += [(check_meta, Job(device, ranks=n)) for n in (1, ranks) if n == 1 or device == "cpu"]
     planned += [(check_state, Job(device, stage, "fp32", ranks)) for stage in STAGES]
+    planned += [(check_no_synchronization, Job(device, stage, "bf16", 8)) for stage in STAGES]
     if gpus > 1:
         planned += [(check_parity, Job(device, s, p, min(gpus, 4), is_nccl=True)) for s, p in both]
     return planned
@@ -432,26 +467,35 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="ranks that share the device")
     parser.add_argument("--only", default="", help="run checks whose name and job contain this text")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no check after so long")
+    parser.add_argument("--resume", action="store_true", help="keep the checks of the file that passed")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device here; --device cpu tests the script itself")
     torch.set_num_threads(1)
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
-    results = []
+    results, end_s = [], time.monotonic() + 60 * options.minutes
+    if options.resume and options.out.exists():
+        results = [one for one in json.loads(options.out.read_text())["checks"] if one["passed"]]
+    done, left = {(one["name"], json.dumps(one["job"])) for one in results}, 0
     for check, job in plan(options.device, options.ranks, gpus):
         name = f"{check.__name__} {job}"
-        if options.only in name:
-            results.append({"name": check.__name__, "job": asdict(job), **attempt(check, job)})
-            sys.stdout.write(f"{'ok    ' if results[-1]['passed'] else 'FAILED'} {name}\n")
+        if options.only not in name or (check.__name__, json.dumps(asdict(job))) in done:
+            continue
+        if time.monotonic() > end_s:
+            left += 1
+            continue
+        results.append({"name": check.__name__, "job": asdict(job), **attempt(check, job)})
+        sys.stdout.write(f"{'ok    ' if results[-1]['passed'] else 'FAILED'} {name}\n")
+        _write(options.out, results, circumstances(options.device, arguments))
+    sys.stdout.write(f"{left} checks are left: the same command with --resume goes on\n" if left else "")
+    return int(left > 0 or not results or not all(one["passed"] for one in results))
+
+
+def _write(path: Path, results: list[dict[str, Any]], about: dict[str, Any]) -> None:
     failed = sum(not one["passed"] for one in results)
-    report = {
-        **circumstances(options.device, arguments),
-        "passed": len(results) - failed,
-        "failed": failed,
-        "checks": results,
-    }
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    return int(failed > 0 or not results)
+    report = {**about, "passed": len(results) - failed, "failed": failed, "checks": results}
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def attempt(check: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def choose(
 
 
 class HasLock(Protocol):
-    """What several threads may call."""
+    """What several threads may call; where there is one thread alone, `lock` is None."""
 
     lock: Any
 
@@ -110,6 +110,8 @@ def alone(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Concatenate[
 
     @functools.wraps(method)
     def call(self: _Self, /, *args: _P.args, **options: _P.kwargs) -> _T:
+        if self.lock is None:
+            return method(self, *args, **options)
         with self.lock:
             return method(self, *args, **options)
 

@@ -28,6 +28,20 @@ def test_it_starts_and_writes_its_file(tmp_path: Path) -> None:
     assert report["command"].startswith("python -m benchmarks.gpu_check --device cpu --only ")
 
 
+def test_what_passed_is_not_run_again(tmp_path: Path) -> None:
+    out = tmp_path / "x.json"
+    asked = ["--device", "cpu", "--only", "check_no_synchronization", "--out", str(out)]
+    assert gpu_check.main([*asked, "--minutes", "0"]) == 1, "no check has time"
+    assert gpu_check.main(asked) == 0
+    report = json.loads(out.read_text())
+    report["checks"][0]["wall_s"], report["checks"][1]["passed"] = -1.0, False
+    out.write_text(json.dumps(report))
+    assert gpu_check.main([*asked, "--resume"]) == 0
+    walls = {one["job"]["stage"]: one["wall_s"] for one in json.loads(out.read_text())["checks"]}
+    assert walls.pop(0) == -1.0
+    assert len(walls) == 3 and all(wall_s > 0 for wall_s in walls.values())
+
+
 def test_the_plan_has_every_stage_and_precision() -> None:
     for gpus, ranks in ((0, {1, 2}), (4, {1, 2, 4})):
         jobs = [job for check, job in gpu_check.plan("cuda", 2, gpus) if check is gpu_check.check_parity]

@@ -43,10 +43,11 @@ class Store:
         self.requests["multi_get"] += 1
         return [self.values[key] for key in keys]
 
-    def compare_set(self, key: str, expected: str, desired: str) -> None:
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         self.requests["compare_set"] += 1
         if self.values[key] == expected.encode():
             self.values[key] = desired.encode()
+        return self.values[key]
 
 
 class Pages:

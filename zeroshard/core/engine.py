@@ -77,7 +77,9 @@ class Engine:
         self, mesh: Mesh, comm: Comm, units: list[Unit], ledger: Ledger, treatment: Treatment | None = None
     ) -> None:
         self.mesh, self.comm, self.units, self.ledger = mesh, comm, units, ledger
-        self.lane, self.lock = Lane(mesh, mesh.device), threading.RLock()
+        self.lane = Lane(mesh, mesh.device)
+        # Autograd has one thread for all that is on the CPU.
+        self.lock = threading.RLock() if mesh.device.type != "cpu" else None
         self.slots: dict[str, Slot] = {}
         self.order = Order(units, comm)
         self.is_sharded = self.order.is_sharded

@@ -14,7 +14,7 @@ Note: how a rank learns of a failure
 Note: requests to the store
     Each rank gives signs of life to its host's ranks, on its page, some a second. The first living rank of a host tells
     the store what all its ranks do, an eighth of the heartbeat apart, and asks for the host after it and for the cause:
-    two requests. Where it waits for long, or misses that host, it asks twice a second until it knows more.
+    two requests. Where a rank waits for others, or it misses that host, it asks twice a second until it knows more.
 Note: waits of a device
     On a GPU the host goes on while the device's stream waits, so no wait of this rank shows that it hangs, until the
     host reads a number. A mark in the stream tells how far the device is: behind the last wait of each pass there is
@@ -50,7 +50,7 @@ BEAT_S: Final = 0.5
 """Seconds between two signs of life on a page, at most; with a short heartbeat there are some within it."""
 BEATS: Final = 8
 """Signs of life in the store within a heartbeat."""
-STAY_BEATS: Final = 1.5
+STAY_BEATS: Final = 2.0
 PATIENCE_S: Final = 2.6 * BEAT_S
 """How long the others may take to tell why they closed a connection, before a rank without signs of life is named."""
 STALE_BEATS: Final = 4
@@ -131,7 +131,7 @@ class _Status:
     leads: bool = False
     """Whether this rank speaks to the store for its host."""
     is_in_hurry: bool = False
-    """Whether a rank of this host has waited for long, or failed."""
+    """Whether a rank of this host waits, longer than ranks do for one another in each step, or failed."""
     has_news: bool = False
     """Whether a rank of this host knows what failed first."""
     suspects: dict[int, str] = field(default_factory=dict)
@@ -194,7 +194,9 @@ class _Status:
 
     def blame(self, rank: int, why: str) -> None:
         """Tell what failed, unless something did before: what follows from a failure must not hide it."""
-        self.store.compare_set(CAUSE, NOTHING, f"rank {rank}: {why}")
+        self.know(self.store.compare_set(CAUSE, NOTHING, f"rank {rank}: {why}"))
+        # The store may go with this process: the ranks of this host ask it at once.
+        self.pages.write(self.page(f"blame {rank}"))
 
     def cause(self) -> str:
         """Return what failed first; empty where nothing is known."""
@@ -319,7 +321,8 @@ class Watchdog:
                     status.blame(rank, _end_of(now))
             return status.cause()
         except Exception:  # the store is gone
-            return status.known or "rank 0: its process is gone, and with it the store, which would tell why"
+            gone = "its process is gone, and with it the store, which would tell why"
+            return status.known or f"rank 0: {_end_of(status.pages.read(0)) if 0 in status.pages.near else gone}"
 
     def report(self) -> str:
         """Return one line for each rank: what it does, and for how long."""
@@ -361,7 +364,7 @@ class _Near:
         self._last_s, self._beat = now_s, self._beat + 1
         status.marks.look(now_s)
         status.pages.write(status.page(self._beat))
-        living, has_news, waits_s, suspects = [], False, 0.0, {}
+        living, has_news, hurries, suspects = [], False, False, {}
         for rank in status.pages.near:
             text = status.pages.read(rank)
             if text != self._heard.get(rank, ("", 0.0))[0]:
@@ -377,10 +380,11 @@ class _Near:
                 suspects[rank] = f"no sign of life for {status.heartbeat_s:g} s; last: {_words(text)}"
             elif silent_s <= STALE_BEATS * status.beat_s:
                 living.append(rank)
-                waits_s = max(waits_s, float(waited_s))
+                is_long = float(waited_s) > (status.beat_s / 2 if _words(text).startswith(WAITS[0]) else status.told_s)
+                hurries = hurries or is_long
                 status.answered_s = max(status.answered_s, float(answered_s))
         status.leads, status.suspects = living[0] == status.rank, suspects
-        status.is_in_hurry, status.has_news = waits_s > status.told_s or bool(suspects), has_news
+        status.is_in_hurry, status.has_news = hurries or bool(suspects), has_news
         if suspects or (has_news and not status.known):
             status.wake.set()
         return self._why_to_end(now_s)
