@@ -99,7 +99,7 @@ class Trained:
         torch.manual_seed(0)
         self.model = Model()
         self.optimizer = make(self.model.parameters())
-        self.is_bad = False
+        self.is_bad, self.spoils = False, float("nan" if stage % 2 else "-inf")
         self.model.second.weight.register_hook(self._spoil)
         settings = zs.Settings(watchdog_s=20.0)
         self.zero = zs.shard(self.model, self.optimizer, stage=stage, settings=settings, **options)
@@ -108,7 +108,7 @@ class Trained:
         if not (self.is_bad and self.rank == self.size - 1):
             return grad
         spoiled = grad.clone()
-        spoiled[0, 0] = float("inf")
+        spoiled[0, 0] = self.spoils
         return spoiled
 
     def backward(self, step: int, *, is_bad: bool = False) -> Tensor:
@@ -200,25 +200,66 @@ def test_a_momentum_that_is_not_restored_is_found() -> None:
         assert first_steps("device", 0.0) != first_steps("plain", 0.0)
 
 
+class Scale(nn.Module):
+    """One vector, whose gradient is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
 def first_steps(kind: str, dampening: float) -> list[bytes]:
-    """Return the bits of parameters and momenta after two steps of fused SGD, by torch alone or on a device."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
+    """Return the bits of parameters and momenta after each step of fused SGD, by torch alone or on a device."""
+    model, found = Scale(), list[bytes]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=dampening, fused=True)
     with memory_of(kind):
         zero = None if kind == "plain" else zs.shard(model, optimizer, stage=2)
-    for x in (torch.tensor([[0.0, -1.0, 2.0]]), torch.tensor([[3.0, 0.5, 0.0]])):
-        (-model(x)).sum().backward()  # gradients of -0.0 among them
+    for x in (torch.tensor([0.0, -1.0, 2.0, 1e-42]), torch.tensor([3.0, 0.5, -0.0, 1.0])):
+        (-model(x)).sum().backward()  # a gradient of -0.0 is among them
         optimizer.step()
         optimizer.zero_grad()
-    with contextlib.nullcontext() if zero is None else zero.gathered(states=True):
-        states = [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
-        return [bytes_of(one) for one in (*model.parameters(), *states)]
+        with contextlib.nullcontext() if zero is None else zero.gathered(states=True):
+            states = [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
+            found += [bytes_of(one) for one in (*model.parameters(), *states)]
+    return found
 
 
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 def test_the_first_step_of_sgd_has_the_bits_of_torch(dampening: float) -> None:
     assert first_steps("device", dampening) == first_steps("plain", dampening)
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes, one of which has no elements and another no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.single, self.wide = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.empty, self.unused = nn.Parameter(torch.ones(0)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.narrow.double() + self.single.double() + self.wide) * x + self.empty.sum()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_large_gradients_of_any_dtype_are_finite(stage: int) -> None:
+    model = Mixed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-39)
+    with memory_of("device"):
+        zero = zs.shard(model, optimizer, stage=stage)
+    # Their squares and sums are beyond fp32.
+    for factor, is_fine in ((3.3e38, True), (1e39, False)):
+        model(torch.full((3,), factor, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        with contextlib.nullcontext() if is_fine else pytest.raises(RuntimeError, match="'narrow' is not finite"):
+            optimizer.zero_grad()
+    optimizer.zero_grad()
+    with zero.gathered():
+        assert float(model.wide[0].detach()) == pytest.approx(0.67)
 
 
 # -- the loss scale ---------------------------------------------------------------------------------------------------
