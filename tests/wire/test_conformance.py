@@ -255,7 +255,7 @@ class Asked:
         self.expect(self.comm.agree([rank, -rank, 2**62, 5], "a minimum"), [0, 1 - world, 2**62, 5], "agree")
         self.expect(self.comm.agree([rank] * 40, "many"), [0] * 40, "agree on many")
         flags = torch.tensor([float(rank == 0), 0.0, float(rank == world - 1)])
-        self.comm.flag(flags, "a maximum").wait()
+        self.comm.flag(flags, "a maximum")
         self.expect(flags, torch.tensor([1.0, 0.0, 1.0]), "flag")
         rows = self.comm.collect(torch.tensor([[rank, 7]]), "rows")
         self.expect(rows, torch.tensor([[[each, 7]] for each in range(world)]), "collect")

@@ -386,7 +386,7 @@ def _check_scaled(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
     owner.answer("the overflow check of GradScaler")
     with NoSubclasses():
         func(grads, found_inf, inverse_scale)
-    owner.comm.flag(found_inf.view(1), "the overflow check of GradScaler").wait()
+    owner.comm.flag(found_inf.view(1), "the overflow check of GradScaler")
 
 
 def _local_parts(slots: Sequence[Slot], name: str) -> list[Tensor]:

@@ -167,7 +167,7 @@ class DeviceGuard(Guard):
             names = [slot_of(master).name for master in masters]
             flags.append(_spoiled(map(_part, masters)))
         found = torch.cat(flags)
-        self._comm.flag(found, "whether gradients are finite").wait()
+        self._comm.flag(found, "whether gradients are finite")
         # Begun before the update, which so does not delay it.
         answer = Answer(self._read_back(found), names, mesh, scale)
         if self.is_awaited(optimizer):

@@ -210,11 +210,11 @@ class Comm(ABC):
         return self.post(values, what, Channel.OTHERS).read()
 
     @abstractmethod
-    def flag(self, flags: Tensor, what: str) -> Pending:
+    def flag(self, flags: Tensor, what: str) -> None:
         """Make each of some numbers the largest of all ranks', in place.
 
         Args:
-            flags: finite, where parameters lie; the host need not know them, and `wait` does not read them.
+            flags: finite, where parameters lie; the host need not know them, and they are not read.
         Collective: all-reduce (maximum).
         """
 
@@ -253,8 +253,8 @@ class SoloComm(Comm):
     def post(self, values: list[int], what: str, channel: Channel) -> Vote:
         return Vote(lambda: values)
 
-    def flag(self, flags: Tensor, what: str) -> Pending:
-        return Pending(_nothing)
+    def flag(self, flags: Tensor, what: str) -> None:
+        return None
 
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
         return tensor[None]

@@ -109,11 +109,10 @@ class LinkedComm(Comm):
         """
         self.links.run(lambda: start(self.links.groups[name]), what)
 
-    def flag(self, flags: Tensor, what: str) -> Pending:
+    def flag(self, flags: Tensor, what: str) -> None:
         largest = dist.ReduceOp.MAX
-        work = self.links.start(lambda: dist.all_reduce(flags, largest, group=self.group, async_op=True), what)
+        self.run(flags, lambda group: dist.all_reduce(flags, largest, group=group, async_op=True), what, self._name)
         self.sent_bytes["agree"] += flags.nbytes
-        return Pending(lambda: self.links.wait([work], what))
 
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         # gloo refuses tensors that are not contiguous, and some dtypes: bytes are always right.
