@@ -385,7 +385,7 @@ class _Near:
                 status.answered_s = max(status.answered_s, float(answered_s))
         status.leads, status.suspects = living[0] == status.rank, suspects
         status.is_in_hurry, status.has_news = hurries or bool(suspects), has_news
-        if suspects or (has_news and not status.known):
+        if (suspects or has_news) and not status.known:
             status.wake.set()
         return self._why_to_end(now_s)
 
@@ -417,10 +417,11 @@ class _Far:
         """Tell and ask what is due."""
         status, now_s = self._status, self._status.clock()
         is_late, self._last_s = now_s - self._last_s > 4 * BEAT_S, now_s
-        for rank, why in status.suspects.items():
-            status.blame(rank, why)
-        if (status.suspects or status.has_news) and not status.known:
-            status.cause()
+        if not status.known:
+            for rank, why in status.suspects.items():
+                status.blame(rank, why)
+            if status.has_news:
+                status.cause()
         if now_s - self._paced_s > PACE_S and not status.rank:
             self._paced_s, self._slow = now_s, _compare_paces(status, self._slow)
         hosts, near = status.pages.hosts, status.pages.near
