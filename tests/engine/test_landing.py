@@ -1,7 +1,7 @@
 """Gradients that wait for the others of their unit are those that land one by one; their memory is predicted.
 
-The engine runs its code for NCCL on gloo's process groups. Two numbers have one sum, whatever the order, so at two ranks
-the bits are those of messages.
+The engine runs its code for NCCL on gloo's process groups. Two numbers have one sum, whatever the order, so at two
+ranks the bits are those of messages.
 """
 
 from typing import Any
