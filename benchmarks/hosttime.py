@@ -1,7 +1,7 @@
 """Host time of a training step whose computing is tiny: what a library costs in Python, launches and agreements.
 
     python -m benchmarks.hosttime --rounds 30              # 48 blocks, 64 emulated ranks; some minutes
-    python -m benchmarks.hosttime --only 'zeroshard 3' --profile
+    python -m benchmarks.hosttime --only 'zeroshard 3' --profile   # the dearest functions of one contestant
 
 Owns the measurement of host time by unit. On a GPU the host must queue work faster than the device does it, so this is
 what bounds the step of a model whose kernels are short. Read `Contestant` first, then `measure`.
@@ -12,9 +12,9 @@ Note: emulated ranks
     in host memory and have a handful of elements, so kernels take next to no time; the bare loop has the same kernels,
     and is subtracted.
 Note: what is counted
-    A launch is a call of an operator that is neither a view, nor an allocation, nor a collective. An agreement is a
-    collective whose result the host reads. Both are counted by a dispatch mode, Python calls by a profile function,
-    each in steps of their own, since both slow the step down.
+    A launch is a call of an operator on tensors that is neither a view, nor an allocation, nor a collective. An
+    agreement is a collective whose result the host reads. Both are counted by a dispatch mode, Python calls by a
+    profile function, each in steps of their own, since both slow the step down.
 """
 
 import argparse

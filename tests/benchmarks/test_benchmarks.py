@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, run
+from benchmarks import gpu, hosttime, run
 from benchmarks.launch import launch
 from benchmarks.measure import Job
 from benchmarks.report import BEGIN, END, ratio_of_medians, write_tables
@@ -75,6 +75,19 @@ def test_the_gpu_script_asks_for_cuda(
     with pytest.raises(SystemExit):
         gpu.main(["--output", str(tmp_path / "gpu.json")])
     assert "no CUDA device here" in capsys.readouterr().err
+
+
+def test_host_time_is_measured_beside_fsdp2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--blocks 2 --ranks 4 --rounds 2 --clip with --only".split()
+    hosttime.main([*arguments, "zeroshard 3,FSDP2 3", "--output", str(tmp_path / "hosttime.json")])
+    (result,) = json.loads((tmp_path / "hosttime.json").read_text())["results"]
+    assert list(result["contestants"]) == ["bare", "zeroshard 3", "FSDP2 3"]
+    ours, theirs = result["contestants"]["zeroshard 3"], result["contestants"]["FSDP2 3"]
+    # A gather of each unit in the forward, and again with a reduction in the backward.
+    assert [ours["collectives"]["forward"], theirs["collectives"]["forward"]] == [5, 3], "two are agreements"
+    assert ours["agreements"]["forward"] == 2
+    assert result["summary"]["zeroshard 3"]["cpu_to_fsdp2"] > 0
+    assert "to FSDP2" in capsys.readouterr().out
 
 
 def series(loss: float, wall_s: float = 1.0) -> dict[str, Any]:

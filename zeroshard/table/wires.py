@@ -102,7 +102,7 @@ class Native(Wire):
     """A backend's own collectives, of dtypes alone: what is converted, is converted in pieces."""
 
     wire_bytes: int = WIRE_BYTES
-    lands_together = True
+    lands_together: bool = True
 
     def among_shards(self, bucket: BucketSpec) -> list[Message]:
         return self._converted(bucket, bucket.layout.shard_numel, bucket.layout.world_size)
