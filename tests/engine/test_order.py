@@ -7,7 +7,7 @@ is in `tools/explore/run.py`. Faults that are planted in the protocol must be fo
 import inspect
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,10 @@ import pytest
 
 from tools.explore import cli
 from tools.explore.exhaustive import Class, Size, first_steps, second_steps
-from tools.explore.program import Failure, Op, Program, draw, flat, train
+from tools.explore.program import TRANSPORTS, Failure, Op, Path, Program, draw, flat, train
 from tools.explore.run import Outcome, chooser, order_module, run
 from tools.explore.work import crew, exhaust, randomly, shrink
+from zeroshard.core import passes
 from zeroshard.table.schedule import ROOT, Schedule
 
 PARTS, PROGRAMS = 4, 1250
@@ -144,6 +145,41 @@ def test_a_rank_in_another_order_postpones_a_sum() -> None:
         ]
 
 
+# -- answers before ranks have agreed ---------------------------------------------------------------------------------
+
+
+def normed(*steps: Sequence[Path], is_whole: bool) -> Program:
+    """Return the program that takes a norm before each step; of each step the paths, by rank."""
+    ops = [op for paths in steps for op in (Op("forward", tuple(paths)), Op("backward"), Op("norm"), Op("step"))]
+    return Program(2, 3, tuple(ops), is_whole=is_whole)
+
+
+A_NEW_UNIT = normed(*[(flat((1,)), flat((1,)))] * 5, (flat((1,)), flat((1, 2))), is_whole=True)
+"""One rank uses a unit for the first time."""
+ANOTHER_BACKWARD = normed(*[(flat((1, 2)), flat((1, 2)))] * 6, (flat((1, 2)), (1, 2, -2, -1)), is_whole=False)
+"""One rank's forward is as those before, and its backward meets units in another order."""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_norm_has_what_a_rank_could_not_foresee(transport: Any) -> None:
+    assert run(replace(A_NEW_UNIT, transport=transport), crew()).verdict == "right"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_norm_that_was_too_early_is_an_error_on_all_ranks(transport: Any) -> None:
+    outcome = run(replace(ANOTHER_BACKWARD, transport=transport), crew())
+    assert outcome.verdict == ("early" if transport == "nccl" else "right")
+    assert {len(rank.per_step) for rank in outcome.ranks} == {6 if transport == "nccl" else 7}
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_users_collective_between_forward_and_backward_may_follow_a_departure(transport: Any, is_whole: bool) -> None:
+    ops = [Op("forward", (flat((1,)), flat((1,)))), Op("backward"), Op("step")]
+    ops += [Op("forward", (flat((1,)), flat((1, 2)))), Op("meet"), Op("backward"), *[Op("meet")] * is_whole, Op("step")]
+    assert run(Program(2, 3, tuple(ops), None, transport, is_whole), crew()).verdict == "right"
+
+
 # -- defects that the exploration found -------------------------------------------------------------------------------
 
 
@@ -253,22 +289,43 @@ def pinned_is_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def own_requests_are_recorded(patch: pytest.MonkeyPatch) -> None:
-    merge: Any = order_module.Order._merge
+    merge: Any = passes.Pass.next_record
 
-    def merge_own(self: Any, pass_: Any) -> Any:
+    def merge_own(self: Any, record: Any) -> Any:
         kinds = {"need": "gather", "land": "reduce"}
-        pass_.agreed = [(kinds[kind], unit, False) for kind, unit in pass_.marks if kind in kinds]
-        return merge(self, pass_)
+        self.agreed = [(kinds[kind], unit, False) for kind, unit in self.marks if kind in kinds]
+        return merge(self, record)
 
-    patch.setattr(order_module.Order, "_merge", merge_own)
+    patch.setattr(passes.Pass, "next_record", merge_own)
 
 
 def nobody_is_served_at_the_end(patch: pytest.MonkeyPatch) -> None:
-    def pass_at_once(self: Any, place: str, payload: int = 0) -> tuple[int, int]:
-        _, _, first, last = self._round(order_module.BARRIER, payload, place)
-        return first, -last
+    end: Any = order_module.Order._end
 
-    patch.setattr(order_module.Order, "barrier", pass_at_once)
+    def end_at_once(self: Any, pass_: Any, told: Any) -> None:
+        end(self, pass_, told and replace(told, request=order_module.NOTHING))
+
+    patch.setattr(order_module.Order, "_end", end_at_once)
+
+
+def planted_in_order(right: str, wrong: str) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(order_module, "Order", changed(order_module, right, wrong)["Order"])
+
+    return plant
+
+
+norms_are_always_sure = planted_in_order(
+    "is_sure = not self._comm.is_on_host and all(pass_.is_sure for pass_ in self._ended)", "is_sure = True"
+)
+nothing_is_left_over = planted_in_order("NOTHING if left is None else", "NOTHING if True else")
+passes_begin_unread = planted_in_order(
+    """        if phase == "backward" or self.is_sharded:
+            self.catch_up()
+""",
+    "",
+)
+steps_vote_once = planted_in_order("        if self._rounds:", "        if False:")
 
 
 @pytest.mark.parametrize(
@@ -279,8 +336,10 @@ def nobody_is_served_at_the_end(patch: pytest.MonkeyPatch) -> None:
         (pinned_is_ignored, "and ranks agreed on"),
         (own_requests_are_recorded, ""),
         (nobody_is_served_at_the_end, "ranks ended with"),
+        (nothing_is_left_over, ""),
+        (passes_begin_unread, ""),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
+    ids="flush ready pinned own served left unread".split(),
 )
 def test_a_planted_fault_is_found_and_shrunk(
     plant: Callable[[pytest.MonkeyPatch], None], told: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -301,8 +360,18 @@ def test_a_planted_fault_is_found_and_shrunk(
     assert outcome.faults[0] in capsys.readouterr().out
 
 
+def test_a_norm_that_is_always_sure_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms_are_always_sure(monkeypatch)
+    assert run(replace(A_NEW_UNIT, transport="nccl"), crew()).verdict == "fault"
+
+
+def test_a_step_without_a_second_vote_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps_vote_once(monkeypatch)
+    assert run(replace(ANOTHER_BACKWARD, transport="nccl"), crew()).verdict == "fault"
+
+
 def test_a_lost_hoist_is_in_the_known_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order_module, "hoist", tuple)
+    monkeypatch.setattr(passes, "hoist", tuple)
     with pytest.raises(AssertionError, match="reduce 3"):
         recorded_pass_is_one_unit_ahead(0)
 

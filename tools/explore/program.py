@@ -79,8 +79,9 @@ class Failure:
     Args:
         op: place of the operation; a forward or a backward.
         mark: place of the mark: 0 is before the operation begins, 1 before its first mark.
-        caught: where the exception is caught. "step": the program continues with its next step; "after": behind that
-            step; "inside": in the module around the one that raised, which continues without its result.
+        caught: where the exception is caught. "step": the program continues with its next step, or the norm before it;
+            "after": behind that step; "inside": in the module around the one that raised, which continues without its
+            result.
     """
 
     rank: int

@@ -133,7 +133,9 @@ class Rank:
                 continue
             self._op, self._mark = index, 0
             if skips:
-                if op.kind == "step":
+                if op.kind == "norm" and skips == "step":
+                    skips = ""
+                elif op.kind == "step":
                     is_over, skips = skips == "after", ""
                     if is_over:
                         continue
