@@ -20,6 +20,7 @@ __all__ = [
     "current",
     "identity",
     "is_capturing",
+    "mark",
     "order_after",
     "stream_of",
     "use",
@@ -94,6 +95,13 @@ def choose(
     elif not index and found is not None and found.type == "cuda":
         index = found.index
     return torch.device("cuda", index)
+
+
+def mark(device: torch.device) -> torch.Event:
+    """Mark what the current stream of a device has been told so far; the event says when all of that is done."""
+    event = torch.Event(device)
+    event.record()
+    return event
 
 
 class HasLock(Protocol):

@@ -23,8 +23,8 @@ from zeroshard.wire.pool import Pool
 from zeroshard.wire.watchdog import Watchdog
 
 __all__ = [
-    "Comm",
     "Channel",
+    "Comm",
     "MOST_UNREAD",
     "Pending",
     "SoloComm",

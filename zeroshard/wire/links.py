@@ -20,6 +20,7 @@ from typing import Any, NoReturn, final
 import torch
 import torch.distributed as dist
 
+from zeroshard.devices import mark
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import default_store, own_client_of
 from zeroshard.wire.board import Meeting
@@ -73,7 +74,8 @@ class Links:
         else:
             self.groups[name] = dist.new_group(backend=backend, timeout=limit)
         if backend == "nccl":
-            self.watchdog.record = _record
+            device = self.mesh.device
+            self.watchdog.record = lambda: mark(device).query
 
     def after_fork(self) -> None:
         """Refuse to communicate, and end no process group: the connections are the parent's, and so are the threads."""
@@ -151,14 +153,6 @@ class Links:
             "Every rank must make the same passes, norms and steps. A rank whose process has ended closes its "
             f"connections at once; any other has watchdog_s={self._limit.total_seconds():g} seconds."
         )
-
-
-def _record() -> Callable[[], bool]:
-    """Mark the current stream of the GPU; return what tells whether it is past the mark."""
-    event = torch.cuda.Event()
-    event.record()
-    query: Callable[[], bool] = event.query
-    return query
 
 
 def _leave(links: "weakref.ref[Links]", groups: dict[str, dist.ProcessGroup], process: int) -> None:

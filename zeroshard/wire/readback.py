@@ -8,6 +8,8 @@ from typing import final
 
 import torch
 
+from zeroshard.devices import mark
+
 __all__ = ["Readback"]
 
 
@@ -26,9 +28,7 @@ class Readback:
         # A copy to memory that is not pinned would make the host wait here.
         self._copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=is_apart)
         self._copy.copy_(values, non_blocking=True)
-        self._event = torch.Event(values.device) if is_apart else None
-        if self._event is not None:
-            self._event.record()
+        self._event = mark(values.device) if is_apart else None
 
     def read(self) -> list[float]:
         """Wait for the copy, and return its numbers."""
