@@ -13,8 +13,8 @@ Note: emulated ranks
     and is subtracted.
 Note: what is counted
     A launch is a call of an operator on tensors that is neither a view, nor an allocation, nor a collective. An
-    agreement is a collective whose result the host reads. Both are counted by a dispatch mode, Python calls by a
-    profile function, each in steps of their own, since both slow the step down.
+    agreement is a wait of the host for what other hosts have told. Launches are counted by a dispatch mode, Python
+    calls by a profile function, each in steps of their own, since both slow the step down.
 """
 
 import argparse
@@ -48,9 +48,10 @@ from benchmarks.report import aligned
 from zeroshard.handle import shard_over
 from zeroshard.state.request import Request
 from zeroshard.table.trace import Ledger
+from zeroshard.wire.comm import Channel, Vote
 from zeroshard.wire.nccl import NcclComm
 
-__all__ = ["CONTESTANTS", "Counted", "Running", "build", "count_launches", "main"]
+__all__ = ["CONTESTANTS", "Counted", "PHASES", "Running", "build", "count_agreements", "count_launches", "main"]
 
 PHASES: Final = ("forward", "backward", "clip", "step", "zero_grad")
 WARM_UP: Final = 4
@@ -258,26 +259,32 @@ def count_launches(running: Running, batch: Tensor) -> Counted:
 
 
 def count_agreements(running: Running, batch: Tensor) -> dict[str, int]:
-    """Return how often zeroshard's host waited for numbers of all ranks, by phase."""
-    comm, counts, now = running.comm, dict.fromkeys(PHASES, 0), 0
+    """Return how often zeroshard's host waited for votes of all ranks, by phase; those read together are one wait."""
+    comm, counts, now, is_waiting = running.comm, dict.fromkeys(PHASES, 0), 0, False
     if comm is None:
         return counts
-    plain = comm.agree
+    plain = comm.post
 
-    def agree(values: list[int], what: str) -> list[int]:
-        nonlocal now
-        now += 1
-        return plain(values, what)
+    def post(values: list[int], what: str, channel: Channel) -> Vote:
+        nonlocal is_waiting
+        vote, is_waiting = plain(values, what, channel), False
+
+        def hear() -> list[int]:
+            nonlocal now, is_waiting
+            now, is_waiting = now + (not is_waiting), True
+            return vote.read()
+
+        return Vote(hear)
 
     def note(phase: str) -> None:
         nonlocal now
         counts[phase], now = now, 0
 
-    comm.agree = agree  # type: ignore[method-assign]
+    comm.post = post  # type: ignore[method-assign]
     try:
         running.step(batch, note)
     finally:
-        del comm.agree
+        del comm.post
     return counts
 
 

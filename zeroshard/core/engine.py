@@ -5,16 +5,16 @@ decides what a call means for the pass under way and leaves the rest to `core/or
 first.
 
 Note: a step
-    Forward. The model's entry (`Engine.enter`) completes what an exception left open, has the ranks meet, and opens a
+    Forward. The model's entry (`Engine.enter`) completes what an exception left open, tells the other ranks, and opens a
     pass. Each module's entry has its unit made whole (`Order.need`), which issues the gathers that fit in the window
     behind it; its exit lets the unit go (`Order.leave`). What autograd saves meanwhile goes through `core/saved.py`.
     Backward. The first event in it (`_enter_backward`) opens a pass, and a callback of autograd's closes it. Unpacking
     a saved parameter makes its unit whole again. Autograd hands each gradient to `Engine.landed`, which moves it into
     its bucket (`Gradients.land`); with the last one of a unit, `Order.land` reduces the unit if its turn has come
-    (`Unit.start_reduction`). `Order.close` reduces what is left, agrees on which parameters some rank used, and waits.
-    Update. Before it ranks vote and meet (`Order.settle`); the user's optimizer then updates this rank's slices, and
-    `ShardedOptimizer` has updated parameters gathered where they stay whole (`Order.publish`). `zero_grad` forgets the
-    gradients (`Gradients.clear`).
+    (`Unit.start_reduction`). `Order.close` reduces what is left, and tells the other ranks what this one used.
+    Update. Before it each rank reads what all told at the end of passes, and ranks vote (`Order.settle`); the user's
+    optimizer then updates this rank's slices, which `core/guard.py` may prevent, and `ShardedOptimizer` has updated
+    parameters gathered where they stay whole (`Order.publish`). `zero_grad` forgets the gradients (`Gradients.clear`).
 Note: threads
     Autograd runs the backward of each device's nodes on a thread of that device, and of the CPU's on the caller's. A
     model that hands tensors over (a loss on the CPU, say) has hooks called from both. What they lead to is a sequence

@@ -78,26 +78,25 @@ class LinkedComm(Comm):
         first_tag = Tag.VOTES + ((channel << TURN_BITS | turn) << HOP_BITS)
         self.sent_bytes["agree"] += 8 * len(values) * len(hops)
 
-        def start(hop: int, told: Tensor) -> tuple[Tensor, list[dist.Work]]:
+        def start(hop: int, least: list[int]) -> tuple[Tensor, list[dist.Work]]:
             after, before, tag = (rank + (1 << hop)) % size, (rank - (1 << hop)) % size, first_tag + hop
-            heard = told.clone()  # where ranks are emulated nothing comes
+            # Where ranks are emulated nothing is heard.
+            told, heard = (torch.tensor(least, dtype=torch.int64) for _ in range(2))
             receive = self.links.start(lambda: dist.irecv(heard, group=group, tag=tag, group_src=before), what)
             send = self.links.start(lambda: dist.isend(told, group=group, tag=tag, group_dst=after), what)
             return heard, [receive, send]
 
-        told = torch.tensor(values, dtype=torch.int64)
         # The first hop is on its way at once; the others follow when the vote is read.
-        under_way = start(0, told)
+        under_way = start(0, values)
 
         def hear() -> list[int]:
-            least, (heard, works) = told, under_way
+            least, (heard, works) = values, under_way
             for hop in hops:
                 if hop:
                     heard, works = start(hop, least)
                 self.links.wait(works, what)
-                least = torch.minimum(least, heard)
-            found: list[int] = least.tolist()
-            return found
+                least = [*map(min, least, heard.tolist())]
+            return least
 
         return Vote(hear)
 
