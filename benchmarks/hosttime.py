@@ -63,6 +63,8 @@ HOWS: Final = (("median", "s", statistics.median), ("least", "s", min), ("cpu", 
 
 READS: Final = frozenset("_local_scalar_dense nonzero equal is_nonzero item".split())
 """Operators whose result the host waits for."""
+MESSAGES: Final = frozenset(["c10d::send", "c10d::recv_"])
+"""Of votes."""
 _ALLOCATIONS: Final = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_ set_".split())
 
 
@@ -226,11 +228,12 @@ class Counted(TorchDispatchMode):
 
     def launches(self, phase: str) -> int:
         """Return how many operators ran on tensors."""
-        return sum(self.by_phase[phase].values()) - self.collectives(phase)
+        return sum(count for name, count in self.by_phase[phase].items() if "c10d" not in name)
 
     def collectives(self, phase: str) -> int:
-        """Return how many collectives were issued."""
-        return sum(count for name, count in self.by_phase[phase].items() if "c10d" in name)
+        """Return how many collectives were issued; messages between hosts are none."""
+        found = self.by_phase[phase].items()
+        return sum(count for name, count in found if "c10d" in name and name not in MESSAGES)
 
     def reads(self, phase: str) -> Counter[str]:
         """Return the operators whose result the host waited for."""

@@ -108,7 +108,7 @@ def count_agreements(folder: str) -> tuple[int, int, int]:
 def test_a_step_asks_only_while_there_is_a_save(tmp_path: Path) -> None:
     for first, during, after in run_ranks(count_agreements, 2, str(tmp_path), timeout_s=TIMEOUT_S):
         optimizers = 2
-        assert (during, after) == (first + optimizers * 32, first)
+        assert (during, after) == (first + optimizers * 40, first)
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

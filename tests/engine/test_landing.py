@@ -33,7 +33,7 @@ def train(is_native: bool, stage: int, precision: str) -> tuple[list[Tensor], di
         return native(mesh, ledger) if is_native else messages(mesh, ledger)
 
     model = models.build(models.Stack)
-    optimizer = models.adamw(model)
+    optimizer = models.adamw(model, fused=True)  # as the engine chooses on a device
     mesh = current_mesh()
     zero = shard_over(Request(model, optimizer, stage=stage, precision=precision), mesh, make)
     seen = []

@@ -5,8 +5,8 @@ decides what a call means for the pass under way and leaves the rest to `core/or
 first.
 
 Note: a step
-    Forward. The model's entry (`Engine.enter`) completes what an exception left open, tells the other ranks, and opens a
-    pass. Each module's entry has its unit made whole (`Order.need`), which issues the gathers that fit in the window
+    Forward. The model's entry (`Engine.enter`) completes what an exception left open, tells the other ranks, and opens
+    a pass. Each module's entry has its unit made whole (`Order.need`), which issues the gathers that fit in the window
     behind it; its exit lets the unit go (`Order.leave`). What autograd saves meanwhile goes through `core/saved.py`.
     Backward. The first event in it (`_enter_backward`) opens a pass, and a callback of autograd's closes it. Unpacking
     a saved parameter makes its unit whole again. Autograd hands each gradient to `Engine.landed`, which moves it into
