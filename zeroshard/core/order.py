@@ -72,7 +72,8 @@ class Order:
         self._records: dict[Hashable, Record] = {}
         self._count = 0
         self._in_flight: list[Reduction] = []
-        self._tails: list[Pending] = []
+        self._tails: list[list[Pending]] = [[] for _ in units]
+        """What gathers sums where every rank needs them whole, by unit."""
         self._done: list[tuple[Phase, Hashable, list[Mark]] | int] = []
         self._last_step: list[tuple[Phase, Hashable, list[Mark]] | int] = []
         self._has_left_record = False
@@ -104,10 +105,9 @@ class Order:
         """
         if phase == "backward" or self.is_sharded:
             self.catch_up()
-        self._begin_step()
-        if phase == "backward" or self.is_sharded:
             # Any rank may make passes of its own that send nothing, and messages of the others keep their numbers.
             self._count += 1
+        self._begin_step()
         record = self._records.get(key)
         asks = record is None or (phase == "backward" and self._has_left_record)
         followed = record or Record()
@@ -190,8 +190,8 @@ class Order:
         left = next(self._left_over(pass_), None)
         request = NOTHING if left is None else pass_.number_of("reduce", left, len(self._units), is_again=False)
         self._votes.post(pass_.end, partial(self._end, pass_), pass_.payload, request)
-        is_deferred = any(unit.is_deferred for unit in self._units)
-        if pass_.phase == "forward" or pass_.asks or pass_.waiting or is_deferred:
+        has_late_sums = pass_.waiting or any(unit.is_deferred for unit in self._units)
+        if pass_.phase == "forward" or pass_.asks or has_late_sums:
             self.catch_up()
 
     def _left_over(self, pass_: Pass) -> Iterator[int]:
@@ -237,17 +237,19 @@ class Order:
             changes = self._agree_on_use(pass_, told)
             if pass_.scope is Scope.ALL:
                 for one in self._units:
-                    self._tails += one.finish_deferred(self._comm, pass_.number, str(pass_))
+                    self._tails[one.number] += one.finish_deferred(self._comm, pass_.number, str(pass_))
             self._wait_for_tails()
         finally:
             self.current = before
         self._keep(pass_)
         self._keep_changes(*changes, str(pass_))
 
-    def _wait_for_tails(self) -> None:
-        for tail in self._tails:
-            tail.wait()
-        self._tails = []
+    def _wait_for_tails(self, *numbers: int) -> None:
+        """Wait for what gathers the sums of these units, or of all."""
+        for number in numbers or range(len(self._units)):
+            tails, self._tails[number] = self._tails[number], []
+            for tail in tails:
+                tail.wait()
 
     def _keep(self, pass_: Pass) -> None:
         """Keep the record of a pass that is over."""
@@ -261,8 +263,7 @@ class Order:
         """Agree on which parameters some rank used; return the least and the greatest checksum of changes in place."""
         if pass_.scope is Scope.RANK:
             return told.least, told.greatest
-        least = greatest = pass_.checksum
-        agreed = pass_.used
+        agreed, least, greatest = pass_.used, pass_.checksum, pass_.checksum
         if told.least != told.greatest:
             # Used by some rank is "not unused by all": a minimum over ranks of the negated flags.
             mine = [*(int(not flag) for flag in pass_.used), least, -least]
@@ -408,6 +409,8 @@ class Order:
                     # One that is also the model's head has done its part, for now, and may be much of the memory.
                     self._units[staying].rest()
             else:
+                # A late sum of the same pass goes where the first is being gathered.
+                self._wait_for_tails(number)
                 is_ready = pass_.is_closing or not self._comm.can_postpone or unit.is_complete()
                 self._in_flight.append(
                     unit.start_reduction(self._comm, pass_.number, str(pass_), pass_.scope, is_ready=is_ready)
@@ -431,7 +434,7 @@ class Order:
             self._postpone(reduction.unit)
         else:
             self._open_pass().waiting.discard(reduction.unit.number)
-            self._tails += tails
+            self._tails[reduction.unit.number] += tails
 
     def _postpone(self, unit: Unit) -> None:
         """Note that gradients of `unit` wait for another rank; say so where they take more than two units' memory."""

@@ -79,8 +79,10 @@ class Votes:
         self._is_reading = True
         try:
             while self._unread:
-                vote, what, then = self._unread.popleft()
-                then(self._told(vote, what))
+                vote, what, then = self._unread[0]
+                numbers = vote.read()  # one that is interrupted stays to be read
+                self._unread.popleft()
+                then(self._told(numbers, what))
         finally:
             self._is_reading = False
 
@@ -93,8 +95,8 @@ class Votes:
 
     def round(self, place: str, payload: int = 0, request: int = NOTHING, what: str = "") -> Told:
         """Tell what this rank asks for now, behind a vote in which some rank asked for something; wait for all."""
-        numbers = _numbers(place, payload, request)
-        return self._told(self._comm.post(numbers, what or place, Channel.ROUNDS), what or place)
+        vote = self._comm.post(_numbers(place, payload, request), what or place, Channel.ROUNDS)
+        return self._told(vote.read(), what or place)
 
     def raise_early(self, place: str) -> None:
         """Raise because some ranks answered too early. Collective: every rank must call."""
@@ -107,8 +109,8 @@ class Votes:
             "call zero.agree(True) on every rank before gradients are clipped."
         )
 
-    def _told(self, vote: Vote, what: str) -> Told:
-        request, first, last, least, greatest = vote.read()
+    def _told(self, numbers: list[int], what: str) -> Told:
+        request, first, last, least, greatest = numbers
         if first != -last:
             places = self._comm.texts(what, "the places of all ranks")
             lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(places))

@@ -110,13 +110,13 @@ class Channel(IntEnum):
 
 @final
 class Vote:
-    """Numbers that each rank tells the others, on their way; `read()` once returns the least of each."""
+    """Numbers that each rank tells the others, on their way; `read()` returns the least of each."""
 
     def __init__(self, hear: Callable[[], list[int]]) -> None:
         self._hear = hear
 
     def read(self) -> list[int]:
-        """Block until all ranks have told theirs. A wait of hosts: no device is waited for."""
+        """Block until all ranks have told theirs; again, where it was interrupted. No device is waited for."""
         return self._hear()
 
 

@@ -73,10 +73,10 @@ class LinkedComm(Comm):
         # Dissemination: after hop k a rank knows the least numbers of the 2**k ranks up to it. A minimum may count a
         # rank twice, so this is right for any number of ranks.
         rank, size, group = self.mesh.rank, self.mesh.world_size, self.links.groups[CONTROL]
-        hops = range((size - 1).bit_length())
+        hops = (size - 1).bit_length()
         self._votes[channel] = turn = (self._votes[channel] + 1) % (1 << TURN_BITS)
         first_tag = Tag.VOTES + ((channel << TURN_BITS | turn) << HOP_BITS)
-        self.sent_bytes["agree"] += 8 * len(values) * len(hops)
+        self.sent_bytes["agree"] += 8 * len(values) * hops
 
         def start(hop: int, least: list[int]) -> tuple[Tensor, list[dist.Work]]:
             after, before, tag = (rank + (1 << hop)) % size, (rank - (1 << hop)) % size, first_tag + hop
@@ -87,15 +87,15 @@ class LinkedComm(Comm):
             return heard, [receive, send]
 
         # The first hop is on its way at once; the others follow when the vote is read.
-        under_way = start(0, values)
+        hop, least, (heard, works) = 0, values, start(0, values)
 
         def hear() -> list[int]:
-            least, (heard, works) = values, under_way
-            for hop in hops:
-                if hop:
+            nonlocal hop, least, heard, works
+            while hop < hops:
+                self.links.wait(works, what)  # one that is interrupted is awaited again
+                hop, least = hop + 1, [*map(min, least, heard.tolist())]
+                if hop < hops:
                     heard, works = start(hop, least)
-                self.links.wait(works, what)
-                least = [*map(min, least, heard.tolist())]
             return least
 
         return Vote(hear)
