@@ -22,6 +22,7 @@ __all__ = [
     "is_capturing",
     "mark",
     "order_after",
+    "pinned",
     "stream_of",
     "use",
 ]
@@ -102,6 +103,11 @@ def mark(device: torch.device) -> torch.Event:
     event = torch.Event(device)
     event.record()
     return event
+
+
+def pinned(values: torch.Tensor) -> torch.Tensor:
+    """Return memory of the host for a copy of a device's tensor; the host waits for copies to any other memory."""
+    return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
 
 
 class HasLock(Protocol):

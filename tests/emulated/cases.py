@@ -20,7 +20,7 @@ from zeroshard.state.request import Request
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Native
 from zeroshard.wire.codec import Codec
-from zeroshard.wire.comm import Comm, Pending, Tag
+from zeroshard.wire.comm import Channel, Comm, Pending, Tag, Vote
 from zeroshard.wire.mesh import Axis
 
 RANKS = 4
@@ -91,8 +91,11 @@ class OneOfMany(Comm):
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         assert tensor.device == self.mesh.device, what
 
-    def agree(self, values: list[int], what: str) -> list[int]:
-        return values
+    def post(self, values: list[int], what: str, channel: Channel) -> Vote:
+        return Vote(lambda: values)
+
+    def flag(self, flags: Tensor, what: str) -> None:
+        return None
 
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
         return torch.stack([tensor] * RANKS)

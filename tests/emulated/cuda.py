@@ -77,6 +77,16 @@ def run(case: str, **variables: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+class Event:
+    """A mark in a stream whose kernels have run when they are launched."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+
 class Devices:
     """What stands for CUDA in this process; it is in the place of the functions of `zeroshard.devices`."""
 
@@ -107,6 +117,8 @@ class Devices:
         devices.identity = lambda device: f"GPU-{device.index}"
         devices.stream_of = lambda device: self.stream(device.index or 0)
         devices.is_capturing = lambda: self.is_capturing_now
+        devices.mark = lambda device: Event()
+        devices.pinned = lambda values: torch.empty(values.shape, dtype=values.dtype, device="cpu")
         devices.order_after = lambda device, stream: self.waits.append((stream, self.stream(device.index or 0)))
 
     def stream(self, device: int = 0) -> int:

@@ -320,10 +320,7 @@ norms_are_always_sure = planted_in_order(
 )
 nothing_is_left_over = planted_in_order("NOTHING if left is None else", "NOTHING if True else")
 passes_begin_unread = planted_in_order(
-    """        if phase == "backward" or self.is_sharded:
-            self.catch_up()
-""",
-    "",
+    "            self.catch_up()\n            # Any rank may make", "            # Any rank may make"
 )
 steps_vote_once = planted_in_order("        if self._rounds:", "        if False:")
 

@@ -481,7 +481,7 @@ def chooser(seed: int) -> Callable[[int], int]:
 # -- states -----------------------------------------------------------------------------------------------------------
 
 _NOT_DECIDING = frozenset(
-    ["_units", "_comm", "_changes", "trace", "_done", "_last_step", "_has_warned", "_votes", "_rounds"]
+    ["_units", "_comm", "_changes", "trace", "_done", "_last_step", "_has_warned", "votes", "_rounds"]
 )
 """Attributes of an `Order` that decide nothing: what it works on, and what it tells."""
 
@@ -493,7 +493,7 @@ def state_of(order: Any) -> Hashable:
 
 def _copied(order: Any) -> dict[str, Any]:
     """Return what an order has between two steps, so that another can go on with it."""
-    own = ("_units", "_comm", "_changes", "trace", "_votes")
+    own = ("_units", "_comm", "_changes", "trace", "votes")
     kept = {name: value for name, value in vars(order).items() if name not in own}
     return {name: type(value)(value) if isinstance(value, dict | list) else value for name, value in kept.items()}
 

@@ -354,6 +354,8 @@ class Engine:
             )
         if self._task != graph_task() or self.order.current is None:
             self._enter_backward()
+        elif self.lock is not None:
+            self.lane.check("a part of the backward")
         scale, unit = 1.0 / self.loss_scale.value if self.loss_scale is not None else 1.0, self.units[slot.unit]
         if slot.bucket.spec.lands_on_sums:
             scale *= unit.scale

@@ -79,7 +79,7 @@ class Order:
         self._has_left_record = False
         """Whether some rank left the record of a forward pass that waits for its backward; the same on all ranks."""
         self._has_warned = False
-        self._votes = Votes(comm)
+        self.votes = Votes(comm)
         self._ended: list[Pass] = []
         """Passes whose last vote this rank has not read."""
         self._calm: Counter[Hashable] = Counter()
@@ -116,7 +116,7 @@ class Order:
         )
         pass_ = Pass(phase, key, self._count, scope, schedule, record is None, asks, expected=expected or set())
         if place:
-            self._votes.post(place, lambda told: None)
+            self.votes.post(place, lambda told: None)
             if asks:
                 self.catch_up()
         self.current = pass_
@@ -189,7 +189,7 @@ class Order:
         pass_.is_sure = not pass_.asks and self._is_complete(pass_)
         left = next(self._left_over(pass_), None)
         request = NOTHING if left is None else pass_.number_of("reduce", left, len(self._units), is_again=False)
-        self._votes.post(pass_.end, partial(self._end, pass_), pass_.payload, request)
+        self.votes.post(pass_.end, partial(self._end, pass_), pass_.payload, request)
         has_late_sums = pass_.waiting or any(unit.is_deferred for unit in self._units)
         if pass_.phase == "forward" or pass_.asks or has_late_sums:
             self.catch_up()
@@ -221,7 +221,7 @@ class Order:
                     pass_.has_asked = True
                     if pass_.relied_on:
                         kind, unit, _ = pass_.meaning_of(told.request, len(self._units))
-                        self._votes.early = f"{pass_.relied_on} before the {kind} of {self._units[unit]} in {pass_}"
+                        self.votes.early = f"{pass_.relied_on} before the {kind} of {self._units[unit]} in {pass_}"
                     self._serve(told.request)
                 for unit in self._left_over(pass_):
                     self._ask("reduce", unit, False)
@@ -283,7 +283,7 @@ class Order:
 
     def catch_up(self) -> None:
         """Read what ranks told, and do what they ask for. Collective: where some rank asks for something."""
-        self._votes.read()
+        self.votes.read()
 
     def barrier(self, place: str, payload: int = 0) -> tuple[int, int]:
         """Wait until all ranks stand at `place`, outside passes; return the least and the greatest payload.
@@ -292,7 +292,7 @@ class Order:
             RankMismatchError: ranks stand at different places.
         Collective: all-reduce of 40 bytes; every rank must call.
         """
-        told = self._votes.meet(place, payload)
+        told = self.votes.meet(place, payload)
         return told.least, told.greatest
 
     def answer(self, place: str) -> None:
@@ -301,7 +301,7 @@ class Order:
         It waits for the others unless nothing that they may have told can change the answer.
         """
         is_sure = not self._comm.is_on_host and all(pass_.is_sure for pass_ in self._ended)
-        self._votes.post(place, lambda told: None)
+        self.votes.post(place, lambda told: None)
         if not is_sure:
             self.catch_up()
         for pass_ in self._ended:
@@ -320,15 +320,15 @@ class Order:
             unit.note_changes()
 
         def payload() -> int:
-            return EARLY if self._votes.early else checksum_of(self._changes) if is_fine() else -1
+            return EARLY if self.votes.early else checksum_of(self._changes) if is_fine() else -1
 
-        told = self._votes.meet(place, payload())
+        told = self.votes.meet(place, payload())
         if self._rounds:
             # Some ranks told it before they heard what others asked for, and made sums since.
-            told = self._votes.round(place, payload())
+            told = self.votes.round(place, payload())
         self._rounds = 0
         if told.least == EARLY:
-            self._votes.raise_early(place)
+            self.votes.raise_early(place)
         if told.least >= 0:
             self._keep_changes(told.least, told.greatest, place)
         return told.least >= 0
@@ -348,7 +348,7 @@ class Order:
         for unit in self._units:
             unit.keep_changes()
         # Others may read the shards in place from now on.
-        self._votes.round(what)
+        self.votes.round(what)
 
     # -- rounds -----------------------------------------------------------------------------------------------------
 
@@ -367,10 +367,10 @@ class Order:
         # Copies of the state exchange sums when a reduction is finished: no rank may wait here for one that does.
         self._finish_all()
         if pass_.has_asked:
-            return self._votes.round(pass_.end, pass_.payload, request, what)
+            return self.votes.round(pass_.end, pass_.payload, request, what)
         pass_.has_asked = True
         told: list[Told] = []
-        self._votes.post(pass_.end, told.append, pass_.payload, request, what)
+        self.votes.post(pass_.end, told.append, pass_.payload, request, what)
         self.catch_up()
         return told[0]
 

@@ -26,6 +26,7 @@ from zeroshard.core.order import Order
 from zeroshard.core.saved import SavedTensors
 from zeroshard.core.slot import slot_of
 from zeroshard.core.unit import Reduction, Unit
+from zeroshard.core.votes import Votes
 from zeroshard.report.timeline import (
     BACKWARD,
     COPIES,
@@ -118,8 +119,10 @@ class Probe:
                 for sums in (FlatGradients.take_local, FlatGradients.add_reduced) if bucket.flat else ():
                     self._time(bucket.flat, sums, COPIES, owner)
         self._time(engine.order, Order._finish, COPIES, _unit_of_reduction, label="reduce")
-        for waits in (Comm.agree, Comm.collect, Comm.broadcast):
+        for waits in (Comm.agree, Comm.collect, Comm.broadcast, Comm.flag):
             self._time(comm, waits, WAITING)
+        for reads in (Votes.read, Votes.round):
+            self._time(engine.order.votes, reads, WAITING)
         self._time(comm, Comm.gather, SENDING, label="send")
         self._time(
             comm, Comm.reduce, SENDING, lambda full, own, codec, scale, tag: self._names[tag.bucket], label="send"

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, final
 import torch
 import torch.distributed as dist
 
-from zeroshard.devices import mark
+from zeroshard import devices
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import default_store, own_client_of
 from zeroshard.wire.board import Meeting
@@ -75,7 +75,7 @@ class Links:
             self.groups[name] = dist.new_group(backend=backend, timeout=limit)
         if backend == "nccl":
             device = self.mesh.device
-            self.watchdog.record = lambda: mark(device).query
+            self.watchdog.record = lambda: devices.mark(device).query
 
     def after_fork(self) -> None:
         """Refuse to communicate, and end no process group: the connections are the parent's, and so are the threads."""

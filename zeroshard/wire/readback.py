@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from zeroshard.devices import mark
+from zeroshard import devices
 
 __all__ = ["Readback"]
 
@@ -26,9 +26,9 @@ class Readback:
     def __init__(self, values: torch.Tensor) -> None:
         is_apart = values.device.type != "cpu"
         # A copy to memory that is not pinned would make the host wait here.
-        self._copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=is_apart)
+        self._copy = devices.pinned(values) if is_apart else torch.empty_like(values)
         self._copy.copy_(values, non_blocking=True)
-        self._event = mark(values.device) if is_apart else None
+        self._event = devices.mark(values.device) if is_apart else None
 
     def read(self) -> list[float]:
         """Wait for the copy, and return its numbers."""
