@@ -142,7 +142,7 @@ def train(
     """Train to the end, or until the kill; return all losses. Runs on a rank, from the start of its process on."""
     root, rank = Path(folder), int(os.environ["RANK"])
     places = Places(root, rank, kill if rank in kill.ranks else None)
-    places.watch(start, "await_ranks", "await_ranks")
+    places.watch(start, "await_places", "await_ranks")
     places.watch(dist, "init_process_group", "init_process_group")
     places.enter("join")
     zs.init(watchdog_s=WATCHDOG_S)
