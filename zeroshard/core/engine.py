@@ -101,7 +101,7 @@ class Engine:
         self._norms: dict[tuple[float, torch.dtype | None], Tensor] = {}
         self._norms_version = 0
         self._local_norms = gradient.LocalNorms(())
-        self._copy = slice_of(mesh.along("shard", "tensor"))
+        self.copy = slice_of(mesh.along("shard", "tensor"))
         """The ranks whose parts make up whole gradients."""
         buckets = [(unit.number, bucket) for unit in units for bucket in unit.buckets]
         self.saved = SavedTensors(buckets, self._need_in_backward, treatment, self._unit_under_way)
@@ -453,7 +453,7 @@ class Engine:
         self.answer(f"a {p:g}-norm of gradients in {dtype or 'their dtypes'}")
         local = self._local_norms.of(p, dtype, is_behind=self.order.is_behind)
         # Replicas have the same sums: those of this rank's own copy are all there is.
-        rows = self.comm.collect(local, f"a {p:g}-norm of gradients")[self._copy]
+        rows = self.comm.collect(local, f"a {p:g}-norm of gradients")[self.copy]
         self._norms[p, dtype] = total = gradient.total_norms(rows, p)
         return total
 

@@ -21,6 +21,7 @@ from typing import Any, final
 import torch
 
 from zeroshard import torch_private
+from zeroshard.core import elements
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Own, Scope, Sum
@@ -59,7 +60,9 @@ ELEMENTWISE = frozenset(
 )
 """Functions in place that treat each element by itself; those that are not linear need the sum over all ranks."""
 
-SELF = frozenset("detach detach_ data requires_grad_ float double half bfloat16 to cpu cuda".split())
+CONVERSIONS = frozenset("bfloat16 cpu cuda double float half to type".split())
+"""What returns the tensor itself where there is nothing to convert."""
+SELF = CONVERSIONS | {"detach", "detach_", "data", "requires_grad_"}
 """What returns the tensor itself, or an alias, where there is nothing to convert."""
 
 
@@ -100,8 +103,12 @@ class LogicalGradient(torch.Tensor):
                 return _norms(name, args, kwargs)
             if name in LINEAR or name in ELEMENTWISE:
                 return _change(name, args, kwargs)
-            if name in SELF and isinstance(args[0], cls) and _is_nothing_to_do(func, args, kwargs):
+            if isinstance(args[0], cls) and (found := _look(name, func, args, kwargs)) is not None:
+                return found
+            if name in SELF and isinstance(args[0], cls) and is_nothing_to_do(func, args, kwargs):
                 return args[0]
+        elif name == "data" and args[0] is args[1]:
+            return None  # what model.to() assigns where there is nothing to do
         raise _refusal(name, _gradients_in((args, kwargs))[0])
 
     @classmethod
@@ -116,6 +123,48 @@ class LogicalGradient(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LogicalGradient('{self._slot.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+@final
+class MappedGradient(torch.Tensor):
+    """A function of each element of a logical gradient, as `grad.abs()` returns: what is asked of it is answered."""
+
+    _source: LogicalGradient
+    _maps: tuple[Callable[[Tensor], Tensor], ...]
+
+    @staticmethod
+    def __new__(
+        cls, source: LogicalGradient, maps: tuple[Callable[[Tensor], Tensor], ...], dtype: torch.dtype
+    ) -> "MappedGradient":
+        """Make the function of a gradient; nothing is computed yet."""
+        slot = source._slot
+        made: MappedGradient = torch_private.without_storage(  # type: ignore[assignment]
+            cls, slot.shape, slot.stride, dtype, slot.bucket.device
+        )
+        made._source, made._maps = source, maps
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = name_of(func), kwargs or {}
+        if args and isinstance(args[0], cls) and func.__name__ not in ("__set__", "__delete__"):
+            if name in METADATA:
+                with NoSubclasses():
+                    return func(*args, **kwargs)
+            if (found := _look(name, func, args, kwargs)) is not None:
+                return found
+        raise _refusal(f"{name} of a function of each element", find((args, kwargs), cls)[0]._source)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise _refusal(str(func), find((args, kwargs), cls)[0]._source)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"MappedGradient({self._source!r})"
 
 
 @final
@@ -270,13 +319,49 @@ def name_of(func: Callable[..., Any]) -> str:
     return name
 
 
-def _is_nothing_to_do(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_nothing_to_do(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a function of `SELF` would return the gradient as it is; a plain tensor shows it."""
     if "memory_format" in kwargs:
         return False
     probe = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
     is_alias = name_of(func) in ("detach", "data")
     return is_alias or (func(probe, *args[1:], **kwargs) is probe and not probe.requires_grad)
+
+
+def _look(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Answer a question about all elements of a gradient, or of a function of each; None where it is no such question.
+
+    Collective: all-gather of some numbers; every rank must call.
+    """
+    first = args[0]
+    source, maps = (first._source, first._maps) if isinstance(first, MappedGradient) else (first, ())
+    if name in elements.MAPS and isinstance(source, LogicalGradient) and _are_numbers(args, kwargs):
+        probe = func(torch.empty(0, dtype=first.dtype, device=first.device), *args[1:], **kwargs)
+        if probe.dtype == first.dtype and name in CONVERSIONS:
+            return first
+        return MappedGradient(source, (*maps, lambda values: func(values, *args[1:], **kwargs)), probe.dtype)
+    if name not in elements.QUESTIONS and name != "histc":
+        return None
+    slot, what = _slot_of(source), f"{name} of the gradient of '{source._slot.name}'"
+    owner, grads = slot.living_owner(), slot.bucket.grads
+    owner.leave_passes(what)
+    owner.check_reduced(what)
+    owner.catch_up()
+
+    def ask(numbers: Tensor) -> Tensor:
+        owner.answer(what)
+        return owner.comm.collect(numbers, what)[owner.copy]
+
+    with torch.no_grad(), NoSubclasses():
+        is_mine = slot.is_own and grads.sums[slot.index] is USED
+        values = grads.own_part(slot.index) if is_mine else torch.empty(0, dtype=grads.dtype, device=slot.bucket.device)
+        for one in maps:
+            values = one(values)
+        if name == "histc":
+            return elements.histogram(values, ask, *args[1:], **kwargs).to(first.dtype)
+        found = elements.answer(name, values, ask, args[1:], kwargs)
+    keeps = name in ("amax", "amin", "max", "min") or (name not in ("all", "any", "count_nonzero") and first.dtype.is_floating_point)
+    return found if found is None or not keeps else found.to(first.dtype)
 
 
 def _norms(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, final
 
 import torch
 
+from zeroshard.callers import remedy_for
 from zeroshard.core import gradient
 from zeroshard.core.slot import Form, slot_of
 from zeroshard.torch_private import DisabledFunction, NoSubclasses, raw_data
@@ -27,14 +28,20 @@ __all__ = ["PlainForm", "ReleasedParameter", "ShardedParameter", "demand"]
 Tensor = torch.Tensor
 
 METADATA = gradient.METADATA | {
+    "_has_compatible_shallow_copy_type",
     "_version",
     "backward",
     "is_shared",
     "register_hook",
     "register_post_accumulate_grad_hook",
     "requires_grad_",
-}
-"""Tensor attributes and methods that read no values, so that a released parameter answers them."""
+} | frozenset(
+    """
+    empty_like full_like new_empty new_empty_strided new_full new_ones new_tensor new_zeros ones_like rand_like
+    randint_like randn_like zeros_like
+    """.split()
+)
+"""What reads no values, so that a released parameter answers: attributes, methods, and what makes another tensor."""
 
 
 @final
@@ -89,6 +96,8 @@ class ShardedParameter(torch.nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if value is self:
+            return  # what model.to() assigns where there is nothing to do
         name = slot_of(self).name
         raise RuntimeError(
             f"The data of the sharded parameter '{name}' cannot be replaced (got {tuple(value.shape)}, {value.dtype}, "
@@ -119,9 +128,11 @@ class ReleasedParameter(ShardedParameter):
     def __torch_function__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if gradient.name_of(func) not in METADATA:
+        if (name := gradient.name_of(func)) not in METADATA:
+            if name in gradient.CONVERSIONS and gradient.is_nothing_to_do(func, args, kwargs or {}):
+                return args[0]
             for parameter in find((args, kwargs), ReleasedParameter):
-                demand(parameter, gradient.name_of(func))
+                demand(parameter, name)
         with NoSubclasses():
             return func(*args, **(kwargs or {}))
 
@@ -152,9 +163,7 @@ def demand(parameter: Tensor, what: str) -> None:
         where = owner.mesh if owner is not None else "[its engine is gone]"
         raise RuntimeError(
             f"{where} Parameter '{slot.name}' {tuple(parameter.shape)} is sharded and its values are released here, so "
-            f"`{what}` cannot read them. Use `with zero.gathered():` around the code that reads parameters "
-            "(`writeback=True` to change them); every rank must enter it. Move, convert, resize or initialize the "
-            "model before zs.shard()."
+            f"`{what}` cannot read them. {remedy_for(parameter, slot.name)}"
         )
 
 

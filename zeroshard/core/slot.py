@@ -28,6 +28,8 @@ class Owner(Protocol):
     loss_scale: LossScale | None
     is_skipping: bool
     unread: Callable[[], None] | None
+    copy: slice
+    """The ranks whose parts make up whole gradients."""
 
     def learn(self) -> None:
         """Read whether the last update was skipped, where the host does not know."""

@@ -1,6 +1,12 @@
 """The casts at the edges of the model, and of modules that keep their own dtype.
 
 Owns the hooks that cast; `state/wiring.py` hangs them. Read `core/precision.py` (where a value is rounded) first.
+
+Note: the edge of the model
+    It is wherever user code calls in: the model itself, a block of it alone, or a method that computes as `forward`
+    does. So all of these have the casts, and only the outermost call makes them: between modules values stay in the
+    dtype that modules compute with. Gradients are multiplied by a loss scale where they enter through outputs, and
+    divided by it where they leave through inputs, so two calls in a row scale them once.
 """
 
 from typing import Any, final
@@ -10,24 +16,25 @@ from torch import nn
 
 from zeroshard.core.hooks import Hook
 from zeroshard.core.precision import LossScale
+from zeroshard.torch_private import Call, graph_task
 from zeroshard.tree import map_floating
 
-__all__ = ["CastIn", "CastOut"]
+__all__ = ["CastIn", "CastOut", "Edge", "EdgeIn", "EdgeOut"]
 
 
 @final
 class CastIn(Hook):
-    """Casts the floating-point inputs of a module."""
+    """Casts the floating-point inputs of a module; with a loss scale, their gradients are divided by it."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, loss_scale: LossScale | None = None) -> None:
+        self._dtype, self._loss_scale = dtype, loss_scale
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the inputs, cast."""
         return map_floating(args, self._cast), map_floating(kwargs, self._cast)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._dtype)
+        return _cast(tensor, self._dtype, self._loss_scale, is_out=False)
 
 
 @final
@@ -42,18 +49,71 @@ class CastOut(Hook):
         return map_floating(output, self._cast)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._loss_scale is not None and tensor.requires_grad:
-            scaled: torch.Tensor = _Scaled.apply(tensor, self._dtype, self._loss_scale)  # type: ignore[no-untyped-call]
-            return scaled
-        return tensor.to(self._dtype)
+        return _cast(tensor, self._dtype, self._loss_scale, is_out=True)
+
+
+@final
+class Edge:
+    """The edge of one model: casts the inputs and outputs of calls that no other call of the model is around."""
+
+    def __init__(self, cast_in: CastIn, cast_out: CastOut) -> None:
+        self._in, self._out = cast_in, cast_out
+        self._calls: list[Call] = []
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Begin a call: return its inputs, cast if it is the outermost."""
+        while self._calls and not self._calls[-1].is_running():
+            self._calls.pop()  # it ended with an exception
+        self._calls.append(Call(__name__))
+        # What is recomputed in a backward was inside when it ran first.
+        return self._in(module, args, kwargs) if len(self._calls) == 1 and graph_task() == -1 else (args, kwargs)
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """End a call: return its output, cast if it was the outermost."""
+        while self._calls and not self._calls[-1].is_running():
+            self._calls.pop()
+        if self._calls:
+            self._calls.pop()
+        return output if self._calls or graph_task() != -1 else self._out(module, args, kwargs, output)
+
+
+@final
+class EdgeIn(Hook):
+    """Before a module that user code may call."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the inputs, cast at the edge."""
+        return self._edge.enter(module, args, kwargs)
+
+
+@final
+class EdgeOut(Hook):
+    """After a module that user code may call."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Return the output, cast at the edge."""
+        return self._edge.leave(module, args, kwargs, output)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype, loss_scale: LossScale | None, *, is_out: bool) -> torch.Tensor:
+    if loss_scale is None or not tensor.requires_grad:
+        return tensor.to(dtype)
+    scaled: torch.Tensor = _Scaled.apply(tensor, dtype, loss_scale, is_out)  # type: ignore[no-untyped-call]
+    return scaled
 
 
 class _Scaled(torch.autograd.Function):
-    """A cast whose gradient is multiplied by the loss scale: a node of the graph, which nothing bypasses."""
+    """A cast whose gradient is multiplied or divided by the loss scale: a node of the graph, which nothing bypasses."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dtype: torch.dtype, loss_scale: LossScale) -> torch.Tensor:
-        ctx.dtype, ctx.loss_scale = tensor.dtype, loss_scale
+    def forward(ctx: Any, tensor: torch.Tensor, dtype: torch.dtype, loss_scale: LossScale, is_out: bool) -> torch.Tensor:
+        ctx.dtype, ctx.loss_scale, ctx.is_out = tensor.dtype, loss_scale, is_out
         return tensor.to(dtype, copy=True)
 
     @staticmethod
@@ -63,4 +123,6 @@ class _Scaled(torch.autograd.Function):
                 "create_graph=True with a loss scale: what is computed from these gradients would be scaled twice. "
                 'Use precision="bf16" or "fp32", or loss_scale=None and a scale of your own.'
             )
-        return (grad * ctx.loss_scale.value).to(ctx.dtype), None, None
+        scale = ctx.loss_scale.value
+        grad = grad * scale if ctx.is_out else grad.to(ctx.dtype) / scale
+        return grad.to(ctx.dtype), None, None, None

@@ -10,22 +10,33 @@ from torch import nn
 
 from zeroshard.core.hooks import Inert
 
-__all__ = ["copy_plain"]
+__all__ = ["copy_plain", "owner_of"]
 
 
 def copy_plain(model: nn.Module, forward_methods: tuple[str, ...], memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of the model without hooks; its parameters are plain (and raise unless gathered)."""
-    hidden = {name: model.__dict__.pop(name) for name in ("__deepcopy__", *forward_methods) if name in model.__dict__}
+    hidden = []
+    for path in ("__deepcopy__", *forward_methods):
+        module, name = owner_of(model, path)
+        if name in module.__dict__:
+            hidden.append((module, name, module.__dict__.pop(name)))
     try:
         copied = copy.deepcopy(model, memo)
     finally:
-        model.__dict__.update(hidden)
+        for module, name, method in hidden:
+            module.__dict__[name] = method
     for module in copied.modules():
         for hooks in vars(module).values():
             if isinstance(hooks, dict):
                 for key in [key for key, hook in hooks.items() if _is_inert(hook)]:
                     del hooks[key]
     return copied
+
+
+def owner_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """Return the module and the name of the method that a path such as "encoder.encode" means."""
+    module, _, method = path.rpartition(".")
+    return model.get_submodule(module), method
 
 
 def _is_inert(hook: Any) -> bool:

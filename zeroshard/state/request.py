@@ -241,9 +241,17 @@ def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh) -
             f"{len(held)} parameter(s) hold a gradient from before zs.shard(), '{held[0]}' first. It is this rank's "
             "own, and would be lost. Use it (optimizer.step()) or clear it (model.zero_grad()) before zs.shard()."
         )
-    for method in forward_methods:
-        if not callable(getattr(model, method, None)):
-            raise ValueError(f"forward_methods names '{method}', which {type(model).__name__} does not have.")
+    for path in forward_methods:
+        name, _, method = path.rpartition(".")
+        try:
+            is_there = callable(getattr(model.get_submodule(name), method, None))
+        except AttributeError:
+            is_there = False
+        if not is_there:
+            raise ValueError(
+                f"forward_methods names '{path}', which {type(model).__name__} does not have. Write the module's name "
+                "in the model and the method's, such as 'encoder.encode'; a method of the model itself by its name."
+            )
 
 
 def place_of(model: object) -> torch.device | None:

@@ -9,7 +9,7 @@ Note: order
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -20,8 +20,8 @@ from zeroshard.core.hooks import Enter, Exit, Hook, Landed, Registered
 from zeroshard.core.slot import slot_of
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.units import UnitPlan
-from zeroshard.state.casts import CastIn, CastOut
-from zeroshard.state.duplicate import copy_plain
+from zeroshard.state.casts import CastIn, CastOut, Edge, EdgeIn, EdgeOut
+from zeroshard.state.duplicate import copy_plain, owner_of
 from zeroshard.state.graphs import RefuseGraphs
 from zeroshard.state.heads import AddInPlace
 
@@ -41,8 +41,8 @@ def wire(
         for module, name in plan.entries.items() if engine.has_frames else ():
             known = entries.get(module, ("", ()))[1]
             entries[module] = (name, (*known, unit.number))
-    own = _registered(model)
-    return _hang(engine, model, entries, own, methods, precision)
+    edge = _hang_casts(engine, model, [module for plan in plans for module in plan.entries], precision)
+    return _hang(engine, model, entries, _registered(model), methods, edge)
 
 
 def _hang(
@@ -51,24 +51,24 @@ def _hang(
     entries: dict[nn.Module, tuple[str, tuple[int, ...]]],
     own: Sequence[Registered],
     forward_methods: Sequence[str],
-    precision: Precision,
+    edge: Edge | None,
 ) -> dict[nn.Module, tuple[Enter, Exit]]:
     """Register all hooks of a model; return those of each module's forward.
 
     Args:
         entries: modules whose forward needs units: the module's name and the units' numbers.
         own: what the model must find unchanged.
-        forward_methods: methods of the model that compute as forward does.
+        forward_methods: methods that compute as forward does, such as "encoder.encode".
     """
     hooks = {}
     for module, (name, units) in entries.items():
         enter, leave = hooks[module] = Enter(engine, name, units, own if module is model else ()), Exit(engine)
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave, with_kwargs=True, always_call=True)
-        if module is model:
-            casts = _hang_casts(engine, model, precision)
-            for method in forward_methods:
-                model.__dict__[method] = _wrap(model, method, enter, leave, casts)
+    for path in forward_methods:
+        owner, method = owner_of(model, path)
+        units = entries.get(owner, ("", ()))[1]
+        owner.__dict__[method] = _wrap(owner, method, Enter(engine, path, units, own), Exit(engine), edge)
     landed = Landed(engine)
     for parameter in model.parameters():
         if not (parameter.is_floating_point() or parameter.is_complex()):
@@ -90,38 +90,43 @@ def _hang(
     return hooks
 
 
-def _hang_casts(engine: Engine, model: nn.Module, precision: Precision) -> tuple[CastIn, CastOut] | None:
-    """Cast at the edges of the model, and at those of the modules that keep their own dtype."""
+def _hang_casts(
+    engine: Engine, model: nn.Module, blocks: Iterable[nn.Module], precision: Precision
+) -> Edge | None:
+    """Cast at the edges of the model, and at those of the modules that keep their own dtype.
+
+    Args:
+        blocks: modules that user code may call by themselves.
+    """
     if precision.param is None:
         return None
     for module in model.modules():
         if isinstance(module, precision.keep) and (kept := next(module.parameters(False), None)) is not None:
             module.register_forward_pre_hook(CastIn(kept.dtype), with_kwargs=True)
             module.register_forward_hook(CastOut(precision.param), with_kwargs=True)
-    casts = CastIn(precision.param), CastOut(torch.float32, engine.loss_scale)
-    model.register_forward_pre_hook(casts[0], with_kwargs=True)
-    model.register_forward_hook(casts[1], with_kwargs=True)
-    return casts
+    edge = Edge(CastIn(precision.param, engine.loss_scale), CastOut(torch.float32, engine.loss_scale))
+    for module in dict.fromkeys((model, *blocks)):
+        module.register_forward_pre_hook(EdgeIn(edge), with_kwargs=True)
+        module.register_forward_hook(EdgeOut(edge), with_kwargs=True)
+    return edge
 
 
-def _wrap(
-    model: nn.Module, method: str, enter: Enter, leave: Exit, casts: tuple[CastIn, CastOut] | None
-) -> Callable[..., Any]:
-    plain = getattr(model, method)
+def _wrap(module: nn.Module, method: str, enter: Enter, leave: Exit, edge: Edge | None) -> Callable[..., Any]:
+    plain = getattr(module, method)
 
     @functools.wraps(plain)
     def run(*args: Any, **kwargs: Any) -> Any:
         output = None
         try:
-            enter(model, args, kwargs)
-            if casts is not None:
-                args, kwargs = casts[0](model, args, kwargs)
+            enter(module, args, kwargs)
+            if edge is not None:
+                args, kwargs = edge.enter(module, args, kwargs)
             output = plain(*args, **kwargs)
         except BaseException:
-            leave(model, args, kwargs, None)
+            leave(module, args, kwargs, None)
             raise
-        leave(model, args, kwargs, output)
-        return output if casts is None else casts[1](model, args, kwargs, output)
+        leave(module, args, kwargs, output)
+        return output if edge is None else edge.leave(module, args, kwargs, output)
 
     return run
 

@@ -27,7 +27,8 @@ class Settings:
         wire_bytes: of the buffers that one reduction by messages may take, or one conversion for NCCL: a larger unit
             travels in pieces, so that no buffer grows with the model or its largest unit. A piece has 65,536 elements
             at least.
-        forward_methods: methods of the model, besides `forward`, that compute with its parameters.
+        forward_methods: methods, besides the model's `forward`, that compute with its parameters when they are called
+            by themselves: "features" of the model, "encoder.encode" or "head.forward" of modules in it.
 
     ```python
     import torch, zeroshard as zs

@@ -1,0 +1,93 @@
+"""Who reads a parameter where its values are not there: what to write instead.
+
+Owns the look at the functions that are being called, for the errors of released parameters alone. It must not know
+engines or passes: `core/parameter.py` asks it.
+"""
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["remedy_for"]
+
+CONVERSIONS = frozenset("bfloat16 cpu cuda double float half ipu mtia share_memory_ to to_empty type xpu".split())
+"""Methods of modules that replace their parameters."""
+DISPATCH = frozenset(["__call__", "_call_impl", "_wrapped_call_impl"])
+"""What torch runs between a module's call and its method."""
+AVERAGE = re.compile("Averaged|MovingAverage|EMA|Ema(?![a-z])")
+"""In names of classes: torch's, timm's, diffusers' and torch_ema's."""
+SAVES = frozenset(["save", "save_file", "save_model", "save_pretrained", "save_state_dict"])
+
+
+def remedy_for(parameter: torch.Tensor, name: str) -> str:
+    """Return what to write instead of the code that reads a parameter now.
+
+    Args:
+        name: of the parameter in the sharded model.
+    """
+    method = ""
+    for frame in _frames():
+        code, owner = frame.f_code.co_name, _self_of(frame)
+        if isinstance(owner, torch.optim.Optimizer):
+            return (
+                f"{type(owner).__name__} was built from parameters of a sharded model: hand it over with "
+                "zero.attach(optimizer)."
+            )
+        if _is_average(owner):
+            return (
+                f"{type(owner).__name__} keeps whole copies of the parameters: zero.ema(decay) keeps an average that is "
+                "sharded as they are; inside `with zero.gathered():` any other works."
+            )
+        if code in SAVES:
+            return "zero.save(path) writes a checkpoint of all ranks; `with zero.gathered():` has whole parameters."
+        if isinstance(owner, nn.Module):
+            if code in CONVERSIONS:
+                return "Move and convert the model before zs.shard(), and build the optimizer after that."
+            method = _path_of(owner, code, parameter, name) or method
+    plain = (
+        "Use `with zero.gathered():` around the code that reads parameters (`writeback=True` to change them); every "
+        "rank must enter it. Move, convert, resize or initialize the model before zs.shard()."
+    )
+    if method:
+        return (
+            f"It was read in '{method}', called outside a forward of the model: name that in "
+            f"zs.shard(settings=zs.Settings(forward_methods=({method!r},))), and it trains as `forward` does. {plain}"
+        )
+    return plain
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yield the functions being called, the innermost first."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _self_of(frame: FrameType) -> Any:
+    """Return the object whose method is being called, None in a plain function."""
+    code = frame.f_code
+    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    method = inspect.unwrap(getattr(type(owner), code.co_name, None) or _self_of)
+    return owner if getattr(method, "__code__", None) is code else None
+
+
+def _is_average(owner: Any) -> bool:
+    """Tell whether an object keeps an average of parameters: the classes that do have nothing in common but names."""
+    return any(AVERAGE.search(kind.__name__) for kind in type(owner).__mro__)
+
+
+def _path_of(module: nn.Module, method: str, parameter: torch.Tensor, name: str) -> str:
+    """Return a method of the sharded model or of a module in it, such as "encoder.encode"; "" of any other."""
+    if method in DISPATCH or method.startswith("__"):
+        return ""
+    for inner, one in module.named_parameters():
+        if one is parameter and (name == inner or name.endswith(f".{inner}")):
+            return f"{name[: len(name) - len(inner)]}{method}"
+    return ""

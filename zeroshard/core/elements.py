@@ -1,0 +1,101 @@
+"""Questions about all elements of a gradient that is spread over ranks: extremes, means, whether any is not finite.
+
+Owns the arithmetic: what each rank says of its elements, and what follows from what all said. It must not know the
+class that is asked (`core/gradient.py`), nor how ranks meet.
+
+Note: questions about functions of elements
+    `grad.abs().max()` asks about |x| of each element. `abs()` makes nothing: it returns another gradient without
+    storage, which knows the function, and only the question that follows is answered, with one collective.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+__all__ = ["MAPS", "QUESTIONS", "answer", "histogram"]
+
+Tensor = torch.Tensor
+Question = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Mapping[str, Any]], Tensor]]
+"""What a rank says of its elements, as numbers in fp64, and the answer from what all ranks said, a rank a row."""
+
+MAPS = frozenset(
+    """
+    abs absolute bfloat16 double eq float ge gt half isfinite isinf isnan le log log10 log2 lt ne pow sign sqrt square
+    __abs__ __eq__ __ge__ __gt__ __le__ __lt__ __ne__ __pow__
+    """.split()
+)
+"""Functions of each element, whose other arguments are numbers."""
+
+
+def _extreme(values: Tensor, *, is_largest: bool) -> Tensor:
+    if not values.numel():
+        return values.new_tensor([float("-inf" if is_largest else "inf")], dtype=torch.float64)
+    return (values.amax() if is_largest else values.amin()).double().view(1)
+
+
+def _moments(values: Tensor) -> Tensor:
+    """Return the number of elements, their mean, and the sum of squares of what they are off it."""
+    wide, count = values.double(), values.numel()
+    mean = wide.mean() if count else wide.new_zeros(())
+    return torch.stack([wide.new_tensor(float(count)), mean, (wide - mean).square().sum()])
+
+
+def _all_moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    count = rows[:, 0].sum()
+    mean = (rows[:, 0] * rows[:, 1]).sum() / count
+    return count, mean, (rows[:, 2] + rows[:, 0] * (rows[:, 1] - mean).square()).sum()
+
+
+def _variance(rows: Tensor, options: Mapping[str, Any]) -> Tensor:
+    count, _, squares = _all_moments(rows)
+    correction = options.get("correction", 1)
+    off = int(options.get("unbiased", True)) if correction is None or "unbiased" in options else correction
+    return squares / (count - off).clamp(min=0)
+
+
+QUESTIONS: Mapping[str, Question] = MappingProxyType(
+    {
+        "all": (lambda x: (x == 0).sum().double().view(1), lambda rows, _: rows.sum() == 0),
+        "any": (lambda x: (x != 0).sum().double().view(1), lambda rows, _: rows.sum() > 0),
+        "count_nonzero": (lambda x: x.count_nonzero().double().view(1), lambda rows, _: rows.sum().long()),
+        "max": (lambda x: _extreme(x, is_largest=True), lambda rows, _: rows.amax()),
+        "amax": (lambda x: _extreme(x, is_largest=True), lambda rows, _: rows.amax()),
+        "min": (lambda x: _extreme(x, is_largest=False), lambda rows, _: rows.amin()),
+        "amin": (lambda x: _extreme(x, is_largest=False), lambda rows, _: rows.amin()),
+        "sum": (lambda x: x.double().sum().view(1), lambda rows, _: rows.sum()),
+        "mean": (_moments, lambda rows, _: _all_moments(rows)[1]),
+        "var": (_moments, _variance),
+        "std": (_moments, lambda rows, options: _variance(rows, options).sqrt()),
+    }
+)
+"""By the name of torch's function: for all elements, without a dimension."""
+
+OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType({"std": ("unbiased",), "var": ("unbiased",)})
+"""The arguments of questions by position; all others are taken by keyword."""
+KEYWORDS = frozenset(["correction", "unbiased"])
+
+
+def answer(name: str, values: Tensor, ask: Callable[[Tensor], Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the answer to a question about elements that are spread over ranks, 0-d; None where it is not answered.
+
+    Args:
+        values: this rank's elements, flat.
+        ask: returns every rank's numbers, a rank a row. Collective.
+    """
+    options = dict(zip(OPTIONS.get(name, ()), args, strict=False)) | dict(kwargs)
+    if len(args) > len(OPTIONS.get(name, ())) or not options.keys() <= (KEYWORDS if name in OPTIONS else frozenset()):
+        return None
+    tell, conclude = QUESTIONS[name]
+    return conclude(ask(tell(values)), options)
+
+
+def histogram(values: Tensor, ask: Callable[[Tensor], Tensor], bins: int = 100, min: float = 0, max: float = 0) -> Tensor:  # noqa: A002 (torch's names)
+    """Return (bins,) how many elements lie in each part of [min, max], or between the extremes, as `torch.histc`."""
+    if min == max == 0:
+        ends = ask(torch.cat([_extreme(values, is_largest=False), _extreme(values, is_largest=True)]))
+        min, max = ends[:, 0].amin().item(), ends[:, 1].amax().item()  # noqa: A001
+    if min == max:
+        min, max = min - 1, max + 1  # noqa: A001 (as torch does)
+    return ask(torch.histc(values, bins, min, max).double()).sum(0)
