@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["MAPS", "QUESTIONS", "answer", "histogram"]
+__all__ = ["COUNTS", "EXTREMES", "MAPS", "QUESTIONS", "answer", "histogram"]
 
 Tensor = torch.Tensor
 Question = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Mapping[str, Any]], Tensor]]
@@ -50,9 +50,7 @@ def _all_moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _variance(rows: Tensor, options: Mapping[str, Any]) -> Tensor:
     count, _, squares = _all_moments(rows)
-    correction = options.get("correction", 1)
-    off = int(options.get("unbiased", True)) if correction is None or "unbiased" in options else correction
-    return squares / (count - off).clamp(min=0)
+    return squares / (count - float(options.get("correction", options.get("unbiased", True)))).clamp(min=0)
 
 
 QUESTIONS: Mapping[str, Question] = MappingProxyType(
@@ -72,9 +70,11 @@ QUESTIONS: Mapping[str, Question] = MappingProxyType(
 )
 """By the name of torch's function: for all elements, without a dimension."""
 
-OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType({"std": ("unbiased",), "var": ("unbiased",)})
-"""The arguments of questions by position; all others are taken by keyword."""
-KEYWORDS = frozenset(["correction", "unbiased"])
+EXTREMES = frozenset(["amax", "amin", "histc", "max", "min"])
+"""Questions about the least and the largest element, which have no answer where there is none."""
+COUNTS = frozenset(["all", "any", "count_nonzero"])
+"""Questions whose answer has a dtype of its own."""
+CORRECTED = frozenset(["std", "var"])
 
 
 def answer(name: str, values: Tensor, ask: Callable[[Tensor], Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -84,8 +84,13 @@ def answer(name: str, values: Tensor, ask: Callable[[Tensor], Tensor], args: Seq
         values: this rank's elements, flat.
         ask: returns every rank's numbers, a rank a row. Collective.
     """
-    options = dict(zip(OPTIONS.get(name, ()), args, strict=False)) | dict(kwargs)
-    if len(args) > len(OPTIONS.get(name, ())) or not options.keys() <= (KEYWORDS if name in OPTIONS else frozenset()):
+    options = dict(kwargs)
+    if name in CORRECTED and len(args) == 1 and isinstance(args[0], bool):
+        options["unbiased"], args = args[0], ()
+    is_known = name in CORRECTED and (
+        [*map(type, options.values())] in ([bool], [int], [float]) and options.keys() <= {"correction", "unbiased"}
+    )
+    if args or (options and not is_known):
         return None
     tell, conclude = QUESTIONS[name]
     return conclude(ask(tell(values)), options)

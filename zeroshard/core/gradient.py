@@ -337,10 +337,12 @@ def _look(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     source, maps = (first._source, first._maps) if isinstance(first, MappedGradient) else (first, ())
     if name in elements.MAPS and isinstance(source, LogicalGradient) and _are_numbers(args, kwargs):
         probe = func(torch.empty(0, dtype=first.dtype, device=first.device), *args[1:], **kwargs)
+        if not isinstance(probe, Tensor):
+            return None
         if probe.dtype == first.dtype and name in CONVERSIONS:
             return first
         return MappedGradient(source, (*maps, lambda values: func(values, *args[1:], **kwargs)), probe.dtype)
-    if name not in elements.QUESTIONS and name != "histc":
+    if (name not in elements.QUESTIONS and name != "histc") or (name in elements.EXTREMES and not first.numel()):
         return None
     slot, what = _slot_of(source), f"{name} of the gradient of '{source._slot.name}'"
     owner, grads = slot.living_owner(), slot.bucket.grads
@@ -358,9 +360,10 @@ def _look(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         for one in maps:
             values = one(values)
         if name == "histc":
-            return elements.histogram(values, ask, *args[1:], **kwargs).to(first.dtype)
-        found = elements.answer(name, values, ask, args[1:], kwargs)
-    keeps = name in ("amax", "amin", "max", "min") or (name not in ("all", "any", "count_nonzero") and first.dtype.is_floating_point)
+            found: Tensor | None = elements.histogram(values, ask, *args[1:], **kwargs)
+        else:
+            found = elements.answer(name, values, ask, args[1:], kwargs)
+    keeps = name in elements.EXTREMES or (first.dtype.is_floating_point and name not in elements.COUNTS)
     return found if found is None or not keeps else found.to(first.dtype)
 
 
