@@ -40,6 +40,7 @@ from benchmarks.report import aligned, gpu_table, optimizer_table
 from zeroshard.handle import shard_over
 from zeroshard.state.request import Request
 from zeroshard.table.trace import Ledger
+from zeroshard.torch_private import emulated_group
 from zeroshard.wire.nccl import NcclComm
 from zeroshard.wire.transports import make_comm
 
@@ -209,23 +210,8 @@ def _fully_shard(model: nn.Module, blocks: Sequence[nn.Module], stage: int, devi
 @contextlib.contextmanager
 def fake_ranks(ranks: int) -> Iterator[None]:
     """Be rank 0 of a process group in which collectives do nothing; for one rank, have none."""
-    if ranks == 1:
+    with emulated_group(ranks) if ranks > 1 else contextlib.nullcontext():
         yield
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    class Present(FakeStore):  # type: ignore[misc]
-        """A store in which no rank is missed."""
-
-        def add(self, key: str, amount: int) -> int:
-            return 0
-
-    store = Present()  # torch keeps the C++ half alone
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=store)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class Nobody:

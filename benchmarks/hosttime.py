@@ -143,7 +143,8 @@ def build(contestant: Contestant, blocks: int, *, clips: bool) -> Running:
     # Each parameter fills whole alignment units: an emulated rank would take padding of rank 0 for its own elements.
     model = GPT(blocks, width=16, vocabulary=64, sequence=8)
     for parameter in model.parameters():
-        # What a rank is given for the others' values is no trained model; with zeros all numbers stay finite.
+        # The fake process group fills the other ranks' shards with copies of this rank's shard. Such weights are no
+        # trained model, and activations may overflow; with zeros all numbers stay finite.
         nn.init.zeros_(parameter)
     if contestant.library == "FSDP2":
         _fully_shard(model, contestant.stage)

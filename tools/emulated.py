@@ -9,10 +9,10 @@ Note: what is emulated
     on the same communicator, before or after those on others, and at the latest when the compute stream waits for it.
     Values travel over gloo beneath, from a copy of what was given.
 Note: what is found
-    From its issue to its end a collective owns its memory. Its results are filled with `POISON` (NaN) at its issue: who
-    reads them before the wait computes with that. At its end what it reads must be there and be as it was, and the
-    poison must be untouched: else its memory was freed, or given to others. What nobody waited for, and waits that stop
-    the host, are counted. `Device.check` raises with all that was found.
+    A collective owns its memory from its issue to its end. The issue fills the results with `POISON` (NaN): code that
+    reads a result before the wait computes NaN. At the end of the collective, its inputs must be allocated and
+    unchanged, and the poison must be untouched; otherwise the memory was freed or used by other code. Collectives
+    without a wait, and waits that stop the host, are counted. `Device.check` raises an error with all defects.
 Note: a device that hangs
     On a GPU the host goes on when a peer is missing, to the end of the pass, where it marks its stream, and hangs in
     the first read of a number. Here it marks the stream and hangs in the wait. A connection that was closed is no error
@@ -180,7 +180,7 @@ class Device:
                 stream.popleft().land()
 
     def wait(self, work: Work) -> None:
-        """Return when a collective has ended, as the compute stream goes on then."""
+        """End a collective, after all those before it on its communicator: the compute stream waits for its result."""
         self.advance()
         if work.is_done:
             return

@@ -3,37 +3,29 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard as zs
 from tests.emulated.cuda import Devices
+from tests.errors import raised
 from zeroshard.core.engine import Engine
 from zeroshard.handle import shard_over
 from zeroshard.state.request import Request
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Native
+from zeroshard.torch_private import emulated_group
 from zeroshard.wire.codec import Codec
 from zeroshard.wire.comm import Channel, Comm, Pending, Tag, Vote
 from zeroshard.wire.mesh import Axis
 
 RANKS = 4
 WIDTH = 64
-
-
-def raised(action: Callable[[], Any]) -> str:
-    """Run what must raise; return the error's class and text."""
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 class Block(nn.Module):
@@ -101,17 +93,13 @@ class OneOfMany(Comm):
         return torch.stack([tensor] * RANKS)
 
 
-class Present(FakeStore):  # type: ignore[misc]
-    """A store in which no rank is missed."""
-
-    def add(self, key: str, amount: int) -> int:
-        return 0
-
-
 @contextmanager
 def process_group(backend: str | None, ranks: int = 1) -> Iterator[None]:
-    store = Present() if backend == "fake" else dist.HashStore()
-    dist.init_process_group(backend, store=store, rank=0, world_size=ranks)
+    if backend == "fake":
+        with emulated_group(ranks):
+            yield
+        return
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=ranks)
     try:
         yield
     finally:

@@ -322,7 +322,7 @@ nothing_is_left_over = planted_in_order("NOTHING if left is None else", "NOTHING
 passes_begin_unread = planted_in_order(
     "            self.catch_up()\n            # Any rank may make", "            # Any rank may make"
 )
-steps_vote_once = planted_in_order("        if self._rounds:", "        if False:")
+steps_vote_once = planted_in_order("        if self._has_made_rounds:", "        if False:")
 
 
 @pytest.mark.parametrize(

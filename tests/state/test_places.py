@@ -110,7 +110,7 @@ def test_ranks_may_join_after_a_refusal() -> None:
 
 
 def at_shard() -> list[str]:
-    """Come to a place with a process group of one's own, for which torch names NCCL."""
+    """Meet at `zs.shard()` with a process group that the user made, and whose config names NCCL for CUDA devices."""
     pretend(2)
     dist.get_backend_config = lambda group=None: "cpu:gloo,cuda:nccl"
     dist.get_backend = lambda group=None: "undefined"

@@ -13,20 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard as zs
+from tests.errors import raised
 from tools.settled import settled
 from zeroshard.testing import run_ranks
 
 TIMEOUT_S = 30.0
 PROMPT_S = 5.0
-
-
-def raised(action: Callable[[], Any]) -> str:
-    """Run something that must raise; return the error's class and text."""
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 def plain() -> tuple[nn.Module, torch.optim.Optimizer]:

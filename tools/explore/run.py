@@ -481,7 +481,7 @@ def chooser(seed: int) -> Callable[[int], int]:
 # -- states -----------------------------------------------------------------------------------------------------------
 
 _NOT_DECIDING = frozenset(
-    ["_units", "_comm", "_changes", "trace", "_done", "_last_step", "_has_warned", "votes", "_rounds"]
+    ["_units", "_comm", "_changes", "trace", "_done", "_last_step", "_has_warned", "votes", "_has_made_rounds"]
 )
 """Attributes of an `Order` that decide nothing: what it works on, and what it tells."""
 

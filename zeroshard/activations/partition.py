@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 
 from zeroshard.activations.chain import Held, Link
+from zeroshard.table.activations import Partitioned
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import is_dense, local_of
 from zeroshard.wire.comm import Comm, Pending, Tag
@@ -20,8 +21,6 @@ __all__ = ["Partition"]
 
 Tensor = torch.Tensor
 
-LEAST_NUMEL = 1024
-"""Elements below which a message costs more than the memory that it saves."""
 INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
@@ -66,7 +65,7 @@ class Partition(Link):
             whole = one.value
             if local_of(whole) is not whole:
                 raise RuntimeError(self._explain(index, unit, f"is a DTensor with placements {whole.placements}"))
-            is_cut = whole.layout is torch.strided and whole.numel() >= LEAST_NUMEL and is_dense(whole)
+            is_cut = whole.layout is torch.strided and whole.numel() >= Partitioned.LEAST_NUMEL and is_dense(whole)
             if not is_cut or whole.element_size() not in INTEGERS:
                 continue
             key = (unit, index, whole.shape, whole.dtype)

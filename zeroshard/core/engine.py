@@ -37,7 +37,8 @@ import torch
 from zeroshard.core import gradient
 from zeroshard.core.frames import Frame, Gathered
 from zeroshard.core.guard import guard_of
-from zeroshard.core.order import Order, Pass
+from zeroshard.core.order import Order
+from zeroshard.core.passes import Pass
 from zeroshard.core.precision import LossScale
 from zeroshard.core.saved import SavedTensors, Treatment
 from zeroshard.core.slot import Slot
@@ -352,10 +353,8 @@ class Engine:
                 f"{self.mesh} backward() reached '{slot.name}' inside the forward of a sharded model. Use "
                 "torch.autograd.grad there, which leaves parameters alone, or call backward() after the forward."
             )
-        if self._task != graph_task() or self.order.current is None:
+        if self.lock is not None or self._task != graph_task() or self.order.current is None:
             self._enter_backward()
-        elif self.lock is not None:
-            self.lane.check("a part of the backward")
         scale, unit = 1.0 / self.loss_scale.value if self.loss_scale is not None else 1.0, self.units[slot.unit]
         if slot.bucket.spec.lands_on_sums:
             scale *= unit.scale

@@ -51,8 +51,7 @@ class Places:
 
     def views_of(self, full: Tensor) -> list[Tensor]:
         """Return the parameters' views of a whole-bucket tensor, with the parameters' shapes and strides."""
-        places = zip(self.shapes, self.strides, self.layout.offsets, strict=True)
-        return [full.as_strided(shape, stride, offset) for shape, stride, offset in places]
+        return [self.view_of(full, index) for index in range(len(self.shapes))]
 
     def view_of(self, full: Tensor, index: int) -> Tensor:
         """Return one of `views_of`."""
@@ -274,8 +273,9 @@ class FlatGradients(Gradients):
         self.lands_together = False
         """Whether gradients wait where autograd left them until `copy_arrived`."""
         self._arrived: dict[int, Tensor] = {}
-        """Gradients that wait to be copied, and what they are multiplied by."""
+        """Gradients that wait to be copied, by parameter."""
         self._scale = 1.0
+        """What those that wait are multiplied by."""
         self._layout, self._pool, self._device = spec.layout, pool, device
         self._is_kept = spec.holds_whole_gradients and pool.memory.is_shared
         """Whether other ranks read what is held where it lies; such memory cannot come and go."""

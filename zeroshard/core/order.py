@@ -44,7 +44,7 @@ from zeroshard.table.trace import Event, Trace, event_of
 from zeroshard.torch_private import NoFunctionTransforms
 from zeroshard.wire.comm import Comm, Pending
 
-__all__ = ["Order", "Pass"]
+__all__ = ["Order"]
 
 CALM_PASSES = 3
 """Passes of a kind that followed their record, after which a rank that leaves it is not expected."""
@@ -84,8 +84,8 @@ class Order:
         """Passes whose last vote this rank has not read."""
         self._calm: Counter[Hashable] = Counter()
         """By kind of pass: how many followed their record, one after the other."""
-        self._rounds = 0
-        """Passes since ranks last settled that needed rounds; the same on all ranks."""
+        self._has_made_rounds = False
+        """Whether a pass since ranks last settled needed rounds; the same on all ranks."""
 
     # -- one pass ---------------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class Order:
         )
         pass_ = Pass(phase, key, self._count, scope, schedule, record is None, asks, expected=expected or set())
         if place:
-            self.votes.post(place, lambda told: None)
+            self.votes.post(place)
             if asks:
                 self.catch_up()
         self.current = pass_
@@ -216,19 +216,7 @@ class Order:
         before, self.current = self.current, pass_
         try:
             if told is None or told.request != NOTHING:
-                self._rounds += 1
-                if told is not None:
-                    pass_.has_asked = True
-                    if pass_.relied_on:
-                        kind, unit, _ = pass_.meaning_of(told.request, len(self._units))
-                        self.votes.early = f"{pass_.relied_on} before the {kind} of {self._units[unit]} in {pass_}"
-                    self._serve(told.request)
-                for unit in self._left_over(pass_):
-                    self._ask("reduce", unit, False)
-                told = self._round(pass_, NOTHING, pass_.end)
-                while told.request != NOTHING:
-                    self._serve(told.request)
-                    told = self._round(pass_, NOTHING, pass_.end)
+                told = self._serve_all(pass_, told)
             # Whoever was not ready may have no gradients after all, and asks for nothing: now all ranks are closing.
             # Where sums stay within copies, another copy may have had its sum before, so the record knows nothing of
             # this one.
@@ -243,6 +231,21 @@ class Order:
             self.current = before
         self._keep(pass_)
         self._keep_changes(*changes, str(pass_))
+
+    def _serve_all(self, pass_: Pass, told: Told | None) -> Told:
+        """Agree in rounds until no rank asks for anything more, and return what all told in the last one."""
+        self._has_made_rounds = True
+        if told is not None:
+            pass_.has_asked = True
+            if pass_.relied_on:
+                kind, unit, _ = pass_.meaning_of(told.request, len(self._units))
+                self.votes.early = f"{pass_.relied_on} before the {kind} of {self._units[unit]} in {pass_}"
+            self._serve(told.request)
+        for unit in self._left_over(pass_):
+            self._ask("reduce", unit, False)
+        while (last := self._round(pass_, NOTHING, pass_.end)).request != NOTHING:
+            self._serve(last.request)
+        return last
 
     def _wait_for_tails(self, *numbers: int) -> None:
         """Wait for what gathers the sums of these units, or of all."""
@@ -301,7 +304,7 @@ class Order:
         It waits for the others unless nothing that they may have told can change the answer.
         """
         is_sure = not self._comm.is_on_host and all(pass_.is_sure for pass_ in self._ended)
-        self.votes.post(place, lambda told: None)
+        self.votes.post(place)
         if not is_sure:
             self.catch_up()
         for pass_ in self._ended:
@@ -323,10 +326,10 @@ class Order:
             return EARLY if self.votes.early else checksum_of(self._changes) if is_fine() else -1
 
         told = self.votes.meet(place, payload())
-        if self._rounds:
+        if self._has_made_rounds:
             # Some ranks told it before they heard what others asked for, and made sums since.
             told = self.votes.round(place, payload())
-        self._rounds = 0
+        self._has_made_rounds = False
         if told.least == EARLY:
             self.votes.raise_early(place)
         if told.least >= 0:
@@ -369,10 +372,7 @@ class Order:
         if pass_.has_asked:
             return self.votes.round(pass_.end, pass_.payload, request, what)
         pass_.has_asked = True
-        told: list[Told] = []
-        self.votes.post(pass_.end, told.append, pass_.payload, request, what)
-        self.catch_up()
-        return told[0]
+        return self.votes.meet(pass_.end, pass_.payload, request, what)
 
     def _serve(self, number: int, *, is_own: bool = False) -> None:
         """Take part in the request with this number, which all ranks serve now."""

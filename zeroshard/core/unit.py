@@ -271,7 +271,7 @@ class Unit:
             self._missing = dict(zip(map(id, self.parameters), self.parameters, strict=True))
         self.landed += 1
         self._missing.pop(id(parameter), None)
-        return not any(map(_is_trained, self._missing.values()))
+        return self.has_all_landed()
 
     def has_all_landed(self) -> bool:
         """Tell whether every parameter that wants a gradient got one in this pass."""

@@ -1,8 +1,7 @@
 """What ranks tell one another of where they are: posted at once, read when an answer depends on it.
 
 Owns the votes that this rank has posted and not read, and the errors where ranks are at different places, or relied on
-what others had not told yet. It must not
-know passes or units: `core/order.py` says what is told, and what follows from it.
+what others had not told yet. It must not know passes or units: `core/order.py` says what is told, and what follows.
 
 Note: posted and read
     Each rank posts a vote at the same places of the program: the beginning of a forward, the end of each pass, a norm,
@@ -40,13 +39,16 @@ class Told:
     greatest: int
 
 
+Then = Callable[[Told], None]
+
+
 @final
 class Votes:
     """The votes of one model's ranks."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._unread: deque[tuple[Vote, str, Callable[[Told], None]]] = deque()
+        self._unread: deque[tuple[Vote, str, Then]] = deque()
         self._is_reading = False
         self.early = ""
         """What this rank answered, sure that no rank would ask for anything, before one did."""
@@ -54,7 +56,7 @@ class Votes:
         comm.call_before_waits(lambda: read() if (read := catch_up()) else None)
 
     def post(
-        self, place: str, then: Callable[[Told], None], payload: int = 0, request: int = NOTHING, what: str = ""
+        self, place: str, then: Then = lambda told: None, payload: int = 0, request: int = NOTHING, what: str = ""
     ) -> None:
         """Tell the other ranks that this one is at `place`; `read` will call `then` with what all told.
 
@@ -86,10 +88,10 @@ class Votes:
         finally:
             self._is_reading = False
 
-    def meet(self, place: str, payload: int = 0) -> Told:
-        """Tell the others that this rank is at `place`, and wait until all are there."""
+    def meet(self, place: str, payload: int = 0, request: int = NOTHING, what: str = "") -> Told:
+        """Tell the others as `post` does, and wait until all are there; earlier votes are read first."""
         told: list[Told] = []
-        self.post(place, told.append, payload)
+        self.post(place, told.append, payload, request, what)
         self.read()
         return told[0]
 

@@ -6,19 +6,17 @@ units. Read `kept.py` first.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from zeroshard.plan.kept import Held, Link
 from zeroshard.plan.tape import Exchange
+from zeroshard.table.activations import Partitioned
 from zeroshard.torch_private import is_dense, local_of
 
 __all__ = ["Parts"]
-
-LEAST_NUMEL: Final = 1024
-"""Elements below which a tensor stays whole."""
 
 
 @final
@@ -56,7 +54,7 @@ class Parts(Link):
                     f"an input of the recomputed module in unit {unit} is a DTensor. Leave out 'partition' for this "
                     "unit: with sequence parallelism inputs are split already."
                 )
-            if whole.layout is torch.strided and whole.numel() >= LEAST_NUMEL and is_dense(whole):
+            if whole.layout is torch.strided and whole.numel() >= Partitioned.LEAST_NUMEL and is_dense(whole):
                 numel = -(-whole.numel() // self._ranks)
                 one.put(self, _Part(whole.new_zeros(numel), whole.shape, whole.stride()))
 

@@ -256,20 +256,25 @@ def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh) -
 
 def place_of(model: object) -> torch.device | None:
     """Return the device of a model's parameters, where it is one; those without values are nowhere."""
-    parameters = model.parameters() if isinstance(model, nn.Module) else ()
-    places = {parameter.device for parameter in parameters if not parameter.is_meta}
-    return places.pop() if len(places) == 1 else None
+    places = _places_of(model) if isinstance(model, nn.Module) else {}
+    return next(iter(places)) if len(places) == 1 else None
 
 
-def _check_devices(model: nn.Module, mesh: Mesh) -> None:
-    """Raise where parameters are not in one place, or where the ranks cannot train what is there.
-
-    What is in one place is moved to the rank's device, unit by unit.
-    """
+def _places_of(model: nn.Module) -> dict[torch.device, list[str]]:
+    """Return the devices that a model's parameters have values on, and by device the names of these parameters."""
     places: dict[torch.device, list[str]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             places.setdefault(parameter.device, []).append(name)
+    return places
+
+
+def _check_devices(model: nn.Module, mesh: Mesh) -> None:
+    """Raise if parameters are on several devices, or on one that this run cannot train on.
+
+    A model on one device, the CPU included, is accepted: `shard()` moves it to the rank's device unit by unit.
+    """
+    places = _places_of(model)
     if len(places) > 1:
         held = "; ".join(f"{len(names)} on {device}, '{names[0]}' first" for device, names in places.items())
         raise ValueError(

@@ -6,7 +6,7 @@ Owns the cells as data, and which of them go together. What they do is in `activ
 from abc import ABC
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Final, Literal, final
+from typing import ClassVar, Final, Literal, final
 
 __all__ = [
     "Activations",
@@ -95,6 +95,9 @@ class Partitioned(Treated):
     assert str(column) == "recomputed+partitioned"
     ```
     """
+
+    LEAST_NUMEL: ClassVar[int] = 1024
+    """Elements below which a message costs more than the memory that it saves: such an input stays whole."""
 
     word = "partitioned"
 

@@ -37,6 +37,7 @@ from zeroshard.wire.mesh import Axis, refuse_blocking_nccl
 __all__ = ["NcclComm"]
 
 Tensor = torch.Tensor
+Begin = Callable[[Tensor, Tensor, Any], Any]
 ALL, GATHERS, REDUCES, COPIES, PARTS = "all", "gathers", "reductions", "copies", "parts"
 """The process groups."""
 
@@ -82,36 +83,45 @@ class NcclComm(LinkedComm):
         if not codec.is_summable:
             raise ValueError(f"{self.mesh} NCCL adds messages up, but not those of {codec.name!r}: use reduce=a dtype.")
         size, group = self.mesh.shard_size, self.links.groups[REDUCES]
-        chunks = full.view(size, -1)
         self.sent_bytes["reduce"] += codec.nbytes(own.numel()) * (size - 1)
-        if codec.is_message(full):
-            op, rest = _folded(scale, size, full.dtype)
-            work = self._reduce_scatter(own, full, op=op, group=group, async_op=True)
-            return Pending(lambda: self._finish(work, own, own, rest, tag))
 
-        def start(piece: slice) -> Pending:
-            result = own[piece]
-            sent, rest = self._converted(chunks[:, piece], codec, scale, size)
-            part = sent.view(size, -1)[self.mesh.shard_rank]
-            work = self._reduce_scatter(part, sent, op=dist.ReduceOp.SUM, group=group, async_op=True)
-            return Pending(lambda: self._finish(work, part, result, rest, tag, sent))
+        def begin(part: Tensor, sent: Tensor, op: Any) -> Any:
+            return self._reduce_scatter(part, sent, op=op, group=group, async_op=True)
 
-        return self.in_pieces(own.numel(), codec, size, start)
+        return self._sum(full, own, self.mesh.shard_rank, begin, codec, scale, size, tag)
 
     def reduce_copies(self, own: Tensor, codec: Codec, scale: float, tag: Tag, *, is_ready: bool = True) -> Pending:
         size, group = self.mesh.replicas, self.links.groups[COPIES]
         self.sent_bytes["replicate"] += 2 * codec.nbytes(own.numel()) * (size - 1) // size
-        if codec.is_message(own):
-            op, rest = _folded(scale, size, own.dtype)
-            work = dist.all_reduce(own, op, group=group, async_op=True)
+
+        def begin(part: Tensor, sent: Tensor, op: Any) -> Any:
+            return dist.all_reduce(sent, op, group=group, async_op=True)
+
+        return self._sum(own, own, 0, begin, codec, scale, size, tag)
+
+    def _sum(
+        self, full: Tensor, own: Tensor, place: int, begin: Begin, codec: Codec, scale: float, ranks: int, tag: Tag
+    ) -> Pending:
+        """Begin to sum `full` over ranks, and have the wait leave this rank's part of the sum in `own`.
+
+        Args:
+            full: rows of `own.numel()` elements, as many as there are parts of the sum.
+            place: this rank's row.
+            begin: issues the collective that reads a message and leaves this rank's part of the sum in its row of it.
+        """
+        if codec.is_message(full):
+            op, rest = _folded(scale, ranks, full.dtype)
+            work = begin(own, full, op)
             return Pending(lambda: self._finish(work, own, own, rest, tag))
+        rows = full.view(-1, own.numel())
 
         def start(piece: slice) -> Pending:
-            sent, rest = self._converted(own[piece], codec, scale, size)
-            work = dist.all_reduce(sent, group=group, async_op=True)
-            return Pending(lambda: self._finish(work, sent, own[piece], rest, tag, sent))
+            sent, rest = self._converted(rows[:, piece], codec, scale, ranks)
+            part = sent.view(len(rows), -1)[place]
+            work = begin(part, sent, dist.ReduceOp.SUM)
+            return Pending(lambda: self._finish(work, part, own[piece], rest, tag, sent))
 
-        return self.in_pieces(own.numel(), codec, 1, start)
+        return self.in_pieces(own.numel(), codec, len(rows), start)
 
     def _converted(self, values: Tensor, codec: Codec, scale: float, size: int) -> tuple[Tensor, float]:
         """Return a pooled message for values of any shape, scaled, and what is left of the scale for its sum."""

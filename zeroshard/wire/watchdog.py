@@ -16,10 +16,11 @@ Note: requests to the store
     the store what all its ranks do, an eighth of the heartbeat apart, and asks for the host after it and for the cause:
     two requests. Where a rank waits for others, or it misses that host, it asks twice a second until it knows more.
 Note: waits of a device
-    On a GPU the host goes on while the device's stream waits, so no wait of this rank shows that it hangs, until the
-    host reads a number. A mark in the stream tells how far the device is: behind the last wait of each pass there is
-    one, and a thread here asks for it. A rank whose device has not come to a mark for `heartbeat_s` counts as waiting;
-    where a rank failed, it ends after as short a time as one that waits itself.
+    On a GPU a wait for a collective blocks the device's stream, and the host continues to queue kernels. If a peer is
+    missing, the host hangs only later, when it reads a number from the device. Therefore the engine records a mark (an
+    event) in the stream behind the last wait of each pass, and a thread here polls the mark. A rank whose device has
+    not reached a mark for `heartbeat_s` counts as waiting. If another rank failed, such a rank ends its process as soon
+    as a rank whose host waits does.
 Note: slow ranks
     All ranks take the same time for a step, for they wait for the slowest. What tells them apart is the time that a
     rank did not wait: its own. The median over the last steps leaves out what only one rank does now and then (to
