@@ -41,8 +41,8 @@ def remedy_for(parameter: torch.Tensor, name: str) -> str:
             )
         if _is_average(owner):
             return (
-                f"{type(owner).__name__} keeps whole copies of the parameters: zero.ema(decay) keeps an average that is "
-                "sharded as they are; inside `with zero.gathered():` any other works."
+                f"{type(owner).__name__} keeps whole copies of the parameters. zero.ema(decay) keeps a sharded average; "
+                "inside `with zero.gathered():` any other works."
             )
         if code in SAVES:
             return "zero.save(path) writes a checkpoint of all ranks; `with zero.gathered():` has whole parameters."

@@ -34,6 +34,7 @@ from zeroshard.describe.precision import Precision
 from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.report.profile import Profile
 from zeroshard.state import accounting
+from zeroshard.state.access import open_states
 from zeroshard.state.admission import state_cost
 from zeroshard.state.average import Average, count_averages
 from zeroshard.state.copies import check_copies
@@ -63,6 +64,10 @@ _T = TypeVar("_T")
 MakeComm = Callable[[Mesh, Settings, Ledger], Comm]
 """Makes the collectives of a mesh, on every rank at the same time."""
 
+_HABIT = (
+    "zs.shard() shards the model in place and returns a handle: write `zero = zs.shard(model, optimizer)` and go on with "
+    "the same `model`."
+)
 OLD = MappingProxyType(
     {
         "cut": "shards are cut anywhere; leave it out",
@@ -229,6 +234,14 @@ class Zero:
     def __str__(self) -> str:
         return self.summary()
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to be called: `shard()` changes a model in place, and returns no other one."""
+        raise TypeError(f"{_HABIT} Call the model.")
+
+    def __getattr__(self, name: str) -> Any:
+        is_of_model = not name.startswith("__") and hasattr(nn.Module, name)
+        raise AttributeError(f"'Zero' object has no attribute '{name}'." + f" {_HABIT}" * is_of_model)
+
     def __repr__(self) -> str:
         numel = sum(unit.numel for unit in self.units)
         row = name_of_row(self.residency)
@@ -301,6 +314,7 @@ class Zero:
         move_states(optimizer, self.mesh.device)
         self._chosen += choose_kernels(self._engine.guard, optimizer)
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded), state_cost(optimizer)))
+        open_states(self._engine, self._sharded[-1])
         if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
             optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step)
 

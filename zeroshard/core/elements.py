@@ -77,7 +77,9 @@ COUNTS = frozenset(["all", "any", "count_nonzero"])
 CORRECTED = frozenset(["std", "var"])
 
 
-def answer(name: str, values: Tensor, ask: Callable[[Tensor], Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+def answer(
+    name: str, values: Tensor, ask: Callable[[Tensor], Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
     """Return the answer to a question about elements that are spread over ranks, 0-d; None where it is not answered.
 
     Args:
@@ -96,11 +98,13 @@ def answer(name: str, values: Tensor, ask: Callable[[Tensor], Tensor], args: Seq
     return conclude(ask(tell(values)), options)
 
 
-def histogram(values: Tensor, ask: Callable[[Tensor], Tensor], bins: int = 100, min: float = 0, max: float = 0) -> Tensor:  # noqa: A002 (torch's names)
+def histogram(
+    values: Tensor, ask: Callable[[Tensor], Tensor], bins: int = 100, min: float = 0, max: float = 0
+) -> Tensor:
     """Return (bins,) how many elements lie in each part of [min, max], or between the extremes, as `torch.histc`."""
     if min == max == 0:
         ends = ask(torch.cat([_extreme(values, is_largest=False), _extreme(values, is_largest=True)]))
-        min, max = ends[:, 0].amin().item(), ends[:, 1].amax().item()  # noqa: A001
+        min, max = ends[:, 0].amin().item(), ends[:, 1].amax().item()
     if min == max:
-        min, max = min - 1, max + 1  # noqa: A001 (as torch does)
+        min, max = min - 1, max + 1
     return ask(torch.histc(values, bins, min, max).double()).sum(0)

@@ -27,19 +27,23 @@ __all__ = ["PlainForm", "ReleasedParameter", "ShardedParameter", "demand"]
 
 Tensor = torch.Tensor
 
-METADATA = gradient.METADATA | {
-    "_has_compatible_shallow_copy_type",
-    "_version",
-    "backward",
-    "is_shared",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "requires_grad_",
-} | frozenset(
-    """
+METADATA = (
+    gradient.METADATA
+    | {
+        "_has_compatible_shallow_copy_type",
+        "_version",
+        "backward",
+        "is_shared",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+    }
+    | frozenset(
+        """
     empty_like full_like new_empty new_empty_strided new_full new_ones new_tensor new_zeros ones_like rand_like
     randint_like randn_like zeros_like
     """.split()
+    )
 )
 """What reads no values, so that a released parameter answers: attributes, methods, and what makes another tensor."""
 

@@ -112,7 +112,9 @@ class _Scaled(torch.autograd.Function):
     """A cast whose gradient is multiplied or divided by the loss scale: a node of the graph, which nothing bypasses."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dtype: torch.dtype, loss_scale: LossScale, is_out: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, dtype: torch.dtype, loss_scale: LossScale, is_out: bool
+    ) -> torch.Tensor:
         ctx.dtype, ctx.loss_scale, ctx.is_out = tensor.dtype, loss_scale, is_out
         return tensor.to(dtype, copy=True)
 

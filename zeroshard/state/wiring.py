@@ -90,9 +90,7 @@ def _hang(
     return hooks
 
 
-def _hang_casts(
-    engine: Engine, model: nn.Module, blocks: Iterable[nn.Module], precision: Precision
-) -> Edge | None:
+def _hang_casts(engine: Engine, model: nn.Module, blocks: Iterable[nn.Module], precision: Precision) -> Edge | None:
     """Cast at the edges of the model, and at those of the modules that keep their own dtype.
 
     Args:
@@ -158,14 +156,15 @@ class RefuseSave(Hook):
     """Before a module's `state_dict`."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._is_whole = engine, all(unit.spec.is_whole for unit in engine.units)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Raise unless parameters are whole."""
-        if self._engine.gathered is None:
+        self._engine.learn()
+        if self._engine.gathered is None and not self._is_whole:
             raise RuntimeError(
-                f"{self._engine.mesh} state_dict() outside gathered() would not hold the whole parameters on every "
-                "stage and rank. Use `with zero.gathered():` around it, on every rank, or zero.save(path) for a "
+                f"{self._engine.mesh} state_dict() outside gathered() would not hold the whole parameters, which are "
+                "sharded. Use `with zero.gathered():` around it, on every rank, or zero.save(path) for a "
                 "checkpoint."
             )
 
@@ -177,8 +176,9 @@ class RefuseLoad(Hook):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Raise unless what is loaded reaches the shards."""
+    def __call__(self, module: Any, state: Any, prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
+        """Raise unless what is loaded reaches the shards; values are copied into the parameters that are there."""
+        local_metadata.pop("assign_to_params_buffers", None)  # load_state_dict(assign=True)
         if self._engine.gathered is None or not self._engine.gathered.writeback:
             raise RuntimeError(
                 f"{self._engine.mesh} load_state_dict() here would not reach the shards. Use `with "

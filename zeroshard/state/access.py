@@ -1,0 +1,68 @@
+"""`optimizer.state_dict()` and `load_state_dict()` outside `gathered()`, where that needs no other rank.
+
+Owns the two methods of a sharded optimizer. Where this rank has all states (stage 0, one rank, or none are there yet)
+they answer as torch does; elsewhere the hooks of `core/optimizer.py` refuse them by name.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from zeroshard.core.engine import Engine
+from zeroshard.core.frames import Gathered
+from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.core.slot import slot_of
+from zeroshard.state.gathered import WholeStates
+
+__all__ = ["open_states"]
+
+
+def open_states(engine: Engine, sharded: ShardedOptimizer) -> None:
+    """Have an optimizer's own methods save and load its states where all of them are here."""
+    optimizer = sharded.optimizer
+    save, load = optimizer.state_dict, optimizer.load_state_dict
+
+    @functools.wraps(save)
+    def state_dict() -> dict[str, Any]:
+        with _whole(engine, sharded, is_here=_is_here(sharded), writeback=False):
+            return save()
+
+    @functools.wraps(load)
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        is_here = _is_here(sharded) and (_has_all(sharded) or not state_dict.get("state"))
+        with _whole(engine, sharded, is_here=is_here, writeback=True):
+            load(state_dict)
+
+    optimizer.state_dict = state_dict  # type: ignore[method-assign]
+    optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def _has_all(sharded: ShardedOptimizer) -> bool:
+    return all(slot_of(master).bucket.spec.updates_all for master in sharded.masters)
+
+
+def _is_here(sharded: ShardedOptimizer) -> bool:
+    return not sharded.optimizer.state or _has_all(sharded)
+
+
+@contextmanager
+def _whole(engine: Engine, sharded: ShardedOptimizer, *, is_here: bool, writeback: bool) -> Iterator[None]:
+    """Let the optimizer hold the model's parameters and their whole states, if these are here."""
+    if engine.gathered is not None or not is_here:
+        yield
+        return
+    engine.leave_passes("state_dict() of an optimizer")
+    parameters: dict[str, nn.Parameter] = {
+        slot.name: p for unit in engine.units for slot, p in zip(unit.slots, unit.parameters, strict=True)
+    }
+    whole, has_finished = WholeStates(engine, sharded, parameters), False
+    engine.gathered = Gathered(writeback=writeback, states=True)
+    try:
+        yield
+        has_finished = True
+    finally:
+        engine.gathered = None
+        whole.contract(writeback=writeback and has_finished)
