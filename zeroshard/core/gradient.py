@@ -363,8 +363,9 @@ def _look(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
             found: Tensor | None = elements.histogram(values, ask, *args[1:], **kwargs)
         else:
             found = elements.answer(name, values, ask, args[1:], kwargs)
-    keeps = name in elements.EXTREMES or (first.dtype.is_floating_point and name not in elements.COUNTS)
-    return found if found is None or not keeps else found.to(first.dtype)
+    if found is None or name in elements.COUNTS:
+        return found
+    return found.to(first.dtype if first.dtype.is_floating_point or name in elements.EXTREMES else torch.int64)
 
 
 def _norms(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
