@@ -41,7 +41,7 @@ def remedy_for(parameter: torch.Tensor, name: str) -> str:
             )
         if _is_average(owner):
             return (
-                f"{type(owner).__name__} keeps whole copies of the parameters. zero.ema(decay) keeps a sharded average; "
+                f"{type(owner).__name__} keeps whole copies of parameters. zero.ema(decay) keeps a sharded average; "
                 "inside `with zero.gathered():` any other works."
             )
         if code in SAVES:

@@ -65,8 +65,8 @@ MakeComm = Callable[[Mesh, Settings, Ledger], Comm]
 """Makes the collectives of a mesh, on every rank at the same time."""
 
 _HABIT = (
-    "zs.shard() shards the model in place and returns a handle: write `zero = zs.shard(model, optimizer)` and go on with "
-    "the same `model`."
+    "zs.shard() shards the model in place and returns a handle: write `zero = zs.shard(model, optimizer)` and keep "
+    "using `model`."
 )
 OLD = MappingProxyType(
     {

@@ -1,4 +1,4 @@
-"""Questions about all elements of a gradient: torch's answers at each stage, and a named error if one rank asks alone."""
+"""Questions about all elements of a gradient: torch's answers at each stage; if one rank asks alone, a named error."""
 
 import functools
 from typing import Any

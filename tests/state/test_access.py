@@ -102,7 +102,7 @@ def test_parameters_that_stay_whole_are_saved_by_one_rank(stage: int) -> None:
 
 
 def assign(stage: int) -> tuple[bool, dict[str, torch.Tensor]]:
-    """Load with `assign=True`; return whether the parameters are the same objects, and what they hold. Runs on a rank."""
+    """Load with `assign=True`; return whether parameters are the same objects, and their values. Runs on a rank."""
     model = models.build(models.Stack)
     optimizer = models.adamw(model)
     zero = zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=WATCHDOG_S))

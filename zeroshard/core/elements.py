@@ -1,7 +1,7 @@
 """Questions about all elements of a gradient that is spread over ranks: extremes, means, whether any is not finite.
 
-Owns the arithmetic: what each rank says of its elements, and what follows from what all said. It must not know the
-class that is asked (`core/gradient.py`), nor how ranks meet.
+Owns what each rank says of its elements, and what follows from what all said. It must not know the classes that are
+asked (`core/gradient.py`).
 
 Note: questions about functions of elements
     `grad.abs().max()` asks about |x| of each element. `abs()` makes nothing: it returns another gradient without
@@ -14,9 +14,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["COUNTS", "EXTREMES", "MAPS", "QUESTIONS", "answer", "histogram"]
+from zeroshard.core.slot import Slot
+from zeroshard.core.states import Sum
+from zeroshard.torch_private import NoSubclasses
+
+__all__ = ["EXTREMES", "MAPS", "Map", "QUESTIONS", "answer"]
 
 Tensor = torch.Tensor
+Map = Callable[[Tensor], Tensor]
 Question = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Mapping[str, Any]], Tensor]]
 """What a rank says of its elements, as numbers in fp64, and the answer from what all ranks said, a rank a row."""
 
@@ -78,27 +83,48 @@ CORRECTED = frozenset(["std", "var"])
 
 
 def answer(
-    name: str, values: Tensor, ask: Callable[[Tensor], Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    name: str, slot: Slot, maps: Sequence[Map], dtype: torch.dtype, args: Sequence[Any], options: Mapping[str, Any]
 ) -> Tensor | None:
-    """Return the answer to a question about elements that are spread over ranks, 0-d; None where it is not answered.
+    """Return the answer to a question about all elements of a gradient; None where it is asked in another way.
 
     Args:
-        values: this rank's elements, flat.
-        ask: returns every rank's numbers, a rank a row. Collective.
+        maps: functions of each element, one after the other.
+        dtype: of their result.
+        args, options: of the question, behind the tensor.
+    Collective: all-gather of at most 24 bytes, for `histc` of 16 bytes and of 8 bytes a bin; every rank must call.
     """
-    options = dict(kwargs)
+    options = dict(options)
     if name in CORRECTED and len(args) == 1 and isinstance(args[0], bool):
         options["unbiased"], args = args[0], ()
     is_known = name in CORRECTED and (
         [*map(type, options.values())] in ([bool], [int], [float]) and options.keys() <= {"correction", "unbiased"}
     )
-    if args or (options and not is_known):
+    if name != "histc" and (args or (options and not is_known)):
         return None
-    tell, conclude = QUESTIONS[name]
-    return conclude(ask(tell(values)), options)
+    owner, grads, what = slot.living_owner(), slot.bucket.grads, f"{name} of the gradient of '{slot.name}'"
+    owner.leave_passes(what)
+    owner.check_reduced(what)
+    owner.catch_up()
+
+    def ask(numbers: Tensor) -> Tensor:
+        owner.answer(what)
+        return owner.comm.collect(numbers, what)[owner.copy]
+
+    with torch.no_grad(), NoSubclasses():
+        is_mine = slot.is_own and grads.sums[slot.index] is Sum.USED
+        values = grads.own_part(slot.index) if is_mine else torch.empty(0, dtype=grads.dtype, device=slot.bucket.device)
+        for one in maps:
+            values = one(values)
+        if name == "histc":
+            return _histogram(values, ask, *args, **options).to(dtype)
+        tell, conclude = QUESTIONS[name]
+        found = conclude(ask(tell(values)), options)
+    if name in COUNTS:
+        return found
+    return found.to(dtype if dtype.is_floating_point or name in EXTREMES else torch.int64)
 
 
-def histogram(
+def _histogram(
     values: Tensor, ask: Callable[[Tensor], Tensor], bins: int = 100, min: float = 0, max: float = 0
 ) -> Tensor:
     """Return (bins,) how many elements lie in each part of [min, max], or between the extremes, as `torch.histc`."""
@@ -106,5 +132,5 @@ def histogram(
         ends = ask(torch.cat([_extreme(values, is_largest=False), _extreme(values, is_largest=True)]))
         min, max = ends[:, 0].amin().item(), ends[:, 1].amax().item()
     if min == max:
-        min, max = min - 1, max + 1
+        min, max = min - 1, max + 1  # as torch does
     return ask(torch.histc(values, bins, min, max).double()).sum(0)

@@ -34,9 +34,9 @@ from typing import Any, final
 
 import torch
 
-from zeroshard.core import gradient
 from zeroshard.core.frames import Frame, Gathered
 from zeroshard.core.guard import guard_of
+from zeroshard.core.norms import LocalNorms, total_norms
 from zeroshard.core.order import Order
 from zeroshard.core.passes import Pass
 from zeroshard.core.precision import LossScale
@@ -101,7 +101,7 @@ class Engine:
         self._task = -1
         self._norms: dict[tuple[float, torch.dtype | None], Tensor] = {}
         self._norms_version = 0
-        self._local_norms = gradient.LocalNorms(())
+        self._local_norms = LocalNorms(())
         self.copy = slice_of(mesh.along("shard", "tensor"))
         """The ranks whose parts make up whole gradients."""
         buckets = [(unit.number, bucket) for unit in units for bucket in unit.buckets]
@@ -112,7 +112,7 @@ class Engine:
         for place, slot in enumerate(slots):
             slot.owner, slot.place = weakref.ref(self), place
             self.slots[slot.name] = slot
-        self._local_norms = gradient.LocalNorms([*self.slots.values()])
+        self._local_norms = LocalNorms([*self.slots.values()])
 
     def use_loss_scale(self, loss_scale: LossScale) -> None:
         """Multiply the gradients of the model's outputs by a loss scale, and skip steps that overflow."""
@@ -453,7 +453,7 @@ class Engine:
         local = self._local_norms.of(p, dtype, is_behind=self.order.is_behind)
         # Replicas have the same sums: those of this rank's own copy are all there is.
         rows = self.comm.collect(local, f"a {p:g}-norm of gradients")[self.copy]
-        self._norms[p, dtype] = total = gradient.total_norms(rows, p)
+        self._norms[p, dtype] = total = total_norms(rows, p)
         return total
 
     def check_reduced(self, what: str) -> None:

@@ -25,7 +25,7 @@ from zeroshard.core import elements
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Own, Scope, Sum
-from zeroshard.torch_private import SCALER_CHECK, DisabledFunction, NoSubclasses, foreach_norm, version_of
+from zeroshard.torch_private import SCALER_CHECK, DisabledFunction, NoSubclasses, version_of
 from zeroshard.tree import find
 
 __all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "name_of", "norms_of", "part_of", "read"]
@@ -35,7 +35,8 @@ LOCAL, SENT, UNUSED, USED, ALL = Own.LOCAL, Own.SENT, Sum.UNUSED, Sum.USED, Scop
 
 METADATA = frozenset(
     """
-    __dir__ __hash__ __len__ _backward_hooks _base _is_view _post_accumulate_grad_hooks dense_dim device dim dtype
+    __dir__ __hash__ __len__ _backward_hooks _base _has_compatible_shallow_copy_type _is_view _parse_to
+    _post_accumulate_grad_hooks dense_dim device dim dtype
     element_size get_device grad grad_dtype grad_fn has_names is_complex is_contiguous is_cpu is_cuda is_floating_point
     is_inference is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_same_size is_sparse is_sparse_csr is_xpu
     itemsize layout names nbytes ndim nelement numel output_nr requires_grad retains_grad shape size sparse_dim
@@ -103,10 +104,10 @@ class LogicalGradient(torch.Tensor):
                 return _norms(name, args, kwargs)
             if name in LINEAR or name in ELEMENTWISE:
                 return _change(name, args, kwargs)
-            if isinstance(args[0], cls) and (found := _look(name, func, args, kwargs)) is not None:
-                return found
             if name in SELF and isinstance(args[0], cls) and is_nothing_to_do(func, args, kwargs):
                 return args[0]
+            if isinstance(args[0], cls) and (found := _look(name, func, args, kwargs)) is not None:
+                return found
         elif name == "data" and args[0] is args[1]:
             return None  # what model.to() assigns where there is nothing to do
         raise _refusal(name, _gradients_in((args, kwargs))[0])
@@ -331,41 +332,19 @@ def is_nothing_to_do(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 def _look(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Answer a question about all elements of a gradient, or of a function of each; None where it is no such question.
 
-    Collective: all-gather of some numbers; every rank must call.
+    Collective: see `elements.answer`.
     """
     first = args[0]
     source, maps = (first._source, first._maps) if isinstance(first, MappedGradient) else (first, ())
-    if name in elements.MAPS and isinstance(source, LogicalGradient) and _are_numbers(args, kwargs):
+    if name in elements.MAPS and _are_numbers(args, kwargs):
         probe = func(torch.empty(0, dtype=first.dtype, device=first.device), *args[1:], **kwargs)
         if not isinstance(probe, Tensor):
             return None
-        if probe.dtype == first.dtype and name in CONVERSIONS:
-            return first
         return MappedGradient(source, (*maps, lambda values: func(values, *args[1:], **kwargs)), probe.dtype)
-    if (name not in elements.QUESTIONS and name != "histc") or (name in elements.EXTREMES and not first.numel()):
+    is_asked = name in elements.QUESTIONS or name == "histc"
+    if not is_asked or (name in elements.EXTREMES and not first.numel()):
         return None
-    slot, what = _slot_of(source), f"{name} of the gradient of '{source._slot.name}'"
-    owner, grads = slot.living_owner(), slot.bucket.grads
-    owner.leave_passes(what)
-    owner.check_reduced(what)
-    owner.catch_up()
-
-    def ask(numbers: Tensor) -> Tensor:
-        owner.answer(what)
-        return owner.comm.collect(numbers, what)[owner.copy]
-
-    with torch.no_grad(), NoSubclasses():
-        is_mine = slot.is_own and grads.sums[slot.index] is USED
-        values = grads.own_part(slot.index) if is_mine else torch.empty(0, dtype=grads.dtype, device=slot.bucket.device)
-        for one in maps:
-            values = one(values)
-        if name == "histc":
-            found: Tensor | None = elements.histogram(values, ask, *args[1:], **kwargs)
-        else:
-            found = elements.answer(name, values, ask, args[1:], kwargs)
-    if found is None or name in elements.COUNTS:
-        return found
-    return found.to(first.dtype if first.dtype.is_floating_point or name in elements.EXTREMES else torch.int64)
+    return elements.answer(name, _slot_of(source), maps, first.dtype, args[1:], kwargs)
 
 
 def _norms(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -496,59 +475,6 @@ def _local_parts(slots: Sequence[Slot], name: str) -> list[Tensor]:
             # A gradient of one number without dimensions promotes dtypes as such.
             found += parts if slot.shape else [p.reshape(()) if p.numel() else p for p in parts]
     return found
-
-
-@final
-class LocalNorms:
-    """This rank's part of all norms; what is equal from step to step is made once.
-
-    Args:
-        slots: of all parameters, by place.
-    """
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots, self._count = [slot for slot in slots if slot.is_own], len(slots)
-        self._device = slots[0].bucket.device if slots else None
-        self._made: tuple[Any, Tensor, list[Tensor]] = None, torch.empty(0), []
-        """For one choice of parameters: what identifies it, (parameters,), and the places of each dtype's in that."""
-
-    def of(self, p: float, dtype: torch.dtype | None, *, is_behind: bool = False) -> Tensor:
-        """Return (parameters,) fp64, which the next call overwrites: each gradient's sum of |x|^p over this rank's
-        elements; for orders without a sum the largest or smallest |x|, or how many are not 0.
-
-        Args:
-            dtype: what elements are converted to first; at least fp32 for a sum.
-            is_behind: whether ranks have yet to agree on who used what; then a sum may be of nothing, and is zeros.
-        """
-        wanted = (USED, UNUSED) if is_behind else (USED,)
-        found: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
-        for slot in self._slots:
-            grads, index = slot.bucket.grads, slot.index
-            if grads.sums[index] in wanted:
-                places, parts = found.setdefault(grads.dtype, ([], []))
-                places.append(slot.place)
-                parts.append(grads.own_part(index))
-        rows, rest = [places for places, _ in found.values()], float("inf") if p == -float("inf") else 0.0
-        if self._made[0] != (rows, rest):
-            out = torch.full((self._count,), rest, dtype=torch.float64, device=self._device)
-            self._made = (rows, rest), out, [torch.tensor(places, device=self._device) for places in rows]
-        _, out, indices = self._made
-        for (held, (_, parts)), where in zip(found.items(), indices, strict=True):
-            # Rounded to two bytes on each rank the norm of the whole would be off by more than its own rounding.
-            norms = torch.stack(
-                foreach_norm(parts, p, dtype=torch.promote_types(held, dtype or torch.float32))
-            ).double()
-            out.index_copy_(0, where, norms if p == 0 or abs(p) == float("inf") else norms**p)
-        return out
-
-
-def total_norms(rows: Tensor, p: float) -> Tensor:
-    """Return (parameters,) the norms of whole gradients from what `LocalNorms.of` returned, a rank a row."""
-    if abs(p) == float("inf"):
-        return rows.amax(0) if p > 0 else rows.amin(0)
-    # In rank order, as additions one after the other: a sum over rows adds many of them in groups.
-    total = rows.cumsum(0)[-1]
-    return total if p == 0 else total ** (1 / p)
 
 
 OURS = (LogicalGradient, MasterGradient)

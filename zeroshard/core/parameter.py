@@ -31,6 +31,7 @@ METADATA = (
     gradient.METADATA
     | {
         "_has_compatible_shallow_copy_type",
+        "_parse_to",
         "_version",
         "backward",
         "is_shared",

@@ -28,7 +28,7 @@ class Owner(Protocol):
     loss_scale: LossScale | None
     is_skipping: bool
     unread: Callable[[], None] | None
-    copy: slice
+    copy: slice | list[int]
     """The ranks whose parts make up whole gradients."""
 
     def learn(self) -> None:
