@@ -123,6 +123,7 @@ class MasterGradient(torch.Tensor):
     """This rank's elements of a gradient, flat; norms of it are norms of the whole gradient."""
 
     _slot: Slot
+    is_sparse = False  # optimizers ask each gradient, and `__torch_function__` takes microseconds to answer
 
     @classmethod
     def __torch_function__(
