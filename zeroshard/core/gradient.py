@@ -221,10 +221,7 @@ def assign(slot: Slot, value: Tensor | None) -> None:
     """Set `parameter.grad`: None forgets it; a tensor of the parameter's shape, equal on all ranks, replaces it."""
     owner = slot.owner()
     if owner is not None:
-        owner.check_outside_backward("zero_grad() or an assignment to .grad")
-        owner.learn()
-        owner.catch_up()
-        owner.gradients_changed()
+        owner.change_gradients("zero_grad() or an assignment to .grad")
     grads = slot.bucket.grads
     if value is None:
         _clear(slot)
