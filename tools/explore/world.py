@@ -328,7 +328,14 @@ class FakeUnit:
         expects: Callable[[int], bool],
     ) -> None:
         self.number, self.name = number, f"unit{number}" if number else ""
-        self.spec = SimpleNamespace(is_whole=is_whole)
+        self.spec = SimpleNamespace(
+            number=number,
+            name=self.name,
+            is_whole=is_whole,
+            sent_bytes=lambda kind: 1,
+            wire_dtypes=lambda kind: "float32",
+        )
+        """What events are made of."""
         self.is_open = is_whole
         self.users = 0
         self.local: Bits = 0
@@ -438,17 +445,9 @@ class FakeUnit:
 
     local_bytes = 0
 
-    def described(self) -> "FakeUnit":
+    def described(self) -> SimpleNamespace:
         """Return what events are made of."""
-        return self
-
-    def sent_bytes(self, kind: str) -> int:
-        """Return what an event sends."""
-        return 1
-
-    def wire_dtypes(self, kind: str) -> str:
-        """Return the dtypes on the wire."""
-        return "float32"
+        return self.spec
 
     # -- what the program does --------------------------------------------------------------------------------------
 

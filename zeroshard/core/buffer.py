@@ -79,8 +79,7 @@ class Bucket:
 
     def open(self) -> None:
         """Give `full` its memory and put the own shard in its place."""
-        with torch.no_grad():
-            self._memory.open(self.full, self.spec.shard[0], self.shard)
+        self._memory.open(self.full, self.spec.shard[0], self.shard)
         self._ledger.add("transient", self.full.nbytes)
 
     def close(self) -> int:

@@ -83,6 +83,7 @@ class Engine:
         self.lock = threading.RLock() if mesh.device.type != "cpu" else None
         self.slots: dict[str, Slot] = {}
         self.order = Order(units, comm)
+        self.catch_up, self.answer = self.order.catch_up, self.order.answer
         self.is_sharded = self.order.is_sharded
         self.has_frames = self.is_sharded or treatment is not None
         """Whether modules that hold units tell of their forwards: only then their hooks hang."""
@@ -100,6 +101,7 @@ class Engine:
         self._used: set[int] = set()
         self._task = -1
         self._norms: dict[tuple[float, torch.dtype | None], Tensor] = {}
+        self.gradients_changed = self._norms.clear
         self._norms_version = 0
         self._local_norms = LocalNorms(())
         self.copy = slice_of(mesh.along("shard", "tensor"))
@@ -325,7 +327,8 @@ class Engine:
                     "unit is released. Use `with zero.gathered():` around the code that reads it."
                 )
             return
-        self._enter_backward()
+        if self.lock is not None or self._task != graph_task() or self.order.current is None:
+            self._enter_backward()
         self.order.need(number)
 
     @alone
@@ -412,18 +415,13 @@ class Engine:
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
-    def catch_up(self) -> None:
-        """Read what ranks told at the end of the last pass: which parameters some rank used. Collective: maybe."""
-        self.order.catch_up()
-
-    def answer(self, place: str) -> None:
-        """Tell the others that this rank answers from gradients that all ranks have summed. See `Order.answer`."""
-        self.order.answer(place)
-
-    def gradients_changed(self) -> None:
-        """Forget norms."""
-        if self._norms:
-            self._norms = {}
+    def change_gradients(self, what: str) -> None:
+        """Prepare for a change of gradients by user code; raise inside a backward. Collective: maybe."""
+        if graph_task() != -1:  # asked without a call: `zero_grad` comes here once a parameter
+            self.check_outside_backward(what)
+        self.learn()
+        self.catch_up()
+        self.gradients_changed()
 
     def norms(self, p: float, dtype: torch.dtype | None = None) -> Tensor:
         """Return (parameters,) fp64, not to be changed: the p-norm of every parameter's whole gradient, by place.
@@ -442,7 +440,8 @@ class Engine:
         # Whole gradients are plain tensors that clipping changes without a word; torch counts the changes.
         version = sum(map(version_of, held))
         if version != self._norms_version:
-            self._norms, self._norms_version = {}, version
+            self.gradients_changed()
+        self._norms_version = version
         if (known := self._norms.get((p, dtype))) is not None:
             return known
         self.check_reduced("A norm")

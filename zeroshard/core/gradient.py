@@ -173,6 +173,7 @@ class MasterGradient(torch.Tensor):
     """This rank's elements of a gradient, flat; norms of it are norms of the whole gradient."""
 
     _slot: Slot
+    is_sparse = False  # optimizers ask each gradient, and `__torch_function__` takes microseconds to answer
 
     @classmethod
     def __torch_function__(
@@ -270,10 +271,7 @@ def assign(slot: Slot, value: Tensor | None) -> None:
     """Set `parameter.grad`: None forgets it; a tensor of the parameter's shape, equal on all ranks, replaces it."""
     owner = slot.owner()
     if owner is not None:
-        owner.check_outside_backward("zero_grad() or an assignment to .grad")
-        owner.learn()
-        owner.catch_up()
-        owner.gradients_changed()
+        owner.change_gradients("zero_grad() or an assignment to .grad")
     grads = slot.bucket.grads
     if value is None:
         _clear(slot)

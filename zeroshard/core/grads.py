@@ -284,7 +284,7 @@ class FlatGradients(Gradients):
         self._views: list[Tensor] = []
         self._cuts: dict[Range, Sequence[Tensor]] = {}
         """The parameters' parts of ranges of what is held."""
-        self._pieces = {place: spec.layout.pieces(*place) for place in (spec.shard, spec.states)}
+        self._parts_in = {place: spec.layout.parts(*place) for place in (spec.shard, spec.states)}
         self._under_way = 0
         """Reductions whose sum is not there yet."""
 
@@ -387,8 +387,11 @@ class FlatGradients(Gradients):
             self._pool.give(local.apart)
 
     def parts_of(self, own: Tensor) -> Iterator[Tensor]:
-        """Yield the parameters' parts of (stop - start,), this rank's shard; padding may hold anything."""
-        return iter(self._split(own, self.spec.shard))
+        """Yield the parameters' parts of (stop - start,), this rank's shard; padding may hold anything.
+
+        They are made where somebody asks, which only a loss scale does.
+        """
+        yield from self._split(own, self.spec.shard)
 
     def own_shard(self) -> Tensor:
         """Return this rank's shard of what is held."""
@@ -427,7 +430,8 @@ class FlatGradients(Gradients):
 
     def _split(self, cut: Tensor, place: Range) -> Sequence[Tensor]:
         """Return the parameters' parts of elements of the bucket, as (start, stop)."""
-        return cut.split_with_sizes(self._pieces[place])[1::2]
+        nothing = cut[:0]  # where there are many ranks, what most parameters have in a range
+        return [cut[start:stop] if stop > start else nothing for start, stop in self._parts_in[place]]
 
     def _parts(self, place: Range) -> Sequence[Tensor]:
         """Return the parameters' parts of a range of what is held, made once a step."""

@@ -160,12 +160,12 @@ class DeviceGuard(Guard):
         self._flag = self._answer = None
         if _is_scaled(optimizer):
             return ""  # a GradScaler has voted itself
-        mesh, names, flags = self._comm.mesh, list[str](), [_zero(torch.float32, self._comm.mesh.device)]
+        mesh, names, flags = self._comm.mesh, list[str](), [_zero(torch.float32, self._comm.mesh.device).view(1)]
         if scale is not None and scale.noted:
             flags = [torch.cat(scale.noted).amax().view(1)]
         if masters and is_fatal(scale):
             names = [slot_of(master).name for master in masters]
-            flags.append(_spoiled(map(_part, masters)))
+            flags.append(_spoiled(list(map(_part, masters))))
         found = torch.cat(flags)
         self._comm.flag(found, "whether gradients are finite")
         # Begun before the update, which so does not delay it.
@@ -244,20 +244,23 @@ def _part(master: Tensor) -> Tensor:
     return part_of(slot) if slot.has_grad else _zero(slot.bucket.grads.dtype, slot.bucket.device)
 
 
-def _spoiled(parts: Iterable[Tensor]) -> Tensor:
+def _spoiled(parts: Sequence[Tensor]) -> Tensor:
     """Return (number of parts,) fp32: 1 for each with an element that is not finite, else 0.
 
     The number of launches does not depend on that of parts, where they have one dtype.
     """
     with NoSubclasses():
-        filled = [part if part.numel() else _zero(part.dtype, part.device) for part in parts]
-        # The largest magnitude neither overflows, as a sum may, nor hides what is no number.
-        return (torch.stack(list(foreach_norm(filled, INFINITY))) < INFINITY).logical_not().float()
+        # The largest magnitude neither overflows, as a sum may, nor hides what is no number. Where there are many ranks
+        # most slices have no element, and so no norm.
+        filled = [part for part in parts if part.numel()]
+        norms = iter(foreach_norm(filled, INFINITY) if filled else filled)
+        largest = [next(norms) if part.numel() else _zero(part.dtype, part.device) for part in parts]
+        return (torch.stack(largest) < INFINITY).logical_not().float()
 
 
 @functools.cache
 def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=dtype, device=device)
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 def _is_finite(masters: Sequence[Tensor]) -> bool:

@@ -486,7 +486,10 @@ class Order:
         return self._count
 
     def _event(self, phase: str, key: Hashable, kind: str, number: int, step: int, sent: int | None = None) -> Event:
-        return event_of(self._units[number].described(), step, phase, kind, self._records.get(key, Record()), sent)
+        unit = self._units[number]
+        # Which buckets are trained now shows in reductions alone, and in what a layout says that is sent.
+        spec = unit.described() if kind == "reduce" or sent is None else unit.spec
+        return event_of(spec, step, phase, kind, self._records.get(key, Record()), sent)
 
     def _predict(self) -> list[Event]:
         done = self._done if self.has_stepped else self._last_step

@@ -52,8 +52,8 @@ class Owner(Protocol):
     def answer(self, place: str) -> None:
         """Tell the others that this rank answers from gradients that all ranks have summed."""
 
-    def gradients_changed(self) -> None:
-        """Forget norms."""
+    def change_gradients(self, what: str) -> None:
+        """Prepare for a change of gradients by user code; raise inside a backward."""
 
     def norms(self, p: float, dtype: torch.dtype | None = None) -> Tensor:
         """Return (parameters,) fp64: the p-norm of every parameter's whole gradient, by place. Collective."""

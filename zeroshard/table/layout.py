@@ -6,7 +6,7 @@ world size on any machine. Read `docs/design.md` ("Bucket") first.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 __all__ = ["ALIGN_BYTES", "Layout", "plan_layout"]
 
@@ -51,10 +51,9 @@ class Layout:
         last = min(max(self.offsets[index] + self.numels[index], first), stop)
         return first, last
 
-    def pieces(self, start: int, stop: int) -> list[int]:
-        """Return the sizes of what `[start, stop)` of the bucket falls into: a gap, then each part and a gap behind."""
-        ends = [end for index in range(len(self.numels)) for end in self.overlap(index, start, stop)]
-        return [last - first for first, last in pairwise([start, *ends, stop])]
+    def parts(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return for each parameter its part of `[start, stop)` of the bucket, as (start, stop) in that range."""
+        return [(a - start, b - start) for a, b in (self.overlap(i, start, stop) for i in range(len(self.numels)))]
 
     def owned_numel(self, start: int, stop: int) -> int:
         """Return how many elements of `[start, stop)` belong to parameters; the rest is padding."""

@@ -227,5 +227,12 @@ class UnitSpec:
 
     def wire_dtypes(self, kind: str) -> str:
         """Return the dtypes that an event of `kind` has on the wire, as "bfloat16" or "bfloat16+float32"."""
-        formats = [b.formats for b in (self.reduced if kind == "reduce" else self.buckets) if kind != "release"]
-        return "+".join(sorted({one.reduce if kind == "reduce" else one.param for one in formats}))
+        return "" if kind == "release" else self._reduce_dtypes if kind == "reduce" else self._param_dtypes
+
+    @cached_property
+    def _reduce_dtypes(self) -> str:
+        return "+".join(sorted({bucket.formats.reduce for bucket in self.reduced}))
+
+    @cached_property
+    def _param_dtypes(self) -> str:
+        return "+".join(sorted({bucket.formats.param for bucket in self.buckets}))
