@@ -172,6 +172,7 @@ CORE = (
     "version",
     "precision",
     "states",
+    "update",
     "passes",
     "votes",
     "frames",
