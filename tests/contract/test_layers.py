@@ -17,6 +17,7 @@ LAYERS = (
     "torch_private",
     "devices",
     "describe",
+    "optim",
     "wire",
     "core",
     "state",
