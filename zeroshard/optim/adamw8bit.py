@@ -13,6 +13,7 @@ Note: blocks and batches
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -103,7 +104,7 @@ class AdamW8bit(PackingOptimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have gradients.
 
         Args:
@@ -157,7 +158,7 @@ class AdamW8bit(PackingOptimizer):
             codes = state.get(key)
             if isinstance(codes, Tensor) and codes.dtype == torch.uint8:
                 parts = (key, f"{key}_scales")
-                found[key] = Packed(parts, codes.shape, torch.float32, lambda key=key: _unpack(state, key))
+                found[key] = Packed(parts, codes.shape, torch.float32, partial(_unpack, state, key))
         return found
 
     def pack_state(self, state: State) -> dict[str, Any]:
