@@ -86,6 +86,10 @@ class Plan:
         chunks = ((r, item.spec.name, place, *item.written_by(r)) for place, item in items for r in item.writers())
         return spread(chunks, [spec.kind for spec in self.specs], self.world_size)
 
+    def nbytes_of(self, name: str) -> int:
+        """Return the bytes of the values of a file."""
+        return int(self.chunks.data_bytes[self.files.index(name)])
+
     def values(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the values of the chunks of a file, which must be this rank's, each flat."""
         chunks, found = self.chunks, self.chunks.of_file(self.files.index(name))
@@ -152,8 +156,9 @@ def _agree_on_copies(engine: Engine, items: Sequence[Item], what: str) -> None:
     if engine.mesh.world_size == 1:
         return
     slots = [(item, item.slot) for item in items if item.slot is not None]
-    everywhere = [item.part(*item.held) for item, slot in slots if slot.bucket.spec.updates_all]
-    of_replicas = [item.part(*item.held) for item, slot in slots if not slot.bucket.spec.updates_all]
+    # One after the other: what lies packed is several times as large meanwhile.
+    everywhere = (item.part(*item.held) for item, slot in slots if slot.bucket.spec.updates_all)
+    of_replicas = (item.part(*item.held) for item, slot in slots if not slot.bucket.spec.updates_all)
     digests = [_digest(everywhere), _digest(of_replicas) if engine.mesh.replicas > 1 else 0]
     rows = engine.comm.collect(torch.tensor(digests, device=engine.mesh.device), what).tolist()
     differ = [r for r, row in enumerate(rows) if row != [rows[0][0], rows[r % engine.mesh.shard_size][1]]]
@@ -172,7 +177,7 @@ def _crc32_of(values: Iterable[object]) -> int:
     return digest
 
 
-def _digest(values: Sequence[torch.Tensor]) -> int:
+def _digest(values: Iterable[torch.Tensor]) -> int:
     """Return a number that shows a difference of bits: of the sums of their integers, taken where the values are."""
     sums = [value.view(_INTEGERS[value.itemsize]).sum(dtype=torch.int64) for value in values]
     return zlib.crc32(repr(torch.stack(sums).tolist()).encode()) if sums else 0

@@ -22,6 +22,7 @@ from zeroshard.checkpoint.values import check_key, dtype_name
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.slot import Slot, slot_of
+from zeroshard.optim.packed import Packed, tensor_of, views_of
 
 __all__ = [
     "Item",
@@ -42,13 +43,14 @@ class Item:
     """One logical tensor, and this rank's part of it.
 
     Args:
-        value: (stop - start of `held`,), what this rank holds; None where it holds nothing.
+        value: (stop - start of `held`,), what this rank holds; None where it holds nothing. What lies packed is
+            unpacked each time that a part is asked for.
         held: the elements of the tensor that `value` is.
         slot: the parameter whose bucket decides who writes what; None where `owner` writes the whole.
     """
 
     spec: Spec
-    value: Tensor | None
+    value: Tensor | Packed | None
     held: tuple[int, int]
     slot: Slot | None = None
     owner: int = 0
@@ -74,7 +76,7 @@ class Item:
     def part(self, start: int, stop: int) -> Tensor:
         """Return elements [start, stop), which this rank must hold, flat."""
         assert self.value is not None, f"{self.spec.name} is asked of a rank that does not hold it"
-        return self.value.reshape(-1)[start - self.held[0] : stop - self.held[0]]
+        return tensor_of(self.value).detach().reshape(-1)[start - self.held[0] : stop - self.held[0]]
 
 
 def model_items(engine: Engine, model: nn.Module) -> list[Item]:
@@ -97,14 +99,15 @@ def state_items(optimizers: Sequence[ShardedOptimizer]) -> list[Item]:
     for number, one in enumerate(optimizers):
         for master in one.masters:
             slot = slot_of(master)
-            state = {key: v for key, v in one.optimizer.state.get(master, {}).items() if is_cut(key, v, master)}
+            held = views_of(one.optimizer, one.optimizer.state.get(master, {}))
+            state = {key: value for key, value in held.items() if is_cut(key, value, master)}
             for key in sorted(state, key=repr):
                 value = state[key]
                 check_key(key, f"The state of '{slot.name}' in optimizer {number}")
                 name = join_state(number, key, slot.name)
                 dtype = dtype_name(value.dtype, f"State '{name}'")
                 spec = Spec("state", name, dtype, slot.bucket.places.shapes[slot.index], order_of(slot))
-                items.append(Item(spec, value.detach(), held_range(slot), slot))
+                items.append(Item(spec, value, held_range(slot), slot))
     return items
 
 
@@ -134,7 +137,8 @@ def groups_of(optimizers: Sequence[ShardedOptimizer]) -> list[dict[str, Any]]:
         for master in one.masters:
             if (state := one.optimizer.state.get(master)) is not None:
                 slot = slot_of(master)
-                whole[slot.name] = {key: value for key, value in state.items() if not is_cut(key, value, master)}
+                held = views_of(one.optimizer, state)
+                whole[slot.name] = {key: value for key, value in held.items() if not is_cut(key, value, master)}
         cls = type(one.optimizer).__name__
         described.append({"class": cls, "groups": groups, "states": whole, "steps": one.steps})
     return described

@@ -38,6 +38,7 @@ from zeroshard.checkpoint.values import bytes_of, decode, dtype_of, tensor_of
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.slot import Slot, slot_of
+from zeroshard.optim.packed import pack, parts_of
 from zeroshard.state.masters import follow_masters
 from zeroshard.table.errors import CheckpointError
 
@@ -187,7 +188,7 @@ def _is_equal(source: Source, first: str, second: str) -> bool:
 def _copy_model(items: Sequence[Item], source: Source) -> None:
     """Read this rank's elements of each parameter, and whole buffers, into place."""
     for item in items:
-        assert item.value is not None, f"{item.spec.name} is not on every rank"
+        assert isinstance(item.value, Tensor), f"{item.spec.name} is not on every rank"
         flat = item.value.reshape(-1)
         _read(source.specs[item.spec.name], item.spec, item.held, source.fill, flat)
         if not item.value.is_contiguous():
@@ -353,9 +354,11 @@ def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, cast:
                 whole, before = saved["states"].get(slot.name), one.optimizer.state.pop(master, {})
                 if whole is not None:
                     state = {key: _place(key, value, group, slot) for key, value in whole.items()}
+                    parts = parts_of(one.optimizer, before)
                     for key, name in keys[place, slot.name]:
-                        state[key] = _read_state(content.reader, name, master, before.get(key), cast)
-                    one.optimizer.state[master] = state
+                        there = None if key in parts else before.get(key)
+                        state[key] = _read_state(content.reader, name, master, there, cast)
+                    one.optimizer.state[master] = pack(one.optimizer, state)
 
 
 def _read_state(reader: CheckpointReader, name: str, master: Tensor, before: Any, cast: bool) -> Tensor:

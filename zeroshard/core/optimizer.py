@@ -24,6 +24,7 @@ from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
 from zeroshard.core.update import Piece, update_in_pieces
+from zeroshard.optim.packed import Packed, pack, unpack
 from zeroshard.torch_private import keep_first, keep_last
 from zeroshard.wire.comm import Pending
 
@@ -38,11 +39,11 @@ class ShardedOptimizer:
 
     Args:
         index: place among the model's optimizers; the same on every rank.
-        state_cost: what it keeps for each element and parameter, for predictions.
+        state_cost: what it keeps for each element, parameter and block, for predictions (`Updates`).
     """
 
     def __init__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, state_cost: tuple[int, int] | None
+        self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, state_cost: tuple[int, ...] | None
     ) -> None:
         self._engine, self.optimizer, self._index, self.state_cost = engine, optimizer, index, state_cost
         self.steps = 0
@@ -69,16 +70,16 @@ class ShardedOptimizer:
 
     def _exchange(self, group: dict[str, Any]) -> None:
         """Put slices in the place of the model's parameters, and cut the state that they have already."""
-        masters = []
+        masters, optimizer = [], self.optimizer
         _check_free(group["params"])
         for parameter in group["params"]:
             slot = slot_of(parameter)
             slot.has_master = True
             slot.bucket.has_states = True
-            master = make_master(slot)
-            masters.append(master)
-            if parameter in self.optimizer.state:
-                self.optimizer.state[master] = cut_state(slot, self.optimizer.state.pop(parameter))
+            masters.append(master := make_master(slot))
+            if parameter in optimizer.state:
+                cut = cut_state(slot, unpack(optimizer, optimizer.state.pop(parameter)))
+                optimizer.state[master] = pack(optimizer, cut)
         group["params"] = masters
 
     def _add_group(self, group: dict[str, Any]) -> None:
@@ -244,7 +245,7 @@ def make_master(slot: Slot) -> MasterSlice:
 
 def is_cut(key: str, value: Any, master: Tensor) -> bool:
     """Tell whether a state is one number for each element of the slice; a step counter is 0-d and common to all."""
-    return isinstance(value, Tensor) and key != "step" and value.shape == master.shape
+    return isinstance(value, Tensor | Packed) and key != "step" and value.shape == master.shape
 
 
 def cut_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Owns plain `torch.optim` optimizers. It must not know the engine. Read `whole.py` first.
 """
 
+from zeroshard.optim.adamw8bit import AdamW8bit
 from zeroshard.optim.whole import whole_matrix
 
-__all__ = ["whole_matrix"]
+__all__ = ["AdamW8bit", "whole_matrix"]

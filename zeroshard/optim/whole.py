@@ -1,7 +1,7 @@
 """Which optimizers need whole tensors, and what an update of one costs.
 
 Owns the mark that an optimizer carries and the two classes of torch.optim that need it. It must not know shards or
-ranks: the engine reads the mark, has an owner get the whole gradient and parameter, and runs the user's optimizer there.
+ranks: the engine reads the mark, has an owner get the whole gradient and parameter, and runs the optimizer there.
 
 Note: what the mark says
     A parameter is updated whole, on one owner, if the optimizer is marked, its group does not say `"whole": False`, and

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from zeroshard.optim.packed import PackingOptimizer, parts_of
+
 __all__ = ["ELEMENTWISE", "admit", "state_cost"]
 
 Tensor = torch.Tensor
@@ -16,6 +18,8 @@ ELEMENTWISE = frozenset(
     ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"]
 )
 """Classes of torch.optim whose update of an element depends on that element alone."""
+SLICED = frozenset(["AdamW8bit", "Lion"])
+"""Classes of zeroshard.optim that update a slice as they would any tensor; blocks of one begin at its first element."""
 
 
 def admit(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
@@ -28,7 +32,9 @@ def admit(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
         ValueError: the update is not element-wise, or cannot be tried.
     """
     cls = type(optimizer)
-    if elementwise or (cls.__module__.startswith("torch.optim") and cls.__name__ in ELEMENTWISE):
+    known = ELEMENTWISE if cls.__module__.startswith("torch.optim") else SLICED
+    is_ours = cls.__module__.startswith(("torch.optim", "zeroshard.optim"))
+    if elementwise or (is_ours and cls.__name__ in known):
         return
     remedy = (
         "Use one of "
@@ -71,8 +77,12 @@ def _probe(optimizer: torch.optim.Optimizer, shape: tuple[int, ...] | None, nume
     return torch.cat([part.detach().flatten() for part in parts])
 
 
-def state_cost(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
-    """Return (state elements for each element, bytes of counters for each parameter), found by a step, or None."""
+def state_cost(optimizer: torch.optim.Optimizer) -> tuple[int, ...] | None:
+    """Return what an optimizer keeps, found by a step, or None: the fields of `Updates` behind its parameters.
+
+    These are state elements for each element and bytes of counters for each parameter, and, of states that lie packed,
+    bytes for each element, bytes for each block and elements of a block.
+    """
     part = torch.nn.Parameter(torch.zeros(3))
     try:
         fresh = _rebuild(optimizer, [part])
@@ -80,8 +90,13 @@ def state_cost(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
         fresh.step()
     except Exception:  # a prediction is not worth an error: the caller says that it has none
         return None
-    values = [value for value in fresh.state[part].values() if isinstance(value, Tensor)]
-    return sum(v.numel() == 3 for v in values), sum(v.nbytes for v in values if v.numel() != 3)
+    parts = parts_of(fresh, state := fresh.state[part])
+    values = [value for key, value in state.items() if isinstance(value, Tensor) and key not in parts]
+    numbers, counter_bytes = sum(v.numel() == 3 for v in values), sum(v.nbytes for v in values if v.numel() != 3)
+    if not isinstance(fresh, PackingOptimizer):
+        return numbers, counter_bytes
+    packed = fresh.packed_bytes
+    return numbers, counter_bytes, packed.element_bytes, packed.block_bytes, packed.block_numel
 
 
 def _rebuild(optimizer: torch.optim.Optimizer, parts: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
