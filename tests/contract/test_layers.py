@@ -187,6 +187,7 @@ CORE = (
     "unit",
     "order",
     "engine",
+    "exchange",
     "hooks",
     "optimizer",
 )

@@ -17,6 +17,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.core.engine import Engine
+from zeroshard.core.exchange import Exchange
 from zeroshard.core.gradient import MasterSlice
 from zeroshard.core.guard import Answer, is_fatal, not_finite
 from zeroshard.core.precision import round_at_random
@@ -25,10 +26,11 @@ from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
 from zeroshard.core.update import Piece, update_in_pieces
 from zeroshard.optim.packed import Packed, pack, unpack
+from zeroshard.optim.whole import whole_of
 from zeroshard.torch_private import keep_first, keep_last
 from zeroshard.wire.comm import Pending
 
-__all__ = ["ShardedOptimizer", "cut_state", "is_cut"]
+__all__ = ["ShardedOptimizer", "cut_state", "is_cut", "keep_state"]
 
 Tensor = torch.Tensor
 
@@ -49,8 +51,13 @@ class ShardedOptimizer:
         self.steps = 0
         """Steps so far, skipped ones included."""
         self._fresh: list[Tensor] = []
+        whole = whole_of(optimizer)
+        self.exchange = None if whole is None else Exchange(engine, optimizer, whole)
+        """Where parameters are updated whole."""
+        if self.exchange is not None:
+            self.exchange.plan(optimizer.param_groups)
         for group in optimizer.param_groups:
-            self._exchange(group)
+            self._cut(group)
         self._put_back: Callable[[], None] | None = None
         """What puts entries back that an update in pieces has taken out of their groups."""
         self._is_inner = False
@@ -68,18 +75,17 @@ class ShardedOptimizer:
         """This rank's slices, in the order of groups and entries."""
         return [entry for group in self.optimizer.param_groups for entry in group["params"]]
 
-    def _exchange(self, group: dict[str, Any]) -> None:
+    def _cut(self, group: dict[str, Any]) -> None:
         """Put slices in the place of the model's parameters, and cut the state that they have already."""
-        masters, optimizer = [], self.optimizer
+        masters, state = [], self.optimizer.state
         _check_free(group["params"])
         for parameter in group["params"]:
             slot = slot_of(parameter)
             slot.has_master = True
             slot.bucket.has_states = True
             masters.append(master := make_master(slot))
-            if parameter in optimizer.state:
-                cut = cut_state(slot, unpack(optimizer, optimizer.state.pop(parameter)))
-                optimizer.state[master] = pack(optimizer, cut)
+            if parameter in state:
+                keep_state(self.optimizer, master, state.pop(parameter))
         group["params"] = masters
 
     def _add_group(self, group: dict[str, Any]) -> None:
@@ -93,8 +99,10 @@ class ShardedOptimizer:
                     "its own."
                 )
         _check_free(group["params"])
+        if self.exchange is not None:
+            self.exchange.plan([group])
         self._add_plain(group)
-        self._exchange(self.optimizer.param_groups[-1])
+        self._cut(self.optimizer.param_groups[-1])
 
     def _register(self, hook: Any) -> RemovableHandle:
         """Register a hook of user code in front of ours, which may make the update."""
@@ -124,6 +132,8 @@ class ShardedOptimizer:
         # All ranks must stand at one place, so a schedule that differs between them is found here.
         rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))]
         place = f"step {self.steps} of optimizer {self._index} ({type(optimizer).__name__}, lr {rates})"
+        if self.exchange is not None:
+            place += f" with owners {self.exchange.digest:08x}"
         is_voted = engine.order.settle(place, is_fine=lambda: guard.is_fine(optimizer, masters, scale))
         name = guard.ask(optimizer, masters, scale) if is_voted else ""
         if (is_stopped := not is_voted or bool(name)) and is_fatal(scale):
@@ -132,11 +142,16 @@ class ShardedOptimizer:
         self._widen()
         self._fresh = [] if engine.is_skipping else guard.arm(optimizer, masters)
         pieces = None if engine.is_skipping else self._pieces()
-        self._put_back = None if pieces is None else update_in_pieces(optimizer, pieces)
+        try:
+            self._put_back = None if pieces is None else update_in_pieces(optimizer, pieces)
+        except BaseException:
+            if self.exchange is not None:
+                self.exchange.take_back()
+            raise
 
     def _pieces(self) -> Iterable[Piece] | None:
         """Return the parts in which the update is made; None for all at once, by torch's own call."""
-        return None
+        return None if self.exchange is None else self.exchange.pieces()
 
     def _widen(self) -> None:
         """Let masters that are rounded at random be updated in fp32; those of a step that failed begin anew."""
@@ -246,6 +261,21 @@ def make_master(slot: Slot) -> MasterSlice:
 def is_cut(key: str, value: Any, master: Tensor) -> bool:
     """Tell whether a state is one number for each element of the slice; a step counter is 0-d and common to all."""
     return isinstance(value, Tensor | Packed) and key != "step" and value.shape == master.shape
+
+
+def keep_state(optimizer: torch.optim.Optimizer, master: Tensor, state: dict[str, Any]) -> None:
+    """Keep what this rank has of a parameter's whole state: its slice, or all, or nothing where another updates it."""
+    slot = slot_of(master)
+    if slot.updater is None:
+        optimizer.state[master] = pack(optimizer, cut_state(slot, unpack(optimizer, state)))
+    elif slot.has_whole_states:
+        # A counter stays where torch wants it.
+        kept = {k: v.to(slot.bucket.device, copy=True) if _is_of_elements(v) else v for k, v in state.items()}
+        optimizer.state[master] = kept
+
+
+def _is_of_elements(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def cut_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
