@@ -1,14 +1,12 @@
 """Optimizers that need whole matrices give the bits of one process, at any stage and number of ranks."""
 
-import functools
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Adafactor, Muon, Optimizer
 
-import zeroshard as zs
 from tests import models
 from tests.oracle import Run, assert_matches, at_worlds
 

@@ -72,7 +72,7 @@ def admit(
             f"{remedy}"
         )
     try:
-        whole, parts = (_probe(optimizer, *cut, options) for cut in ((shape, [24]), (None, [7, 0, 12, 5])))
+        whole, parts = _probe(optimizer, shape, [24], options), _probe(optimizer, None, [7, 0, 12, 5], options)
     except Exception as error:
         raise ValueError(
             f"{cls.__name__} is not known to be element-wise, and trying it on slices failed with "
@@ -133,24 +133,24 @@ def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[tuple[Options, int
         kinds: the options of a group, and the dimensions of parameters in it.
         is_in_turn: one parameter after the other.
     """
+    if not kinds:
+        return torch.empty(0)
     groups: list[dict[str, Any]] = []
     for options, ndim in kinds:
         shapes = [sizes[:ndim] for sizes in SIZES]
-        parts = [torch.nn.Parameter(torch.linspace(-1.0, 2.0, math.prod(one)).view(one)) for one in shapes]
-        groups.append({**options, "params": parts})
-    parts = [part for group in groups for part in group["params"]]
-    fresh = _rebuild(optimizer, groups) if groups else None
-    for step in range(STEPS if fresh is not None else 0):
+        made = [torch.nn.Parameter(torch.linspace(-1.0, 2.0, math.prod(one)).view(one)) for one in shapes]
+        groups.append({**options, "params": made})
+    parts: list[Tensor] = [part for group in groups for part in group["params"]]
+    fresh = _rebuild(optimizer, groups)
+    for step in range(STEPS):
         for place, part in enumerate(parts):
             part.grad = torch.sin(torch.arange(float(part.numel())) * (step + 1) + place).view_as(part)
-        if is_in_turn:
-            cuts = [[[p for p in group["params"] if p is part] for group in groups] for part in parts]
-            put_back = update_in_pieces(fresh, map(Resident, cuts))
-            fresh.step()
+        cuts = [[[p for p in group["params"] if p is part] for group in groups] for part in parts]
+        put_back = update_in_pieces(fresh, [Resident(cut) for cut in cuts]) if is_in_turn else None
+        fresh.step()
+        if put_back is not None:
             put_back()
-        else:
-            fresh.step()
-    return torch.cat([part.detach().flatten() for part in parts]) if parts else torch.empty(0)
+    return torch.cat([part.detach().flatten() for part in parts])
 
 
 def _probe(

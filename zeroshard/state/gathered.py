@@ -14,9 +14,10 @@ from torch import nn
 
 from zeroshard.core.engine import Engine
 from zeroshard.core.frames import Gathered
-from zeroshard.core.optimizer import ShardedOptimizer, cut_state, is_cut
+from zeroshard.core.optimizer import ShardedOptimizer, is_cut, keep_state
 from zeroshard.core.slot import Slot, slot_of
-from zeroshard.optim.packed import Packed, pack, tensor_of, unpack, views_of
+from zeroshard.optim.packed import Packed, tensor_of, views_of
+from zeroshard.state.owned import gather_owned, owned_states
 from zeroshard.state.takeover import spread
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import version_of
@@ -147,8 +148,7 @@ class WholeStates:
         for group, masters in zip(self._optimizer.param_groups, self._masters, strict=True):
             for parameter, master in zip(group["params"], masters, strict=True):
                 if writeback and parameter in changed:
-                    whole = unpack(self._optimizer, changed[parameter])
-                    self._optimizer.state[master] = pack(self._optimizer, cut_state(slot_of(master), whole))
+                    keep_state(self._optimizer, master, changed[parameter])
                 elif not writeback and master in self._set_aside:
                     self._optimizer.state[master] = self._set_aside[master]
             group["params"] = masters
@@ -174,9 +174,12 @@ class WholeStates:
     def _gather(self) -> dict[str, dict[str, Any]]:
         by_bucket: dict[int, dict[Tensor, dict[str, Any]]] = {}
         whole: dict[str, dict[str, Any]] = {}
+        (owned,) = owned_states(self._engine, [self._sharded])
+        for slot, copied in gather_owned(self._engine, self._sharded, owned):
+            whole[slot.name] = copied
         for master in self._sharded.masters:
             slot = slot_of(master)
-            if (held := self._optimizer.state.get(master)) is not None:
+            if slot.updater is None and (held := self._optimizer.state.get(master)) is not None:
                 state = views_of(self._optimizer, held)
                 by_bucket.setdefault(slot.bucket.number, {})[master] = state
                 whole[slot.name] = {key: value for key, value in state.items() if not is_cut(key, value, master)}
