@@ -190,11 +190,15 @@ class _Routed(Piece):
         self._owned = [masters[one] for one in plan.bundles[self._rank]]
         self._there = [[row[one] for row in plan.counts] for one in range(len(plan.bundles))]
         """The counts of the way back."""
+        self._buffers: list[Tensor] = []
+        """Of the slices and the whole gradients, then of the slices and the whole values."""
         self._joint: list[Tensor] = []
         """The values of the matrices that this rank owns, flat."""
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._engine.comm.pool.take(max(1, numel), dtype, self._engine.mesh.device)[:numel]
+        # Buffers are known by their addresses, and nothing has none.
+        self._buffers.append(buffer := self._engine.comm.pool.take(max(1, numel), dtype, self._engine.mesh.device))
+        return buffer[:numel]
 
     def _route(self, given: Tensor, taken: Tensor, counts: list[list[int]], which: int, what: str) -> Pending:
         number = self._engine.order.next_number()
@@ -222,7 +226,7 @@ class _Routed(Piece):
         for one in self._pending:
             one.wait()
         pool, groups = self._engine.comm.pool, [list[Tensor]() for _ in range(self._count)]
-        pool.give(self._grads[0])
+        pool.give(self._buffers[0])
         pairs = zip(self._joined(self._values[1]), self._joined(self._grads[1]), strict=True)
         for (place, master), (values, grad) in zip(self._owned, pairs, strict=True):
             groups[place].append(self._exchange.lend(master, values, grad))
@@ -245,7 +249,7 @@ class _Routed(Piece):
         """See `Piece`."""
         self._exchange.take_back()
         pool, taken = self._engine.comm.pool, self._values[1]
-        pool.give(self._grads[1])
+        pool.give(self._buffers[1])
         for pieces, values in zip(self._split(taken), self._joint, strict=True):
             if values is not taken:
                 foreach_copy_(pieces, [*values.split_with_sizes([one.numel() for one in pieces])])
@@ -257,5 +261,5 @@ class _Routed(Piece):
         self._pending[0].wait()
         with torch.no_grad(), NoSubclasses():
             foreach_copy_(self._parts, [*self._values[0].split_with_sizes([part.numel() for part in self._parts])])
-        for buffer in self._values:
+        for buffer in self._buffers[2:]:
             self._engine.comm.pool.give(buffer)
