@@ -84,6 +84,8 @@ class Lion(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 moment = state["exp_avg"]
                 parameter.mul_(1 - lr * group["weight_decay"])
-                parameter.add_((moment * ahead).add_(grad, alpha=1 - ahead).sign_(), alpha=-lr)
+                mean = (moment * ahead).add_(grad, alpha=1 - ahead)
+                # The sign of what is no number is 0: it would freeze an element for good, and hide why.
+                parameter.add_(mean.sign().add_(mean, alpha=0.0), alpha=-lr)
                 moment.mul_(kept).add_(grad, alpha=1 - kept)
         return loss
