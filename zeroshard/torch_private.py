@@ -42,6 +42,7 @@ __all__ = [
     "accept_in_foreach",
     "accumulator_of",
     "body_of",
+    "adafactor_step",
     "call_after_backward",
     "captured_by_checkpoint",
     "check_dtensor",
@@ -70,6 +71,7 @@ __all__ = [
     "keep_last",
     "keeps_graph",
     "local_of",
+    "muon_step",
     "next_node_number",
     "nodes_before",
     "note_visit",
@@ -126,6 +128,10 @@ foreach_mul_: Final = torch._foreach_mul_
 """Multiplies each tensor of a list by a number, in place."""
 foreach_lerp_: Final = torch._foreach_lerp_
 """Moves each tensor of a list towards another, in place."""
+muon_step: Final[Any] = torch.optim._muon.muon
+"""Updates matrices as torch.optim.Muon does, from lists of them, of gradients and of momentum."""
+adafactor_step: Final[Any] = torch.optim._adafactor.adafactor
+"""Updates tensors as torch.optim.Adafactor does, from lists of them, of gradients and of states."""
 version_of: Final = operator.attrgetter("_version")
 """Returns how often a tensor was changed in place."""
 slot_grad: Final[Callable[[Tensor], Tensor | None]] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
@@ -742,6 +748,19 @@ def _tests_foreach() -> bool:
     return float(norms[0]) == 5.0 and all(torch.Tensor in types for types in _foreach_types())
 
 
+def _tests_optimizers() -> bool:
+    """Muon turns a multiple of a rotation into a rotation; the root of the squares of an Adafactor's update is 1."""
+    turn, grad = torch.tensor([[0.0, 1.0], [-1.0, 0.0]]), torch.ones(2)
+    matrix, moved = torch.zeros(2, 2), torch.zeros(2)
+    rest: dict[str, Any] = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7}
+    flags: dict[str, Any] = {"nesterov": False, "adjust_lr_fn": None, "has_complex": False}
+    muon_step([matrix], [3 * turn], [torch.zeros(2, 2)], lr=1.0, weight_decay=0.0, momentum=0.0, **rest, **flags)
+    settings: dict[str, Any] = {"d": 1.0, "lr": 0.5, "beta2_decay": -0.8, "weight_decay": 0.0, "maximize": False}
+    state = [None], [None], [torch.zeros(2)], [torch.tensor(0.0)]
+    adafactor_step([moved], [3 * grad], *state, eps1=None, eps2=1.0, **settings)
+    return bool((matrix + turn).abs().max() < 0.4) and torch.allclose(moved, -0.5 * grad)
+
+
 def _tests_distributed() -> bool:
     if not dist.is_available():
         return True
@@ -842,6 +861,7 @@ _TESTS: Final = (
     ("what the backward of torch.nn.functional.max_pool2d reads", _tests_pool),
     ("Tensor._make_wrapper_subclass", _tests_wrapper),
     ("torch._foreach_norm, or the types that its kind takes", _tests_foreach),
+    ("what torch.optim.Muon or torch.optim.Adafactor make an update with", _tests_optimizers),
     ("Store.clone, or torch.distributed._make_nccl_premul_sum", _tests_distributed),
     ("which operations torch has for a device", _tests_kernels),
     ("what torch.optim.Optimizer puts around `step`, or where it keeps hooks", _tests_steps),

@@ -47,7 +47,8 @@ def whole_matrix(
 ) -> Optimized:
     """Mark an optimizer as one that needs whole tensors; call it before `zs.shard()`.
 
-    A group with `"whole": False` is left out: its parameters are updated on slices.
+    A group with `"whole": False` is left out: its parameters are updated on slices. torch copies and pickles optimizers
+    without the mark; mark a copy anew.
 
     Args:
         optimizer: any optimizer whose update of a parameter depends on nothing but that parameter.
@@ -79,7 +80,7 @@ def whole_matrix(
 
 def whole_of(optimizer: torch.optim.Optimizer) -> Whole | None:
     """Return the mark of an optimizer, or what is known of its class; None where slices are enough."""
-    mark = optimizer.__dict__.get(ATTRIBUTE)
+    mark = getattr(optimizer, ATTRIBUTE, None)
     if isinstance(mark, Whole):
         return mark
     return next((whole for cls, whole in KNOWN if isinstance(optimizer, cls)), None)

@@ -22,8 +22,8 @@ ELEMENTWISE = frozenset(
     ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"]
 )
 """Classes of torch.optim whose update of an element depends on that element alone."""
-SLICED = frozenset(["AdamW8bit", "Lion"])
-"""Classes of zeroshard.optim that update a slice as they would any tensor; blocks of one begin at its first element."""
+SLICED = frozenset(["AdamW8bit", "Lamb", "Lion"])
+"""Classes of zeroshard.optim that update slices: as they would any tensor, or with sums that ranks add up."""
 
 
 STEPS = 3
