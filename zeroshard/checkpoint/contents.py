@@ -25,6 +25,7 @@ from zeroshard.checkpoint.together import agree_equal
 from zeroshard.checkpoint.values import encode
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.state.owned import OwnedState
 from zeroshard.table.errors import CheckpointError
 
 __all__ = ["ADVICE", "COMMITTED", "LOOK", "Plan", "agree_on", "make_plan"]
@@ -106,8 +107,12 @@ def make_plan(
     extra: Mapping[str, Any],
     step: int | None,
     keep: int | None,
+    owned: Sequence[Mapping[str, OwnedState]],
 ) -> Plan:
     """Look at what there is to be saved.
+
+    Args:
+        owned: what `owned_states` returned.
 
     Raises:
         CheckpointError, ValueError: something cannot be saved, or an argument is wrong.
@@ -126,9 +131,9 @@ def make_plan(
         "extra": encode(dict(extra), "extra"),
         "loss_scale": None if scale is None else [scale.value, scale._good_steps, encode(scale.history, "history")],
     }
-    items = model_items(engine, model) + state_items(optimizers)
+    items = model_items(engine, model) + state_items(engine, optimizers, owned)
     places = {item.spec.name: place for place, item in enumerate(items) if item.spec.kind == "model"}
-    common["optimizers"] = pack(groups_of(optimizers), places)
+    common["optimizers"] = pack(groups_of(optimizers, owned), places)
     items += generator_items(engine, read_generators(engine.mesh.device))
     text = strict.dumps(common, EXTRA)
     return Plan(path, step, engine.mesh.world_size, tuple(items), aliases_of(engine, model), text, keep)

@@ -118,8 +118,8 @@ def admit_whole(optimizer: torch.optim.Optimizer, whole: Whole, elementwise: boo
             "elements differ between all parameters at once and one after the other. Keep counters by parameter, in "
             "optimizer.state, and nothing that is common to several; else the optimizer cannot be sharded."
         )
-    for options, ndim in left if is_cut else ():
-        admit(optimizer, elementwise, shape=(6, 4) if ndim > 1 else (24,), options=options)
+    for chosen, ndim in left if is_cut else ():
+        admit(optimizer, elementwise, shape=(6, 4) if ndim > 1 else (24,), options=chosen)
 
 
 def _is_taken(whole: Whole, group: Options, parameter: Tensor) -> bool:
@@ -136,10 +136,10 @@ def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[tuple[Options, int
     if not kinds:
         return torch.empty(0)
     groups: list[dict[str, Any]] = []
-    for options, ndim in kinds:
+    for chosen, ndim in kinds:
         shapes = [sizes[:ndim] for sizes in SIZES]
         made = [torch.nn.Parameter(torch.linspace(-1.0, 2.0, math.prod(one)).view(one)) for one in shapes]
-        groups.append({**options, "params": made})
+        groups.append({**chosen, "params": made})
     parts: list[Tensor] = [part for group in groups for part in group["params"]]
     fresh = _rebuild(optimizer, groups)
     for step in range(STEPS):

@@ -16,7 +16,7 @@ from zeroshard.core.slot import Slot, slot_of
 from zeroshard.table.owners import plan_rounds
 from zeroshard.wire.comm import Tag
 
-__all__ = ["OwnedState", "gather_owned", "is_stored", "own_state", "owned_states"]
+__all__ = ["OwnedState", "gather_owned", "is_stored", "like_parameter", "own_state", "owned_states"]
 
 Tensor = torch.Tensor
 OwnedState = Mapping[Any, Any]
@@ -43,31 +43,40 @@ def owned_states(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> list
     found: list[dict[str, OwnedState]] = []
     for one in optimizers:
         whole = [master for master in one.masters if slot_of(master).updater is not None]
-        mine = {slot_of(m).name: _described(slot_of(m), state) for m in whole if (state := own_state(one, m))}
+        rows = [json.dumps(_described(one, whole))]
         if any(not slot_of(master).bucket.spec.updates_all for master in whole):
-            rows = _texts(engine, json.dumps(list(mine.items())), "the states of whole parameters")
-            mine = {name: pairs for row in rows for name, pairs in json.loads(row)}
-        states = {name: {key: _undescribed(*value) for key, *value in pairs} for name, pairs in mine.items()}
+            rows = _texts(engine, rows[0], "the states of whole parameters")
+        read = [json.loads(row) for row in rows]
+        if wrong := [text for text in read if isinstance(text, str)]:
+            raise TypeError(f"{engine.mesh} {wrong[0]}")
+        states = {name: {key: _undescribed(*rest) for key, *rest in pairs} for row in read for name, pairs in row}
         # In the order of parameters, which all ranks know.
         found.append({name: states[name] for m in whole if (name := slot_of(m).name) in states})
     return found
 
 
-def _described(slot: Slot, state: OwnedState) -> list[tuple[Any, str, list[int] | None, Any]]:
-    """Return key, dtype, shape and value of each; of a tensor with dimensions there is no value."""
-    rows: list[tuple[Any, str, list[int] | None, Any]] = []
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            dtype, shape = str(value.dtype).removeprefix("torch."), [*value.shape]
-            rows.append((key, dtype, shape, None if is_stored(value) else value.item()))
-        elif isinstance(value, PLAIN):
-            rows.append((key, "", None, value))
-        else:
-            raise TypeError(
-                f"The state {key!r} of '{slot.name}' is a {type(value).__name__}; the one rank that has it can tell "
-                "the others of tensors, numbers and texts."
-            )
-    return rows
+def _described(one: ShardedOptimizer, masters: Sequence[Tensor]) -> list[Any] | str:
+    """Return name and states of each: keys, dtypes, shapes, and values of what has no dimensions.
+
+    A text instead: what is wrong with a state, for all ranks to raise.
+    """
+    found = []
+    for master in masters:
+        pairs: list[tuple[Any, str, list[int] | None, Any]] = []
+        for key, value in own_state(one, master).items():
+            if isinstance(value, Tensor):
+                dtype, shape = str(value.dtype).removeprefix("torch."), [*value.shape]
+                pairs.append((key, dtype, shape, None if is_stored(value) else value.item()))
+            elif isinstance(value, PLAIN):
+                pairs.append((key, "", None, value))
+            else:
+                return (
+                    f"The state {key!r} of '{slot_of(master).name}' is a {type(value).__name__}; the one rank that has "
+                    "it can tell the others of tensors, numbers and texts."
+                )
+        if pairs:
+            found.append((slot_of(master).name, pairs))
+    return found
 
 
 def _undescribed(dtype: str, shape: list[int] | None, value: Any) -> Any:
@@ -141,11 +150,11 @@ def _gather(
             for place in bundle:
                 (name, key), shape = names[place], described[place].shape
                 values = rows[owner, at[owner] : at[owner] + shape.numel()].view(shape)
-                made[name][key] = _like_parameter(slot_of(masters[name]), values)
+                made[name][key] = like_parameter(slot_of(masters[name]), values)
                 at[owner] += shape.numel()
 
 
-def _like_parameter(slot: Slot, values: Tensor) -> Tensor:
+def like_parameter(slot: Slot, values: Tensor) -> Tensor:
     """Return a copy of a state, with the strides of the parameter where it has its shape."""
     is_alike = tuple(values.shape) == slot.bucket.places.shapes[slot.index]
     return slot.bucket.places.dense(slot.index, values) if is_alike else values.clone()
