@@ -248,6 +248,14 @@ class EmulatedGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
+    def alltoall_base(self, output: Tensor, given: Tensor, to: list[int], of: list[int], opts: Any = None) -> Work:
+        result = torch.empty_like(output)
+        beneath = self._beneath.alltoall_base(result, given.detach().clone(), to, of)
+        name = f"all-to-all of {given.numel()} {given.dtype} on {self._name}"
+        return self._device.issue(self._name, Work(self._device, name, given, output, beneath, lambda: result))
+
+    all_to_all_single = alltoall_base
+
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         operation = _operation_of(opts.reduceOp, self._size)
         return self._issue("all-reduce", tensors[0], tensors[0], lambda rows: _sum(rows, operation))

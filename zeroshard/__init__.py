@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zeroshard import optim
     from zeroshard.checkpoint.load import Loaded
     from zeroshard.checkpoint.verify import latest, list_checkpoints
     from zeroshard.core.version import VERSION as __version__
@@ -70,6 +71,7 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "mean_across_ranks",
+    "optim",
     "plan",
     "printable",
     "row_of_stage",
@@ -113,6 +115,7 @@ _MODULES = MappingProxyType(
         "latest": "zeroshard.checkpoint.verify",
         "list_checkpoints": "zeroshard.checkpoint.verify",
         "mean_across_ranks": "zeroshard.wire.comm",
+        "optim": "zeroshard.optim",
         "plan": "zeroshard.plan",
         "printable": "zeroshard.table.errors",
         "row_of_stage": "zeroshard.table.stages",

@@ -46,6 +46,7 @@ from zeroshard.state.materialize import InitFn
 from zeroshard.state.request import Described, Optimizers, Request, check_optimizers, describe, place_of
 from zeroshard.state.start import accepted_by_all, everybody_at
 from zeroshard.state.summary import summarize, warn_if_whole
+from zeroshard.state.sums import give_sums
 from zeroshard.state.takeover import build, move_states
 from zeroshard.state.wiring import wire
 from zeroshard.table.cells import Residency
@@ -315,6 +316,7 @@ class Zero:
         self._chosen += choose_kernels(self._engine.guard, optimizer)
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded), state_cost(optimizer)))
         open_states(self._engine, self._sharded[-1])
+        give_sums(self._engine, optimizer)
         if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
             optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step)
 

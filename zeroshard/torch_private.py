@@ -41,6 +41,8 @@ __all__ = [
     "WeakStorage",
     "accept_in_foreach",
     "accumulator_of",
+    "body_of",
+    "adafactor_step",
     "call_after_backward",
     "captured_by_checkpoint",
     "check_dtensor",
@@ -65,8 +67,11 @@ __all__ = [
     "is_dense",
     "is_inside_reentrant_checkpoint",
     "is_inside_transform",
+    "keep_first",
+    "keep_last",
     "keeps_graph",
     "local_of",
+    "muon_step",
     "next_node_number",
     "nodes_before",
     "note_visit",
@@ -123,6 +128,10 @@ foreach_mul_: Final = torch._foreach_mul_
 """Multiplies each tensor of a list by a number, in place."""
 foreach_lerp_: Final = torch._foreach_lerp_
 """Moves each tensor of a list towards another, in place."""
+muon_step: Final[Any] = torch.optim._muon.muon
+"""Updates matrices as torch.optim.Muon does, from lists of them, of gradients and of momentum."""
+adafactor_step: Final[Any] = torch.optim._adafactor.adafactor
+"""Updates tensors as torch.optim.Adafactor does, from lists of them, of gradients and of states."""
 version_of: Final = operator.attrgetter("_version")
 """Returns how often a tensor was changed in place."""
 slot_grad: Final[Callable[[Tensor], Tensor | None]] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
@@ -362,6 +371,37 @@ def accept_in_foreach(*classes: type) -> None:
     """Have torch's functions on lists of tensors take tensors of these classes; twice changes nothing."""
     for types in _foreach_types():
         types.extend(one for one in classes if one not in types)
+
+
+def body_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """Return what updates the parameters of an optimizer once: its class's `step` without the hooks around it.
+
+    Nor do they run where a class calls the `step` of the class that it extends.
+    """
+    step: Any = type(optimizer).step
+    body = step.__wrapped__ if getattr(step, "hooked", False) else step
+
+    def run() -> Any:
+        # Other dictionaries, since torch may be going through these.
+        names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        held = [(name, vars(optimizer)[name]) for name in names]
+        vars(optimizer).update({name: type(hooks)() for name, hooks in held})
+        try:
+            return body(optimizer)
+        finally:
+            vars(optimizer).update(held)
+
+    return run
+
+
+def keep_first(handle: Any) -> None:
+    """Have a hook run before the others of its kind."""
+    handle.hooks_dict_ref().move_to_end(handle.id, last=False)
+
+
+def keep_last(handle: Any) -> None:
+    """Have a hook run after the others of its kind, as many as there are now."""
+    handle.hooks_dict_ref().move_to_end(handle.id)
 
 
 def has_kernel(name: str, device: torch.device) -> bool:
@@ -715,12 +755,44 @@ def _tests_foreach() -> bool:
     return float(norms[0]) == 5.0 and all(torch.Tensor in types for types in _foreach_types())
 
 
+def _tests_optimizers() -> bool:
+    """Muon turns a multiple of a rotation into a rotation; the root of the squares of an Adafactor's update is 1."""
+    turn, grad = torch.tensor([[0.0, 1.0], [-1.0, 0.0]]), torch.ones(2)
+    matrix, moved = torch.zeros(2, 2), torch.zeros(2)
+    rest: dict[str, Any] = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7}
+    flags: dict[str, Any] = {"nesterov": False, "adjust_lr_fn": None, "has_complex": False}
+    muon_step([matrix], [3 * turn], [torch.zeros(2, 2)], lr=1.0, weight_decay=0.0, momentum=0.0, **rest, **flags)
+    settings: dict[str, Any] = {"d": 1.0, "lr": 0.5, "beta2_decay": -0.8, "weight_decay": 0.0, "maximize": False}
+    state = [None], [None], [torch.zeros(2)], [torch.tensor(0.0)]
+    adafactor_step([moved], [3 * grad], *state, eps1=None, eps2=1.0, **settings)
+    return bool((matrix + turn).abs().max() < 0.4) and torch.allclose(moved, -0.5 * grad)
+
+
 def _tests_distributed() -> bool:
     if not dist.is_available():
         return True
     store = dist.HashStore()
     own_client_of(store).set("key", "value")
     return store.get("key") == b"value" and premultiplied_sum(0.5) == dist.ReduceOp.PREMUL_SUM
+
+
+def _tests_steps() -> bool:
+    weight, calls = torch.nn.Parameter(torch.ones(2)), list[str]()
+
+    def update(*_: Any) -> None:
+        calls.append("last")
+        body_of(optimizer)()
+
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.ones(2)
+    last = optimizer.register_step_pre_hook(update)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    first = optimizer.register_step_post_hook(lambda *_: calls.append("first"))
+    keep_last(last)
+    keep_first(first)
+    optimizer.step()
+    return calls == ["pre", "last", "first", "post"] and weight.tolist() == [-1.0, -1.0]
 
 
 def _tests_kernels() -> bool:
@@ -796,6 +868,8 @@ _TESTS: Final = (
     ("what the backward of torch.nn.functional.max_pool2d reads", _tests_pool),
     ("Tensor._make_wrapper_subclass", _tests_wrapper),
     ("torch._foreach_norm, or the types that its kind takes", _tests_foreach),
+    ("what torch.optim.Muon or torch.optim.Adafactor make an update with", _tests_optimizers),
     ("Store.clone, or torch.distributed._make_nccl_premul_sum", _tests_distributed),
     ("which operations torch has for a device", _tests_kernels),
+    ("what torch.optim.Optimizer puts around `step`, or where it keeps hooks", _tests_steps),
 )

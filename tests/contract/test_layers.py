@@ -18,6 +18,7 @@ LAYERS = (
     "torch_private",
     "devices",
     "describe",
+    "optim",
     "wire",
     "core",
     "state",
@@ -172,6 +173,7 @@ CORE = (
     "version",
     "precision",
     "states",
+    "update",
     "passes",
     "votes",
     "frames",
@@ -188,6 +190,7 @@ CORE = (
     "unit",
     "order",
     "engine",
+    "exchange",
     "hooks",
     "optimizer",
 )

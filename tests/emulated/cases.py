@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,6 +78,9 @@ class OneOfMany(Comm):
         return Pending(lambda: None)
 
     def reduce_copies(self, own: Tensor, codec: Codec, scale: float, tag: Tag, *, is_ready: bool = True) -> Pending:
+        raise NotImplementedError
+
+    def route(self, given: Tensor, taken: Tensor, counts: Sequence[Sequence[int]], tag: Tag, kind: str) -> Pending:
         raise NotImplementedError
 
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:

@@ -216,6 +216,47 @@ class Asked:
             expected = torch.cat([values(rank, full.numel() // len(ranks), key=number) for rank in ranks])
             self.expect(full, expected, f"gather {number} of three at once")
 
+    def routes(self) -> None:
+        ranks, place = self.mesh.shard_ranks, self.mesh.shard_rank
+        count = len(ranks)
+        plans = [[[(3 * a + b) % 5 for b in range(count)] for a in range(count)]]  # each its own, some nothing
+        plans.append([[0] * (count - 1) + [7 + a] for a in range(count)])  # all to the last one
+        plans.append([[SIZES[-1] if a == 0 else 0 for _ in range(count)] for a in range(count)])  # all from the first
+        plans.append([[0] * count] * count)
+        for number, counts in enumerate(plans):
+            for dtype in KINDS if number != 2 else KINDS[:1]:
+                for shared in (True, False):
+                    given = self.memory(max(1, sum(counts[place])), dtype, shared=shared)[: sum(counts[place])]
+                    given.copy_(values(self.mesh.rank, given.numel(), key=number).to(dtype))
+                    taken = self.memory(max(1, sum(row[place] for row in counts)), dtype, shared=shared)
+                    taken = taken[: sum(row[place] for row in counts)]
+                    before, kept = self.comm.sent_bytes["update"], given.clone()
+                    pending = self.comm.route(given, taken, counts, Tag(number, number, "a route"), "update")
+                    what = f"route {number} of {dtype}, shared {shared}"
+                    self.expect(pending.wait() and pending.wait(), True, f"{what}, waited for twice")
+                    theirs = [values(r, sum(row), key=number).to(dtype) for r, row in zip(ranks, counts, strict=True)]
+                    parts = [one.split(row)[place] for one, row in zip(theirs, counts, strict=True)]
+                    self.expect(taken, torch.cat(parts), what)
+                    self.expect(given, kept, f"{what}: what was given")
+                    sent = self.comm.sent_bytes["update"] - before
+                    self.expect(sent, (given.numel() - counts[place][place]) * dtype.itemsize, f"{what}: bytes")
+
+    def routes_at_once(self) -> None:
+        ranks, place = self.mesh.shard_ranks, self.mesh.shard_rank
+        counts, pending = [[5 + a + b for b in range(len(ranks))] for a in range(len(ranks))], []
+        for number in range(3):
+            given = self.memory(sum(counts[place]), torch.float32, shared=True)
+            given.copy_(values(self.mesh.rank, given.numel(), key=number))
+            taken = self.memory(sum(row[place] for row in counts), torch.float32, shared=True)
+            pending.append(
+                (self.comm.route(given, taken, counts, Tag(7, number, "one of three"), "update"), given, taken)
+            )
+        for number, (one, _, taken) in enumerate(pending):
+            one.wait()
+            theirs = [values(r, sum(row), key=number) for r, row in zip(ranks, counts, strict=True)]
+            parts = [each.split(row)[place] for each, row in zip(theirs, counts, strict=True)]
+            self.expect(taken, torch.cat(parts), f"route {number} of three at once")
+
     def copies(self) -> None:
         ranks = self.mesh.replica_ranks
         if len(ranks) == 1:
@@ -269,7 +310,8 @@ def ask(name: str, replicas: int = 1) -> list[str]:
     asked, held = Asked(name, replicas), []
     for _ in range(2):
         for question in (
-            asked.gathers, asked.reductions, asked.not_ready, asked.several_at_once, asked.copies, asked.small_things
+            asked.gathers, asked.reductions, asked.not_ready, asked.several_at_once, asked.routes, asked.routes_at_once,
+            asked.copies, asked.small_things,
         ):  # fmt: skip
             question()
         held.append(asked.ledger.now["transient"])
@@ -342,6 +384,15 @@ def reuse(name: str) -> list[str]:
         expected = torch.cat([values(rank, 64, key=number) for rank in ranks])
         asked.expect(full, expected, f"gather {number}")
         full.copy_(values(place, full.numel(), key=number))
+        given, taken = asked.memory(8 * len(ranks), torch.float32, shared=True), torch.zeros(8 * len(ranks))
+        given.copy_(values(place, given.numel(), key=number))
+        pending = asked.comm.route(given, taken, [[8] * len(ranks)] * len(ranks), Tag(number, 2, "a route"), "update")
+        if place == 0:
+            time.sleep(LATE_S)
+        pending.wait()
+        given.fill_(9.0)
+        expected = torch.cat([values(r, given.numel(), key=number).split(8)[place] for r in range(len(ranks))])
+        asked.expect(taken, expected, f"route {number}")
         own = torch.zeros(64)
         pending = asked.comm.reduce(full, own, Rounded("float32"), 1.0, Tag(number, 1, "a reduction"))
         if place == 0:
@@ -366,6 +417,8 @@ def test_one_process_changes_nothing() -> None:
     assert comm.reduce_copies(full, codec, 1.0, tag).wait()
     comm.broadcast(full, "", "start")
     assert torch.equal(full, values(0, 64))
+    taken = torch.zeros(64)
+    assert comm.route(full, taken, [[64]], tag, "update").wait() and torch.equal(taken, full)
     assert (comm.agree([3, -4], ""), comm.collect(full, "").shape, comm.texts("x", "")) == ([3, -4], (1, 64), ["x"])
     assert not comm.sent_bytes
 

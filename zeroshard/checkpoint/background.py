@@ -53,14 +53,13 @@ class Snapshot:
 
     def take(self, plan: Plan, mesh: Mesh) -> dict[str, memoryview]:
         """Copy the values that this rank writes; return them by file."""
-        values = {name: list(plan.values(name)) for name in plan.files_of(mesh.rank)}
-        nbytes = sum(value.nbytes for of_file in values.values() for value in of_file)
+        nbytes = sum(map(plan.nbytes_of, plan.files_of(mesh.rank)))
         if self._memory.numel() < nbytes:
             self._memory = _host_memory(nbytes, pinned=mesh.device.type == "cuda")
         end, taken = 0, {}
-        for name, of_file in values.items():
+        for name in plan.files_of(mesh.rank):
             start = end
-            for value in of_file:
+            for value in plan.values(name):
                 self._memory[end : end + value.nbytes].copy_(value.view(torch.uint8))
                 end += value.nbytes
             taken[name] = bytes_of(self._memory[start:end])

@@ -25,6 +25,7 @@ from zeroshard.checkpoint.together import agree_equal
 from zeroshard.checkpoint.values import encode
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.state.owned import OwnedState
 from zeroshard.table.errors import CheckpointError
 
 __all__ = ["ADVICE", "COMMITTED", "LOOK", "Plan", "agree_on", "make_plan"]
@@ -86,6 +87,10 @@ class Plan:
         chunks = ((r, item.spec.name, place, *item.written_by(r)) for place, item in items for r in item.writers())
         return spread(chunks, [spec.kind for spec in self.specs], self.world_size)
 
+    def nbytes_of(self, name: str) -> int:
+        """Return the bytes of the values of a file."""
+        return int(self.chunks.data_bytes[self.files.index(name)])
+
     def values(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the values of the chunks of a file, which must be this rank's, each flat."""
         chunks, found = self.chunks, self.chunks.of_file(self.files.index(name))
@@ -102,8 +107,12 @@ def make_plan(
     extra: Mapping[str, Any],
     step: int | None,
     keep: int | None,
+    owned: Sequence[Mapping[str, OwnedState]],
 ) -> Plan:
     """Look at what there is to be saved.
+
+    Args:
+        owned: what `owned_states` returned.
 
     Raises:
         CheckpointError, ValueError: something cannot be saved, or an argument is wrong.
@@ -122,9 +131,9 @@ def make_plan(
         "extra": encode(dict(extra), "extra"),
         "loss_scale": None if scale is None else [scale.value, scale._good_steps, encode(scale.history, "history")],
     }
-    items = model_items(engine, model) + state_items(optimizers)
+    items = model_items(engine, model) + state_items(engine, optimizers, owned)
     places = {item.spec.name: place for place, item in enumerate(items) if item.spec.kind == "model"}
-    common["optimizers"] = pack(groups_of(optimizers), places)
+    common["optimizers"] = pack(groups_of(optimizers, owned), places)
     items += generator_items(engine, read_generators(engine.mesh.device))
     text = strict.dumps(common, EXTRA)
     return Plan(path, step, engine.mesh.world_size, tuple(items), aliases_of(engine, model), text, keep)
@@ -152,8 +161,9 @@ def _agree_on_copies(engine: Engine, items: Sequence[Item], what: str) -> None:
     if engine.mesh.world_size == 1:
         return
     slots = [(item, item.slot) for item in items if item.slot is not None]
-    everywhere = [item.part(*item.held) for item, slot in slots if slot.bucket.spec.updates_all]
-    of_replicas = [item.part(*item.held) for item, slot in slots if not slot.bucket.spec.updates_all]
+    # One after the other: what lies packed is several times as large meanwhile.
+    everywhere = (item.part(*item.held) for item, slot in slots if slot.bucket.spec.updates_all)
+    of_replicas = (item.part(*item.held) for item, slot in slots if not slot.bucket.spec.updates_all)
     digests = [_digest(everywhere), _digest(of_replicas) if engine.mesh.replicas > 1 else 0]
     rows = engine.comm.collect(torch.tensor(digests, device=engine.mesh.device), what).tolist()
     differ = [r for r, row in enumerate(rows) if row != [rows[0][0], rows[r % engine.mesh.shard_size][1]]]
@@ -172,7 +182,7 @@ def _crc32_of(values: Iterable[object]) -> int:
     return digest
 
 
-def _digest(values: Sequence[torch.Tensor]) -> int:
+def _digest(values: Iterable[torch.Tensor]) -> int:
     """Return a number that shows a difference of bits: of the sums of their integers, taken where the values are."""
     sums = [value.view(_INTEGERS[value.itemsize]).sum(dtype=torch.int64) for value in values]
     return zlib.crc32(repr(torch.stack(sums).tolist()).encode()) if sums else 0

@@ -6,10 +6,11 @@ Owns the way from the engine's buckets to logical tensors. It must not know file
 Note: ranges
     A parameter lies in its bucket in its own order of dimensions, so elements [a, b) of the bucket are elements
     [a - offset, b - offset) of the tensor in that order. The optimizer's states are cut as the master values are. What
-    every rank has whole (stage 0, buffers) has one writer: of the bucket its shard's owner, of buffers rank 0.
+    every rank has whole (stage 0, buffers) has one writer: of the bucket its shard's owner, of buffers rank 0. States
+    of a parameter that is updated whole are tensors of any shape, and lie wholly on the rank that updates it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from zeroshard.checkpoint.values import check_key, dtype_name
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.slot import Slot, slot_of
+from zeroshard.optim.packed import Packed, tensor_of, views_of
+from zeroshard.state.owned import OwnedState, is_stored, own_state
 
 __all__ = [
     "Item",
@@ -42,13 +45,14 @@ class Item:
     """One logical tensor, and this rank's part of it.
 
     Args:
-        value: (stop - start of `held`,), what this rank holds; None where it holds nothing.
+        value: (stop - start of `held`,), what this rank holds; None where it holds nothing. What lies packed is
+            unpacked each time that a part is asked for.
         held: the elements of the tensor that `value` is.
         slot: the parameter whose bucket decides who writes what; None where `owner` writes the whole.
     """
 
     spec: Spec
-    value: Tensor | None
+    value: Tensor | Packed | None
     held: tuple[int, int]
     slot: Slot | None = None
     owner: int = 0
@@ -74,7 +78,7 @@ class Item:
     def part(self, start: int, stop: int) -> Tensor:
         """Return elements [start, stop), which this rank must hold, flat."""
         assert self.value is not None, f"{self.spec.name} is asked of a rank that does not hold it"
-        return self.value.reshape(-1)[start - self.held[0] : stop - self.held[0]]
+        return tensor_of(self.value).detach().reshape(-1)[start - self.held[0] : stop - self.held[0]]
 
 
 def model_items(engine: Engine, model: nn.Module) -> list[Item]:
@@ -91,20 +95,37 @@ def model_items(engine: Engine, model: nn.Module) -> list[Item]:
     return items
 
 
-def state_items(optimizers: Sequence[ShardedOptimizer]) -> list[Item]:
-    """Return the states that have a value for each element of a parameter."""
-    items = []
-    for number, one in enumerate(optimizers):
+def state_items(
+    engine: Engine, optimizers: Sequence[ShardedOptimizer], owned: Sequence[Mapping[str, OwnedState]]
+) -> list[Item]:
+    """Return the states that have a value for each element of a parameter, and all tensors of what is updated whole.
+
+    Args:
+        owned: what `owned_states` returned.
+    """
+    items, first_copy = [], engine.mesh.rows("shard")[0].tolist()
+    for (number, one), of_owners in zip(enumerate(optimizers), owned, strict=True):
         for master in one.masters:
             slot = slot_of(master)
-            state = {key: v for key, v in one.optimizer.state.get(master, {}).items() if is_cut(key, v, master)}
+            if slot.updater is not None:
+                own, described = own_state(one, master), of_owners.get(slot.name, {})
+                for key in sorted((key for key, value in described.items() if is_stored(value)), key=repr):
+                    check_key(key, f"The state of '{slot.name}' in optimizer {number}")
+                    name, value = join_state(number, key, slot.name), own.get(key)
+                    shape = tuple(described[key].shape)
+                    spec = Spec("state", name, dtype_name(described[key].dtype, f"State '{name}'"), shape)
+                    held_numel = 0 if value is None else value.numel()
+                    items.append(Item(spec, value, (0, held_numel), owner=first_copy[slot.updater]))
+                continue
+            held = views_of(one.optimizer, one.optimizer.state.get(master, {}))
+            state = {key: value for key, value in held.items() if is_cut(key, value, master)}
             for key in sorted(state, key=repr):
                 value = state[key]
                 check_key(key, f"The state of '{slot.name}' in optimizer {number}")
                 name = join_state(number, key, slot.name)
                 dtype = dtype_name(value.dtype, f"State '{name}'")
                 spec = Spec("state", name, dtype, slot.bucket.places.shapes[slot.index], order_of(slot))
-                items.append(Item(spec, value.detach(), held_range(slot), slot))
+                items.append(Item(spec, value, held_range(slot), slot))
     return items
 
 
@@ -123,18 +144,27 @@ def generator_items(engine: Engine, own: dict[str, Tensor]) -> list[Item]:
     return items
 
 
-def groups_of(optimizers: Sequence[ShardedOptimizer]) -> list[dict[str, Any]]:
-    """Return classes, groups, hyper-parameters, steps and what states have beside a value for each element."""
+def groups_of(
+    optimizers: Sequence[ShardedOptimizer], owned: Sequence[Mapping[str, OwnedState]] = ()
+) -> list[dict[str, Any]]:
+    """Return classes, groups, hyper-parameters, steps and what states have beside a value for each element.
+
+    Args:
+        owned: what `owned_states` returned; without it nothing is said of states of parameters that are updated whole.
+    """
     described = []
-    for one in optimizers:
-        groups, whole = [], {}
+    for one, of_owners in zip(optimizers, owned or [{}] * len(optimizers), strict=True):
+        groups, whole = [], dict[str, dict[Any, Any]]()
         for group in one.optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             groups.append({"options": options, "params": [slot_of(master).name for master in group["params"]]})
         for master in one.masters:
-            if (state := one.optimizer.state.get(master)) is not None:
-                slot = slot_of(master)
-                whole[slot.name] = {key: value for key, value in state.items() if not is_cut(key, value, master)}
+            slot = slot_of(master)
+            if slot.name in of_owners:
+                whole[slot.name] = {key: v for key, v in of_owners[slot.name].items() if not is_stored(v)}
+            elif slot.updater is None and (state := one.optimizer.state.get(master)) is not None:
+                held = views_of(one.optimizer, state)
+                whole[slot.name] = {key: value for key, value in held.items() if not is_cut(key, value, master)}
         cls = type(one.optimizer).__name__
         described.append({"class": cls, "groups": groups, "states": whole, "steps": one.steps})
     return described

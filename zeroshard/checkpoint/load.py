@@ -38,7 +38,9 @@ from zeroshard.checkpoint.values import bytes_of, decode, dtype_of, tensor_of
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.slot import Slot, slot_of
+from zeroshard.optim.packed import pack, parts_of
 from zeroshard.state.masters import follow_masters
+from zeroshard.state.owned import like_parameter
 from zeroshard.table.errors import CheckpointError
 
 __all__ = ["Content", "Loaded", "load", "read_content", "to_rows"]
@@ -187,7 +189,7 @@ def _is_equal(source: Source, first: str, second: str) -> bool:
 def _copy_model(items: Sequence[Item], source: Source) -> None:
     """Read this rank's elements of each parameter, and whole buffers, into place."""
     for item in items:
-        assert item.value is not None, f"{item.spec.name} is not on every rank"
+        assert isinstance(item.value, Tensor), f"{item.spec.name} is not on every rank"
         flat = item.value.reshape(-1)
         _read(source.specs[item.spec.name], item.spec, item.held, source.fill, flat)
         if not item.value.is_contiguous():
@@ -204,7 +206,10 @@ def _wanted(
     for spec in reader.states.values():
         if spec.kind == "state" and optimizers:
             slot = slots[_owner_of(reader, spec)]
-            yield True, spec.name, *_range_in(spec, order_of(slot), held_range(slot))
+            if slot.updater is None:
+                yield True, spec.name, *_range_in(spec, order_of(slot), held_range(slot))
+            elif slot.has_whole_states:
+                yield True, spec.name, 0, spec.numel
 
 
 def _range_in(there: Spec, order: tuple[int, ...], held: tuple[int, int]) -> tuple[int, int]:
@@ -308,7 +313,7 @@ def _is_loss_scale(scale: Any) -> bool:
 
 
 def _check_states(optimizers: Sequence[ShardedOptimizer], content: Content) -> None:
-    """Raise unless each state belongs to a parameter of its optimizer, and is of its shape."""
+    """Raise unless each state belongs to a parameter of its optimizer, and is of its shape where it is to be cut."""
     reader = content.reader
     slots = _slots_of(optimizers)
     listed = {f"{place}/{name}" for place, one in enumerate(content.optimizers) for name in one["states"]}
@@ -318,7 +323,8 @@ def _check_states(optimizers: Sequence[ShardedOptimizer], content: Content) -> N
         if spec.kind != "state":
             continue
         name = _owner_of(reader, spec)
-        if name not in listed or spec.shape != slots[name].bucket.places.shapes[slots[name].index]:
+        is_cut = name in listed and slots[name].updater is None
+        if name not in listed or (is_cut and spec.shape != slots[name].bucket.places.shapes[slots[name].index]):
             raise CheckpointError(f"{reader.path}: the state '{spec.name}' {spec.shape} belongs to no parameter here.")
 
 
@@ -351,15 +357,21 @@ def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, cast:
             for master in group["params"]:
                 slot = slot_of(master)
                 whole, before = saved["states"].get(slot.name), one.optimizer.state.pop(master, {})
-                if whole is not None:
+                if whole is not None and (slot.updater is None or slot.has_whole_states):
                     state = {key: _place(key, value, group, slot) for key, value in whole.items()}
+                    parts = parts_of(one.optimizer, before)
                     for key, name in keys[place, slot.name]:
-                        state[key] = _read_state(content.reader, name, master, before.get(key), cast)
-                    one.optimizer.state[master] = state
+                        there = None if key in parts else before.get(key)
+                        state[key] = _read_state(content.reader, name, master, there, cast)
+                    one.optimizer.state[master] = pack(one.optimizer, state)
 
 
 def _read_state(reader: CheckpointReader, name: str, master: Tensor, before: Any, cast: bool) -> Tensor:
     slot, there = slot_of(master), reader.states[name]
+    if slot.updater is not None:
+        values = torch.empty(there.numel, dtype=dtype_of(there.dtype))
+        reader.fill_state(name, 0, bytes_of(values))
+        return like_parameter(slot, to_rows(values, there).to(master.device))
     here = Spec(there.kind, name, there.dtype, there.shape, order_of(slot))
     dtype = dtype_of(there.dtype)
     can_stay = isinstance(before, Tensor) and before.shape == master.shape and (before.dtype == dtype or cast)

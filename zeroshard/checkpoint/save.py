@@ -38,6 +38,7 @@ from zeroshard.checkpoint.together import begin, together
 from zeroshard.checkpoint.values import bytes_of
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.state.owned import owned_states
 from zeroshard.table.errors import CheckpointError
 
 __all__ = ["Saver"]
@@ -72,8 +73,9 @@ class Saver:
         engine, target, what = self._engine, Path(path), "zero.save()"
         begin(engine, what)
         self._settle(waits=True)
+        owned = owned_states(engine, self._optimizers)
         with together(engine, f"{what}: looking at what is to be saved", ADVICE):
-            plan = make_plan(engine, self._model, self._optimizers, target, extra or {}, step, keep)
+            plan = make_plan(engine, self._model, self._optimizers, target, extra or {}, step, keep, owned)
             if engine.mesh.rank == 0:
                 check_limits(plan)
         agree_on(engine, plan, what, f"asynchronous={asynchronous}")

@@ -10,21 +10,27 @@ Note: why slices of parameters, and not one flat tensor
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.core.engine import Engine
+from zeroshard.core.exchange import Exchange
 from zeroshard.core.gradient import MasterSlice
 from zeroshard.core.guard import Answer, is_fatal, not_finite
 from zeroshard.core.precision import round_at_random
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
+from zeroshard.core.update import Piece, update_in_pieces
+from zeroshard.optim.packed import Packed, pack, unpack
+from zeroshard.optim.whole import whole_of
+from zeroshard.torch_private import keep_first, keep_last
 from zeroshard.wire.comm import Pending
 
-__all__ = ["ShardedOptimizer", "cut_state", "is_cut"]
+__all__ = ["ShardedOptimizer", "cut_state", "is_cut", "keep_state"]
 
 Tensor = torch.Tensor
 
@@ -35,23 +41,33 @@ class ShardedOptimizer:
 
     Args:
         index: place among the model's optimizers; the same on every rank.
-        state_cost: what it keeps for each element and parameter, for predictions.
+        state_cost: what it keeps for each element, parameter and block, for predictions (`Updates`).
     """
 
     def __init__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, state_cost: tuple[int, int] | None
+        self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, state_cost: tuple[int, ...] | None
     ) -> None:
         self._engine, self.optimizer, self._index, self.state_cost = engine, optimizer, index, state_cost
         self.steps = 0
         """Steps so far, skipped ones included."""
         self._fresh: list[Tensor] = []
+        whole = whole_of(optimizer)
+        self.exchange = None if whole is None else Exchange(engine, optimizer, whole)
+        """Where parameters are updated whole."""
+        if self.exchange is not None:
+            self.exchange.plan(optimizer.param_groups)
         for group in optimizer.param_groups:
-            self._exchange(group)
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+            self._cut(group)
+        self._put_back: Callable[[], None] | None = None
+        """What puts entries back that an update in pieces has taken out of their groups."""
+        self._is_inner = False
+        """Whether a class, with no entries left, calls the step of the class that it extends: all was done before."""
+        self._last_hook = optimizer.register_step_pre_hook(self._before_step)
+        keep_first(optimizer.register_step_post_hook(self._after_step))
         optimizer.register_state_dict_pre_hook(self._before_save)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
-        self._add_plain = optimizer.add_param_group
+        self._add_plain, self._add_hook = optimizer.add_param_group, optimizer.register_step_pre_hook
+        optimizer.register_step_pre_hook = self._register  # type: ignore[method-assign]
         optimizer.add_param_group = self._add_group  # type: ignore[method-assign, assignment]
 
     @property
@@ -59,18 +75,17 @@ class ShardedOptimizer:
         """This rank's slices, in the order of groups and entries."""
         return [entry for group in self.optimizer.param_groups for entry in group["params"]]
 
-    def _exchange(self, group: dict[str, Any]) -> None:
+    def _cut(self, group: dict[str, Any]) -> None:
         """Put slices in the place of the model's parameters, and cut the state that they have already."""
-        masters = []
+        masters, state = [], self.optimizer.state
         _check_free(group["params"])
         for parameter in group["params"]:
             slot = slot_of(parameter)
             slot.has_master = True
             slot.bucket.has_states = True
-            master = make_master(slot)
-            masters.append(master)
-            if parameter in self.optimizer.state:
-                self.optimizer.state[master] = cut_state(slot, self.optimizer.state.pop(parameter))
+            masters.append(master := make_master(slot))
+            if parameter in state:
+                keep_state(self.optimizer, master, state.pop(parameter))
         group["params"] = masters
 
     def _add_group(self, group: dict[str, Any]) -> None:
@@ -84,12 +99,23 @@ class ShardedOptimizer:
                     "its own."
                 )
         _check_free(group["params"])
+        if self.exchange is not None:
+            self.exchange.plan([group])
         self._add_plain(group)
-        self._exchange(self.optimizer.param_groups[-1])
+        self._cut(self.optimizer.param_groups[-1])
+
+    def _register(self, hook: Any) -> RemovableHandle:
+        """Register a hook of user code in front of ours, which may make the update."""
+        handle = self._add_hook(hook)
+        keep_last(self._last_hook)
+        return handle
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._put_back is not None:
+            self._is_inner = True
+            return
         if kwargs.get("closure") is not None or any(arg is not None for arg in args[1:]):
             raise RuntimeError(
                 f"{self._engine.mesh} {type(optimizer).__name__}.step(closure) is not supported on shards: a closure "
@@ -106,6 +132,8 @@ class ShardedOptimizer:
         # All ranks must stand at one place, so a schedule that differs between them is found here.
         rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))]
         place = f"step {self.steps} of optimizer {self._index} ({type(optimizer).__name__}, lr {rates})"
+        if self.exchange is not None:
+            place += f" with owners {self.exchange.digest:08x}"
         is_voted = engine.order.settle(place, is_fine=lambda: guard.is_fine(optimizer, masters, scale))
         name = guard.ask(optimizer, masters, scale) if is_voted else ""
         if (is_stopped := not is_voted or bool(name)) and is_fatal(scale):
@@ -113,6 +141,17 @@ class ShardedOptimizer:
         engine.is_skipping = is_stopped
         self._widen()
         self._fresh = [] if engine.is_skipping else guard.arm(optimizer, masters)
+        pieces = None if engine.is_skipping else self._pieces()
+        try:
+            self._put_back = None if pieces is None else update_in_pieces(optimizer, pieces)
+        except BaseException:
+            if self.exchange is not None:
+                self.exchange.take_back()
+            raise
+
+    def _pieces(self) -> Iterable[Piece] | None:
+        """Return the parts in which the update is made; None for all at once, by torch's own call."""
+        return None if self.exchange is None else self.exchange.pieces()
 
     def _widen(self) -> None:
         """Let masters that are rounded at random be updated in fp32; those of a step that failed begin anew."""
@@ -133,6 +172,11 @@ class ShardedOptimizer:
         return [(master, slot) for master in self.masters if (slot := slot_of(master)).bucket.dtypes.is_stochastic]
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_inner:
+            self._is_inner = False
+            return
+        if self._put_back is not None:
+            self._put_back = self._put_back()
         self.steps += 1
         self._round()
         engine = self._engine
@@ -216,7 +260,22 @@ def make_master(slot: Slot) -> MasterSlice:
 
 def is_cut(key: str, value: Any, master: Tensor) -> bool:
     """Tell whether a state is one number for each element of the slice; a step counter is 0-d and common to all."""
-    return isinstance(value, Tensor) and key != "step" and value.shape == master.shape
+    return isinstance(value, Tensor | Packed) and key != "step" and value.shape == master.shape
+
+
+def keep_state(optimizer: torch.optim.Optimizer, master: Tensor, state: dict[str, Any]) -> None:
+    """Keep what this rank has of a parameter's whole state: its slice, or all, or nothing where another updates it."""
+    slot = slot_of(master)
+    if slot.updater is None:
+        optimizer.state[master] = pack(optimizer, cut_state(slot, unpack(optimizer, state)))
+    elif slot.has_whole_states:
+        # A counter stays where torch wants it.
+        kept = {k: v.to(slot.bucket.device, copy=True) if _is_of_elements(v) else v for k, v in state.items()}
+        optimizer.state[master] = kept
+
+
+def _is_of_elements(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def cut_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:

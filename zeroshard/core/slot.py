@@ -103,7 +103,7 @@ class Slot:
 
     __slots__ = tuple(
         "bucket form grad_view has_master index is_own is_whole master_grad name owner place shape spare stride unit "
-        "wide".split()
+        "updater wide".split()
     )
 
     def __init__(self, name: str, unit: int, bucket: Bucket, index: int, form: Form, parameter: Tensor) -> None:
@@ -120,6 +120,8 @@ class Slot:
         self.owner: Callable[[], Owner | None] = _no_owner
         """A weak reference: parameters must not keep alive what holds them."""
         self.has_master = False
+        self.updater: int | None = None
+        """The place, among the ranks of a copy, of the one that updates all of it; None where each updates its own."""
         self.grad_view: Tensor | None = None
         self.spare: Tensor | None = None
         """A logical gradient that nobody else holds, for the next step."""
@@ -137,6 +139,11 @@ class Slot:
         if owner is None:
             raise RuntimeError(f"The model of '{self.name}' was deleted; its gradients are gone.")
         return owner
+
+    @property
+    def has_whole_states(self) -> bool:
+        """Whether the parameter is updated whole, and by this rank."""
+        return self.updater is not None and (self.bucket.spec.updates_all or self.updater == self.bucket.spec.rank)
 
     @property
     def parameter(self) -> Tensor:

@@ -14,7 +14,7 @@ Note: lanes
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
@@ -136,11 +136,12 @@ def account_of(updates: Sequence[Updates]) -> Account:
             start, stop = bucket.layout.overlap(index, *bucket.states)
             sizes = bucket.formats
             # Master and states are read and written, the gradient read, the rounded parameter written.
-            each = 2 * itemsize(sizes.master) + 2 * one.per_element * itemsize(sizes.state) + itemsize(sizes.grad)
+            kept = one.per_element * itemsize(sizes.state) + one.element_bytes
+            each = 2 * itemsize(sizes.master) + 2 * kept + itemsize(sizes.grad)
             moved += (stop - start) * (each + itemsize(sizes.param) * bucket.has_masters)
         moved_bytes.append(moved)
         for places in by_bucket.values():
-            nbytes = one.per_element * Updates(places, one.per_element, one.counter_bytes).numel_bytes()
+            nbytes = replace(one, parameters=places).state_bytes()
             states.append((places[0][0].name, nbytes, one.counter_bytes * len(places)))
     return Account(tuple(states), tuple(one.numel_bytes(only_wide=True) for one in updates), tuple(moved_bytes))
 

@@ -349,7 +349,7 @@ def element_bytes_of(job: Job) -> tuple[int, int, int]:
     """Return the bytes of an element: of a parameter, of a held gradient, and of its masters and states."""
     bucket = max((b for unit in job.units for b in unit.buckets), key=lambda b: b.layout.numel)
     formats = bucket.formats
-    states = sum(one.per_element for one in job.updates) * itemsize(formats.state)
+    states = sum(one.per_element * itemsize(formats.state) + one.element_bytes for one in job.updates)
     masters = itemsize(formats.master) * (formats.master != formats.param)
     return itemsize(formats.param), itemsize(formats.grad), states + masters
 
@@ -361,7 +361,8 @@ def save_bytes_of(job: Job) -> int:
         for bucket in unit.buckets:
             start, stop = bucket.states
             total += (stop - start) * itemsize(bucket.formats.master)
-    return total + sum(one.per_element * one.numel_bytes() for one in job.updates)
+    # What lies packed, in a byte each, is saved as numbers.
+    return total + sum((one.per_element + one.element_bytes) * one.numel_bytes() for one in job.updates)
 
 
 def host_bytes_of(options: Options) -> int:

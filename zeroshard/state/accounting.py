@@ -12,6 +12,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.slot import slot_of
 from zeroshard.core.unit import Unit
+from zeroshard.optim.packed import parts_of
 from zeroshard.table.bytes import Updates, kept_bytes, predict, step_bytes
 from zeroshard.table.trace import Memory
 
@@ -52,12 +53,14 @@ def _updates(optimizer: ShardedOptimizer) -> Updates:
 
 
 def _count_states(optimizers: Sequence[ShardedOptimizer]) -> tuple[int, int]:
-    """Return the bytes of states as (one element for each of a slice, counters)."""
+    """Return the bytes of states as (of elements and of blocks of them, counters)."""
     states = counters = 0
     for one in optimizers:
         for master in one.masters:
-            for key, value in one.optimizer.state.get(master, {}).items():
-                if is_cut(key, value, master):
+            state = one.optimizer.state.get(master, {})
+            parts = parts_of(one.optimizer, state)
+            for key, value in state.items():
+                if key in parts or is_cut(key, value, master):
                     states += value.nbytes
                 elif isinstance(value, torch.Tensor):
                     counters += value.nbytes

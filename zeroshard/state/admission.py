@@ -1,14 +1,20 @@
-"""Which optimizers may be cut into slices, and what they keep.
+"""Which optimizers may be cut into slices, or run one whole parameter after the other, and what they keep.
 
-Owns the list of torch's element-wise optimizers and the trial of any other. Nothing here communicates.
+Owns the list of torch's element-wise optimizers and the trials of any other. Nothing here communicates.
 """
 
 import inspect
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-__all__ = ["ELEMENTWISE", "admit", "state_cost"]
+from zeroshard.core.update import Resident, update_in_pieces
+from zeroshard.optim.packed import PackingOptimizer, parts_of
+from zeroshard.optim.whole import Whole
+
+__all__ = ["ELEMENTWISE", "admit", "admit_whole", "state_cost"]
 
 Tensor = torch.Tensor
 
@@ -16,25 +22,49 @@ ELEMENTWISE = frozenset(
     ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"]
 )
 """Classes of torch.optim whose update of an element depends on that element alone."""
+SLICED = frozenset(["AdamW8bit", "Lamb", "Lion"])
+"""Classes of zeroshard.optim that update slices: as they would any tensor, or with sums that ranks add up."""
 
 
-def admit(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
+STEPS = 3
+NOT_OPTIONS = frozenset(["params", "param_names", "initial_lr"])
+"""What groups hold besides the options that a class is built with."""
+SIZES = ((6, 4, 2, 2), (3, 5, 2, 3))
+"""The first dimensions of these are the shapes of whole parameters in a trial."""
+
+Options = Mapping[str, Any]
+
+
+def admit(
+    optimizer: torch.optim.Optimizer,
+    elementwise: bool | None,
+    *,
+    shape: tuple[int, ...] = (6, 4),
+    options: Options | None = None,
+) -> None:
     """Raise unless the optimizer's update may be cut into slices.
 
     Torch's own element-wise optimizers are known. Another is tried: three steps on a small matrix, whole and in slices,
     must agree bit for bit.
 
+    Args:
+        shape: of the matrix; its 24 elements may have one dimension as well.
+        options: of the group in question.
+
     Raises:
         ValueError: the update is not element-wise, or cannot be tried.
     """
     cls = type(optimizer)
-    if elementwise or (cls.__module__.startswith("torch.optim") and cls.__name__ in ELEMENTWISE):
+    known = ELEMENTWISE if cls.__module__.startswith("torch.optim") else SLICED
+    is_ours = cls.__module__.startswith(("torch.optim", "zeroshard.optim"))
+    if elementwise or (is_ours and cls.__name__ in known):
         return
     remedy = (
         "Use one of "
         + ", ".join(sorted(ELEMENTWISE))
-        + ", keep it with stage=0, or pass settings=zs.Settings(elementwise=True) if its update of an "
-        "element depends on that element alone."
+        + ", keep it with stage=0, call zs.optim.whole_matrix(optimizer) before zs.shard() if its update of a "
+        "parameter depends on that whole parameter and on no other, or pass settings=zs.Settings(elementwise=True) if "
+        "its update of an element depends on that element alone."
     )
     if elementwise is False:
         raise ValueError(
@@ -42,7 +72,7 @@ def admit(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
             f"{remedy}"
         )
     try:
-        whole, parts = _probe(optimizer, (6, 4), [24]), _probe(optimizer, None, [7, 0, 12, 5])
+        whole, parts = _probe(optimizer, shape, [24], options), _probe(optimizer, None, [7, 0, 12, 5], options)
     except Exception as error:
         raise ValueError(
             f"{cls.__name__} is not known to be element-wise, and trying it on slices failed with "
@@ -56,14 +86,86 @@ def admit(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
         )
 
 
-def _probe(optimizer: torch.optim.Optimizer, shape: tuple[int, ...] | None, numels: Sequence[int]) -> Tensor:
+def admit_whole(optimizer: torch.optim.Optimizer, whole: Whole, elementwise: bool | None, *, is_cut: bool) -> None:
+    """Raise unless the optimizer may update one parameter after the other, and the rest of them in slices.
+
+    Three steps on small parameters, all at once and one after the other, must agree bit for bit.
+
+    Args:
+        whole: which parameters it updates whole.
+        is_cut: whether ranks update slices of the others.
+
+    Raises:
+        ValueError: the update of a parameter depends on others, or cannot be tried.
+    """
+    name, taken, left = type(optimizer).__name__, list[tuple[Options, int]](), list[tuple[Options, int]]()
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+        for ndim, is_taken in sorted({(p.ndim, _is_taken(whole, group, p)) for p in group["params"]}):
+            (taken if is_taken else left).append((options, min(ndim, len(SIZES[0]))))
+    try:
+        at_once, in_turn = (_update(optimizer, taken, is_in_turn=is_in_turn) for is_in_turn in (False, True))
+    except Exception as error:
+        raise ValueError(
+            f"{name} is to update whole parameters on their owners, and trying it on small ones, one after the other, "
+            f"failed with {type(error).__name__}: {error}. Its step() must take no closure, run on any of its "
+            "parameters alone, and do nothing where its groups are empty."
+        ) from error
+    if not torch.equal(at_once, in_turn):
+        raise ValueError(
+            f"{name} is to update whole parameters on their owners, but what it makes of one depends on others, or on "
+            f"how often step() runs: after {STEPS} steps {int((at_once != in_turn).sum())} of {at_once.numel()} "
+            "elements differ between all parameters at once and one after the other. Keep counters by parameter, in "
+            "optimizer.state, and nothing that is common to several; else the optimizer cannot be sharded."
+        )
+    for chosen, ndim in left if is_cut else ():
+        admit(optimizer, elementwise, shape=(6, 4) if ndim > 1 else (24,), options=chosen)
+
+
+def _is_taken(whole: Whole, group: Options, parameter: Tensor) -> bool:
+    return bool(group.get("whole", True)) and whole.takes(tuple(parameter.shape))
+
+
+def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[tuple[Options, int]], *, is_in_turn: bool) -> Tensor:
+    """Run some steps of a fresh optimizer on two parameters of each kind; return their elements.
+
+    Args:
+        kinds: the options of a group, and the dimensions of parameters in it.
+        is_in_turn: one parameter after the other.
+    """
+    if not kinds:
+        return torch.empty(0)
+    groups: list[dict[str, Any]] = []
+    for chosen, ndim in kinds:
+        shapes = [sizes[:ndim] for sizes in SIZES]
+        made = [torch.nn.Parameter(torch.linspace(-1.0, 2.0, math.prod(one)).view(one)) for one in shapes]
+        groups.append({**chosen, "params": made})
+    parts: list[Tensor] = [part for group in groups for part in group["params"]]
+    fresh = _rebuild(optimizer, groups)
+    for step in range(STEPS):
+        for place, part in enumerate(parts):
+            part.grad = torch.sin(torch.arange(float(part.numel())) * (step + 1) + place).view_as(part)
+        cuts = [[[p for p in group["params"] if p is part] for group in groups] for part in parts]
+        put_back = update_in_pieces(fresh, [Resident(cut) for cut in cuts]) if is_in_turn else None
+        fresh.step()
+        if put_back is not None:
+            put_back()
+    return torch.cat([part.detach().flatten() for part in parts])
+
+
+def _probe(
+    optimizer: torch.optim.Optimizer,
+    shape: tuple[int, ...] | None,
+    numels: Sequence[int],
+    options: Options | None = None,
+) -> Tensor:
     """Run three steps of a fresh optimizer of the same class on 24 elements, cut into `numels`; return the elements."""
     values = torch.linspace(-1.0, 2.0, 24)
     parts = [
         torch.nn.Parameter((part.reshape(shape) if shape else part).clone()) for part in values.split(list(numels))
     ]
-    fresh = _rebuild(optimizer, parts)
-    for step in range(3):
+    fresh = _rebuild(optimizer, [{**(options or {}), "params": parts}])
+    for step in range(STEPS):
         grads = torch.sin(torch.arange(24.0) * (step + 1)).split(list(numels))
         for part, grad in zip(parts, grads, strict=True):
             part.grad = grad.reshape(part.shape).clone()
@@ -71,8 +173,12 @@ def _probe(optimizer: torch.optim.Optimizer, shape: tuple[int, ...] | None, nume
     return torch.cat([part.detach().flatten() for part in parts])
 
 
-def state_cost(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
-    """Return (state elements for each element, bytes of counters for each parameter), found by a step, or None."""
+def state_cost(optimizer: torch.optim.Optimizer) -> tuple[int, ...] | None:
+    """Return what an optimizer keeps, found by a step, or None: the fields of `Updates` behind its parameters.
+
+    These are state elements for each element and bytes of counters for each parameter, and, of states that lie packed,
+    bytes for each element, bytes for each block and elements of a block.
+    """
     part = torch.nn.Parameter(torch.zeros(3))
     try:
         fresh = _rebuild(optimizer, [part])
@@ -80,12 +186,17 @@ def state_cost(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
         fresh.step()
     except Exception:  # a prediction is not worth an error: the caller says that it has none
         return None
-    values = [value for value in fresh.state[part].values() if isinstance(value, Tensor)]
-    return sum(v.numel() == 3 for v in values), sum(v.nbytes for v in values if v.numel() != 3)
+    parts = parts_of(fresh, state := fresh.state[part])
+    values = [value for key, value in state.items() if isinstance(value, Tensor) and key not in parts]
+    numbers, counter_bytes = sum(v.numel() == 3 for v in values), sum(v.nbytes for v in values if v.numel() != 3)
+    if not isinstance(fresh, PackingOptimizer):
+        return numbers, counter_bytes
+    packed = fresh.packed_bytes
+    return numbers, counter_bytes, packed.element_bytes, packed.block_bytes, packed.block_numel
 
 
-def _rebuild(optimizer: torch.optim.Optimizer, parts: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return a new optimizer of the same class and hyper-parameters on other parameters."""
+def _rebuild(optimizer: torch.optim.Optimizer, parts: list[Any]) -> torch.optim.Optimizer:
+    """Return a new optimizer of the same class and hyper-parameters on other parameters, or groups of them."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     # Some classes put more into their defaults than their constructor takes (AdamW: decoupled_weight_decay).

@@ -13,6 +13,7 @@ import torch
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.slot import slot_of
+from zeroshard.optim.packed import parts_of
 from zeroshard.table.errors import RankMismatchError
 
 __all__ = ["check_copies"]
@@ -75,8 +76,10 @@ def _copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Iterator[
             if is_everywhere or has_replicas:
                 if slot.bucket.spec.has_masters:
                     yield Copy(f"the master values of '{slot.name}'", master, is_everywhere)
-                for key, value in sorted(one.optimizer.state.get(master, {}).items()):
-                    if is_cut(key, value, master):
+                state = one.optimizer.state.get(master, {})
+                parts = parts_of(one.optimizer, state)
+                for key, value in sorted(state.items()):
+                    if key in parts or is_cut(key, value, master):
                         yield Copy(f"{key} of '{slot.name}'", value, is_everywhere)
 
 

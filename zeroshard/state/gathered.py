@@ -14,8 +14,10 @@ from torch import nn
 
 from zeroshard.core.engine import Engine
 from zeroshard.core.frames import Gathered
-from zeroshard.core.optimizer import ShardedOptimizer, cut_state, is_cut
+from zeroshard.core.optimizer import ShardedOptimizer, is_cut, keep_state
 from zeroshard.core.slot import Slot, slot_of
+from zeroshard.optim.packed import Packed, tensor_of, views_of
+from zeroshard.state.owned import gather_owned, owned_states
 from zeroshard.state.takeover import spread
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import version_of
@@ -146,7 +148,7 @@ class WholeStates:
         for group, masters in zip(self._optimizer.param_groups, self._masters, strict=True):
             for parameter, master in zip(group["params"], masters, strict=True):
                 if writeback and parameter in changed:
-                    self._optimizer.state[master] = cut_state(slot_of(master), changed[parameter])
+                    keep_state(self._optimizer, master, changed[parameter])
                 elif not writeback and master in self._set_aside:
                     self._optimizer.state[master] = self._set_aside[master]
             group["params"] = masters
@@ -170,28 +172,32 @@ class WholeStates:
         return found
 
     def _gather(self) -> dict[str, dict[str, Any]]:
-        by_bucket: dict[int, list[Tensor]] = {}
+        by_bucket: dict[int, dict[Tensor, dict[str, Any]]] = {}
         whole: dict[str, dict[str, Any]] = {}
+        (owned,) = owned_states(self._engine, [self._sharded])
+        for slot, copied in gather_owned(self._engine, self._sharded, owned):
+            whole[slot.name] = copied
         for master in self._sharded.masters:
-            slot, state = slot_of(master), self._optimizer.state.get(master)
-            if state is not None:
-                by_bucket.setdefault(slot.bucket.number, []).append(master)
+            slot = slot_of(master)
+            if slot.updater is None and (held := self._optimizer.state.get(master)) is not None:
+                state = views_of(self._optimizer, held)
+                by_bucket.setdefault(slot.bucket.number, {})[master] = state
                 whole[slot.name] = {key: value for key, value in state.items() if not is_cut(key, value, master)}
-        for masters in by_bucket.values():
-            states = {master: self._optimizer.state[master] for master in masters}
+        for states in by_bucket.values():
             keys = {key for master, state in states.items() for key in state if is_cut(key, state[key], master)}
             for key in sorted(keys, key=repr):
-                for slot, value in self._gather_one(key, [master for master in masters if key in states[master]]):
+                values = {master: state[key] for master, state in states.items() if key in state}
+                for slot, value in self._gather_one(key, values):
                     whole[slot.name][key] = value
         return whole
 
-    def _gather_one(self, key: str, masters: list[Tensor]) -> list[tuple[Slot, Tensor]]:
+    def _gather_one(self, key: str, values: Mapping[Tensor, Tensor | Packed]) -> list[tuple[Slot, Tensor]]:
+        masters = [*values]
         bucket = slot_of(masters[0]).bucket
-        dtype = self._optimizer.state[masters[0]][key].dtype
-        full = torch.zeros(bucket.layout.full_numel, dtype=dtype, device=bucket.device)
-        for master in masters:
+        full = torch.zeros(bucket.layout.full_numel, dtype=values[masters[0]].dtype, device=bucket.device)
+        for master, value in values.items():
             start, stop = bucket.master_range(slot_of(master).index)
-            full[start:stop] = self._optimizer.state[master][key]
+            full[start:stop] = tensor_of(value)
         if not bucket.spec.updates_all and full.numel():
             what = f"the state '{key}' of {bucket.spec.name}"
             tag = Tag(self._engine.order.next_number(), bucket.number, what)

@@ -23,7 +23,8 @@ from zeroshard.describe.precision import Precision, precision_of
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.treatments import ActivationsLike, activations_of
 from zeroshard.describe.units import UnitPlan, plan_units
-from zeroshard.state.admission import admit
+from zeroshard.optim.whole import whole_of
+from zeroshard.state.admission import admit, admit_whole
 from zeroshard.state.automatic import device_bytes, least_row
 from zeroshard.state.graphs import refuse_graphs
 from zeroshard.state.materialize import InitFn, Weights, check_source
@@ -32,6 +33,7 @@ from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
 from zeroshard.table.spec import UnitSpec
 from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, row_of_stage
+from zeroshard.torch_private import has_split
 from zeroshard.wire.comm import Tag
 from zeroshard.wire.mesh import Mesh, backend_of
 from zeroshard.wire.transports import MEMORIES
@@ -367,7 +369,9 @@ def check_optimizers(
         kind = type(optimizer).__name__
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them; got {kind}.")
-        if row.is_cut:
+        if (whole := whole_of(optimizer)) is not None:
+            admit_whole(optimizer, whole, elementwise, is_cut=row.is_cut)
+        elif row.is_cut:
             admit(optimizer, elementwise)
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
@@ -382,6 +386,11 @@ def check_optimizers(
                         "update it."
                     )
                 taken[id(parameter)] = kind
+                if whole is not None and has_split([type(parameter)]):
+                    raise ValueError(
+                        f"{kind} needs whole matrices, and '{names[id(parameter)]}' is split over the axis 'tensor'. "
+                        "Use an element-wise optimizer, such as AdamW, with tensor parallelism, or no axis 'tensor'."
+                    )
     if is_final:
         missed = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in taken]
         if missed:

@@ -6,8 +6,8 @@ Owns the sums over units; `table/spec.py` says what each bucket keeps, `table/sc
 Source: Rajbhandari et al. 2020, sections 5 and 7.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 from zeroshard.table import schedule
@@ -27,11 +27,16 @@ class Updates:
         parameters: buckets, and places in them.
         per_element: numbers that it keeps for each element.
         counter_bytes: that it keeps for each parameter.
+        element_bytes: that it keeps packed for each element.
+        block_bytes: that it keeps for each `block_numel` elements of a slice; the last of them may be fewer.
     """
 
     parameters: Sequence[tuple[BucketSpec, int]]
     per_element: int
     counter_bytes: int
+    element_bytes: int = 0
+    block_bytes: int = 0
+    block_numel: int = 1
 
     def numel_bytes(self, *, only_wide: bool = False) -> int:
         """Return the bytes of one state for each element of what this rank updates.
@@ -39,12 +44,19 @@ class Updates:
         Args:
             only_wide: count only masters that are updated in another dtype than they are kept in.
         """
-        total = 0
+        wanted = ((b.formats, n) for b, n in self._slices())
+        return sum(n * itemsize(f.state) for f, n in wanted if not only_wide or f.state != f.master)
+
+    def state_bytes(self) -> int:
+        """Return the bytes of all states of what this rank updates, counters aside."""
+        packed = sum(n * self.element_bytes - -n // self.block_numel * self.block_bytes for _, n in self._slices())
+        return self.per_element * self.numel_bytes() + packed
+
+    def _slices(self) -> Iterator[tuple[BucketSpec, int]]:
+        """Yield the bucket of each parameter, and how many elements of it this rank updates."""
         for bucket, index in self.parameters:
             start, stop = bucket.layout.overlap(index, *bucket.states)
-            is_wide = bucket.formats.state != bucket.formats.master
-            total += (stop - start) * itemsize(bucket.formats.state) * (is_wide or not only_wide)
-        return total
+            yield bucket, stop - start
 
 
 def kept_bytes(buckets: Sequence[BucketSpec]) -> tuple[int, int, int]:
@@ -72,8 +84,8 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
     states = counters = wide_bytes = 0
     for one in updates:
         wide_bytes = max(wide_bytes, one.numel_bytes(only_wide=True))
-        trained = Updates([(b, i) for b, i in one.parameters if b.number in reduced], one.per_element, 0)
-        states += one.per_element * trained.numel_bytes()
+        trained = replace(one, parameters=[(b, i) for b, i in one.parameters if b.number in reduced])
+        states += trained.state_bytes()
         counters += one.counter_bytes * len(trained.parameters)
     return {
         "parameters": parameters,

@@ -6,7 +6,7 @@ they are for. Each transport is a module beside this one; `wire/transports.py` c
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar, final
@@ -183,6 +183,17 @@ class Comm(ABC):
         """
 
     @abstractmethod
+    def route(self, given: Tensor, taken: Tensor, counts: Sequence[Sequence[int]], tag: Tag, kind: str) -> Pending:
+        """Send elements to each rank of one copy, and fill `taken` with what each of them sends to this one.
+
+        Args:
+            given: (n,), in the order of the ranks that they are for.
+            taken: (m,) in other memory, in the order of the ranks that they are from.
+            counts: elements that the row's rank sends to the column's; the same on all ranks, zeros included.
+        Collective: all-to-all over the ranks of one copy; each sends its row without what it keeps.
+        """
+
+    @abstractmethod
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         """Overwrite `tensor` with rank 0's.
 
@@ -245,6 +256,10 @@ class SoloComm(Comm):
         return Pending(_nothing)
 
     def reduce_copies(self, own: Tensor, codec: Codec, scale: float, tag: Tag, *, is_ready: bool = True) -> Pending:
+        return Pending(_nothing)
+
+    def route(self, given: Tensor, taken: Tensor, counts: Sequence[Sequence[int]], tag: Tag, kind: str) -> Pending:
+        taken.copy_(given)
         return Pending(_nothing)
 
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:

@@ -10,6 +10,8 @@ Note: gloo
     is made later, in one part, so its bits do not depend on who was early.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -46,6 +48,16 @@ class GlooComm(LinkedComm):
         part = own.view(len(ranks), -1)[ranks.index(self.mesh.rank)]
         summed = self._reduce(own if is_ready else None, part, ranks, codec, scale, tag, "replicate")
         return Pending(lambda: summed.wait() and self._gather(own, ranks, tag, "replicate").wait())
+
+    def route(self, given: Tensor, taken: Tensor, counts: Sequence[Sequence[int]], tag: Tag, kind: str) -> Pending:
+        ranks, place, number = self.mesh.shard_ranks, self.mesh.shard_rank, tag.message(Tag.GATHER)
+        sent, heard = given.split_with_sizes([*counts[place]]), taken.split_with_sizes([row[place] for row in counts])
+        peers = self._peers(ranks)
+        works = [self._receive(heard[peer], ranks[peer], number, tag.what) for peer in peers if counts[peer][place]]
+        works += [self._send(sent[peer], ranks[peer], number, tag.what) for peer in peers if counts[place][peer]]
+        heard[place].copy_(sent[place])
+        self.sent_bytes[kind] += given.nbytes - sent[place].nbytes
+        return Pending(lambda: self.links.wait(works, tag.what))
 
     def _gather(self, full: Tensor, ranks: Ranks, tag: Tag, kind: str) -> Pending:
         chunks, peers = full.view(len(ranks), -1), self._peers(ranks)

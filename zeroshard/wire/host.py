@@ -12,7 +12,7 @@ Note: the host
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -94,6 +94,28 @@ class HostComm(GlooComm):
                 self.links.wait([there], tag.what)
                 self._add_up(there.offsets, rows, parts[self.mesh.shard_rank], codec, scale, result)
             self.pool.give(shown)
+
+        return Pending(finish)
+
+    def route(self, given: Tensor, taken: Tensor, counts: Sequence[Sequence[int]], tag: Tag, kind: str) -> Pending:
+        memory, here = self._memory, self.mesh.shard_rank
+        offset = memory.offset_of(given) if given.numel() else 0
+        meeting = memory.board.meet(tag.place(Tag.GATHER), tag.about, NOWHERE if offset is None else offset)
+
+        def finish() -> None:
+            self.links.wait([meeting], tag.what)
+            if offset is None or NOWHERE in meeting.offsets.values():
+                super(HostComm, self).route(given, taken, counts, tag, kind).wait()
+                return
+            for place, part in enumerate(taken.split_with_sizes([row[here] for row in counts])):
+                source, first = given, sum(counts[place][:here])
+                if place != here and part.numel():
+                    source = memory.of_peer(place, meeting.offsets[place], sum(counts[place]), given.dtype)
+                part.copy_(source[first : first + part.numel()])
+                if source is not given:
+                    memory.drop(place, source[first : first + part.numel()])
+            self.sent_bytes[kind] += (given.numel() - counts[here][here]) * given.itemsize
+            self._all_have_read(tag, Tag.GATHER)
 
         return Pending(finish)
 

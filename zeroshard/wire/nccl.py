@@ -19,7 +19,7 @@ Note: scales
     a low precision, as NCCL does with that of an average.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -122,6 +122,13 @@ class NcclComm(LinkedComm):
             return Pending(lambda: self._finish(work, part, own[piece], rest, tag, sent))
 
         return self.in_pieces(own.numel(), codec, len(rows), start)
+
+    def route(self, given: Tensor, taken: Tensor, counts: Sequence[Sequence[int]], tag: Tag, kind: str) -> Pending:
+        place = self.mesh.shard_rank
+        sent, heard = [*counts[place]], [row[place] for row in counts]
+        work = dist.all_to_all_single(taken, given, heard, sent, group=self.links.groups[GATHERS], async_op=True)
+        self.sent_bytes[kind] += (given.numel() - sent[place]) * given.itemsize
+        return Pending(lambda: self.links.wait_on_stream(work, tag.what))
 
     def _converted(self, values: Tensor, codec: Codec, scale: float, size: int) -> tuple[Tensor, float]:
         """Return a pooled message for values of any shape, scaled, and what is left of the scale for its sum."""

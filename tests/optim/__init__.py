@@ -1,0 +1,1 @@
+"""Optimizers: against torch where they must be equal, alone and on slices."""

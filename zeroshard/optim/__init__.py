@@ -1,0 +1,14 @@
+"""Optimizers that know what they need of a sharded model, usable without one.
+
+Owns plain `torch.optim` optimizers. It must not know the engine. Read `whole.py`, `packed.py` and `sums.py` first: what
+an optimizer says of itself, so that slices, owners and checkpoints do it no harm.
+"""
+
+from zeroshard.optim.adafactor import Adafactor
+from zeroshard.optim.adamw8bit import AdamW8bit
+from zeroshard.optim.lamb import Lamb
+from zeroshard.optim.lion import Lion
+from zeroshard.optim.muon import Muon, muon_groups
+from zeroshard.optim.whole import whole_matrix
+
+__all__ = ["Adafactor", "AdamW8bit", "Lamb", "Lion", "Muon", "muon_groups", "whole_matrix"]

@@ -1,0 +1,119 @@
+"""LAMB: Adam whose update of each tensor is scaled by the norm of the tensor.
+
+Owns the update. Slices are updated as they are; the norms are sums that `sums.py` adds up, once a step for all tensors.
+
+Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv 1904.00962,
+algorithm 2, with the identity for its function of the norm.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import torch
+
+from zeroshard.optim.sums import SummingOptimizer
+
+__all__ = ["Lamb"]
+
+Tensor = torch.Tensor
+
+
+@final
+class Lamb(SummingOptimizer):
+    """LAMB: of each tensor, AdamW's update scaled to the norm of the tensor.
+
+    Norms are summed in fp64. All updates are held until norms are known: one number for each element during a step.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate: how far a tensor moves, as a part of its norm.
+        betas: how much of the moments is kept in a step.
+        eps: added to the divisor.
+        weight_decay: added to the update before it is scaled.
+        maximize: follow gradients upwards.
+
+    ```python
+    import torch
+    import zeroshard as zs
+
+    model = torch.nn.Linear(4, 4, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = zs.optim.Lamb(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert torch.isclose((model.weight - before).norm(), 0.1 * before.norm())
+    ```
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if float(lr) < 0.0 or eps < 0.0 or weight_decay < 0.0:
+            raise ValueError(f"lr, eps and weight_decay must not be negative; got {lr}, {eps} and {weight_decay}.")
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas must be at least 0 and less than 1; got {betas}.")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: computes the loss anew.
+
+        Returns:
+            What `closure` returned.
+
+        Collective: on a sharded model `Sums.total` of two sums a parameter; every rank must call.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates = [
+            (parameter, self._update_of(parameter, group), float(group["lr"]))
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        if updates:
+            pairs = [(_squares(self.sums.part(p, p.detach())), _squares(self.sums.part(p, u))) for p, u, _ in updates]
+            norms = self.sums.total(torch.stack([square for pair in pairs for square in pair])).sqrt_().view(-1, 2)
+            ratios = torch.where((norms > 0).all(1), norms[:, 0] / norms[:, 1], 1.0)
+            for (parameter, update, lr), ratio in zip(updates, ratios, strict=True):
+                parameter.sub_(update.mul_((ratio * lr).to(update)))
+        return loss
+
+    def _update_of(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return a parameter's update before it is scaled, and follow its gradient in the moments."""
+        grad = parameter.grad
+        assert grad is not None
+        if grad.is_sparse or parameter.is_complex():
+            raise RuntimeError("Lamb supports neither sparse gradients nor complex parameters.")
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["step"] += 1
+        first, second = group["betas"]
+        steps, sign = float(state["step"]), -1.0 if group["maximize"] else 1.0
+        average = state["exp_avg"].mul_(first).add_(grad, alpha=sign * (1 - first))
+        square = state["exp_avg_sq"].mul_(second).addcmul_(grad, grad, value=1 - second)
+        divisor = (square / (1 - second**steps)).sqrt_().add_(group["eps"])
+        update: Tensor = (average / (1 - first**steps)).div_(divisor)
+        return update.add_(parameter, alpha=group["weight_decay"]) if group["weight_decay"] else update
+
+
+def _squares(values: Tensor) -> Tensor:
+    """Return the sum of squares, 0-d fp64."""
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm.square_()

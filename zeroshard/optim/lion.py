@@ -1,0 +1,91 @@
+"""Lion: the sign of an interpolated momentum.
+
+Owns the update, which is element by element, so that slices of a sharded model need nothing more.
+
+Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675, program 1.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import torch
+
+__all__ = ["Lion"]
+
+Tensor = torch.Tensor
+
+
+@final
+class Lion(torch.optim.Optimizer):
+    """Lion: each element moves by the learning rate, in the direction of a mean of its gradients.
+
+    It keeps one number for each element. Its updates are larger than AdamW's, whose learning rates divided by 3 to 10,
+    and weight decays multiplied by as much, are the usual ones.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate: how far each element moves.
+        betas: the part of the momentum in an update, and how much of it is kept in a step.
+        weight_decay: decoupled, times `lr`.
+        maximize: follow gradients upwards.
+
+    ```python
+    import torch
+    import zeroshard as zs
+
+    model = torch.nn.Linear(4, 1, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = zs.optim.Lion(model.parameters(), lr=0.5)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before - 0.5)
+    ```
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if float(lr) < 0.0 or weight_decay < 0.0:
+            raise ValueError(f"lr and weight_decay must not be negative; got {lr} and {weight_decay}.")
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas must be at least 0 and less than 1; got {betas}.")
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: computes the loss anew.
+
+        Returns:
+            What `closure` returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr, (ahead, kept) = float(group["lr"]), group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse or parameter.is_complex():
+                    raise RuntimeError("Lion supports neither sparse gradients nor complex parameters.")
+                grad = parameter.grad.neg() if group["maximize"] else parameter.grad
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                moment = state["exp_avg"]
+                parameter.mul_(1 - lr * group["weight_decay"])
+                mean = (moment * ahead).add_(grad, alpha=1 - ahead)
+                # The sign of what is no number is 0: it would freeze an element for good, and hide why.
+                parameter.add_(mean.sign().add_(mean, alpha=0.0), alpha=-lr)
+                moment.mul_(kept).add_(grad, alpha=1 - kept)
+        return loss
