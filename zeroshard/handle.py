@@ -30,6 +30,7 @@ from zeroshard.core.slot import Form
 from zeroshard.core.states import Scope
 from zeroshard.core.unit import Unit
 from zeroshard.core.version import VERSION
+from zeroshard.describe.offload import OffloadLike
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.report.profile import Profile
@@ -94,6 +95,7 @@ def shard(
     stage: int | Literal["auto"] | None = None,
     residency: Residency | str | None = None,
     activations: ActivationsLike = None,
+    offload: OffloadLike = None,
     precision: str | Precision = "fp32",
     units: Sequence[object] | None = None,
     mesh: DeviceMesh | int | None = None,
@@ -118,6 +120,8 @@ def shard(
             names such as "recompute" or "recompute+partition+offload" (docs/activations.md has all), cells such as
             `zs.Recomputed(every=4)`, a sequence of them, or a mapping from patterns of unit names to these. By default
             activations are kept.
+        offload: what lies in memory of the host, or in files, instead of on the device: "host" or a folder for the
+            optimizer's states, master weights and gradients, or a `zs.Offload` for a part of them (docs/offload.md).
         precision: "fp32" (all as it is), "bf16", "fp16" (with a dynamic loss scale), or a `Precision`.
         units: what is gathered and reduced together: modules, classes or class names; by default blocks are found in
             lists, sequences and dictionaries of modules, also nested, and small ones joined.
@@ -161,7 +165,7 @@ def shard(
     ```
     """
     asked = Request(
-        model, optimizer, stage, residency, activations, precision, units, mesh, reduction, weights, settings
+        model, optimizer, stage, residency, activations, offload, precision, units, mesh, reduction, weights, settings
     )
     return shard_over(asked, current_mesh(place_of(model)), make_comm)
 

@@ -166,11 +166,11 @@ class MasterSlice(torch.nn.Parameter):
         if owner is not None and owner.is_skipping:
             return None
         part = part_of(slot) if slot.master_grad is None else slot.master_grad
-        if grads.dtype is self.dtype:
+        if grads.dtype is self.dtype and not slot.crosses:
             return part
         # Optimizers want one dtype: gradients held in another are converted for the update alone, once a step.
         if slot.wide is None or slot.wide[0] != version_of(part):
-            slot.wide = version_of(part), _master_gradient(part.to(self.dtype), slot)
+            slot.wide = version_of(part), _master_gradient(part.to(self.device, self.dtype), slot)
         return slot.wide[1]
 
     @grad.setter
@@ -187,6 +187,8 @@ class MasterSlice(torch.nn.Parameter):
 
 def part_of(slot: Slot) -> Tensor:
     """Return this rank's elements of a gradient that is there, as they are held."""
+    if (landing := slot.bucket.grads.landing) is not None:
+        landing.wait()
     if slot.master_grad is None:
         part = slot.bucket.grads.part(slot.index)
         slot.master_grad = part if slot.is_whole else _master_gradient(part, slot)
@@ -332,11 +334,15 @@ def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_ours or (isinstance(target, MasterGradient) and target.dtype != target._slot.bucket.dtypes.grad):
             parts.append(target)
     with torch.no_grad(), NoSubclasses():
-        if name.startswith("_foreach_"):
-            getattr(torch, name)(parts, *args[1:], **kwargs)
-        else:
-            for part in parts:
-                getattr(part, name)(*args[1:], **kwargs)
+        for device in {part.device: None for part in parts}:
+            # A number may be on the device while gradients are on the host.
+            rest = [one.to(device) if isinstance(one, Tensor) else one for one in args[1:]]
+            mine = [part for part in parts if part.device == device]
+            if name.startswith("_foreach_"):
+                getattr(torch, name)(mine, *rest, **kwargs)
+            else:
+                for part in mine:
+                    getattr(part, name)(*rest, **kwargs)
     return args[0]
 
 
@@ -432,24 +438,25 @@ class LocalNorms:
             is_behind: whether ranks have yet to agree on who used what; then a sum may be of nothing, and is zeros.
         """
         wanted = (USED, UNUSED) if is_behind else (USED,)
-        found: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+        found: dict[tuple[torch.dtype, torch.device], tuple[list[int], list[Tensor]]] = {}
         for slot in self._slots:
             grads, index = slot.bucket.grads, slot.index
             if grads.sums[index] in wanted:
-                places, parts = found.setdefault(grads.dtype, ([], []))
+                part = grads.own_part(index)
+                places, parts = found.setdefault((grads.dtype, part.device), ([], []))
                 places.append(slot.place)
-                parts.append(grads.own_part(index))
+                parts.append(part)
         rows, rest = [places for places, _ in found.values()], float("inf") if p == -float("inf") else 0.0
         if self._made[0] != (rows, rest):
             out = torch.full((self._count,), rest, dtype=torch.float64, device=self._device)
             self._made = (rows, rest), out, [torch.tensor(places, device=self._device) for places in rows]
         _, out, indices = self._made
-        for (held, (_, parts)), where in zip(found.items(), indices, strict=True):
+        for ((held, _), (_, parts)), where in zip(found.items(), indices, strict=True):
             # Rounded to two bytes on each rank the norm of the whole would be off by more than its own rounding.
             norms = torch.stack(
                 foreach_norm(parts, p, dtype=torch.promote_types(held, dtype or torch.float32))
             ).double()
-            out.index_copy_(0, where, norms if p == 0 or abs(p) == float("inf") else norms**p)
+            out.index_copy_(0, where, (norms if p == 0 or abs(p) == float("inf") else norms**p).to(out.device))
         return out
 
 

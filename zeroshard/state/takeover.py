@@ -22,7 +22,9 @@ from zeroshard.state.request import Described
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import accept_in_foreach
+from zeroshard.wire.apart import Apart
 from zeroshard.wire.comm import Comm
+from zeroshard.wire.transports import MEMORIES
 
 __all__ = ["build", "move_states", "spread"]
 
@@ -36,8 +38,10 @@ def build(described: Described, comm: Comm, ledger: Ledger, treatment: Treatment
     # hold types only, and adding twice changes nothing.
     accept_in_foreach(LogicalGradient, MasterGradient, MasterSlice)
     model, made = described.model, dict[int, Unit]()
+    states = described.row.states
+    apart = MEMORIES[states.memory](described.mesh.device, states) if states.memory in MEMORIES else None
     for number in materialize(model, described.plans, described.mesh, described.source):
-        made[number] = _make_unit(number, described, comm, ledger)
+        made[number] = _make_unit(number, described, comm, ledger, apart)
         # Taken over and released before the next is made: never more than one unit is there twice, and of a model that
         # is elsewhere never more than one unit besides the shards is on the rank's device.
         _take_over(made[number], described.plans[number], described.forms, comm)
@@ -52,12 +56,14 @@ def build(described: Described, comm: Comm, ledger: Ledger, treatment: Treatment
     return engine
 
 
-def _make_unit(number: int, described: Described, comm: Comm, ledger: Ledger) -> Unit:
+def _make_unit(number: int, described: Described, comm: Comm, ledger: Ledger, apart: Apart | None) -> Unit:
     """Make a described unit, with empty buckets."""
     plan, spec = described.plans[number], described.units[number]
     parameters = {name: described.forms[id(p)].part(p.detach()) for name, p in plan.parameters}
     device = described.mesh.device
-    buckets = [Bucket(one, [parameters[name] for name in one.names], comm.pool, ledger, device) for one in spec.buckets]
+    buckets = [
+        Bucket(one, [parameters[name] for name in one.names], comm.pool, ledger, device, apart) for one in spec.buckets
+    ]
     for bucket in buckets:
         if bucket.flat is not None:
             # Gradients of the root come from the first to the last moment of a backward, and would wait throughout.
