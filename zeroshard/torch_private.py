@@ -41,6 +41,7 @@ __all__ = [
     "WeakStorage",
     "accept_in_foreach",
     "accumulator_of",
+    "body_of",
     "call_after_backward",
     "captured_by_checkpoint",
     "check_dtensor",
@@ -65,6 +66,8 @@ __all__ = [
     "is_dense",
     "is_inside_reentrant_checkpoint",
     "is_inside_transform",
+    "keep_first",
+    "keep_last",
     "keeps_graph",
     "local_of",
     "next_node_number",
@@ -355,6 +358,37 @@ def accept_in_foreach(*classes: type) -> None:
     """Have torch's functions on lists of tensors take tensors of these classes; twice changes nothing."""
     for types in _foreach_types():
         types.extend(one for one in classes if one not in types)
+
+
+def body_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """Return what updates the parameters of an optimizer once: its class's `step` without the hooks around it.
+
+    Nor do they run where a class calls the `step` of the class that it extends.
+    """
+    step: Any = type(optimizer).step
+    body = step.__wrapped__ if getattr(step, "hooked", False) else step
+
+    def run() -> Any:
+        # Other dictionaries, since torch may be going through these.
+        names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        held = [(name, vars(optimizer)[name]) for name in names]
+        vars(optimizer).update({name: type(hooks)() for name, hooks in held})
+        try:
+            return body(optimizer)
+        finally:
+            vars(optimizer).update(held)
+
+    return run
+
+
+def keep_first(handle: Any) -> None:
+    """Have a hook run before the others of its kind."""
+    handle.hooks_dict_ref().move_to_end(handle.id, last=False)
+
+
+def keep_last(handle: Any) -> None:
+    """Have a hook run after the others of its kind, as many as there are now."""
+    handle.hooks_dict_ref().move_to_end(handle.id)
 
 
 def has_kernel(name: str, device: torch.device) -> bool:
@@ -716,6 +750,25 @@ def _tests_distributed() -> bool:
     return store.get("key") == b"value" and premultiplied_sum(0.5) == dist.ReduceOp.PREMUL_SUM
 
 
+def _tests_steps() -> bool:
+    weight, calls = torch.nn.Parameter(torch.ones(2)), list[str]()
+
+    def update(*_: Any) -> None:
+        calls.append("last")
+        body_of(optimizer)()
+
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.ones(2)
+    last = optimizer.register_step_pre_hook(update)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    first = optimizer.register_step_post_hook(lambda *_: calls.append("first"))
+    keep_last(last)
+    keep_first(first)
+    optimizer.step()
+    return calls == ["pre", "last", "first", "post"] and weight.tolist() == [-1.0, -1.0]
+
+
 def _tests_kernels() -> bool:
     cpu = torch.device("cpu")
     return has_kernel("_fused_adamw_", cpu) and not has_kernel("_cudnn_init_dropout_state", cpu)
@@ -791,4 +844,5 @@ _TESTS: Final = (
     ("torch._foreach_norm, or the types that its kind takes", _tests_foreach),
     ("Store.clone, or torch.distributed._make_nccl_premul_sum", _tests_distributed),
     ("which operations torch has for a device", _tests_kernels),
+    ("what torch.optim.Optimizer puts around `step`, or where it keeps hooks", _tests_steps),
 )

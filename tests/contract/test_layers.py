@@ -171,6 +171,7 @@ CORE = (
     "version",
     "precision",
     "states",
+    "update",
     "passes",
     "votes",
     "frames",

@@ -10,10 +10,11 @@ Note: why slices of parameters, and not one flat tensor
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import MasterSlice
@@ -22,6 +23,8 @@ from zeroshard.core.precision import round_at_random
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
+from zeroshard.core.update import Piece, update_in_pieces
+from zeroshard.torch_private import keep_first, keep_last
 from zeroshard.wire.comm import Pending
 
 __all__ = ["ShardedOptimizer", "cut_state", "is_cut"]
@@ -47,11 +50,16 @@ class ShardedOptimizer:
         self._fresh: list[Tensor] = []
         for group in optimizer.param_groups:
             self._exchange(group)
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        self._put_back: Callable[[], None] | None = None
+        """What puts entries back that an update in pieces has taken out of their groups."""
+        self._is_inner = False
+        """Whether a class, with no entries left, calls the step of the class that it extends: all was done before."""
+        self._last_hook = optimizer.register_step_pre_hook(self._before_step)
+        keep_first(optimizer.register_step_post_hook(self._after_step))
         optimizer.register_state_dict_pre_hook(self._before_save)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
-        self._add_plain = optimizer.add_param_group
+        self._add_plain, self._add_hook = optimizer.add_param_group, optimizer.register_step_pre_hook
+        optimizer.register_step_pre_hook = self._register  # type: ignore[method-assign]
         optimizer.add_param_group = self._add_group  # type: ignore[method-assign, assignment]
 
     @property
@@ -87,9 +95,18 @@ class ShardedOptimizer:
         self._add_plain(group)
         self._exchange(self.optimizer.param_groups[-1])
 
+    def _register(self, hook: Any) -> RemovableHandle:
+        """Register a hook of user code in front of ours, which may make the update."""
+        handle = self._add_hook(hook)
+        keep_last(self._last_hook)
+        return handle
+
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._put_back is not None:
+            self._is_inner = True
+            return
         if kwargs.get("closure") is not None or any(arg is not None for arg in args[1:]):
             raise RuntimeError(
                 f"{self._engine.mesh} {type(optimizer).__name__}.step(closure) is not supported on shards: a closure "
@@ -113,6 +130,12 @@ class ShardedOptimizer:
         engine.is_skipping = is_stopped
         self._widen()
         self._fresh = [] if engine.is_skipping else guard.arm(optimizer, masters)
+        pieces = None if engine.is_skipping else self._pieces()
+        self._put_back = None if pieces is None else update_in_pieces(optimizer, pieces)
+
+    def _pieces(self) -> Iterable[Piece] | None:
+        """Return the parts in which the update is made; None for all at once, by torch's own call."""
+        return None
 
     def _widen(self) -> None:
         """Let masters that are rounded at random be updated in fp32; those of a step that failed begin anew."""
@@ -133,6 +156,11 @@ class ShardedOptimizer:
         return [(master, slot) for master in self.masters if (slot := slot_of(master)).bucket.dtypes.is_stochastic]
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_inner:
+            self._is_inner = False
+            return
+        if self._put_back is not None:
+            self._put_back = self._put_back()
         self.steps += 1
         self._round()
         engine = self._engine
