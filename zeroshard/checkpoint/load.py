@@ -372,7 +372,7 @@ def _place(key: str, value: Any, group: Mapping[str, Any], slot: Slot) -> Any:
     """Return a state beside the elements on the device where torch wants it: counters stay on the CPU by default."""
     if not isinstance(value, Tensor) or (key == "step" and not (group.get("fused") or group.get("capturable"))):
         return value
-    return value.to(slot.bucket.device)
+    return value.to(slot.bucket.master(slot.index).device)
 
 
 def _like(value: Any, before: Any) -> Any:

@@ -74,7 +74,7 @@ class Bucket:
         """What the optimizer updates, elsewhere and here; the parameters themselves unless these are copied from it."""
         self._rounded: list[tuple[Tensor, Tensor]] = []
         """Parameters, and the masters that they are copied from."""
-        if apart is not None and cut:
+        if apart is not None and spec.apart:
             self._masters[0] = apart.zeros(cut, dtypes.master)
             self._rounded.append((rounded[:cut], self._masters[0]))
         if spec.has_masters:

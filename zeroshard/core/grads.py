@@ -99,7 +99,6 @@ class Gradients(ABC):
 
     def _count_apart(self, nbytes: int) -> None:
         self._apart_bytes += nbytes
-        self._ledger.add("host", nbytes)
 
     @property
     def has_local(self) -> bool:

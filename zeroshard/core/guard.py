@@ -83,6 +83,8 @@ class Guard(ABC):
         self._comm = comm
         self.waits = 0
         """How often the host has waited for a device before an update."""
+        self.updates_on_host = False
+        """Whether some states lie on the host, beside a device."""
 
     @abstractmethod
     def look(self, sums: Iterable[Tensor]) -> list[Any]:
@@ -143,7 +145,7 @@ class DeviceGuard(Guard):
 
     def __init__(self, comm: Comm, *, updates_on_host: bool) -> None:
         super().__init__(comm)
-        self._updates_on_host = updates_on_host
+        self.updates_on_host = updates_on_host
         self._read_back = Readback
         self._flag: Tensor | None = None
         self._answer: Answer | None = None
@@ -201,7 +203,7 @@ class DeviceGuard(Guard):
 
     def is_awaited(self, optimizer: Optimizer) -> bool:
         """See `Guard`; kernels on the host cannot read a device's flag."""
-        return self._updates_on_host or type(optimizer) not in FUSED or not all(
+        return self.updates_on_host or type(optimizer) not in FUSED or not all(
             group["fused"] and not (group.get("momentum") and group["dampening"]) for group in optimizer.param_groups
         )
 

@@ -141,7 +141,8 @@ class ShardedOptimizer:
         """Let masters that are rounded at random be updated in fp32; those of a step that failed begin anew."""
         for master, slot in self._stochastic():
             is_wide, master.data = master.dtype == torch.float32, slot.bucket.master(slot.index).float()
-            self._engine.ledger.add("transient", 0 if is_wide else master.nbytes)
+            is_here = slot.index >= slot.bucket.spec.apart
+            self._engine.ledger.add("transient", master.nbytes * (is_here and not is_wide))
 
     def _round(self) -> None:
         """Put masters that were updated in fp32 back into their buckets, rounded."""
@@ -149,7 +150,7 @@ class ShardedOptimizer:
             place = slot.bucket.master_range(slot.index)[0] - slot.bucket.layout.offsets[slot.index]
             seed = zlib.crc32(f"{slot.name} {self.steps}".encode())
             narrow = slot.bucket.master(slot.index).copy_(round_at_random(master.data, place, seed))
-            self._engine.ledger.add("transient", -master.nbytes)
+            self._engine.ledger.add("transient", -master.nbytes * (slot.index >= slot.bucket.spec.apart))
             master.data = narrow
 
     def _stochastic(self) -> list[tuple[Tensor, Slot]]:
@@ -249,7 +250,7 @@ def is_cut(key: str, value: Any, master: Tensor) -> bool:
 
 def cut_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a parameter's whole state that belongs to this rank's slice."""
-    bucket, index = slot.bucket, slot.index
+    bucket, index, device = slot.bucket, slot.index, slot.bucket.master(slot.index).device
     start, stop = bucket.master_range(index)
     offset = bucket.layout.offsets[index]
     first, last = (start - offset, stop - offset) if stop > start else (0, 0)
@@ -257,7 +258,9 @@ def cut_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
     for key, value in state.items():
         value = slot.form.part(value) if isinstance(value, Tensor) else value
         if isinstance(value, Tensor) and key != "step" and tuple(value.shape) == bucket.places.shapes[index]:
-            # The slice alone is moved to the rank's device: whole states may not fit there.
-            value = bucket.places.flat(index, value)[first:last].to(bucket.device, copy=True)
+            # The slice alone is moved to where it is kept: whole states may not fit there.
+            value = bucket.places.flat(index, value)[first:last].to(device, copy=True)
+        elif isinstance(value, Tensor) and index < bucket.spec.apart:
+            value = value.to(device)  # whatever kernels count with
         cut[key] = value
     return cut

@@ -4,6 +4,7 @@ Owns the sums behind `zero.memory()` and `zero.traffic()`. Measured numbers come
 `table/bytes.py` predicts the others from records alone.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.slot import slot_of
 from zeroshard.core.unit import Unit
-from zeroshard.table.bytes import Updates, kept_bytes, predict, step_bytes
+from zeroshard.table.bytes import Updates, apart_masters_bytes, kept_bytes, predict, step_bytes
 from zeroshard.table.trace import Memory
 
 __all__ = ["TREATED", "measure", "predict_step_bytes"]
@@ -26,7 +27,10 @@ def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
     buckets = [bucket for unit in engine.units for bucket in unit.buckets]
     parameters, masters, padding = kept_bytes([bucket.spec for bucket in buckets])
     gradients, more = (sum(column) for column in zip((0, 0), *(b.grads.nbytes for b in buckets), strict=True))
-    states, counters = _count_states(optimizers)
+    states, counters, apart = _count_states(optimizers)
+    for bucket in buckets:
+        apart[bucket.spec.row.states.memory] += apart_masters_bytes(bucket.spec)
+        apart["host"] += bucket.grads.apart_bytes
     now = {
         "parameters": parameters,
         "gradients": gradients,
@@ -34,6 +38,7 @@ def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
         "padding": padding + more + counters,
         "transient": engine.ledger.now["transient"],
     }
+    now |= {memory: apart[memory] for memory in ("host", "file") if apart[memory] or memory in engine.ledger.peak}
     now |= {column: engine.ledger.now[column] for column in TREATED if column in engine.ledger.now}
     for column, nbytes in now.items():
         engine.ledger.note(column, nbytes)
@@ -51,14 +56,17 @@ def _updates(optimizer: ShardedOptimizer) -> Updates:
     return Updates([(slot.bucket.spec, slot.index) for slot in slots], *(optimizer.state_cost or (0, 0)))
 
 
-def _count_states(optimizers: Sequence[ShardedOptimizer]) -> tuple[int, int]:
-    """Return the bytes of states as (one element for each of a slice, counters)."""
-    states = counters = 0
+def _count_states(optimizers: Sequence[ShardedOptimizer]) -> tuple[int, int, Counter[str]]:
+    """Return the bytes of states as (one element for each of a slice, counters, the same elsewhere by memory)."""
+    states, counters, apart = 0, 0, Counter[str]()
     for one in optimizers:
         for master in one.masters:
+            spec, index = slot_of(master).bucket.spec, slot_of(master).index
             for key, value in one.optimizer.state.get(master, {}).items():
-                if is_cut(key, value, master):
+                if is_cut(key, value, master) and index < spec.apart:
+                    apart[spec.row.states.memory] += value.nbytes
+                elif is_cut(key, value, master):
                     states += value.nbytes
                 elif isinstance(value, torch.Tensor):
                     counters += value.nbytes
-    return states, counters
+    return states, counters, apart
