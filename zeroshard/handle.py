@@ -38,6 +38,7 @@ from zeroshard.state import accounting
 from zeroshard.state.admission import state_cost
 from zeroshard.state.average import Average, count_averages
 from zeroshard.state.copies import check_copies
+from zeroshard.state.elsewhere import check_streamed, make_apart, reserve, source_of
 from zeroshard.state.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
 from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
@@ -53,6 +54,7 @@ from zeroshard.table.settings import Settings
 from zeroshard.table.stages import name_of_row
 from zeroshard.table.trace import Ledger, Memory, Trace, Traffic
 from zeroshard.torch_private import check_torch
+from zeroshard.wire.apart import Apart
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh, current_mesh
 from zeroshard.wire.transports import make_comm
@@ -182,9 +184,11 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
         comm = make_comm(described.mesh, settings, ledger)
     check_equal(described.mesh, comm, facts_of(described, VERSION))
     check_torch()
+    with accepted_by_all(described.mesh, "zs.shard()"):
+        apart = make_apart(described)
     cell, plans = described.row.activations, described.plans
-    engine = build(described, comm, ledger, treatment_of(cell, plans, comm, ledger))
-    zero = Zero(engine, described)
+    engine = build(described, comm, ledger, treatment_of(cell, plans, comm, ledger), apart)
+    zero = Zero(engine, described, apart)
     hooks = wire(engine, described.model, plans, settings.forward_methods, described.precision)
     recompute_units(cell, plans, hooks, engine.saved, ledger)
     warn_if_whole(described.mesh, engine.units, described.plans)
@@ -216,7 +220,8 @@ class Zero:
     ```
     """
 
-    def __init__(self, engine: Engine, described: Described) -> None:
+    def __init__(self, engine: Engine, described: Described, apart: Apart | None = None) -> None:
+        self._apart, self._specs = apart, described.units
         self._engine, self._model, self._elementwise = engine, described.model, described.settings.elementwise
         self._sharded: list[ShardedOptimizer] = []
         self._chosen: list[str] = []
@@ -294,6 +299,8 @@ class Zero:
         engine.order.barrier(f"attach() of optimizer {number}")
         try:
             check_optimizers(self._model, [optimizer], self.residency, self._elementwise, is_final=False)
+            check_streamed(self.residency, self._specs, [optimizer])
+            reserve(self._apart, self._specs, [optimizer], has_masters=False)
         except (TypeError, ValueError) as error:
             tell_refusal(engine.mesh, engine.comm, error)
             raise
@@ -305,6 +312,7 @@ class Zero:
         move_states(optimizer, self.mesh.device)
         self._chosen += choose_kernels(self._engine.guard, optimizer)
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded), state_cost(optimizer)))
+        self._sharded[-1].source = source_of(self._engine, self._apart, self._sharded[-1])
         if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
             optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step)
 

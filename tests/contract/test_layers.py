@@ -16,6 +16,7 @@ LAYERS = (
     "tree",
     "torch_private",
     "devices",
+    "store",
     "describe",
     "wire",
     "core",

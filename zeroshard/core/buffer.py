@@ -12,7 +12,7 @@ Note: the life of a parameter's bytes
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -80,6 +80,7 @@ class Bucket:
         if spec.has_masters:
             self._masters[1] = torch.zeros_like(rounded[cut:], dtype=dtypes.master)
             self._rounded.append((rounded[cut:], self._masters[1]))
+        self._rooms: dict[tuple[Hashable, torch.dtype], Tensor] = {}
         self.parameters: list[torch.nn.Parameter] = []
         """The model's parameters that are views of it, in order."""
         self.changes = Changes(spec.names, self.parameters, self.full, is_whole=spec.is_whole)
@@ -140,15 +141,46 @@ class Bucket:
         if not self.spec.is_whole:
             self.shard.copy_(self.own)
 
-    def follow_masters(self) -> None:
-        """Round the masters into the parameters that this rank keeps; `count_update` follows, once all are whole."""
+    def follow_masters(self, *, is_apart_done: bool = False) -> None:
+        """Round the masters into the parameters that this rank keeps; `count_update` follows, once all are whole.
+
+        Args:
+            is_apart_done: whether those in another memory have been followed (`follow_part`).
+        """
         self.updates += 1
         with torch.no_grad():
             for rounded, masters in self._rounded:
-                if self._apart is not None and masters is self._masters[0]:
-                    self._apart.bring(rounded, masters)
-                else:
+                if self._apart is None or masters is not self._masters[0]:
                     rounded.copy_(masters)
+                elif not is_apart_done:
+                    self._apart.bring(rounded, masters)
+
+    def follow_part(self, start: int, values: Tensor) -> None:
+        """Round updated masters into parameters: those in the other memory, from the `start`-th of them on."""
+        assert self._apart is not None, "nothing is elsewhere"
+        with torch.no_grad():
+            self._apart.bring(self._rounded[0][0][start : start + values.numel()], values)
+
+    def apart_values(self, key: Hashable = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return what lies in the other memory: the masters, or a state, whose place is made if there is none."""
+        if dtype is None:
+            return self._masters[0]
+        if (key, dtype) not in self._rooms:
+            assert self._apart is not None, "nothing is elsewhere"
+            self._rooms[key, dtype] = self._apart.zeros(self._masters[0].numel(), dtype)
+        return self._rooms[key, dtype]
+
+    def room(self, index: int, key: Hashable, dtype: torch.dtype) -> Tensor:
+        """Return memory, with any content, for a state of parameter `index`: where its masters lie."""
+        start, stop = self.master_range(index)
+        if index >= self.spec.apart or start == stop:
+            return torch.empty(stop - start, dtype=dtype, device=self.master(index).device)
+        return self.apart_values(key, dtype)[start - self.spec.states[0] : stop - self.spec.states[0]]
+
+    def entry(self, index: int) -> Tensor:
+        """Return what the optimizer holds of parameter `index`, beside its states."""
+        masters = self.master(index)
+        return masters if self._apart is None or index >= self.spec.apart else self._apart.entry(masters)
 
     def count_update(self) -> None:
         """Let autograd know of an update, where it is autograd that checks tensors of parameters that stay whole."""

@@ -74,7 +74,7 @@ def _copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Iterator[
             is_everywhere = slot.bucket.spec.updates_all
             if is_everywhere or has_replicas:
                 if slot.bucket.spec.has_masters or slot.index < slot.bucket.spec.apart:
-                    yield Copy(f"the master values of '{slot.name}'", master, is_everywhere)
+                    yield Copy(f"the master values of '{slot.name}'", slot.bucket.master(slot.index), is_everywhere)
                 for key, value in sorted(one.optimizer.state.get(master, {}).items()):
                     if is_cut(key, value, master):
                         yield Copy(f"{key} of '{slot.name}'", value, is_everywhere)

@@ -24,13 +24,17 @@ from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import accept_in_foreach
 from zeroshard.wire.apart import Apart
 from zeroshard.wire.comm import Comm
-from zeroshard.wire.transports import MEMORIES
 
 __all__ = ["build", "move_states", "spread"]
 
 
-def build(described: Described, comm: Comm, ledger: Ledger, treatment: Treatment | None) -> Engine:
+def build(
+    described: Described, comm: Comm, ledger: Ledger, treatment: Treatment | None, apart: Apart | None = None
+) -> Engine:
     """Take a model over, unit by unit, and return its engine, which no hook calls yet.
+
+    Args:
+        apart: the memory for states that are elsewhere.
 
     Collective: broadcast of parameters and buffers from rank 0; every rank must call.
     """
@@ -38,8 +42,6 @@ def build(described: Described, comm: Comm, ledger: Ledger, treatment: Treatment
     # hold types only, and adding twice changes nothing.
     accept_in_foreach(LogicalGradient, MasterGradient, MasterSlice)
     model, made = described.model, dict[int, Unit]()
-    states = described.row.states
-    apart = MEMORIES[states.memory](described.mesh.device, states) if states.memory in MEMORIES else None
     for number in materialize(model, described.plans, described.mesh, described.source):
         made[number] = _make_unit(number, described, comm, ledger, apart)
         # Taken over and released before the next is made: never more than one unit is there twice, and of a model that

@@ -23,8 +23,10 @@ class Cell(ABC):
     word: str
     memory: Literal["device", "host", "file"] = "device"
     """Where what is kept lies between uses."""
-    folder = ""
-    staging_bytes = 0
+    fraction: float = 1.0
+    folder: str = ""
+    staging_bytes: int = 0
+    """How much of it lies in another memory, and more about that: see `Elsewhere`."""
     moment: Literal["always", "used"] = "always"
     """When what is kept must be on the device: all the time, or while it is used."""
 
@@ -133,7 +135,8 @@ class Elsewhere(Cell):
         return self.inner
 
     def __str__(self) -> str:
-        place = {"host": "on the host", "file": f"in files under {self.folder}"}[self.memory]
+        # Not which folder: ranks may have others each.
+        place = {"host": "on the host", "file": "in files"}[self.memory]
         return f"{self.inner}, {f'{self.fraction:.0%} ' * (self.fraction < 1)}{place}"
 
 

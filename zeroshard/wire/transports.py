@@ -13,7 +13,7 @@ from zeroshard.table.cells import Cell
 from zeroshard.table.settings import Settings
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Messages
-from zeroshard.wire.apart import Apart, HostApart
+from zeroshard.wire.apart import Apart, FileApart, HostApart
 from zeroshard.wire.codec import Codec, Rounded
 from zeroshard.wire.comm import Comm, SoloComm
 from zeroshard.wire.gloo import GlooComm
@@ -28,7 +28,7 @@ __all__ = ["MEMORIES", "codec_of", "make_comm"]
 CODECS: Mapping[str, type[Codec]] = MappingProxyType({})
 """The codecs besides dtypes; `table/spec.py` has the sizes of each."""
 
-MEMORIES: Mapping[str, Callable[[torch.device, Cell], Apart]] = MappingProxyType({"host": HostApart})
+MEMORIES: Mapping[str, Callable[[torch.device, Cell], Apart]] = MappingProxyType({"host": HostApart, "file": FileApart})
 """Memory beside the device's for what this rank alone reads, by the word of a cell."""
 
 
