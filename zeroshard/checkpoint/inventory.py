@@ -95,6 +95,8 @@ def state_items(optimizers: Sequence[ShardedOptimizer]) -> list[Item]:
     """Return the states that have a value for each element of a parameter."""
     items = []
     for number, one in enumerate(optimizers):
+        if one.source is not None:
+            one.source.check()
         for master in one.masters:
             slot = slot_of(master)
             state = {key: v for key, v in one.optimizer.state.get(master, {}).items() if is_cut(key, v, master)}

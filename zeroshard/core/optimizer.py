@@ -39,6 +39,9 @@ class Source(Protocol):
     def has_failed(self) -> bool:
         """Whether a piece could not be brought or taken away; `agree` raises then."""
 
+    def check(self) -> None:
+        """Raise if states are lost."""
+
     def pieces(self, sharded: "ShardedOptimizer") -> Iterable[Piece]:
         """Return the parts of an update."""
 

@@ -56,6 +56,10 @@ class Streams:
         self.moving: set[Future[Any]] = set()
         """Reads and writes under way."""
 
+    def check(self) -> None:
+        """See `Source`."""
+        self.disk.check()
+
     def pieces(self, sharded: ShardedOptimizer) -> Iterator[Piece]:
         """Yield first what is in memory, then the rest in the order of units."""
         wait(self.moving)  # after an exception, whose pieces nobody closed
