@@ -118,7 +118,7 @@ class Streams:
         sharded.put_back()
         texts = comm.texts(str(failure), "what failed")
         rank = next(rank for rank, text in enumerate(texts) if text)
-        self.disk.fail(f"rank {rank}: {texts[rank]}")
+        self.disk.failure = f"rank {rank}: {texts[rank]}"  # the same text on all ranks
         self.disk.check()
 
 
