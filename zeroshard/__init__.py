@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zeroshard.checkpoint.load import Loaded
     from zeroshard.checkpoint.verify import latest, list_checkpoints
     from zeroshard.core.version import VERSION as __version__
+    from zeroshard.describe.offload import Offload
     from zeroshard.describe.precision import Precision
     from zeroshard.describe.treatments import activations_of
     from zeroshard.handle import Zero, shard
@@ -46,6 +47,7 @@ __all__ = [
     "Loaded",
     "Memory",
     "Mesh",
+    "Offload",
     "Offloaded",
     "Partitioned",
     "Plan",
@@ -91,6 +93,7 @@ _MODULES = MappingProxyType(
         "Loaded": "zeroshard.checkpoint.load",
         "Memory": "zeroshard.table.trace",
         "Mesh": "zeroshard.wire.mesh",
+        "Offload": "zeroshard.describe.offload",
         "Offloaded": "zeroshard.table.activations",
         "Partitioned": "zeroshard.table.activations",
         "Plan": "zeroshard.plan.result",

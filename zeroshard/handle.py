@@ -30,6 +30,7 @@ from zeroshard.core.slot import Form
 from zeroshard.core.states import Scope
 from zeroshard.core.unit import Unit
 from zeroshard.core.version import VERSION
+from zeroshard.describe.offload import OffloadLike
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.report.profile import Profile
@@ -38,6 +39,7 @@ from zeroshard.state.access import open_states
 from zeroshard.state.admission import state_cost
 from zeroshard.state.average import Average, count_averages
 from zeroshard.state.copies import check_copies
+from zeroshard.state.elsewhere import check_streamed, make_apart, reserve, source_of
 from zeroshard.state.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
 from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
@@ -54,6 +56,7 @@ from zeroshard.table.settings import Settings
 from zeroshard.table.stages import name_of_row
 from zeroshard.table.trace import Ledger, Memory, Trace, Traffic
 from zeroshard.torch_private import check_torch
+from zeroshard.wire.apart import Apart
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh, current_mesh
 from zeroshard.wire.transports import make_comm
@@ -100,6 +103,7 @@ def shard(
     stage: int | Literal["auto"] | None = None,
     residency: Residency | str | None = None,
     activations: ActivationsLike = None,
+    offload: OffloadLike = None,
     precision: str | Precision = "fp32",
     units: Sequence[object] | None = None,
     mesh: DeviceMesh | int | None = None,
@@ -124,6 +128,8 @@ def shard(
             names such as "recompute" or "recompute+partition+offload" (docs/activations.md has all), cells such as
             `zs.Recomputed(every=4)`, a sequence of them, or a mapping from patterns of unit names to these. By default
             activations are kept.
+        offload: what lies in memory of the host, or in files, instead of on the device: "host" or a folder for the
+            optimizer's states, master weights and gradients, or a `zs.Offload` for a part of them (docs/offload.md).
         precision: "fp32" (all as it is), "bf16", "fp16" (with a dynamic loss scale), or a `Precision`.
         units: what is gathered and reduced together: modules, classes or class names; by default blocks are found in
             lists, sequences and dictionaries of modules, also nested, and small ones joined.
@@ -167,7 +173,7 @@ def shard(
     ```
     """
     asked = Request(
-        model, optimizer, stage, residency, activations, precision, units, mesh, reduction, weights, settings
+        model, optimizer, stage, residency, activations, offload, precision, units, mesh, reduction, weights, settings
     )
     return shard_over(asked, current_mesh(place_of(model)), make_comm)
 
@@ -184,9 +190,11 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
         comm = make_comm(described.mesh, settings, ledger)
     check_equal(described.mesh, comm, facts_of(described, VERSION))
     check_torch()
+    with accepted_by_all(described.mesh, "zs.shard()"):
+        apart = make_apart(described)
     cell, plans = described.row.activations, described.plans
-    engine = build(described, comm, ledger, treatment_of(cell, plans, comm, ledger))
-    zero = Zero(engine, described)
+    engine = build(described, comm, ledger, treatment_of(cell, plans, comm, ledger), apart)
+    zero = Zero(engine, described, apart)
     hooks = wire(engine, described.model, plans, settings.forward_methods, described.precision)
     recompute_units(cell, plans, hooks, engine.saved, ledger)
     warn_if_whole(described.mesh, engine.units, described.plans)
@@ -218,7 +226,8 @@ class Zero:
     ```
     """
 
-    def __init__(self, engine: Engine, described: Described) -> None:
+    def __init__(self, engine: Engine, described: Described, apart: Apart | None = None) -> None:
+        self._apart, self._specs = apart, described.units
         self._engine, self._model, self._elementwise = engine, described.model, described.settings.elementwise
         self._sharded: list[ShardedOptimizer] = []
         self._chosen: list[str] = []
@@ -304,6 +313,8 @@ class Zero:
         engine.order.barrier(f"attach() of optimizer {number}")
         try:
             check_optimizers(self._model, [optimizer], self.residency, self._elementwise, is_final=False)
+            check_streamed(self.residency, self._specs, [optimizer])
+            reserve(self._apart, self._specs, [optimizer], has_masters=False)
         except (TypeError, ValueError) as error:
             tell_refusal(engine.mesh, engine.comm, error)
             raise
@@ -317,6 +328,7 @@ class Zero:
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded), state_cost(optimizer)))
         open_states(self._engine, self._sharded[-1])
         give_sums(self._engine, optimizer)
+        self._sharded[-1].source = source_of(self._engine, self._apart, self._sharded[-1])
         if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
             optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step)
 

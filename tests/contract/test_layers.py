@@ -17,6 +17,7 @@ LAYERS = (
     "callers",
     "torch_private",
     "devices",
+    "store",
     "describe",
     "optim",
     "wire",

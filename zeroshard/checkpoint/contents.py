@@ -185,4 +185,4 @@ def _crc32_of(values: Iterable[object]) -> int:
 def _digest(values: Iterable[torch.Tensor]) -> int:
     """Return a number that shows a difference of bits: of the sums of their integers, taken where the values are."""
     sums = [value.view(_INTEGERS[value.itemsize]).sum(dtype=torch.int64) for value in values]
-    return zlib.crc32(repr(torch.stack(sums).tolist()).encode()) if sums else 0
+    return zlib.crc32(repr(torch.stack([one.to(sums[0].device) for one in sums]).tolist()).encode()) if sums else 0

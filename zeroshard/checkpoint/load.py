@@ -34,13 +34,14 @@ from zeroshard.checkpoint.manifest import EXTRA
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.reader import CheckpointReader, Source
 from zeroshard.checkpoint.together import agree_equal, begin, together
-from zeroshard.checkpoint.values import bytes_of, decode, dtype_of, tensor_of
+from zeroshard.checkpoint.values import PIECE_NUMEL, bytes_of, decode, dtype_of, tensor_of
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.optim.packed import pack, parts_of
 from zeroshard.state.masters import follow_masters
 from zeroshard.state.owned import like_parameter
+from zeroshard.store.stored import is_stored
 from zeroshard.table.errors import CheckpointError
 
 __all__ = ["Content", "Loaded", "load", "read_content", "to_rows"]
@@ -49,7 +50,6 @@ Tensor = torch.Tensor
 Fill = Callable[[str, int, memoryview], None]
 
 UNCHANGED = "Nothing in memory was changed."
-PIECE_NUMEL = 1 << 20
 MIXED = "Memory is partly changed now: load a checkpoint before going on, or end the run."
 MAX_STEPS = 2**53
 HOW = frozenset(["capturable", "differentiable", "foreach", "fused"])
@@ -229,8 +229,17 @@ def _read(there: Spec, here: Spec, held: tuple[int, int], fill: Fill, target: Te
     dtype = dtype_of(there.dtype)
     start, stop = _range_in(there, here.order, held)
     is_ordered = _is_in_order(there, here.order, held)
-    if is_ordered and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
+    is_here = target.device.type == "cpu" and not is_stored(target)
+    if is_ordered and target.dtype == dtype and is_here and target.is_contiguous():
         fill(there.name, start, bytes_of(target))
+        return
+    if is_ordered and not is_here:
+        # In pieces: not even one tensor need fit into memory.
+        for piece in target.split(PIECE_NUMEL):
+            values = torch.empty(piece.numel(), dtype=dtype)
+            fill(there.name, start, bytes_of(values))
+            piece.copy_(values)
+            start += piece.numel()
         return
     values = torch.empty(stop - start, dtype=dtype)
     fill(there.name, start, bytes_of(values))
@@ -362,11 +371,11 @@ def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, cast:
                     parts = parts_of(one.optimizer, before)
                     for key, name in keys[place, slot.name]:
                         there = None if key in parts else before.get(key)
-                        state[key] = _read_state(content.reader, name, master, there, cast)
+                        state[key] = _read_state(content.reader, name, master, key, there, cast)
                     one.optimizer.state[master] = pack(one.optimizer, state)
 
 
-def _read_state(reader: CheckpointReader, name: str, master: Tensor, before: Any, cast: bool) -> Tensor:
+def _read_state(reader: CheckpointReader, name: str, master: Tensor, key: Any, before: Any, cast: bool) -> Tensor:
     slot, there = slot_of(master), reader.states[name]
     if slot.updater is not None:
         values = torch.empty(there.numel, dtype=dtype_of(there.dtype))
@@ -375,7 +384,7 @@ def _read_state(reader: CheckpointReader, name: str, master: Tensor, before: Any
     here = Spec(there.kind, name, there.dtype, there.shape, order_of(slot))
     dtype = dtype_of(there.dtype)
     can_stay = isinstance(before, Tensor) and before.shape == master.shape and (before.dtype == dtype or cast)
-    state: Tensor = before if can_stay else torch.empty(master.shape, dtype=dtype, device=master.device)
+    state: Tensor = before if can_stay else slot.bucket.room(slot.index, key, dtype)
     _read(there, here, held_range(slot), reader.fill_state, state)
     return state
 
@@ -384,7 +393,7 @@ def _place(key: str, value: Any, group: Mapping[str, Any], slot: Slot) -> Any:
     """Return a state beside the elements on the device where torch wants it: counters stay on the CPU by default."""
     if not isinstance(value, Tensor) or (key == "step" and not (group.get("fused") or group.get("capturable"))):
         return value
-    return value.to(slot.bucket.device)
+    return value.to(slot.bucket.master(slot.index).device)
 
 
 def _like(value: Any, before: Any) -> Any:

@@ -35,7 +35,7 @@ from zeroshard.checkpoint.commit import (
 from zeroshard.checkpoint.contents import ADVICE, COMMITTED, LOOK, Plan, agree_on, make_plan
 from zeroshard.checkpoint.manifest import FileEntry
 from zeroshard.checkpoint.together import begin, together
-from zeroshard.checkpoint.values import bytes_of
+from zeroshard.checkpoint.values import PIECE_NUMEL, bytes_of
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.state.owned import owned_states
@@ -111,7 +111,8 @@ class Saver:
         entries = {}
         with together(engine, f"{what}: writing tensors", ADVICE):
             for name in plan.files_of(rank):
-                parts = (bytes_of(value) for value in plan.values(name))
+                pieces = (piece for value in plan.values(name) for piece in value.split(PIECE_NUMEL))
+                parts = map(bytes_of, pieces)
                 entries[name] = write_tensors(plan, folder, name, parts)
         written = _exchange(engine, plan, entries)
         with together(engine, f"{what}: writing the manifest", ADVICE):

@@ -15,10 +15,12 @@ import torch
 
 from zeroshard.table.errors import CheckpointError
 
-__all__ = ["bytes_of", "check_key", "decode", "dtype_name", "dtype_of", "encode", "tensor_of"]
+__all__ = ["PIECE_NUMEL", "bytes_of", "check_key", "decode", "dtype_name", "dtype_of", "encode", "tensor_of"]
 
 Tensor = torch.Tensor
 
+PIECE_NUMEL = 1 << 20
+"""How much of a tensor is read or written at a time, where it is not in memory already."""
 MAX_DEPTH = 64
 MAX_DIMS = 64
 MAX_ALIKE = 16

@@ -12,7 +12,7 @@ Note: the life of a parameter's bytes
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -21,8 +21,9 @@ from zeroshard.core.grads import FlatGradients, Gradients, LooseGradients, Place
 from zeroshard.core.precision import Dtypes
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
+from zeroshard.wire.apart import Apart
 from zeroshard.wire.pool import Pool
-from zeroshard.wire.transports import MEMORIES, codec_of
+from zeroshard.wire.transports import codec_of
 
 __all__ = ["Bucket"]
 
@@ -36,10 +37,17 @@ class Bucket:
         spec: what it holds, and where each column of it lives.
         parameters: as they are in the model, in registration order, on any device.
         device: the rank's.
+        apart: the memory for states that are elsewhere; None where there are none.
     """
 
     def __init__(
-        self, spec: BucketSpec, parameters: Sequence[Tensor], pool: Pool, ledger: Ledger, device: torch.device
+        self,
+        spec: BucketSpec,
+        parameters: Sequence[Tensor],
+        pool: Pool,
+        ledger: Ledger,
+        device: torch.device,
+        apart: Apart | None = None,
     ) -> None:
         self.spec, self.layout, self.number = spec, spec.layout, spec.number
         self.dtypes = dtypes = Dtypes(spec.formats)
@@ -56,15 +64,23 @@ class Bucket:
         self.flat: FlatGradients | None = None
         """The gradients where they are summed over ranks."""
         if spec.lands_on_sums:
-            self.grads: Gradients = LooseGradients(spec, self.places, dtypes.grad, ledger)
+            self.grads: Gradients = LooseGradients(spec, self.places, dtypes.grad, ledger, device)
         else:
             self.grads = self.flat = FlatGradients(spec, self.places, dtypes.grad, ledger, pool, self.device)
         self.views = self.places.views_of(self.full)
-        self._rounded = self.full if spec.updates_all else self.shard
-        self.masters = self._rounded
-        """What the optimizer updates; the parameters themselves unless these are copied from it."""
+        rounded, self._apart = self.full if spec.updates_all else self.shard, apart
+        cut = spec.apart_states[1] - spec.states[0]
+        self._masters = [rounded[:cut], rounded[cut:]]
+        """What the optimizer updates, elsewhere and here; the parameters themselves unless these are copied from it."""
+        self._rounded: list[tuple[Tensor, Tensor]] = []
+        """Parameters, and the masters that they are copied from."""
+        if apart is not None and spec.apart:
+            self._masters[0] = apart.zeros(cut, dtypes.master)
+            self._rounded.append((rounded[:cut], self._masters[0]))
         if spec.has_masters:
-            self.masters = MEMORIES[spec.row.states.memory]().zeros(self._rounded.numel(), dtypes.master, self.device)
+            self._masters[1] = torch.zeros_like(rounded[cut:], dtype=dtypes.master)
+            self._rounded.append((rounded[cut:], self._masters[1]))
+        self._rooms: dict[tuple[Hashable, torch.dtype], Tensor] = {}
         self.parameters: list[torch.nn.Parameter] = []
         """The model's parameters that are views of it, in order."""
         self.changes = Changes(spec.names, self.parameters, self.full, is_whole=spec.is_whole)
@@ -104,9 +120,10 @@ class Bucket:
         with torch.no_grad():
             if not self.spec.is_whole:
                 self.shard.copy_(values[slice(*self.spec.shard)])
-            if self.spec.has_masters:
-                is_changed = self.masters.to(self.dtype) != self._rounded
-                self.masters.copy_(torch.where(is_changed, self._rounded.to(self.masters.dtype), self.masters))
+            for rounded, masters in self._rounded:
+                now = rounded.to(masters.device)
+                is_changed = masters.to(self.dtype) != now
+                masters.copy_(torch.where(is_changed, now.to(masters.dtype), masters))
 
     def start_values(self) -> Tensor:
         """Return (full_numel,) to write the first values to, in the masters' dtype; then call `set_start`."""
@@ -116,16 +133,53 @@ class Bucket:
         """Take the first values over."""
         if self.spec.has_masters:
             self.full.copy_(values)
-            self.masters.copy_(values[slice(*self.spec.states)])
+        first, cut = self.spec.apart_states
+        for _, masters in self._rounded:
+            start = first if masters is self._masters[0] else cut
+            masters.copy_(values[start : start + masters.numel()])
         if not self.spec.is_whole:
             self.shard.copy_(self.own)
 
-    def follow_masters(self) -> None:
-        """Round the masters into the parameters that this rank keeps; `count_update` follows, once all are whole."""
+    def follow_masters(self, *, is_apart_done: bool = False) -> None:
+        """Round the masters into the parameters that this rank keeps; `count_update` follows, once all are whole.
+
+        Args:
+            is_apart_done: whether those in another memory have been followed (`follow_part`).
+        """
         self.updates += 1
-        if self.spec.has_masters:
-            with torch.no_grad():
-                self._rounded.copy_(self.masters)
+        with torch.no_grad():
+            for rounded, masters in self._rounded:
+                if self._apart is None or masters is not self._masters[0]:
+                    rounded.copy_(masters)
+                elif not is_apart_done:
+                    self._apart.bring(rounded, masters)
+
+    def follow_part(self, start: int, values: Tensor) -> None:
+        """Round updated masters into parameters: those in the other memory, from the `start`-th of them on."""
+        assert self._apart is not None, "nothing is elsewhere"
+        with torch.no_grad():
+            self._apart.bring(self._rounded[0][0][start : start + values.numel()], values)
+
+    def apart_values(self, key: Hashable = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return what lies in the other memory: the masters, or a state, whose place is made if there is none."""
+        if dtype is None:
+            return self._masters[0]
+        if (key, dtype) not in self._rooms:
+            assert self._apart is not None, "nothing is elsewhere"
+            self._rooms[key, dtype] = self._apart.zeros(self._masters[0].numel(), dtype)
+        return self._rooms[key, dtype]
+
+    def room(self, index: int, key: Hashable, dtype: torch.dtype) -> Tensor:
+        """Return memory, with any content, for a state of parameter `index`: where its masters lie."""
+        start, stop = self.master_range(index)
+        if index >= self.spec.apart or start == stop:
+            return torch.empty(stop - start, dtype=dtype, device=self.master(index).device)
+        return self.apart_values(key, dtype)[start - self.spec.states[0] : stop - self.spec.states[0]]
+
+    def entry(self, index: int) -> Tensor:
+        """Return what the optimizer holds of parameter `index`, beside its states."""
+        masters = self.master(index)
+        return masters if self._apart is None or index >= self.spec.apart else self._apart.entry(masters)
 
     def count_update(self) -> None:
         """Let autograd know of an update, where it is autograd that checks tensors of parameters that stay whole."""
@@ -139,4 +193,6 @@ class Bucket:
     def master(self, index: int) -> Tensor:
         """Return what the optimizer updates of parameter `index`: a flat view, possibly of 0 elements."""
         start, stop = self.master_range(index)
-        return self.masters[start - self.spec.states[0] : stop - self.spec.states[0]]
+        is_here = index >= self.spec.apart
+        first = self.spec.apart_states[is_here]
+        return self._masters[is_here][start - first : stop - first]

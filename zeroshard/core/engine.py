@@ -93,7 +93,7 @@ class Engine:
         self.loss_scale: LossScale | None = None
         self.is_skipping = False
         """Whether the step under way is skipped because gradients overflowed: no slice has a gradient then."""
-        self.guard = guard_of(comm)
+        self.guard = guard_of(comm, updates_on_host=any(b.spec.apart for unit in units for b in unit.buckets))
         self.unread: Callable[[], None] | None = None
         """What reads, and acts on, whether the last update was skipped; None where the host knows."""
         self._frames: list[Frame] = []

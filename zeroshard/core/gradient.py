@@ -217,11 +217,11 @@ class MasterSlice(torch.nn.Parameter):
         if owner is not None and owner.is_skipping:
             return None
         part = part_of(slot) if slot.master_grad is None else slot.master_grad
-        if grads.dtype is self.dtype:
+        if grads.dtype is self.dtype and not slot.crosses:
             return part
         # Optimizers want one dtype: gradients held in another are converted for the update alone, once a step.
         if slot.wide is None or slot.wide[0] != version_of(part):
-            slot.wide = version_of(part), _master_gradient(part.to(self.dtype), slot)
+            slot.wide = version_of(part), _master_gradient(part.to(self.device, self.dtype), slot)
         return slot.wide[1]
 
     @grad.setter
@@ -238,6 +238,8 @@ class MasterSlice(torch.nn.Parameter):
 
 def part_of(slot: Slot) -> Tensor:
     """Return this rank's elements of a gradient that is there, as they are held."""
+    if (landing := slot.bucket.grads.landing) is not None:
+        landing.wait()
     if slot.master_grad is None:
         part = slot.bucket.grads.part(slot.index)
         slot.master_grad = part if slot.is_whole else _master_gradient(part, slot)
@@ -398,11 +400,15 @@ def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_ours or (isinstance(target, MasterGradient) and target.dtype != target._slot.bucket.dtypes.grad):
             parts.append(target)
     with torch.no_grad(), NoSubclasses():
-        if name.startswith("_foreach_"):
-            getattr(torch, name)(parts, *args[1:], **kwargs)
-        else:
-            for part in parts:
-                getattr(part, name)(*args[1:], **kwargs)
+        for device in {part.device: None for part in parts}:
+            # A number may be on the device while gradients are on the host.
+            rest = [one.to(device) if isinstance(one, Tensor) else one for one in args[1:]]
+            mine = [part for part in parts if part.device == device]
+            if name.startswith("_foreach_"):
+                getattr(torch, name)(mine, *rest, **kwargs)
+            else:
+                for part in mine:
+                    getattr(part, name)(*rest, **kwargs)
     return args[0]
 
 

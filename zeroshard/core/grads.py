@@ -24,6 +24,7 @@ from zeroshard.core.states import Own, Scope, Sum
 from zeroshard.table.spec import BucketSpec, Range
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import foreach_copy_, foreach_mul_, users_of_storage
+from zeroshard.wire.apart import Landing
 from zeroshard.wire.pool import Pool
 
 __all__ = ["FlatGradients", "Gradients", "Local", "LooseGradients", "Places"]
@@ -76,7 +77,9 @@ class Places:
 class Gradients(ABC):
     """The gradients of one bucket."""
 
-    def __init__(self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger) -> None:
+    def __init__(
+        self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger, device: torch.device
+    ) -> None:
         self.spec, self.dtype = spec, dtype
         self._places, self._ledger = places, ledger
         count = len(places.shapes)
@@ -84,6 +87,17 @@ class Gradients(ABC):
         """Of each parameter: the state of this rank's gradient, and of what is held."""
         self.scope = Scope.ALL
         """Over which ranks what is held was summed: over all, or within this rank's copy of the state."""
+        self.landing = Landing(device) if spec.apart_gradients else None
+        """What leaves gradients on the host, where some lie there; else None."""
+        self._apart_bytes = 0
+
+    @property
+    def apart_bytes(self) -> int:
+        """Bytes of the gradients that lie on the host."""
+        return self._apart_bytes
+
+    def _count_apart(self, nbytes: int) -> None:
+        self._apart_bytes += nbytes
 
     @property
     def has_local(self) -> bool:
@@ -172,8 +186,10 @@ class Gradients(ABC):
 class LooseGradients(Gradients):
     """Those of one rank: each stays the tensor that autograd made, since nothing is summed over ranks."""
 
-    def __init__(self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger) -> None:
-        super().__init__(spec, places, dtype, ledger)
+    def __init__(
+        self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger, device: torch.device
+    ) -> None:
+        super().__init__(spec, places, dtype, ledger, device)
         self._held: list[Tensor | None] = [None] * len(self.own)
         self._hot: dict[int, Tensor | None] = {}
         """Sums of gradients that nobody could change since they landed; None of those that somebody was shown."""
@@ -181,6 +197,9 @@ class LooseGradients(Gradients):
     def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
         """See `Gradients`."""
         held = self._held[index]
+        if self.landing is not None and index < self.spec.apart_gradients:
+            self._land_apart(self.landing, index, grad, scale)
+            return
         if held is not None:
             held.add_(grad if scale == 1.0 else grad.to(self.dtype), alpha=scale)
         else:
@@ -191,15 +210,33 @@ class LooseGradients(Gradients):
             self._hot[index] = held.sum()
         self.own[index] = LOCAL
 
+    def _land_apart(self, landing: Landing, index: int, grad: Tensor, scale: float) -> None:
+        grad, held = grad.to(self.dtype), self._held[index]
+        if held is not None:
+            landing.add(held, grad, scale)
+        else:
+            place = landing.empty(grad.numel(), self.dtype)
+            self._hold(index, held := place.as_strided(self._places.shapes[index], self._places.strides[index]))
+            landing.put(held, grad if scale == 1.0 else grad * scale)
+        self._hot[index], self.own[index] = None, LOCAL
+
     def _hold(self, index: int, held: Tensor) -> None:
         self._held[index] = held
-        self._ledger.add("gradients", held.nbytes)
+        self._count(index, held.nbytes)
+
+    def _count(self, index: int, nbytes: int) -> None:
+        if index < self.spec.apart_gradients:
+            self._count_apart(nbytes)
+        else:
+            self._ledger.add("gradients", nbytes)
 
     def view(self, index: int) -> Tensor:
         """See `Gradients`."""
         held = self._held[index]
         assert held is not None, "a gradient is there that nobody computed"
         self._hot[index] = None
+        if self.landing is not None:
+            self.landing.wait()
         return held
 
     def part(self, index: int) -> Tensor:
@@ -214,9 +251,9 @@ class LooseGradients(Gradients):
 
     def put_shard(self, full: Tensor) -> None:
         """See `Gradients`."""
-        for view, held in zip(self._places.views_of(full), self._held, strict=True):
-            if held is not None:
-                view.copy_(held)
+        for index, view in enumerate(self._places.views_of(full)):
+            if self._held[index] is not None:
+                view.copy_(self.view(index))
 
     def tensors(self) -> list[Tensor]:
         """See `Gradients`."""
@@ -230,7 +267,11 @@ class LooseGradients(Gradients):
     def set_reduced(self, index: int, value: Tensor) -> None:
         """See `Gradients`."""
         self.clear(index)
-        self._hold(index, self._places.dense(index, value.to(self.dtype)))
+        if self.landing is not None and index < self.spec.apart_gradients:
+            self._land_apart(self.landing, index, value, 1.0)
+            self.own[index] = NONE
+        else:
+            self._hold(index, self._places.dense(index, value.to(self.dtype)))
         self.sums[index] = USED
 
     def clear(self, index: int) -> None:
@@ -238,14 +279,14 @@ class LooseGradients(Gradients):
         self.own[index], self.sums[index] = NONE, STALE
         self._hot.pop(index, None)
         held, self._held[index] = self._held[index], None
-        self._ledger.add("gradients", 0 if held is None else -held.nbytes)
+        self._count(index, 0 if held is None else -held.nbytes)
         if not self.has_any:
             self.scope = Scope.ALL
 
     @property
     def nbytes(self) -> tuple[int, int]:
         """See `Gradients`."""
-        return sum(held.nbytes for held in self.tensors()), 0
+        return sum(held.nbytes for held in self._held[self.spec.apart_gradients :] if held is not None), 0
 
 
 @dataclass(frozen=True)
@@ -269,7 +310,7 @@ class FlatGradients(Gradients):
     def __init__(
         self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger, pool: Pool, device: torch.device
     ) -> None:
-        super().__init__(spec, places, dtype, ledger)
+        super().__init__(spec, places, dtype, ledger, device)
         self.lands_together = False
         """Whether gradients wait where autograd left them until `copy_arrived`."""
         self._arrived: dict[int, Tensor] = {}
@@ -280,6 +321,9 @@ class FlatGradients(Gradients):
         self._is_kept = spec.holds_whole_gradients and pool.memory.is_shared
         """Whether other ranks read what is held where it lies; such memory cannot come and go."""
         self.held: Tensor | None = None
+        self._away: Tensor | None = None
+        """The first `_cut` elements of what is held, where these lie on the host."""
+        self._cut = spec.apart_states[1] - spec.states[0] if spec.apart_gradients else 0
         self.local: Tensor | None = None
         self._views: list[Tensor] = []
         self._cuts: dict[Range, Sequence[Tensor]] = {}
@@ -294,9 +338,12 @@ class FlatGradients(Gradients):
         return self.sums.count(STALE) == len(self.sums)
 
     def hold(self) -> Tensor:
-        """Return the buffer that gradients are held in, made at its first use, with any content."""
+        """Return the buffer that gradients are held in on the device, made at its first use, with any content."""
         if self.held is None:
-            numel = self.spec.gradients[1] - self.spec.gradients[0]
+            numel = self.spec.gradients[1] - self.spec.gradients[0] - self._cut
+            if self.landing is not None:
+                self._away = self.landing.empty(self._cut, self.dtype)
+                self._count_apart(self.spec.apart_gradient_bytes)
             if self._is_kept:
                 self.held = self._pool.memory.zeros(numel, self.dtype, self._device)
             else:
@@ -308,7 +355,8 @@ class FlatGradients(Gradients):
         """Give the memory of what is held back; it is needed again when gradients are, and activations are gone."""
         if self.held is not None and not self._is_kept and self.local is not self.held and not self._under_way:
             self._ledger.add("gradients", -self.nbytes[0])
-            self.held, self._views = None, []
+            self._count_apart(-self._apart_bytes)
+            self.held, self._away, self._views = None, None, []
 
     def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
         """See `Gradients`; it moves into `local`."""
@@ -371,7 +419,7 @@ class FlatGradients(Gradients):
             if own is not LOCAL:
                 self._views[index].zero_()
         local = Local(self.local, None, self._views, self.own, self.sums, self.is_first)
-        if copies > 1 and (not local.is_first or self.local is self.held):
+        if copies > 1 and (not local.is_first or self.local is self.held or self._cut):
             local = replace(local, apart=self._pool.take(self._layout.shard_numel, self.dtype, self._device))
         self.local = None
         self._under_way += 1
@@ -394,14 +442,22 @@ class FlatGradients(Gradients):
         yield from self._split(own, self.spec.shard)
 
     def own_shard(self) -> Tensor:
-        """Return this rank's shard of what is held."""
-        return self._cut(*self.spec.shard)
+        """Return this rank's shard of what is held; a copy, where some of it is on the host."""
+        cuts = self._cuts_of(self.spec.shard)
+        return cuts[0] if len(cuts) == 1 else torch.cat([cut.to(self._device) for cut in cuts])
+
+    def keep_shard(self, own: Tensor) -> None:
+        """Take (stop - start,) for this rank's shard of what is held, where it is a copy."""
+        if self.landing is not None and self._away is not None:
+            self.landing.put(self._away, own[: self._cut])
+            self.hold().copy_(own[self._cut :])
 
     def place_of_sum(self, local: "Local") -> Tensor:
         """Return where this rank's shard of the sum goes: straight to what is held where no sum lies there yet."""
         if local.apart is not None:
             return local.apart
-        return self.own_shard() if local.is_first else local.full[slice(*self.spec.shard)]
+        is_straight = local.is_first and not self._cut
+        return self.own_shard() if is_straight else local.full[slice(*self.spec.shard)]
 
     def add_reduced(self, local: "Local", own: Tensor) -> Tensor:
         """Add this rank's shard of the sum to what is held, where it does not lie there already; return `held`.
@@ -415,6 +471,11 @@ class FlatGradients(Gradients):
             for index, one in enumerate(local.sums):
                 if one is STALE:
                     self.part(index).zero_()
+        if self.landing is not None and self._away is not None:
+            first, rest = own.split([self._cut, own.numel() - self._cut])
+            (self.landing.put if local.is_first else self.landing.add)(self._away, first)
+            (held.copy_ if local.is_first else held.add_)(rest)
+        elif not local.is_first and not is_in_place:
             self.own_shard().add_(own)
         elif local.apart is not None:
             self.own_shard().copy_(own)
@@ -424,9 +485,13 @@ class FlatGradients(Gradients):
             self._pool.give(local.apart)
         return held
 
-    def _cut(self, start: int, stop: int) -> Tensor:
-        """Return elements of the bucket, as (start, stop), from what is held."""
-        return self.hold()[start - self.spec.gradients[0] : stop - self.spec.gradients[0]]
+    def _cuts_of(self, place: Range) -> list[Tensor]:
+        """Return elements of the bucket, as (start, stop), from what is held: on the host, if any are, and here."""
+        held, first = self.hold(), self.spec.gradients[0]
+        if self.landing is None or self._away is None:
+            return [held[place[0] - first : place[1] - first]]
+        self.landing.wait()
+        return [self._away, held]  # gradients are sharded then, and this is all of the shard
 
     def _split(self, cut: Tensor, place: Range) -> Sequence[Tensor]:
         """Return the parameters' parts of elements of the bucket, as (start, stop)."""
@@ -436,7 +501,16 @@ class FlatGradients(Gradients):
     def _parts(self, place: Range) -> Sequence[Tensor]:
         """Return the parameters' parts of a range of what is held, made once a step."""
         if (made := self._cuts.get(place)) is None:
-            made = self._cuts[place] = self._split(self._cut(*place), place)
+            if self._away is None:
+                made = self._split(self._cuts_of(place)[0], place)
+            else:
+                # The first parameters are there and the rest is here, where elements are counted from the cut.
+                here, apart, parts = self.hold(), self.spec.apart_gradients, self._parts_in[place]
+                made = [self._away[start:stop] for start, stop in parts[:apart]]
+                made += [here[max(0, start - self._cut) : max(0, stop - self._cut)] for start, stop in parts[apart:]]
+            self._cuts[place] = made
+        if self.landing is not None:
+            self.landing.wait()
         return made
 
     def view(self, index: int) -> Tensor:
@@ -457,7 +531,7 @@ class FlatGradients(Gradients):
         is_all = len(indices) == len(self.sums) and all(map(self.is_known, indices))
         if self.has_local or not is_all:
             return super().parts_of_all(indices)
-        return [self._cut(*self.spec.states)]
+        return self._cuts_of(self.spec.states)
 
     def parts(self, index: int) -> list[Tensor]:
         """See `Gradients`."""
@@ -468,15 +542,17 @@ class FlatGradients(Gradients):
 
     def put_shard(self, full: Tensor) -> None:
         """See `Gradients`."""
-        full[slice(*self.spec.shard)] = self.own_shard()
+        full[slice(*self.spec.shard)] = self.own_shard()  # of any device
 
     def tensors(self) -> list[Tensor]:
         """See `Gradients`."""
-        return [] if self.held is None else [self.held]
+        return [one for one in (self._away, self.held) if one is not None]
 
     def probes(self) -> list[Tensor]:
         """See `Gradients`."""
-        return [self.held if self.spec.updates_all else self.own_shard()] if self.held is not None else []
+        if self.held is None:
+            return []
+        return [self.held] if self.spec.updates_all else self._cuts_of(self.spec.shard)
 
     def set_reduced(self, index: int, value: Tensor) -> None:
         """See `Gradients`."""

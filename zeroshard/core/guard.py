@@ -83,6 +83,8 @@ class Guard(ABC):
         self._comm = comm
         self.waits = 0
         """How often the host has waited for a device before an update."""
+        self.updates_on_host = False
+        """Whether some states lie on the host, beside a device."""
 
     @abstractmethod
     def look(self, sums: Iterable[Tensor]) -> list[Any]:
@@ -141,15 +143,16 @@ class HostGuard(Guard):
 class DeviceGuard(Guard):
     """On a device: a flag there guards the update, and the host reads a copy of it later."""
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, *, updates_on_host: bool) -> None:
         super().__init__(comm)
+        self.updates_on_host = updates_on_host
         self._read_back = Readback
         self._flag: Tensor | None = None
         self._answer: Answer | None = None
 
     def look(self, sums: Iterable[Tensor]) -> list[Tensor]:
         """See `Guard`."""
-        return [_spoiled(parts)] if (parts := list(sums)) else []
+        return [_spoiled(parts, self._comm.mesh.device)] if (parts := list(sums)) else []
 
     def is_fine(self, optimizer: Optimizer, masters: Sequence[Tensor], scale: LossScale | None) -> bool:
         """Know nothing."""
@@ -165,7 +168,7 @@ class DeviceGuard(Guard):
             flags = [torch.cat(scale.noted).amax().view(1)]
         if masters and is_fatal(scale):
             names = [slot_of(master).name for master in masters]
-            flags.append(_spoiled(list(map(_part, masters))))
+            flags.append(_spoiled(list(map(_part, masters)), mesh.device))
         found = torch.cat(flags)
         self._comm.flag(found, "whether gradients are finite")
         # Begun before the update, which so does not delay it.
@@ -199,15 +202,24 @@ class DeviceGuard(Guard):
         return answer
 
     def is_awaited(self, optimizer: Optimizer) -> bool:
-        """See `Guard`."""
-        return type(optimizer) not in FUSED or not all(
-            group["fused"] and not (group.get("momentum") and group["dampening"]) for group in optimizer.param_groups
+        """See `Guard`; kernels on the host cannot read a device's flag."""
+        return (
+            self.updates_on_host
+            or type(optimizer) not in FUSED
+            or not all(
+                group["fused"] and not (group.get("momentum") and group["dampening"])
+                for group in optimizer.param_groups
+            )
         )
 
 
-def guard_of(comm: Comm) -> Guard:
-    """Return the guard for the memory that a transport's tensors lie in."""
-    return HostGuard(comm) if comm.is_on_host else DeviceGuard(comm)
+def guard_of(comm: Comm, *, updates_on_host: bool) -> Guard:
+    """Return the guard for the memory that a transport's tensors lie in.
+
+    Args:
+        updates_on_host: whether some states lie on the host, beside a device.
+    """
+    return HostGuard(comm) if comm.is_on_host else DeviceGuard(comm, updates_on_host=updates_on_host)
 
 
 def is_fatal(scale: LossScale | None) -> bool:
@@ -244,7 +256,7 @@ def _part(master: Tensor) -> Tensor:
     return part_of(slot) if slot.has_grad else _zero(slot.bucket.grads.dtype, slot.bucket.device)
 
 
-def _spoiled(parts: Sequence[Tensor]) -> Tensor:
+def _spoiled(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return (number of parts,) fp32: 1 for each with an element that is not finite, else 0.
 
     The number of launches does not depend on that of parts, where they have one dtype.
@@ -255,7 +267,9 @@ def _spoiled(parts: Sequence[Tensor]) -> Tensor:
         filled = [part for part in parts if part.numel()]
         norms = iter(foreach_norm(filled, INFINITY) if filled else filled)
         largest = [next(norms) if part.numel() else _zero(part.dtype, part.device) for part in parts]
-        return (torch.stack(largest) < INFINITY).logical_not().float()
+        if len({norm.device for norm in largest}) > 1:
+            largest = [norm.to(device) for norm in largest]
+        return (torch.stack(largest) < INFINITY).logical_not().float().to(device)
 
 
 @functools.cache

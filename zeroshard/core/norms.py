@@ -42,24 +42,25 @@ class LocalNorms:
             is_behind: whether ranks have yet to agree on who used what; then a sum may be of nothing, and is zeros.
         """
         wanted = (USED, UNUSED) if is_behind else (USED,)
-        found: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+        found: dict[tuple[torch.dtype, torch.device], tuple[list[int], list[Tensor]]] = {}
         for slot in self._slots:
             grads, index = slot.bucket.grads, slot.index
             if grads.sums[index] in wanted:
-                places, parts = found.setdefault(grads.dtype, ([], []))
+                part = grads.own_part(index)
+                places, parts = found.setdefault((grads.dtype, part.device), ([], []))
                 places.append(slot.place)
-                parts.append(grads.own_part(index))
+                parts.append(part)
         rows, rest = [places for places, _ in found.values()], float("inf") if p == -float("inf") else 0.0
         if self._made[0] != (rows, rest):
             out = torch.full((self._count,), rest, dtype=torch.float64, device=self._device)
             self._made = (rows, rest), out, [torch.tensor(places, device=self._device) for places in rows]
         _, out, indices = self._made
-        for (held, (_, parts)), where in zip(found.items(), indices, strict=True):
+        for ((held, _), (_, parts)), where in zip(found.items(), indices, strict=True):
             # Rounded to two bytes on each rank the norm of the whole would be off by more than its own rounding.
             norms = torch.stack(
                 foreach_norm(parts, p, dtype=torch.promote_types(held, dtype or torch.float32))
             ).double()
-            out.index_copy_(0, where, norms if p == 0 or abs(p) == float("inf") else norms**p)
+            out.index_copy_(0, where, (norms if p == 0 or abs(p) == float("inf") else norms**p).to(out.device))
         return out
 
 

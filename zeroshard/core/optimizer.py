@@ -11,7 +11,7 @@ Note: why slices of parameters, and not one flat tensor
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -33,6 +33,23 @@ from zeroshard.wire.comm import Pending
 __all__ = ["ShardedOptimizer", "cut_state", "is_cut", "keep_state"]
 
 Tensor = torch.Tensor
+
+
+class Source(Protocol):
+    """What brings entries that are not in memory, piece by piece."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a piece could not be brought or taken away; `agree` raises then."""
+
+    def check(self) -> None:
+        """Raise if states are lost."""
+
+    def pieces(self, sharded: "ShardedOptimizer") -> Iterable[Piece]:
+        """Return the parts of an update."""
+
+    def agree(self, sharded: "ShardedOptimizer") -> None:
+        """Raise on every rank if one could not bring or take away a piece. Collective: an all-reduce of 8 bytes."""
 
 
 @final
@@ -60,6 +77,8 @@ class ShardedOptimizer:
             self._cut(group)
         self._put_back: Callable[[], None] | None = None
         """What puts entries back that an update in pieces has taken out of their groups."""
+        self.source: Source | None = None
+        """What updates entries that are not in memory; None where all are."""
         self._is_inner = False
         """Whether a class, with no entries left, calls the step of the class that it extends: all was done before."""
         self._last_hook = optimizer.register_step_pre_hook(self._before_step)
@@ -144,20 +163,30 @@ class ShardedOptimizer:
         pieces = None if engine.is_skipping else self._pieces()
         try:
             self._put_back = None if pieces is None else update_in_pieces(optimizer, pieces)
-        except BaseException:
+        except BaseException as error:
             if self.exchange is not None:
                 self.exchange.take_back()
-            raise
+            if self.source is None or not (isinstance(error, RuntimeError) and self.source.has_failed):
+                raise
+        if self.source is not None and not engine.is_skipping:
+            self.source.agree(self)
 
     def _pieces(self) -> Iterable[Piece] | None:
         """Return the parts in which the update is made; None for all at once, by torch's own call."""
-        return None if self.exchange is None else self.exchange.pieces()
+        if self.exchange is not None:
+            return self.exchange.pieces()
+        return None if self.source is None else self.source.pieces(self)
+
+    def put_back(self) -> None:
+        """Put the entries back that an update in pieces has taken out of their groups."""
+        self._put_back = self._put_back() if self._put_back is not None else None
 
     def _widen(self) -> None:
         """Let masters that are rounded at random be updated in fp32; those of a step that failed begin anew."""
         for master, slot in self._stochastic():
             is_wide, master.data = master.dtype == torch.float32, slot.bucket.master(slot.index).float()
-            self._engine.ledger.add("transient", 0 if is_wide else master.nbytes)
+            is_here = slot.index >= slot.bucket.spec.apart
+            self._engine.ledger.add("transient", master.nbytes * (is_here and not is_wide))
 
     def _round(self) -> None:
         """Put masters that were updated in fp32 back into their buckets, rounded."""
@@ -165,7 +194,7 @@ class ShardedOptimizer:
             place = slot.bucket.master_range(slot.index)[0] - slot.bucket.layout.offsets[slot.index]
             seed = zlib.crc32(f"{slot.name} {self.steps}".encode())
             narrow = slot.bucket.master(slot.index).copy_(round_at_random(master.data, place, seed))
-            self._engine.ledger.add("transient", -master.nbytes)
+            self._engine.ledger.add("transient", -master.nbytes * (slot.index >= slot.bucket.spec.apart))
             master.data = narrow
 
     def _stochastic(self) -> list[tuple[Tensor, Slot]]:
@@ -175,8 +204,7 @@ class ShardedOptimizer:
         if self._is_inner:
             self._is_inner = False
             return
-        if self._put_back is not None:
-            self._put_back = self._put_back()
+        self.put_back()
         self.steps += 1
         self._round()
         engine = self._engine
@@ -190,7 +218,7 @@ class ShardedOptimizer:
         touched = [slot_of(master) for master in self.masters]
         buckets = {id(slot.bucket): slot.bucket for slot in touched}
         for bucket in buckets.values():
-            bucket.follow_masters()
+            bucket.follow_masters(is_apart_done=self.source is not None)
         numbers = sorted({slot.unit for slot in touched if slot.bucket.spec.is_published})
         number = engine.order.next_number()
 
@@ -251,7 +279,7 @@ def _check_free(parameters: Sequence[Tensor]) -> None:
 
 def make_master(slot: Slot) -> MasterSlice:
     """Return the optimizer's entry for a parameter: a view of this rank's part of its master values."""
-    master = torch.nn.Parameter(slot.bucket.master(slot.index))
+    master = torch.nn.Parameter(slot.bucket.entry(slot.index))
     master.__class__ = MasterSlice
     master.__dict__["_zeroshard"] = slot
     assert isinstance(master, MasterSlice)
@@ -280,7 +308,7 @@ def _is_of_elements(value: Any) -> bool:
 
 def cut_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a parameter's whole state that belongs to this rank's slice."""
-    bucket, index = slot.bucket, slot.index
+    bucket, index, device = slot.bucket, slot.index, slot.bucket.master(slot.index).device
     start, stop = bucket.master_range(index)
     offset = bucket.layout.offsets[index]
     first, last = (start - offset, stop - offset) if stop > start else (0, 0)
@@ -288,7 +316,10 @@ def cut_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
     for key, value in state.items():
         value = slot.form.part(value) if isinstance(value, Tensor) else value
         if isinstance(value, Tensor) and key != "step" and tuple(value.shape) == bucket.places.shapes[index]:
-            # The slice alone is moved to the rank's device: whole states may not fit there.
-            value = bucket.places.flat(index, value)[first:last].to(bucket.device, copy=True)
+            # The slice alone is moved to where it is kept: whole states may not fit there.
+            room = bucket.room(index, key, value.dtype)
+            value = room.copy_(bucket.places.flat(index, value)[first:last])
+        elif isinstance(value, Tensor) and index < bucket.spec.apart:
+            value = value.to(device)  # whatever kernels count with
         cut[key] = value
     return cut

@@ -102,19 +102,22 @@ class Slot:
     """Where one parameter lives: its bucket and its place there. Held by the parameter object itself."""
 
     __slots__ = tuple(
-        "bucket form grad_view has_master index is_own is_whole master_grad name owner place shape spare stride unit "
-        "updater wide".split()
+        "bucket crosses form grad_view has_master index is_own is_whole master_grad name owner place shape spare stride "
+        "unit updater wide".split()
     )
 
     def __init__(self, name: str, unit: int, bucket: Bucket, index: int, form: Form, parameter: Tensor) -> None:
         self.name, self.unit, self.bucket, self.index, self.form = name, unit, bucket, index, form
         # Asked of a released parameter these would be calls of Python.
         self.shape, self.stride = parameter.shape, parameter.stride()
-        self.is_whole = bucket.spec.holds_whole_gradients and bucket.spec.updates_all and not form.has_axis
+        spec, is_apart = bucket.spec, index < bucket.spec.apart_gradients
+        self.is_whole = spec.holds_whole_gradients and spec.updates_all and not (form.has_axis or is_apart)
         """Whether what this rank holds of its reduced gradient, and updates with, is all of it."""
-        start, stop = bucket.layout.overlap(index, *bucket.spec.shard)
+        start, stop = bucket.layout.overlap(index, *spec.shard)
         self.is_own = form.is_counted and stop > start
         """Whether norms count elements of it on this rank."""
+        self.crosses = index < spec.apart and not is_apart and bucket.device.type != "cpu"
+        """Whether its gradient is held in another memory than its states."""
         self.place = 0
         """Among the parameters of the model."""
         self.owner: Callable[[], Owner | None] = _no_owner

@@ -290,6 +290,7 @@ class Unit:
                 bucket.grads.scope = Scope.ALL
                 if (grads := bucket.flat) is not None:
                     self.reduce_copies(bucket, own := grads.own_shard(), comm, number, what)
+                    grads.keep_shard(own)
                     tails += self.complete_sum(bucket, grads, own, comm, number, what)
         return tails
 

@@ -6,6 +6,7 @@ take, so that a prediction is about the buckets that a run has. It must not know
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -64,4 +65,15 @@ def describe_units(
         ]
         count += len(buckets)
         units.append(UnitSpec(number, plan.name, tuple(buckets)))
-    return tuple(units)
+    return _with_apart(units, row)
+
+
+def _with_apart(units: Sequence[UnitSpec], row: Residency) -> tuple[UnitSpec, ...]:
+    """Say of each bucket which parameters' states are in another memory; what is not trained has none."""
+    trained = [bucket for unit in units for bucket in unit.buckets if bucket.is_trained]
+    kept = [[b - a for a, b in (one.layout.overlap(i, *one.states) for i in range(len(one.names)))] for one in trained]
+    counts = {one.number: count for one, count in zip(trained, row.states.apart(kept), strict=True)}
+    return tuple(
+        replace(unit, buckets=tuple(replace(one, apart=counts.get(one.number, 0)) for one in unit.buckets))
+        for unit in units
+    )

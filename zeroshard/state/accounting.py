@@ -4,6 +4,7 @@ Owns the sums behind `zero.memory()` and `zero.traffic()`. Measured numbers come
 `table/bytes.py` predicts the others from records alone.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,7 @@ from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.slot import slot_of
 from zeroshard.core.unit import Unit
 from zeroshard.optim.packed import parts_of
-from zeroshard.table.bytes import Updates, kept_bytes, predict, step_bytes
+from zeroshard.table.bytes import Updates, apart_masters_bytes, kept_bytes, predict, step_bytes
 from zeroshard.table.trace import Memory
 
 __all__ = ["TREATED", "measure", "predict_step_bytes"]
@@ -27,7 +28,10 @@ def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
     buckets = [bucket for unit in engine.units for bucket in unit.buckets]
     parameters, masters, padding = kept_bytes([bucket.spec for bucket in buckets])
     gradients, more = (sum(column) for column in zip((0, 0), *(b.grads.nbytes for b in buckets), strict=True))
-    states, counters = _count_states(optimizers)
+    states, counters, apart = _count_states(optimizers)
+    for bucket in buckets:
+        apart[bucket.spec.row.states.memory] += apart_masters_bytes(bucket.spec)
+        apart["host"] += bucket.grads.apart_bytes
     now = {
         "parameters": parameters,
         "gradients": gradients,
@@ -35,6 +39,7 @@ def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
         "padding": padding + more + counters,
         "transient": engine.ledger.now["transient"],
     }
+    now |= {memory: apart[memory] for memory in ("host", "file") if apart[memory] or memory in engine.ledger.peak}
     now |= {column: engine.ledger.now[column] for column in TREATED if column in engine.ledger.now}
     for column, nbytes in now.items():
         engine.ledger.note(column, nbytes)
@@ -52,16 +57,20 @@ def _updates(optimizer: ShardedOptimizer) -> Updates:
     return Updates([(slot.bucket.spec, slot.index) for slot in slots], *(optimizer.state_cost or (0, 0)))
 
 
-def _count_states(optimizers: Sequence[ShardedOptimizer]) -> tuple[int, int]:
-    """Return the bytes of states as (of elements and of blocks of them, counters)."""
-    states = counters = 0
+def _count_states(optimizers: Sequence[ShardedOptimizer]) -> tuple[int, int, Counter[str]]:
+    """Return the bytes of states as (of elements and of blocks of them, counters, the former elsewhere by memory)."""
+    states, counters, apart = 0, 0, Counter[str]()
     for one in optimizers:
         for master in one.masters:
+            spec, index = slot_of(master).bucket.spec, slot_of(master).index
             state = one.optimizer.state.get(master, {})
             parts = parts_of(one.optimizer, state)
             for key, value in state.items():
-                if key in parts or is_cut(key, value, master):
+                is_of_elements = key in parts or is_cut(key, value, master)
+                if is_of_elements and index < spec.apart:
+                    apart[spec.row.states.memory] += value.nbytes
+                elif is_of_elements:
                     states += value.nbytes
                 elif isinstance(value, torch.Tensor):
                     counters += value.nbytes
-    return states, counters
+    return states, counters, apart

@@ -13,10 +13,14 @@ import torch
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
 from zeroshard.state.masters import follow_masters
+from zeroshard.store.stored import is_stored
 from zeroshard.table.trace import Memory
 from zeroshard.torch_private import foreach_lerp_
 
 __all__ = ["Average", "count_averages"]
+
+PIECE_NUMEL = 1 << 20
+"""How much of masters in a file is read at a time."""
 
 
 @final
@@ -75,8 +79,14 @@ class Average:
         if self._is_swapped:
             raise RuntimeError(f"{self._engine.mesh} update() inside swapped(): leave the context first.")
         self._engine.learn()
-        if self._masters:
-            foreach_lerp_(self._averages, self._masters, 1.0 - self.decay)
+        pairs = list(zip(self._averages, self._masters, strict=True))
+        if here := [pair for pair in pairs if not is_stored(pair[1])]:
+            averages, masters = zip(*here, strict=True)
+            foreach_lerp_(averages, masters, 1.0 - self.decay)
+        for average, master in pairs:
+            if is_stored(master):
+                for part, values in zip(average.split(PIECE_NUMEL), master.split(PIECE_NUMEL), strict=True):
+                    part.lerp_(values.clone(), 1.0 - self.decay)
         self._updates += 1
 
     @contextmanager

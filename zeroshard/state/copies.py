@@ -43,7 +43,7 @@ def check_copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None
         return
     what = f"the comparison of {len(copies)} copies"
     engine.order.barrier(what)
-    sums = torch.stack([_sum_bits(copy.value) for copy in copies])
+    sums = torch.stack([_sum_bits(copy.value).to(engine.mesh.device) for copy in copies])
     is_everywhere = torch.tensor([copy.is_everywhere for copy in copies], device=sums.device)
     both = torch.stack([sums[is_everywhere].sum(), sums[~is_everywhere].sum()])
     differs = _differ(engine, engine.comm.collect(both, what), torch.tensor([True, False], device=sums.device))
@@ -74,8 +74,8 @@ def _copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Iterator[
             slot = slot_of(master)
             is_everywhere = slot.bucket.spec.updates_all
             if is_everywhere or has_replicas:
-                if slot.bucket.spec.has_masters:
-                    yield Copy(f"the master values of '{slot.name}'", master, is_everywhere)
+                if slot.bucket.spec.has_masters or slot.index < slot.bucket.spec.apart:
+                    yield Copy(f"the master values of '{slot.name}'", slot.bucket.master(slot.index), is_everywhere)
                 state = one.optimizer.state.get(master, {})
                 parts = parts_of(one.optimizer, state)
                 for key, value in sorted(state.items()):

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 
 from zeroshard.core.guard import FUSED, Guard
+from zeroshard.core.slot import slot_of
 from zeroshard.torch_private import has_kernel
 
 __all__ = ["choose_kernels", "describe_waits"]
@@ -26,7 +27,9 @@ def choose_kernels(guard: Guard, optimizer: torch.optim.Optimizer) -> list[str]:
 
     A state that is loaded later brings the choice of the run that saved it, so it is made again then.
     """
-    if not guard.is_awaited(optimizer) or type(optimizer) not in FUSED:
+    masters = [master for group in optimizer.param_groups for master in group["params"]]
+    is_apart = any(slot_of(master).index < slot_of(master).bucket.spec.apart for master in masters)
+    if not (guard.is_awaited(optimizer) or is_apart) or type(optimizer) not in FUSED:
         return []
     chosen = [_choose(optimizer, group) for group in [optimizer.defaults | {"params": []}, *optimizer.param_groups]]
     if not any(chosen[1:]):
@@ -35,13 +38,19 @@ def choose_kernels(guard: Guard, optimizer: torch.optim.Optimizer) -> list[str]:
     optimizer.defaults["fused"] = True if chosen[0] else optimizer.defaults["fused"]
     optimizer.register_load_state_dict_post_hook(_choose_again)
     kind = type(optimizer).__name__
-    return [f"{kind}: fused=True was set, since fused and foreach were None; steps do not wait for the device"]
+    gain = "one pass over what lies on the host" if is_apart else "steps do not wait for the device"
+    return [f"{kind}: fused=True was set, since fused and foreach were None; {gain}"]
 
 
 def describe_waits(guard: Guard, optimizer: torch.optim.Optimizer) -> str:
     """Return a line on an optimizer for whose steps the host waits."""
     kind = type(optimizer).__name__
     is_known = type(optimizer) in FUSED
+    if guard.updates_on_host:
+        return (
+            f"{kind}: before each update the host waits once for the gradients ({guard.waits:,} times so far), since "
+            "it updates what lies in its memory itself"
+        )
     remedy = "fused=True without dampening would not wait" if is_known else "Adam, AdamW, Adagrad and SGD can be fused"
     return (
         f"{kind}: before each update the host waits once for the device, to learn whether gradients are finite "
@@ -62,7 +71,8 @@ def _choose(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> bool:
     assert isinstance(tensors, list)
     # With dampening a first step differs from the others, and torch's other kernels tell parameters apart.
     is_damped = group.get("momentum") and group["dampening"]
-    if is_damped or not all(p.is_floating_point() and has_kernel(kernel, p.device) for p in tensors):
+    devices = {p.device for p in tensors} | {slot_of(p).bucket.master(slot_of(p).index).device for p in tensors}
+    if is_damped or not all(p.is_floating_point() for p in tensors) or not all(has_kernel(kernel, d) for d in devices):
         return False
     group["fused"] = True
     for tensor in tensors:

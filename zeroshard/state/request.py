@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.slot import Form
 from zeroshard.describe.activations import check_activations
+from zeroshard.describe.offload import OffloadLike, offload_of, row_with
 from zeroshard.describe.precision import Precision, precision_of
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.treatments import ActivationsLike, activations_of
@@ -59,6 +60,7 @@ class Request:
     stage: int | Literal["auto"] | None = None
     residency: Residency | str | None = None
     activations: ActivationsLike = None
+    offload: OffloadLike = None
     precision: str | Precision = "fp32"
     units: Sequence[object] | None = None
     mesh: DeviceMesh | int | None = None
@@ -140,6 +142,9 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
             raise ValueError(f"Give stage= or residency=, not both; got stage='auto' and {request.residency}.")
         cell = activations_of(request.activations)
         row = least_row(plans, optimizers, precision, mesh, cell, numel_of, device_bytes(mesh))
+    offload = offload_of(request.offload)
+    row = row_with(row, offload, is_alone=mesh.shard_size * mesh.replicas == 1)
+    _check_memories(row)
     check_optimizers(model, optimizers, row, settings.elementwise, is_final=request.optimizer is not None)
     check_activations(row.activations, plans, len(mesh.tensor_ranks))
     units = describe_units(
@@ -173,13 +178,17 @@ def _row(request: Request) -> Residency:
         if any(residency.activations.chains):
             raise ValueError(f"Give activations= or a row that has them, not both; got {cell} and {residency}.")
         residency = dataclasses.replace(residency, activations=cell)
-    for column, known in (("states", MEMORIES), ("gradients", ["device"]), ("parameters", ["device"])):
-        if (cell := getattr(residency, column)).memory not in known:
+    return residency
+
+
+def _check_memories(row: Residency) -> None:
+    columns = (("states", ("device", *MEMORIES)), ("gradients", ("device", "host")), ("parameters", ("device",)))
+    for column, known in columns:
+        if (cell := getattr(row, column)).memory not in known:
             raise ValueError(
                 f"Residency({column}={cell}) asks for memory '{cell.memory}', where {column} cannot lie; known: "
                 f"{', '.join(known)}."
             )
-    return residency
 
 
 def _check_reduction(reduction: object) -> None:

@@ -62,7 +62,7 @@ def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str) 
     waits = [
         describe_waits(engine.guard, one.optimizer) for one in optimizers if engine.guard.is_awaited(one.optimizer)
     ]
-    return "\n".join([f"{engine.mesh} {row}", *table, *_judge(engine.units), *saved, *waits])
+    return "\n".join([f"{engine.mesh} {row}", *table, *_judge(engine.units), *_offloaded(engine.units), *saved, *waits])
 
 
 def warn_if_whole(mesh: Mesh, units: Sequence[Unit], plans: Sequence[UnitPlan]) -> None:
@@ -100,6 +100,17 @@ def _judge(units: Sequence[Unit]) -> list[str]:
     )
     advice = "; more than half, so name smaller units with units=" if _is_mostly_whole(units) else ""
     return [f"whole at once: {_share(units):.1%} of the gathered bytes ({names}){advice}"]
+
+
+def _offloaded(units: Sequence[Unit]) -> list[str]:
+    """Say which part of the states lies elsewhere: whole slices were moved, so it is not quite what was asked for."""
+    trained = [bucket.spec for unit in units for bucket in unit.buckets if bucket.spec.is_trained]
+    apart = sum(spec.layout.owned_numel(*spec.apart_states) for spec in trained)
+    if not any(spec.apart for spec in trained):
+        return []
+    cell, total = trained[0].row.states, sum(spec.layout.owned_numel(*spec.states) for spec in trained)
+    place = f"in files under {cell.folder}" if cell.folder else "in memory of the host"
+    return [f"offloaded: the states of {apart / max(1, total):.1%} of this rank's elements lie {place}"]
 
 
 def _is_mostly_whole(units: Sequence[Unit]) -> bool:
@@ -166,12 +177,16 @@ def _resident_bytes(unit: Unit) -> int:
 
 
 def _states_by_unit(units: Sequence[Unit], optimizers: Sequence[ShardedOptimizer]) -> list[int]:
-    """Return the bytes of the optimizers' states for each unit, counters included."""
+    """Return the bytes of the optimizers' states on the device for each unit, counters included."""
     found = [0] * len(units)
     for one in optimizers:
         for master in one.masters:
             values = one.optimizer.state.get(master, {}).values()
-            found[slot_of(master).unit] += sum(v.nbytes for v in values if isinstance(v, torch.Tensor))
+            slot, is_small = slot_of(master), {id(v) for v in values if isinstance(v, torch.Tensor) and not v.ndim}
+            is_here = slot.index >= slot.bucket.spec.apart
+            found[slot.unit] += sum(
+                v.nbytes for v in values if isinstance(v, torch.Tensor) and (is_here or id(v) in is_small)
+            )
     return found
 
 

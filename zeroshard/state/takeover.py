@@ -22,13 +22,19 @@ from zeroshard.state.request import Described
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import accept_in_foreach
+from zeroshard.wire.apart import Apart
 from zeroshard.wire.comm import Comm
 
 __all__ = ["build", "move_states", "spread"]
 
 
-def build(described: Described, comm: Comm, ledger: Ledger, treatment: Treatment | None) -> Engine:
+def build(
+    described: Described, comm: Comm, ledger: Ledger, treatment: Treatment | None, apart: Apart | None = None
+) -> Engine:
     """Take a model over, unit by unit, and return its engine, which no hook calls yet.
+
+    Args:
+        apart: the memory for states that are elsewhere.
 
     Collective: broadcast of parameters and buffers from rank 0; every rank must call.
     """
@@ -37,7 +43,7 @@ def build(described: Described, comm: Comm, ledger: Ledger, treatment: Treatment
     accept_in_foreach(LogicalGradient, MasterGradient, MasterSlice)
     model, made = described.model, dict[int, Unit]()
     for number in materialize(model, described.plans, described.mesh, described.source):
-        made[number] = _make_unit(number, described, comm, ledger)
+        made[number] = _make_unit(number, described, comm, ledger, apart)
         # Taken over and released before the next is made: never more than one unit is there twice, and of a model that
         # is elsewhere never more than one unit besides the shards is on the rank's device.
         _take_over(made[number], described.plans[number], described.forms, comm)
@@ -52,12 +58,14 @@ def build(described: Described, comm: Comm, ledger: Ledger, treatment: Treatment
     return engine
 
 
-def _make_unit(number: int, described: Described, comm: Comm, ledger: Ledger) -> Unit:
+def _make_unit(number: int, described: Described, comm: Comm, ledger: Ledger, apart: Apart | None) -> Unit:
     """Make a described unit, with empty buckets."""
     plan, spec = described.plans[number], described.units[number]
     parameters = {name: described.forms[id(p)].part(p.detach()) for name, p in plan.parameters}
     device = described.mesh.device
-    buckets = [Bucket(one, [parameters[name] for name in one.names], comm.pool, ledger, device) for one in spec.buckets]
+    buckets = [
+        Bucket(one, [parameters[name] for name in one.names], comm.pool, ledger, device, apart) for one in spec.buckets
+    ]
     for bucket in buckets:
         if bucket.flat is not None:
             # Gradients of the root come from the first to the last moment of a backward, and would wait throughout.

@@ -6,6 +6,7 @@ Owns the sums over units; `table/spec.py` says what each bucket keeps, `table/sc
 Source: Rajbhandari et al. 2020, sections 5 and 7.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -15,7 +16,7 @@ from zeroshard.table.pool import Buffer, Buffers
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.wires import Wire
 
-__all__ = ["Updates", "kept_bytes", "predict", "step_bytes"]
+__all__ = ["Updates", "apart_masters_bytes", "kept_bytes", "predict", "step_bytes"]
 
 
 @final
@@ -38,32 +39,43 @@ class Updates:
     block_bytes: int = 0
     block_numel: int = 1
 
-    def numel_bytes(self, *, only_wide: bool = False) -> int:
-        """Return the bytes of one state for each element of what this rank updates.
+    def numel_bytes(self, *, only_wide: bool = False, is_apart: bool = False) -> int:
+        """Return the bytes of one state for each element of what this rank updates on its device.
 
         Args:
             only_wide: count only masters that are updated in another dtype than they are kept in.
+            is_apart: count what is updated in the other memory instead.
         """
-        wanted = ((b.formats, n) for b, n in self._slices())
+        wanted = ((b.formats, n) for b, n in self._slices(is_apart=is_apart))
         return sum(n * itemsize(f.state) for f, n in wanted if not only_wide or f.state != f.master)
 
-    def state_bytes(self) -> int:
-        """Return the bytes of all states of what this rank updates, counters aside."""
-        packed = sum(n * self.element_bytes - -n // self.block_numel * self.block_bytes for _, n in self._slices())
-        return self.per_element * self.numel_bytes() + packed
+    def state_bytes(self, *, is_apart: bool = False) -> int:
+        """Return the bytes of all states of what this rank updates on its device, or elsewhere, counters aside."""
+        numels = [numel for _, numel in self._slices(is_apart=is_apart)]
+        packed = sum(n * self.element_bytes - -n // self.block_numel * self.block_bytes for n in numels)
+        return self.per_element * self.numel_bytes(is_apart=is_apart) + packed
 
-    def _slices(self) -> Iterator[tuple[BucketSpec, int]]:
+    def _slices(self, *, is_apart: bool) -> Iterator[tuple[BucketSpec, int]]:
         """Yield the bucket of each parameter, and how many elements of it this rank updates."""
         for bucket, index in self.parameters:
+            if (index < bucket.apart) is not is_apart:
+                continue
             start, stop = bucket.layout.overlap(index, *bucket.states)
             yield bucket, stop - start
 
 
 def kept_bytes(buckets: Sequence[BucketSpec]) -> tuple[int, int, int]:
-    """Return the bytes that stay between steps: (parameters, masters that are kept beside them, padding of both)."""
+    """Return the bytes that stay on the device between steps: (parameters, masters beside them, padding of both)."""
     parameters, padding = _owned_bytes((b, b.parameters, b.formats.param) for b in buckets)
-    masters, spare = _owned_bytes((b, b.states, b.formats.master) for b in buckets if b.has_masters)
+    here = ((b, (b.apart_states[1], b.states[1]), b.formats.master) for b in buckets if b.has_masters)
+    masters, spare = _owned_bytes(here)
     return parameters, masters, padding + spare
+
+
+def apart_masters_bytes(bucket: BucketSpec) -> int:
+    """Return the bytes of master values in the other memory, padding included."""
+    start, stop = bucket.apart_states
+    return (stop - start) * itemsize(bucket.formats.master)
 
 
 def _owned_bytes(parts: Iterable[tuple[BucketSpec, tuple[int, int], str]]) -> tuple[int, int]:
@@ -76,16 +88,26 @@ def _owned_bytes(parts: Iterable[tuple[BucketSpec, tuple[int, int], str]]) -> tu
 
 
 def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -> dict[str, int]:
-    """Return the bytes that a rank holds in training, by column; for "transient" the most at once."""
+    """Return the bytes that a rank holds in training, by column; for "transient" the most at once.
+
+    Columns are of the device, but for "host" and "file", of those memories, where something is offloaded.
+    """
     buckets = [bucket for unit in units for bucket in unit.buckets]
     reduced = {bucket.number for unit in units for bucket in unit.reduced}
     parameters, masters, padding = kept_bytes(buckets)
     gradients, more = (sum(b.gradient_bytes[part] for b in buckets if b.number in reduced) for part in (0, 1))
     states = counters = wide_bytes = 0
+    apart = Counter({b.row.states.memory: 0 for b in buckets if b.apart})
+    for bucket in buckets:
+        apart[bucket.row.states.memory] += apart_masters_bytes(bucket)
+        apart["host"] += bucket.apart_gradient_bytes * (bucket.number in reduced)
     for one in updates:
         wide_bytes = max(wide_bytes, one.numel_bytes(only_wide=True))
         trained = replace(one, parameters=[(b, i) for b, i in one.parameters if b.number in reduced])
         states += trained.state_bytes()
+        for bucket, index in trained.parameters:
+            only = replace(one, parameters=[(bucket, index)])
+            apart[bucket.row.states.memory] += only.state_bytes(is_apart=True)
         counters += one.counter_bytes * len(trained.parameters)
     return {
         "parameters": parameters,
@@ -93,6 +115,7 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
         "states": states + masters,
         "padding": padding + more + counters,
         "transient": _transient_bytes(units, wire, wide_bytes),
+        **{memory: nbytes for memory, nbytes in sorted(apart.items()) if nbytes},
     }
 
 

@@ -6,13 +6,15 @@ needs to know a stage or the class of a cell. A new place to live is a new class
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal, final
 
 from zeroshard.table.activations import Activations
 from zeroshard.table.layout import Layout, plan_layout
 
-__all__ = ["Cell", "Replicated", "Residency", "Sharded"]
+__all__ = ["Cell", "Elsewhere", "Replicated", "Residency", "Sharded"]
 
 
 class Cell(ABC):
@@ -21,12 +23,29 @@ class Cell(ABC):
     word: str
     memory: Literal["device", "host", "file"] = "device"
     """Where what is kept lies between uses."""
+    fraction: float = 1.0
+    folder: str = ""
+    staging_bytes: int = 0
+    """How much of it lies in another memory, and more about that: see `Elsewhere`."""
     moment: Literal["always", "used"] = "always"
     """When what is kept must be on the device: all the time, or while it is used."""
 
     @abstractmethod
     def kept_range(self, layout: Layout, rank: int) -> tuple[int, int]:
         """Return the elements of a bucket that `rank` keeps between steps, as (start, stop)."""
+
+    def apart(self, buckets: Iterable[Sequence[int]]) -> list[int]:
+        """Return of each bucket how many of its parameters, from the first on, are kept in another memory.
+
+        Args:
+            buckets: of the whole model, in the order of use: what a rank keeps of each parameter, in elements.
+        """
+        return [0 for _ in buckets]
+
+    @property
+    def plain(self) -> "Cell":
+        """The cell that keeps the same elements on the device."""
+        return self
 
     def __str__(self) -> str:
         return self.word
@@ -74,6 +93,53 @@ class Sharded(Cell):
     __str__ = Cell.__str__
 
 
+@final
+@dataclass(frozen=True)
+class Elsewhere(Cell):
+    """What another cell keeps, or a part of it, in another memory than the device's, but while it is used.
+
+    Args:
+        inner: says which elements are kept.
+        memory: where they lie between uses.
+        fraction: of the elements of a rank that lie there, as nearly as whole slices of parameters allow.
+        folder: where files are made; "" for other memories.
+        staging_bytes: of the memory through which all of it passes in pieces.
+    """
+
+    inner: Cell
+    memory: Literal["device", "host", "file"] = "host"
+    fraction: float = 1.0
+    folder: str = ""
+    staging_bytes: int = 16 << 20
+    moment = "used"
+
+    def kept_range(self, layout: Layout, rank: int) -> tuple[int, int]:
+        """Return what the inner cell keeps."""
+        return self.inner.kept_range(layout, rank)
+
+    def apart(self, buckets: Iterable[Sequence[int]]) -> list[int]:
+        """See `Cell`. What rounding leaves is carried from bucket to bucket."""
+        counts, total, moved = [], 0, 0
+        for numels in buckets:
+            total += sum(numels)
+            sums = list(accumulate(numels, initial=moved))
+            # Of equal ones the last: slices without elements go with those before them.
+            errors = [(abs(one - self.fraction * total), -place) for place, one in enumerate(sums)]
+            counts.append(-min(errors)[1] if self.fraction else 0)
+            moved = sums[counts[-1]]
+        return counts
+
+    @property
+    def plain(self) -> Cell:
+        """See `Cell`."""
+        return self.inner
+
+    def __str__(self) -> str:
+        # Not which folder: ranks may have others each.
+        place = {"host": "on the host", "file": "in files"}[self.memory]
+        return f"{self.inner}, {f'{self.fraction:.0%} ' * (self.fraction < 1)}{place}"
+
+
 @dataclass(frozen=True)
 class Residency:
     """A row of the table: one cell for each column.
@@ -111,6 +177,11 @@ class Residency:
     def is_cut(self) -> bool:
         """Whether a rank may update a part of a parameter."""
         return self._kept(0)[0] != (0, 2)
+
+    @property
+    def cuts_gradients(self) -> bool:
+        """Whether a rank keeps a part of each gradient."""
+        return self._kept(0)[1] != (0, 2)
 
     def _kept(self, rank: int) -> list[tuple[int, int]]:
         """Return what a rank keeps of a bucket of two elements on two ranks, by column."""

@@ -79,6 +79,7 @@ class BucketSpec:
         replicas: copies of the sharded state.
         is_trained: whether a parameter of it wants gradients.
         is_updated: whether an optimizer updates it.
+        apart: parameters, from the first on, whose states are in another memory (`Cell.apart`).
     """
 
     name: str
@@ -91,6 +92,7 @@ class BucketSpec:
     replicas: int
     is_trained: bool = True
     is_updated: bool = True
+    apart: int = 0
 
     @cached_property
     def full(self) -> Range:
@@ -118,6 +120,18 @@ class BucketSpec:
         return self.row.states.kept_range(self.layout, self.rank)
 
     @cached_property
+    def apart_states(self) -> Range:
+        """The elements that this rank updates in the other memory, the first of `states`; the rest is on the device."""
+        first, last = self.states
+        ends = (first, *self.layout.offsets[1:], last)
+        return first, min(max(first, ends[self.apart]), last)
+
+    @cached_property
+    def apart_gradients(self) -> int:
+        """Parameters, from the first on, whose gradients this rank holds in the other memory: with their states."""
+        return self.apart if self.row.gradients.memory != "device" and self.gradients == self.shard else 0
+
+    @cached_property
     def is_whole(self) -> bool:
         """Whether parameters stay whole, so that nothing is gathered for use."""
         return self.parameters == self.full
@@ -134,8 +148,8 @@ class BucketSpec:
 
     @cached_property
     def has_masters(self) -> bool:
-        """Whether masters are kept beside the parameters: in another dtype, or in another memory."""
-        return self.formats.master != self.formats.param or self.row.states.memory != self.row.parameters.memory
+        """Whether masters are kept beside all parameters, since they have another dtype."""
+        return self.formats.master != self.formats.param
 
     @cached_property
     def lands_on_sums(self) -> bool:
@@ -144,9 +158,19 @@ class BucketSpec:
 
     @cached_property
     def gradient_bytes(self) -> tuple[int, int]:
-        """Bytes of the gradients that this rank holds, as (of parameters, padding)."""
-        owned, padding = self.bytes_of(self.gradients, self.formats.grad)
+        """Bytes of the gradients that this rank holds on its device, as (of parameters, padding)."""
+        start = self.apart_states[1] if self.apart_gradients else self.gradients[0]
+        owned, padding = self.bytes_of((start, self.gradients[1]), self.formats.grad)
         return owned, 0 if self.lands_on_sums else padding
+
+    @cached_property
+    def apart_gradient_bytes(self) -> int:
+        """Bytes of the gradients that it holds in the other memory."""
+        return (
+            sum(self.bytes_of(self.apart_states, self.formats.grad)[: 2 - self.lands_on_sums])
+            if self.apart_gradients
+            else 0
+        )
 
     @cached_property
     def is_gathered(self) -> bool:

@@ -3,7 +3,6 @@
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.
 """
 
-from dataclasses import replace
 from types import MappingProxyType
 
 from zeroshard.table.activations import Activations, Offloaded, Partitioned, Recomputed
@@ -58,10 +57,14 @@ def row_of_stage(stage: int) -> Residency:
 
 def name_of_row(row: Residency) -> str:
     """Return how a row is called: "stage 2", or its cells where no stage has them."""
+    columns = {"states": row.states, "gradients": row.gradients, "parameters": row.parameters}
+    plain = Residency(*(cell.plain for cell in columns.values()))
+    elsewhere = {column: cell for column, cell in columns.items() if cell.memory != "device"}
     for stage, known in STAGES.items():
-        if known == replace(row, activations=known.activations):
-            name = f"stage {stage}"
+        if known == plain:
+            name, columns = f"stage {stage}", elsewhere
             break
     else:
-        name = f"states {row.states}, gradients {row.gradients}, parameters {row.parameters}"
+        name = ""
+    name = ", ".join([*filter(None, [name]), *(f"{column} {cell}" for column, cell in columns.items())])
     return name if row.activations == Activations() else f"{name}, activations {row.activations}"

@@ -113,6 +113,7 @@ class Memory:
 
     Columns: "parameters", "gradients", "states" (with master weights where they are kept apart), "padding" (alignment,
     and the optimizer's per-parameter step counters), "transient" (whole units, gradients on their way, wire buffers).
+    With offload there are "host" and "file", too: what lies there instead of on the device, which the others are of.
     With treatments of activations there is "activations", too: what autograd has saved in forwards whose backward is to
     come, as far as it lies on the device; and "captured", where the model's own `torch.utils.checkpoint` keeps more
     than its positional inputs, which no treatment sees. Neither is predicted.

@@ -9,15 +9,17 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
+from zeroshard.table.cells import Cell
 from zeroshard.table.settings import Settings
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Messages
+from zeroshard.wire.apart import Apart, FileApart, HostApart
 from zeroshard.wire.codec import Codec, Rounded
 from zeroshard.wire.comm import Comm, SoloComm
 from zeroshard.wire.gloo import GlooComm
 from zeroshard.wire.host import HostComm
 from zeroshard.wire.links import PART, Links
-from zeroshard.wire.memory import HostMemory, Memory, OwnMemory
+from zeroshard.wire.memory import HostMemory
 from zeroshard.wire.mesh import Mesh, backend_of
 from zeroshard.wire.nccl import NcclComm
 
@@ -26,8 +28,8 @@ __all__ = ["MEMORIES", "codec_of", "make_comm"]
 CODECS: Mapping[str, type[Codec]] = MappingProxyType({})
 """The codecs besides dtypes; `table/spec.py` has the sizes of each."""
 
-MEMORIES: Mapping[str, Callable[[], Memory]] = MappingProxyType({"device": OwnMemory})
-"""Memory for what this rank alone reads, by the word of a cell."""
+MEMORIES: Mapping[str, Callable[[torch.device, Cell], Apart]] = MappingProxyType({"host": HostApart, "file": FileApart})
+"""Memory beside the device's for what this rank alone reads, by the word of a cell."""
 
 
 def codec_of(name: str) -> Codec:

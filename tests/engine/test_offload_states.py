@@ -1,0 +1,262 @@
+"""States, master weights and gradients elsewhere: the bits of a run that keeps all on the device, with the same kernels.
+
+Owns what offload must not change, at fractions, stages and numbers of ranks, and what it must: where bytes lie. Device
+and host are one memory on a CPU, so every difference is an error of the engine. `tests/emulated` has streams.
+"""
+
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard as zs
+from tests import models
+from tests.oracle import STAGES_AT, TIMEOUT_S, WATCHDOG_S, WORLDS, assert_same
+from tools.settled import settled
+from zeroshard.core.slot import slot_of
+from zeroshard.testing import run_ranks
+
+FRACTIONS = (0.0, 0.3, 1.0)
+PLACES = ("host", "file")
+STAGING_BYTES = 1 << 16
+
+
+def rank_of() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def offload_at(fraction: float | None, place: str, folder: str) -> zs.Offload | None:
+    if fraction is None:
+        return None
+    return zs.Offload(states=fraction, to=folder if place == "file" else "host", staging_bytes=STAGING_BYTES)
+
+
+def accumulates(
+    model: nn.Module, optimizer: torch.optim.Optimizer, zero: zs.Zero, step: int, seen: list[Any]
+) -> torch.Tensor:
+    """Two backwards, one of them without a reduction, then clipping."""
+    with zero.no_sync():
+        models.stack_loss(model, step, rank_of(), 0).backward()
+    models.stack_loss(model, step, rank_of(), 1).backward()
+    loss = models.stack_loss(model, step, rank_of(), 2)
+    loss.backward()
+    seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+    seen.append(zero.grad_norm(1.0))
+    return loss
+
+
+def leaves_out(
+    model: nn.Module, optimizer: torch.optim.Optimizer, zero: zs.Zero, step: int, seen: list[Any]
+) -> torch.Tensor:
+    """Ranks use other blocks at each step, some blocks no rank uses, and one gradient is forgotten, one replaced."""
+    route = [block for block in range(3) if (block + step + rank_of()) % 3]
+    loss = (model(models.features(step, rank_of()), route) - models.targets(step, rank_of())).square().mean()
+    loss.backward()
+    seen.append([name for name, p in model.named_parameters() if p.grad is None])
+    if step == 1:
+        model.stem.weight.grad = None
+        model.head.bias.grad = torch.full((3,), 0.25)
+    if step == 2:
+        optimizer.param_groups[0]["lr"] /= 2
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    return loss
+
+
+def overflows(
+    model: nn.Module, optimizer: torch.optim.Optimizer, zero: zs.Zero, step: int, seen: list[Any]
+) -> torch.Tensor:
+    """A step whose gradients are not finite on one rank, which the loss scale has skipped on all."""
+    loss = models.stack_loss(model, step, rank_of())
+    (loss * (float("inf") if step == 1 and rank_of() == 0 else 1.0)).backward()
+    seen.append(zero.loss_scale)
+    return loss
+
+
+def plain(
+    model: nn.Module, optimizer: torch.optim.Optimizer, zero: zs.Zero, step: int, seen: list[Any]
+) -> torch.Tensor:
+    loss = models.gpt_loss(model, step, rank_of())
+    loss.backward()
+    return loss
+
+
+AT_RANDOM = zs.Precision(param=torch.bfloat16, master=torch.bfloat16, rounding="stochastic")
+STEPS: dict[str, tuple[Any, Callable[..., torch.Tensor], dict[str, Any]]] = {
+    "accumulates": (models.Stack, accumulates, {}),
+    "leaves-out": (models.Routed, leaves_out, {}),
+    "overflows": (models.Stack, overflows, {"precision": "fp16"}),
+    "bf16": (models.GPT, plain, {"precision": "bf16"}),
+    "masters-at-random": (models.GPT, plain, {"precision": AT_RANDOM}),
+}
+
+
+def build(
+    name: str, make: Callable[..., torch.optim.Optimizer], stage: int, **options: Any
+) -> tuple[Any, Any, zs.Zero]:
+    kind, _, given = STEPS[name]
+    model = models.build(kind)
+    optimizer = make(model)
+    zero = zs.shard(model, optimizer, stage=stage, **settled({"watchdog_s": WATCHDOG_S, **given, **options}))
+    return model, optimizer, zero
+
+
+def advance(name: str, run: tuple[Any, Any, zs.Zero], steps: range) -> list[Any]:
+    model, optimizer, zero = run
+    seen: list[Any] = []
+    for step in steps:
+        seen.append(STEPS[name][1](model, optimizer, zero, step, seen).detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def state_of(run: tuple[Any, Any, zs.Zero]) -> dict[str, Any]:
+    model, optimizer, zero = run
+    with zero.gathered(states=True):
+        state = optimizer.state_dict()["state"]
+        return {
+            "parameters": {name: p.detach().clone() for name, p in model.named_parameters()},
+            "states": {k: {key: v.clone() for key, v in one.items()} for k, one in state.items()},
+        }
+
+
+def train(name: str, make: Callable[..., Any], place: str, stages: tuple[int, ...]) -> dict[Any, Any]:
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for stage in stages:
+            for fraction in (None, *FRACTIONS):
+                run = build(name, make, stage, offload=offload_at(fraction, place, folder))
+                found[stage, fraction] = {"seen": advance(name, run, range(4)), **state_of(run)}
+                run[2].check_copies()
+    return found
+
+
+fused = functools.partial(models.adamw, fused=True)
+looped = functools.partial(models.sgd, foreach=False, fused=False)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", [*STEPS][:4])
+def test_offloaded_runs_equal_resident_ones(name: str, world: int, place: str) -> None:
+    stages = STAGES_AT[world]
+    for found in run_ranks(train, world, name, fused, place, stages, timeout_s=2 * TIMEOUT_S, process_group=world > 1):
+        for stage in stages:
+            for fraction in FRACTIONS:
+                where = f"stage {stage} of {world}, {fraction} {place}"
+                assert_same(found[stage, None], found[stage, fraction], where)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("make", [looped, functools.partial(models.sgd, fused=True), models.adamw])
+def test_other_kernels_are_the_same_there(make: Callable[..., Any], place: str) -> None:
+    # Where nothing is said, offload chooses fused kernels, so the resident run is given them, too.
+    named = functools.partial(make, foreach=True) if make is models.adamw else make
+    for found in run_ranks(train, 2, "accumulates", named, place, (2, 3), timeout_s=2 * TIMEOUT_S):
+        for (stage, fraction), one in found.items():
+            assert_same(found[stage, None], one, f"stage {stage}, {fraction} {place}")
+
+
+def test_masters_that_are_rounded_at_random_are_the_same_on_the_host() -> None:
+    for found in run_ranks(train, 2, "masters-at-random", fused, "host", (1, 3), timeout_s=2 * TIMEOUT_S):
+        for (stage, fraction), one in found.items():
+            assert_same(found[stage, None], one, f"stage {stage}, {fraction}")
+
+
+def move(name: str, place: str, stage: int) -> dict[str, Any]:
+    """Train, save and go on with states in other places each."""
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        if dist.is_initialized():
+            dist.broadcast_object_list(shared)
+        folder, found = Path(shared[0]), {}
+        straight = build(name, fused, stage)
+        found["straight"] = advance(name, straight, range(6))[-1], state_of(straight)
+        first = build(name, fused, stage, offload=offload_at(0.5, place, own))
+        advance(name, first, range(2))
+        first[2].save(folder / "step-2")
+        second = build(name, fused, stage)
+        second[2].load(folder / "step-2")
+        advance(name, second, range(2, 4))
+        second[2].save(folder / "step-4", asynchronous=True)
+        second[2].wait()
+        third = build(name, fused, stage, offload=offload_at(1.0, place, own))
+        third[2].load(folder / "step-4")
+        found["moved"] = advance(name, third, range(4, 6))[-1], state_of(third)
+        third[2].save(folder / "step-6", asynchronous=True)
+        third[2].wait()
+        fourth = build(name, fused, stage, offload=offload_at(0.3, place, own))
+        fourth[2].load(folder / "step-6")
+        found["back"] = found["straight"][0], state_of(fourth)
+        if dist.is_initialized():
+            dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (3, 3)])
+@pytest.mark.parametrize("name", ["leaves-out", "overflows"])
+def test_checkpoints_are_ordinary_ones(name: str, world: int, stage: int, place: str) -> None:
+    for found in run_ranks(move, world, name, place, stage, timeout_s=2 * TIMEOUT_S, process_group=world > 1):
+        assert_same(found["straight"], found["moved"])
+        assert_same(found["straight"], found["back"])
+
+
+def average(place: str, fraction: float | None) -> list[torch.Tensor]:
+    with tempfile.TemporaryDirectory() as folder:
+        model, optimizer, zero = run = build("accumulates", fused, 3, offload=offload_at(fraction, place, folder))
+        mean = zero.ema(0.5)
+        for step in range(3):
+            advance("accumulates", run, range(step, step + 1))
+            mean.update()
+        with mean.swapped(), zero.gathered():
+            inside = [p.detach().clone() for p in model.parameters()]
+        with zero.gathered(states=True, writeback=True):
+            for p in model.parameters():
+                p.detach().mul_(0.5)
+            loaded = optimizer.state_dict()
+            optimizer.load_state_dict(loaded)
+        advance("accumulates", run, range(3, 4))
+        return inside + [*state_of(run)["parameters"].values()]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("world", [1, 2])
+def test_averages_and_whole_states_are_the_same(world: int, place: str) -> None:
+    for fraction in FRACTIONS[1:]:
+        expected = run_ranks(average, world, place, None, process_group=world > 1)
+        assert_same(expected, run_ranks(average, world, place, fraction, process_group=world > 1))
+
+
+def account(place: str, stage: int, fraction: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        run = model, optimizer, zero = build("accumulates", fused, stage, offload=offload_at(fraction, place, folder))
+        advance("accumulates", run, range(2))
+        models.stack_loss(model, 3, rank_of()).backward()
+        memory = zero.memory()
+        shares = [slot_of(m).index < slot_of(m).bucket.spec.apart for g in optimizer.param_groups for m in g["params"]]
+        return {"now": memory.resident_bytes, "said": memory.predicted_bytes, "shares": shares, "text": zero.summary()}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 1), (2, 2), (3, 3)])
+def test_resident_bytes_are_predicted_by_memory(world: int, stage: int, place: str) -> None:
+    for fraction in FRACTIONS:
+        for found in run_ranks(account, world, place, stage, fraction, process_group=world > 1):
+            now, said = found["now"], found["said"]
+            assert {k: v for k, v in now.items() if k != "transient"} == {
+                k: v for k, v in said.items() if k != "transient"
+            }
+            assert any(found["shares"]) is (fraction > 0)
+            assert all(found["shares"]) is (fraction == 1)
+            assert (f"{place}" in now) is (fraction > 0)
+            assert ("offloaded:" in found["text"]) is (fraction > 0)
+            if fraction == 1:
+                assert now["states"] == 0
+                assert now["gradients"] == 0 or (world > 1 and stage < 2)

@@ -1,0 +1,112 @@
+"""The memory beside the device's that a model's states get: made, and its room taken, before anything is changed.
+
+Owns the checks of a folder and the room that a rank needs. It must not know engines. Read `wire/apart.py` first.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from zeroshard.core.engine import Engine
+from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.state.admission import ELEMENTWISE, state_cost
+from zeroshard.state.request import Described
+from zeroshard.state.streamed import Streams
+from zeroshard.store import files
+from zeroshard.store.disk import BLOCK_BYTES
+from zeroshard.table.cells import Residency
+from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
+from zeroshard.wire.apart import Apart
+from zeroshard.wire.transports import MEMORIES
+
+__all__ = ["check_streamed", "make_apart", "reserve", "source_of"]
+
+IN_MEMORY: Final = ("tmpfs", "ramfs")
+
+
+def make_apart(described: Described) -> Apart | None:
+    """Return the memory that a described model's states get, with room for them; None where all is on the device.
+
+    Raises:
+        ValueError: no file can be made where files are asked for, its disk has no room, or an optimizer's states cannot
+            be updated in pieces.
+    """
+    cell = described.row.states
+    check_streamed(described.row, described.units, described.optimizers)
+    if cell.memory not in MEMORIES:
+        return None
+    try:
+        apart = MEMORIES[cell.memory](described.mesh.device, cell)
+    except OSError as error:
+        raise ValueError(
+            f"offload to '{cell.folder}': no file can be made there ({error}). Give a folder that exists, on a disk of "
+            "this host, in which this user may write."
+        ) from error
+    if apart.disk is not None:
+        if (kind := files.kind_of(apart.disk.folder)) in IN_MEMORY:
+            warnings.warn(
+                f"{described.mesh} offload to '{cell.folder}': this is a {kind}, whose files lie in memory of the host. "
+                "Give a folder on a disk, or write offload='host'.",
+                stacklevel=4,
+            )
+        reserve(apart, described.units, described.optimizers, has_masters=True)
+    return apart
+
+
+def reserve(
+    apart: Apart | None, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer], *, has_masters: bool
+) -> None:
+    """Take room on the disk for the states of optimizers, if they lie there.
+
+    Raises:
+        ValueError: there is no such room; the text says how much there is.
+    """
+    if apart is None or apart.disk is None:
+        return
+    states = max((cost[0] for one in optimizers if (cost := state_cost(one)) is not None), default=0)
+    try:
+        apart.disk.reserve(sum(_room_of(b, states, has_masters=has_masters) for unit in units for b in unit.buckets))
+    except OSError as error:
+        raise ValueError(
+            f"offload to '{apart.disk.folder}': {error}. Make room, give another folder, or move less: "
+            f"zs.Offload(states={apart.cell.fraction / 2:g}, to=...)."
+        ) from error
+
+
+def _room_of(bucket: BucketSpec, states: int, *, has_masters: bool) -> int:
+    start, stop = bucket.apart_states
+    sizes = [itemsize(bucket.formats.master)] * has_masters + [itemsize(bucket.formats.state)] * states
+    return sum(-(-(stop - start) * size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes) if stop > start else 0
+
+
+def check_streamed(row: Residency, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise where states in files cannot be updated in pieces.
+
+    Raises:
+        ValueError: an optimizer that is not known to update each element by itself; masters that are rounded at random.
+    """
+    if row.states.memory != "file":
+        return
+    for optimizer in optimizers:
+        kind = type(optimizer)
+        if not kind.__module__.startswith("torch.optim") or kind.__name__ not in ELEMENTWISE:
+            raise ValueError(
+                f"{kind.__name__} cannot keep its states in files: they are updated in pieces of parameters, and which "
+                f"of its states go with which elements is known of {', '.join(sorted(ELEMENTWISE))} of torch.optim "
+                "alone. Use one of these, or offload='host'."
+            )
+    if any(b.apart and b.formats.state != b.formats.master for unit in units for b in unit.buckets):
+        raise ValueError(
+            "rounding='stochastic' widens all masters for an update, which those in files cannot be. Use master= "
+            "torch.float32, or offload='host'."
+        )
+
+
+def source_of(engine: Engine, apart: Apart | None, sharded: ShardedOptimizer) -> Streams | None:
+    """Return what updates an optimizer's entries in files; None where there are none."""
+    if apart is None or apart.disk is None:
+        return None
+    states = sharded.state_cost[0] if sharded.state_cost is not None else 0
+    return Streams(engine, apart.disk, states, apart.cell.staging_bytes)

@@ -1,0 +1,1 @@
+"""Tensors in a file of this rank alone."""
