@@ -180,6 +180,7 @@ CORE = (
     "frames",
     "changes",
     "grads",
+    "loose",
     "buffer",
     "slot",
     "norms",

@@ -18,7 +18,7 @@ from zeroshard.core.slot import Slot
 from zeroshard.core.states import Sum
 from zeroshard.torch_private import NoSubclasses
 
-__all__ = ["EXTREMES", "MAPS", "Map", "QUESTIONS", "answer"]
+__all__ = ["EXTREMES", "MAPS", "Map", "QUESTIONS", "answer", "are_numbers"]
 
 Tensor = torch.Tensor
 Map = Callable[[Tensor], Tensor]
@@ -134,3 +134,13 @@ def _histogram(
     if min == max:
         min, max = min - 1, max + 1  # as torch does
     return ask(torch.histc(values, bins, min, max).double()).sum(0)
+
+
+def are_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether all arguments behind the first are plain numbers, which mean the same for a part of a tensor."""
+    return all(
+        value is None
+        or isinstance(value, (int, float))
+        or (type(value) is Tensor and not value.ndim and not value.requires_grad)
+        for value in (*args[1:], *kwargs.values())
+    )

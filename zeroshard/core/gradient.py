@@ -186,7 +186,7 @@ class MasterGradient(torch.Tensor):
         if name in NORMS and _gradients_in(args[:1]):
             return _norms(name, args, kwargs)
         first: Any = args[0] if args else None
-        if (name in LINEAR or name in ELEMENTWISE) and _gradients_in(args[:1]) and _are_numbers(args, kwargs):
+        if (name in LINEAR or name in ELEMENTWISE) and _gradients_in(args[:1]) and elements.are_numbers(args, kwargs):
             return _change(name, args, kwargs)
         is_ours = isinstance(first, MasterGradient)
         if is_ours and name[-1] == "_" != name[0] and first.dtype != first._slot.bucket.dtypes.grad:
@@ -336,7 +336,7 @@ def _look(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     """
     first = args[0]
     source, maps = (first._source, first._maps) if isinstance(first, MappedGradient) else (first, ())
-    if name in elements.MAPS and _are_numbers(args, kwargs):
+    if name in elements.MAPS and elements.are_numbers(args, kwargs):
         probe = func(torch.empty(0, dtype=first.dtype, device=first.device), *args[1:], **kwargs)
         if not isinstance(probe, Tensor):
             return None
@@ -388,7 +388,7 @@ def norms_of(slots: Sequence[Slot], p: float, dtype: torch.dtype | None = None) 
 def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an element-wise function in place on this rank's elements of one gradient or of a list."""
     targets = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
-    if not _are_numbers(args, kwargs) or (name in LINEAR and kwargs):
+    if not elements.are_numbers(args, kwargs) or (name in LINEAR and kwargs):
         raise _refusal(f"{name} with anything but one number", _gradients_in((args, kwargs))[0])
     ours = [target for target in targets if isinstance(target, OURS)]
     owner = ours[0]._slot.living_owner()
@@ -410,16 +410,6 @@ def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 for part in mine:
                     getattr(part, name)(*rest, **kwargs)
     return args[0]
-
-
-def _are_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether all arguments behind the first are plain numbers, which mean the same for a part of a tensor."""
-    return all(
-        value is None
-        or isinstance(value, (int, float))
-        or (type(value) is Tensor and not value.ndim and not value.requires_grad)
-        for value in (*args[1:], *kwargs.values())
-    )
 
 
 def _refusal(what: str, gradient: "LogicalGradient | MasterGradient") -> RuntimeError:

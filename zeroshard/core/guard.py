@@ -28,7 +28,7 @@ from typing import Any, final
 import torch
 
 from zeroshard.core.gradient import part_of
-from zeroshard.core.grads import HOT_NUMEL
+from zeroshard.core.loose import HOT_NUMEL
 from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import slot_of
 from zeroshard.torch_private import NoSubclasses, foreach_norm
