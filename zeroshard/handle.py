@@ -27,7 +27,7 @@ from zeroshard.core.gradient import norms_of
 from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.parameter import PlainForm
 from zeroshard.core.slot import Form
-from zeroshard.core.states import Scope
+from zeroshard.core.states import Scope, Sum
 from zeroshard.core.unit import Unit
 from zeroshard.core.version import VERSION
 from zeroshard.describe.offload import OffloadLike
@@ -366,9 +366,12 @@ class Zero:
             raise ValueError(f"axis must be 'all' or 'replicate'; got {axis!r}.")
         engine = self._engine
         engine.leave_passes("no_sync()")
-        grads = [bucket.grads for unit in engine.units for bucket in unit.buckets]
-        has_sums = any(g.has_any and g.scope is Scope.ALL for g in grads)
-        if axis == "replicate" and has_sums and self.mesh.replicas > 1:
+        is_apart = axis == "replicate" and self.mesh.replicas > 1
+        held = [(slot.bucket.grads, slot.index) for slot in engine.slots.values() if is_apart]
+        sums = [grads.own_part(i) for grads, i in held if grads.scope is Scope.ALL and grads.sums[i] is Sum.USED]
+        if any(
+            bool(one.any()) for one in sums
+        ):  # zeros, as zero_grad(set_to_none=False) leaves, are sums over any ranks
             raise RuntimeError(
                 f"{self.mesh} no_sync('replicate') after a backward that summed over all copies. Enter it for all "
                 "micro-batches of a step but the last, or clear the gradients first."

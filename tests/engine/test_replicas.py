@@ -92,7 +92,7 @@ def test_replicas_that_leave_no_shards_are_refused(world_size: int, words: str) 
         run_ranks(uneven, world_size)
 
 
-def accumulate(stage: int, is_deferred: bool) -> tuple[dict[str, torch.Tensor], int]:
+def accumulate(stage: int, is_deferred: bool, set_to_none: bool = True) -> tuple[dict[str, torch.Tensor], int]:
     """Train with three micro-batches a step; return the parameters and the bytes sent between copies."""
     torch.manual_seed(0)
     model = models.Even(BLOCKS, width=32).double()
@@ -111,19 +111,31 @@ def accumulate(stage: int, is_deferred: bool) -> tuple[dict[str, torch.Tensor], 
                 # The last one leaves a block out: what was deferred of it must be summed all the same.
                 (model if micro_batch < 2 else nn.Sequential(model.stem))(x).square().mean().backward()
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=set_to_none)
     with zero.gathered():
         parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return parameters, zero.traffic().sent_bytes["replicate"]
 
 
 def deferred_and_not(stage: int) -> list[tuple[dict[str, torch.Tensor], int]]:
-    return [accumulate(stage, is_deferred) for is_deferred in (False, True)]
+    return [
+        accumulate(stage, False),
+        accumulate(stage, True),
+        accumulate(stage, False, False),
+        accumulate(stage, True, False),
+    ]
 
 
 @pytest.mark.parametrize("stage", range(3))
 def test_sums_over_copies_can_wait_for_the_last_micro_batch(stage: int) -> None:
-    for (expected, sent), (actual, sent_deferred) in run_ranks(deferred_and_not, 4, stage):
+    for results in run_ranks(deferred_and_not, 4, stage):
+        (expected, sent), (actual, sent_deferred), (kept, _), (kept_deferred, sent_kept) = results
+        # Gradients that are zeroed and kept are there in the next step, also of what is not used then.
+        for name, value in kept.items():
+            assert torch.linalg.vector_norm(kept_deferred[name] - value) <= 1e-12 * torch.linalg.vector_norm(value), (
+                name
+            )
+        assert sent_kept == sent_deferred
         # An all-reduce between two copies sends what a rank keeps once; what is recorded is reduced, used or not.
         assert sent == 2 * 3 * NUMEL * 8 // 2
         assert sent_deferred == 2 * NUMEL * 8 // 2
