@@ -35,6 +35,7 @@ __all__ = [
     "Call",
     "DisabledFunction",
     "DispatchMode",
+    "IGNORED_BY_DDP",
     "NoFunctionTransforms",
     "NoSubclasses",
     "SCALER_CHECK",
@@ -110,6 +111,8 @@ NoFunctionTransforms: Final = torch._C._DisableFuncTorch
 """A context outside the transforms of torch.func."""
 WeakStorage: Final[Any] = StorageWeakRef
 """Keeps what `storage_of` returned from being given to another storage, and the memory not."""
+IGNORED_BY_DDP: Final = "_ddp_params_and_buffers_to_ignore"
+"""An attribute of modules that DistributedDataParallel reads when it wraps them: names that it leaves alone."""
 SCALER_CHECK: Final = "_amp_foreach_non_finite_check_and_unscale_"
 """What GradScaler calls with gradients."""
 

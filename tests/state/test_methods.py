@@ -237,7 +237,7 @@ def make_from_released() -> list[Any]:
         torch.zeros_like(p, dtype=torch.float64), torch.randint_like(p, 3),
     ]  # fmt: skip
     assert model.to("cpu").cpu().float().to(torch.float32).to(p) is model
-    model.to(device="cpu", dtype=torch.float32)
+    model.to(device="cpu:0", dtype=torch.float32)  # torch copies, though it is the same device
     model(torch.ones(2, 16)).sum().backward()
     model.to("cpu").float()
     optimizer.step()

@@ -320,13 +320,21 @@ def name_of(func: Callable[..., Any]) -> str:
     return name
 
 
+_TO = ("self", "device", "dtype", "non_blocking", "copy")
+
+
 def is_nothing_to_do(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a function of `SELF` would return the gradient as it is; a plain tensor shows it."""
     if "memory_format" in kwargs:
         return False
     probe = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
-    is_alias = name_of(func) in ("detach", "data")
-    return is_alias or (func(probe, *args[1:], **kwargs) is probe and not probe.requires_grad)
+    if (name := name_of(func)) in ("detach", "data"):
+        return True
+    made = func(probe, *args[1:], **kwargs)
+    # To "cpu:0" torch copies what is on "cpu", and says "cpu" of the copy.
+    is_copy = name == "to" and made is not probe and not kwargs.get("copy") and len(args) < len(_TO)
+    is_same = made is probe or (is_copy and (made.dtype, made.device) == (probe.dtype, probe.device))
+    return is_same and not probe.requires_grad
 
 
 def _look(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -101,8 +101,9 @@ class ShardedParameter(torch.nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value is self:
-            return  # what model.to() assigns where there is nothing to do
+        is_like = (value.shape, value.dtype, value.device) == (self.shape, self.dtype, self.device)
+        if value is self or (is_like and self.device.type == "cpu" and torch.equal(value, raw_data(self))):
+            return  # what model.to() assigns where there is nothing to do; to("cpu:0") has made a copy
         name = slot_of(self).name
         raise RuntimeError(
             f"The data of the sharded parameter '{name}' cannot be replaced (got {tuple(value.shape)}, {value.dtype}, "

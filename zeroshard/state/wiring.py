@@ -24,6 +24,7 @@ from zeroshard.state.casts import CastIn, CastOut, Edge, EdgeIn, EdgeOut
 from zeroshard.state.duplicate import copy_plain, owner_of
 from zeroshard.state.graphs import RefuseGraphs
 from zeroshard.state.heads import AddInPlace
+from zeroshard.torch_private import IGNORED_BY_DDP
 
 __all__ = ["wire"]
 
@@ -86,6 +87,7 @@ def _hang(
     for module in model.modules():
         module.register_state_dict_pre_hook(refuse_save)
         module.register_load_state_dict_pre_hook(refuse_load)
+    model.__dict__[IGNORED_BY_DDP] = RefuseDDP()
     model.__dict__["__deepcopy__"] = functools.partial(copy_plain, model, tuple(forward_methods))
     return hooks
 
@@ -167,6 +169,22 @@ class RefuseSave(Hook):
                 "sharded. Use `with zero.gathered():` around it, on every rank, or zero.save(path) for a "
                 "checkpoint."
             )
+
+
+@final
+class RefuseDDP(Hook):
+    """What stands where DistributedDataParallel looks for the names of parameters that it leaves alone."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError(
+            "DistributedDataParallel around a model of zs.shard() would reduce its gradients twice: leave it out. With "
+            "Accelerate, prepare the optimizer and the data loader, and not the model: `optimizer, loader = "
+            "accelerator.prepare(optimizer, loader)`; with Fabric, `fabric.setup_optimizers(optimizer)` and "
+            "`fabric.setup_dataloaders(loader)`."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return ()  # a copy is a plain model
 
 
 @final

@@ -1,0 +1,104 @@
+"""Other libraries' loops, as they are: HF Trainer and Accelerate train a sharded model with a plain one's losses."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import DataLoader
+
+import zeroshard as zs
+from tests.oracle import STAGES, WATCHDOG_S, randint, run_cases, seed
+
+from . import tiny
+
+PLAIN = -1
+
+
+def windows() -> list[dict[str, torch.Tensor]]:
+    """Return a data set of 32 windows of 12 tokens."""
+    ids = [randint(64, 12, key=(5, place)) for place in range(32)]
+    return [{"input_ids": one, "labels": one} for one in ids]
+
+
+def made(stage: int) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a small Llama and its optimizer, sharded unless `stage` is `PLAIN`."""
+    seed(99)
+    model = tiny.kinds()["llama"].build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if stage != PLAIN:
+        zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+    return model, optimizer
+
+
+def train_with_trainer(stage: int, folder: Path) -> list[float]:
+    """Train with the Trainer of Transformers; return its log of losses."""
+    model, optimizer = made(stage)
+    arguments = transformers.TrainingArguments(
+        str(folder), max_steps=4, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=windows(), optimizers=(optimizer, None))
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_trainer_trains_on_one_rank(stage: int, tmp_path: Path) -> None:
+    assert train_with_trainer(stage, tmp_path) == train_with_trainer(PLAIN, tmp_path)
+
+
+def train_with_accelerate(stage: int, prepares_model: bool) -> list[float]:
+    """Train as Accelerate's documentation does; return the losses. Runs on a rank."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = made(stage)
+    loader: Any = DataLoader(windows(), batch_size=4)  # type: ignore[arg-type]
+    if prepares_model:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    else:
+        optimizer, loader = accelerator.prepare(optimizer, loader)
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@functools.cache
+def accelerated(world: int) -> dict[tuple[Any, ...], list[Any]]:
+    """Run all stages on one group of ranks; DDP is what Accelerate makes of a plain model on several ranks."""
+    cases = [(PLAIN, True), *((stage, world == 1) for stage in STAGES)]
+    if world == 1:  # no launcher: with one Accelerate wraps a model in DDP for one rank, too
+        return {case: [train_with_accelerate(*case)] for case in cases}
+    return run_cases(train_with_accelerate, world, cases)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", [1, 2])
+def test_accelerate_trains(world: int, stage: int) -> None:
+    """On one rank with the model prepared, too; on two without, which would wrap it in DDP."""
+    found = accelerated(world)
+    for expected, losses in zip(found[PLAIN, True], found[stage, world == 1], strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def wrap(stage: int) -> str:
+    """Wrap a sharded model in DDP; return the error. Runs on a rank."""
+    model = nn.Linear(4, 4)
+    zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    with pytest.raises(RuntimeError) as caught:
+        nn.parallel.DistributedDataParallel(model)
+    return str(caught.value)
+
+
+def test_ddp_around_a_sharded_model_is_refused() -> None:
+    for texts in run_cases(wrap, 2, [(stage,) for stage in STAGES]).values():
+        assert all("accelerator.prepare(optimizer, loader)" in text for text in texts), texts
