@@ -112,8 +112,9 @@ class Bucket:
         return self.full.nbytes
 
     def rest(self) -> None:
-        """Let `full` cost nothing for as long as it is not read, where its memory can do so."""
-        self._memory.rest(self.full)
+        """Let `full` cost nothing for as long as it is not read, where its memory can do so and nobody changed it."""
+        if self._memory.is_shared and not self.changes.has_any():
+            self._memory.rest(self.full)
 
     def keep(self) -> None:
         """Follow a change to the whole parameters: in the shard, and in the masters that do not round to it."""

@@ -139,7 +139,7 @@ class Unit:
     @property
     def waits(self) -> bool:
         """Whether gradients of it wait for a sum over all ranks, those of parameters frozen since then included."""
-        return self.is_deferred or any(b.grads.has_local for b in self.buckets)
+        return any(b.grads.scope is Scope.COPY or b.grads.has_local for b in self.buckets)
 
     @property
     def is_deferred(self) -> bool:
@@ -224,8 +224,7 @@ class Unit:
     def rest(self) -> None:
         """Have what is whole, but not in use right now, cost as little as its memory can do."""
         for bucket in self._gathered:
-            if not bucket.changes.has_any():
-                bucket.rest()
+            bucket.rest()
 
     def let_read(self, presence: Presence) -> None:
         """Change what the parameters answer to a read: their values, or an error."""
