@@ -101,8 +101,8 @@ class Trained:
         self.optimizer = make(self.model.parameters())
         self.is_bad, self.spoils = False, float("nan" if stage % 2 else "-inf")
         self.model.second.weight.register_hook(self._spoil)
-        settings = zs.Settings(watchdog_s=20.0)
-        self.zero = zs.shard(self.model, self.optimizer, stage=stage, settings=settings, **options)
+        options = {"settings": zs.Settings(watchdog_s=20.0), **options}
+        self.zero = zs.shard(self.model, self.optimizer, stage=stage, **options)
 
     def _spoil(self, grad: Tensor) -> Tensor:
         if not (self.is_bad and self.rank == self.size - 1):

@@ -20,9 +20,10 @@ Note: the first step of SGD
 
 import atexit
 import functools
+import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -37,7 +38,7 @@ from zeroshard.wire.mesh import Mesh
 from zeroshard.wire.process import end_with, is_child_of
 from zeroshard.wire.readback import Readback
 
-__all__ = ["Answer", "DeviceGuard", "FUSED", "Guard", "HostGuard", "guard_of", "is_fatal", "not_finite"]
+__all__ = ["Answer", "DeviceGuard", "FUSED", "Guard", "HostGuard", "guard_of", "not_finite"]
 
 Tensor = torch.Tensor
 Optimizer = torch.optim.Optimizer
@@ -56,11 +57,14 @@ class Answer:
 
     Args:
         names: of the parameters that the last of the flags stand for.
-        scale: the loss scale that accounts for what was found, unless it is at its floor.
+        fails: tells whether what was found is an error.
+        scale: the loss scale, for its text.
     """
 
-    def __init__(self, flags: Readback, names: Sequence[str], mesh: Mesh, scale: LossScale | None) -> None:
-        self._flags, self._names, self._mesh, self._scale = flags, names, mesh, scale
+    def __init__(
+        self, flags: Readback, names: Sequence[str], mesh: Mesh, fails: Callable[[], bool], scale: LossScale | None
+    ) -> None:
+        self._flags, self._names, self._mesh, self._fails, self._scale = flags, names, mesh, fails, scale
         self._process = os.getpid()
 
     def read(self) -> str:
@@ -72,7 +76,7 @@ class Answer:
 
     def read_at_exit(self) -> None:
         """Read it, in an interpreter that ends, and end with the error."""
-        if not is_child_of(self._process) and (name := self.read()) and is_fatal(self._scale):
+        if not is_child_of(self._process) and (name := self.read()) and self._fails():
             end_with(not_finite(self._mesh, name, self._scale))
 
 
@@ -83,6 +87,27 @@ class Guard(ABC):
         self._comm = comm
         self.waits = 0
         """How often the host has waited for a device before an update."""
+        self.skips = False
+        """Whether a step is left out, and not an error, where no loss scale accounts for what is not finite."""
+        self.skipped = 0
+        """Steps that were left out so."""
+
+    def is_fatal(self, scale: LossScale | None) -> bool:
+        """Tell whether gradients that are not finite are an error, and not a matter of the loss scale or skipped."""
+        return not self.skips if scale is None else scale.value <= scale.FLOOR
+
+    def note_skipped(self, name: str, step: int) -> None:
+        """Say that a step was left out: on rank 0, in the log.
+
+        Args:
+            name: of the parameter whose gradient is not finite.
+        """
+        self.skipped += 1
+        if self._comm.mesh.rank == 0:
+            logging.getLogger(__name__).warning(
+                f"step {step} was skipped on all ranks: the gradient of '{name}' is not finite ({self.skipped} skipped "
+                "so far; zs.Settings(non_finite='raise') makes that an error)."
+            )
         self.updates_on_host = False
         """Whether some states lie on the host, beside a device."""
 
@@ -166,13 +191,13 @@ class DeviceGuard(Guard):
         mesh, names, flags = self._comm.mesh, list[str](), [_zero(torch.float32, self._comm.mesh.device).view(1)]
         if scale is not None and scale.noted:
             flags = [torch.cat(scale.noted).amax().view(1)]
-        if masters and is_fatal(scale):
+        if masters and (scale is None or self.is_fatal(scale)):
             names = [slot_of(master).name for master in masters]
             flags.append(_spoiled(list(map(_part, masters)), mesh.device))
         found = torch.cat(flags)
         self._comm.flag(found, "whether gradients are finite")
         # Begun before the update, which so does not delay it.
-        answer = Answer(self._read_back(found), names, mesh, scale)
+        answer = Answer(self._read_back(found), names, mesh, functools.partial(self.is_fatal, scale), scale)
         if self.is_awaited(optimizer):
             self.waits += 1
             return answer.read()
@@ -220,11 +245,6 @@ def guard_of(comm: Comm, *, updates_on_host: bool) -> Guard:
         updates_on_host: whether some states lie on the host, beside a device.
     """
     return HostGuard(comm) if comm.is_on_host else DeviceGuard(comm, updates_on_host=updates_on_host)
-
-
-def is_fatal(scale: LossScale | None) -> bool:
-    """Tell whether gradients that are not finite are an error, and not a matter of the loss scale."""
-    return scale is None or scale.value <= scale.FLOOR
 
 
 def not_finite(mesh: Mesh, name: str, scale: LossScale | None) -> RuntimeError:

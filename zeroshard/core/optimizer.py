@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.core.engine import Engine
 from zeroshard.core.exchange import Exchange
 from zeroshard.core.gradient import MasterSlice
-from zeroshard.core.guard import Answer, is_fatal, not_finite
+from zeroshard.core.guard import Answer, not_finite
 from zeroshard.core.precision import round_at_random
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence
@@ -155,8 +155,11 @@ class ShardedOptimizer:
             place += f" with owners {self.exchange.digest:08x}"
         is_voted = engine.order.settle(place, is_fine=lambda: guard.is_fine(optimizer, masters, scale))
         name = guard.ask(optimizer, masters, scale) if is_voted else ""
-        if (is_stopped := not is_voted or bool(name)) and is_fatal(scale):
-            raise not_finite(engine.mesh, name or guard.blame(masters), scale)
+        if (is_stopped := not is_voted or bool(name)) and (scale is None or guard.is_fatal(scale)):
+            name = name or guard.blame(masters)
+            if guard.is_fatal(scale):
+                raise not_finite(engine.mesh, name, scale)
+            guard.note_skipped(name, self.steps)
         engine.is_skipping = is_stopped
         self._widen()
         self._fresh = [] if engine.is_skipping else guard.arm(optimizer, masters)
@@ -239,9 +242,11 @@ class ShardedOptimizer:
             for master in self._fresh:
                 # torch had made its states, which the kernels have left empty.
                 self.optimizer.state.pop(master, None)
-            if is_fatal(engine.loss_scale):
+            if engine.guard.is_fatal(engine.loss_scale):
                 self.steps -= 1
                 raise not_finite(engine.mesh, name, engine.loss_scale)
+            if engine.loss_scale is None:
+                engine.guard.note_skipped(name, self.steps - 1)
         self._follow_scale(bool(name))
 
     def _follow_scale(self, has_overflowed: bool) -> None:

@@ -127,6 +127,8 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     row = _row(request) if request.stage != AUTO else None
     _check_reduction(request.reduction)
     optimizers = _as_list(request.optimizer)
+    if settings.non_finite not in ("raise", "skip"):
+        raise ValueError(f"Settings(non_finite=) must be 'raise' or 'skip'; got {settings.non_finite!r}.")
     _check_model(model, settings.forward_methods, mesh)
     _check_devices(model, mesh)
     if mesh.device.type == "cuda":

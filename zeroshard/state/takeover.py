@@ -52,6 +52,7 @@ def build(
             tensor.data = tensor.data.to(described.mesh.device)
         comm.broadcast(tensor.data, f"buffer '{name}'", "start")
     engine = Engine(described.mesh, comm, [made[number] for number in range(len(made))], ledger, treatment)
+    engine.guard.skips = described.settings.non_finite == "skip"
     engine.take_slots(slot_of(parameter) for parameter in model.parameters())
     if described.precision.loss_scale is not None:
         engine.use_loss_scale(LossScale(described.precision.loss_scale))

@@ -4,7 +4,7 @@ Owns `Settings`, a field for each option of `shard()` that is not an argument of
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
 __all__ = ["Settings", "WIRE_BYTES"]
 
@@ -29,6 +29,8 @@ class Settings:
             at least.
         forward_methods: methods, besides the model's `forward`, that compute with its parameters when they are called
             by themselves: "features" of the model, "encoder.encode" or "head.forward" of modules in it.
+        non_finite: what a gradient that is not finite is, without a loss scale: "raise", an error on all ranks before
+            anything is changed, or "skip", a step that all ranks leave out, with a line in rank 0's log.
 
     ```python
     import torch, zeroshard as zs
@@ -44,3 +46,4 @@ class Settings:
     elementwise: bool | None = None
     wire_bytes: int = WIRE_BYTES
     forward_methods: tuple[str, ...] = ()
+    non_finite: Literal["raise", "skip"] = "raise"

@@ -1,0 +1,79 @@
+"""`zs.Settings(non_finite="skip")`: a step with a gradient that is not finite is left out on all ranks, and said."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zeroshard as zs
+from tests.engine.test_guard import Trained, differences, memory_of
+from tests.oracle import run_cases
+from zeroshard.core import guard as guards
+
+STAGES = (0, 1, 2, 3)
+STEPS = 6
+BAD_STEPS = (0, 3, 5)
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def train(stage: int, kind: str, precision: str, spoils: bool) -> tuple[dict[str, Any], list[str], int]:
+    """Train with bad steps, or without these; return state, log, and what the guard counted. Runs on a rank."""
+    lines = Lines()
+    logger = logging.getLogger(guards.__name__)
+    logger.addHandler(lines)
+    try:
+        with memory_of(kind):
+            run = Trained(
+                stage,
+                lambda params: torch.optim.AdamW(params, lr=0.01),
+                precision=precision,
+                settings=zs.Settings(watchdog_s=20.0, non_finite="skip"),
+            )
+            for step in range(STEPS):
+                if spoils or step not in BAD_STEPS:
+                    run.backward(step, is_bad=step in BAD_STEPS)
+                    run.optimizer.step()
+                    run.optimizer.zero_grad()
+            return run.state(), lines.lines, run.zero._engine.guard.skipped
+    finally:
+        logger.removeHandler(lines)
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_a_bad_step_is_left_out(kind: str) -> None:
+    cases = [
+        (stage, kind, precision, spoils)
+        for stage in STAGES
+        for precision in ("fp32", "bf16")
+        for spoils in (True, False)
+    ]
+    found = run_cases(train, 2, cases, timeout_s=120.0)
+    for stage in STAGES:
+        for precision in ("fp32", "bf16"):
+            pairs = zip(found[stage, kind, precision, True], found[stage, kind, precision, False], strict=True)
+            for rank, ((state, lines, skipped), (expected, none, never)) in enumerate(pairs):
+                where = f"stage {stage}, {precision}, rank {rank}"
+                del state["steps"], expected["steps"]  # a skipped one counts
+                assert differences(state, expected) == [], where
+                assert (skipped, never, none) == (len(BAD_STEPS), 0, []), where
+                assert len(lines) == (len(BAD_STEPS) if rank == 0 else 0), where
+                assert all("the gradient of 'second.weight' is not finite" in line for line in lines), lines
+
+
+def test_another_word_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="must be 'raise' or 'skip'; got 'ignore'"):
+        zs.shard(model, settings=zs.Settings(non_finite="ignore"))  # type: ignore[arg-type]
+    assert isinstance(model(torch.ones(2)), Tensor)
