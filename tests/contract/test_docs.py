@@ -39,11 +39,12 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert broken_links(text, tmp_path) == ["gone.md"]
 
 
-def test_the_programs_of_the_readme_run() -> None:
-    programs = examples((REPOSITORY / "README.md").read_text())
+@pytest.mark.parametrize("name", ["README.md", "docs/optimizers.md"])
+def test_the_programs_of_a_page_run(name: str) -> None:
+    programs = examples((REPOSITORY / name).read_text())
     assert programs
     for program in programs:
-        run_block(program, "README.md")
+        run_block(program, name)
 
 
 def test_cited_sections_exist() -> None:
