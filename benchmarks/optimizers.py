@@ -142,10 +142,27 @@ def summarize(result: dict[str, Any]) -> dict[str, Any]:
         some = [run for run in runs if (run["optimizer"], run["steps"]) == (optimizer, steps)]
         best = best_of(some)
         assert best is not None
+        chosen = [run for run in some if run["multiple"] == best["multiple"]]
         step_s = statistics.median(run["step_s"] for run in some)
         ratio = best["mean"] / reference["mean"] if reference else math.nan
-        found[f"{optimizer}, {steps} steps"] = best | {"step_s": step_s, "against_adamw": ratio}
+        found[f"{optimizer}, {steps} steps"] = best | {
+            "step_s": step_s,
+            "against_adamw": ratio,
+            "reached_at": reached_at(chosen, reference["mean"]) if reference else None,
+        }
     return found
+
+
+def reached_at(runs: Sequence[dict[str, Any]], target: float) -> int | None:
+    """Return the first evaluation at which the mean over seeds is at most `target`."""
+    curves = zip(*(run["curve"] for run in runs), strict=False)
+    finite = (at for at in curves if all(value is not None for _, value in at))
+    return next((at[0][0] for at in finite if statistics.mean(value for _, value in at) <= target), None)
+
+
+def multiples_in(result: dict[str, Any]) -> list[float]:
+    """Return the multiples of default rates that were run, in order."""
+    return sorted({run["multiple"] for run in result["runs"]})
 
 
 def runs_place(optimizer: str) -> int:
@@ -156,24 +173,30 @@ def runs_place(optimizer: str) -> int:
 def table_of(result: dict[str, Any]) -> str:
     """Return the table for the page."""
     lines = [
-        "| optimizer | steps | learning rate | held-out bits per byte | range over seeds | against AdamW | ms a step |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| optimizer | steps | learning rate | held-out bits per byte | range over seeds | against AdamW | "
+        "AdamW's reached after | ms a step |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, one in summarize(result).items():
         optimizer, steps = name.removesuffix(" steps").split(", ")
         spread = f"{min(one['values']):.3f} to {max(one['values']):.3f}"
         ratio = f"{one['against_adamw'] - 1:+.1%}"
         rate = f"{one['learning_rate']:.2g} ({one['multiple']:g} times the default)"
+        reached = "not" if one["reached_at"] is None else f"{one['reached_at']} steps"
         lines.append(
-            f"| {optimizer} | {steps} | {rate} | {one['mean']:.3f} | {spread} | {ratio} | {1e3 * one['step_s']:.1f} |"
+            f"| {optimizer} | {steps} | {rate} | {one['mean']:.3f} | {spread}, {len(one['values'])} seeds | {ratio} | "
+            f"{reached} | {1e3 * one['step_s']:.1f} |"
         )
     settings, machine = result["settings"], result["circumstances"]["machine"]
+    seeds = {m: len({run["seed"] for run in result["runs"] if run["multiple"] == m}) for m in multiples_in(result)}
+    compared = ", ".join(f"{multiple:g} ({count})" for multiple, count in seeds.items())
     lines += [
         "",
-        f"GPT of depth {settings['depth']}, {settings['context']} tokens of context, batch {settings['batch']}, "
-        f"{settings['steps']} steps, {settings['seeds']} seeds, learning rates at "
-        f"{', '.join(f'{m:g}' for m in settings['multiples'])} times the default; one thread of {machine['cpu']}. "
-        "Each row is at the rate with the best mean over seeds.",
+        f"GPT of depth {settings['depth']}, {settings['context']} tokens of context, batch {settings['batch']}; one "
+        f"thread of {machine['cpu']}, with other work on the machine, so the times are upper bounds. Learning rates at "
+        f"so many times the default were run with (so many) seeds: {compared}. Each row is at the rate with the best "
+        "mean over the rates that have most seeds. Fewer steps than AdamW's are runs with a schedule of that length; "
+        f"evaluations are {EVALUATIONS} a run.",
     ]
     return "\n".join(lines)
 
