@@ -82,6 +82,9 @@ def train(
     residency: Annotated[str | None, typer.Option(help="C1 to C5: a row of the ZeRO paper.")] = None,
     activations: Annotated[str | None, typer.Option(help="recompute, compress, ..., joined by +.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw, muon, adafactor, adamw8bit, sgd or lion; the learning rate follows.")
+    ] = None,
     data: Annotated[str | None, typer.Option(help="Text, .jsonl, .parquet, or a folder of them.")] = None,
     name: Annotated[str | None, typer.Option(help="Files go to runs/NAME/; a run there goes on.")] = None,
     steps: Annotated[int | None, typer.Option(help="Updates of the parameters.")] = None,
@@ -104,6 +107,7 @@ def train(
         "zero.residency": residency,
         "zero.activations": activations,
         "train.precision": precision,
+        "train.optimizer": optimizer,
         "data.path": data,
         "run.name": name,
         "train.steps": steps,

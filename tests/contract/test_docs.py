@@ -39,7 +39,7 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert broken_links(text, tmp_path) == ["gone.md"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/coming-from.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/coming-from.md", "docs/optimizers.md"])
 def test_the_programs_of_a_page_run(page: str) -> None:
     programs = examples((REPOSITORY / page).read_text())
     assert programs

@@ -38,6 +38,8 @@ LAYERS = (
 # The planner runs without an engine: it reads the table that the engine runs on and the description of a model that the
 # engine is built from, and traces with torch's fake tensors.
 PLAN_READS = ("table", "tree", "torch_private", "describe", "plan")
+# Optimizers are torch's, and work without the engine.
+OPTIM_READS = ("torch_private", "optim")
 # The product does not use its test helper.
 TEST_ONLY = "testing"
 # The main job is a program like any user's: it imports the names that the package exports, and itself.
@@ -105,6 +107,8 @@ def reasons_against(layer: str, target: str) -> list[str]:
         return [f"{layer} imports {target}: it uses the public interface alone"]
     if layer == "plan" and below not in PLAN_READS:
         return [f"plan imports {target}: it reads the table and descriptions alone"]
+    if layer == "optim" and below not in OPTIM_READS:
+        return [f"optim imports {target}: it is torch's optimizers alone"]
     return []
 
 
@@ -127,6 +131,7 @@ def test_imports_point_downwards() -> None:
             "plan imports zeroshard.core.engine: it reads the table",
         ),
         ("zeroshard.plan.memory", "from zeroshard.core import Zero", "plan imports zeroshard.core: it reads the table"),
+        ("zeroshard.optim.lion", "from zeroshard.tree import find", "optim imports zeroshard.tree: it is torch's"),
         ("zeroshard.report.page", "from zeroshard.train import loop", "report imports zeroshard.train, which is above"),
         ("zeroshard.train.loop", "from zeroshard.cli import main", "train imports zeroshard.cli, which is above"),
         ("zeroshard.train.loop", "from zeroshard.testing import run_ranks", "zeroshard.testing, which is for tests"),

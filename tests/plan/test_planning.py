@@ -95,10 +95,28 @@ def test_optimizers_keep_what_torchs_do() -> None:
     made = {
         "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad,
         "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "lion": zs.optim.Lion, "lamb": zs.optim.Lamb,
     }  # fmt: skip
     for name, make in made.items():
         states = OPTIMIZERS[name]
         assert (states.per_element, states.counter_bytes) == state_cost(make([nn.Parameter(torch.ones(4))])), name
+    states = OPTIMIZERS["adamw8bit"]
+    packed = (states.per_element, states.counter_bytes, states.element_bytes, states.block_bytes, states.block_numel)
+    assert packed == state_cost(zs.optim.AdamW8bit([nn.Parameter(torch.ones(4))]))
+
+
+def test_bytes_of_states_are_those_of_the_optimizers() -> None:
+    """Beyond a parameter and its gradient in two bytes: a master of four, and what the optimizer keeps."""
+    shape = SHAPES["llama-3-8b"]
+    numel = shape.numel()
+    ends = 2 * 128_256 * 4096
+    known = {
+        "sgd": 4 * numel, "momentum": 8 * numel, "lion": 8 * numel, "adamw": 12 * numel, "lamb": 12 * numel,
+        "adamw8bit": (6 + 8 / 256) * numel, "muon": 8 * (numel - ends) + 12 * ends, "adafactor": 4 * numel,
+    }  # fmt: skip
+    for name, nbytes in known.items():
+        plan = make_plan("llama-3-8b", world_size=1, precision="bf16", optimizer=name)
+        assert plan.resident_bytes["states"] == pytest.approx(nbytes, rel=1e-4), name
 
 
 def test_a_config_file_is_read(tmp_path: Path) -> None:

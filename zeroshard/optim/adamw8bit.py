@@ -14,6 +14,7 @@ Note: blocks and batches
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -25,13 +26,13 @@ __all__ = ["AdamW8bit"]
 
 Tensor = torch.Tensor
 
-BATCH_NUMEL: Final = {"cpu": 1 << 16}
+BATCH_NUMEL: Final = MappingProxyType({"cpu": 1 << 16})
 """Elements that are updated at once: few enough for a cache."""
 BATCH_NUMEL_ELSEWHERE: Final = 1 << 24
 LEAST: Final = 2.0**-38
 """Moments and roots that are smaller in a whole block are zero. The square of the least code of a root is normal so."""
 
-MOMENTS: Final = {"exp_avg": True, "exp_avg_sq": False}
+MOMENTS: Final = MappingProxyType({"exp_avg": True, "exp_avg_sq": False})
 """The moments, and whether they have signs. Codes of the second one are of its root."""
 
 

@@ -45,7 +45,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, or the paper's: paper.")] = None,
         mesh: Annotated[int, typer.Option(help="Copies of the sharded state.")] = 1,
         tensor: Annotated[int, typer.Option(help="Ranks that products are split over.")] = 1,
-        optimizer: Annotated[str, typer.Option(help="adamw, sgd, momentum, lion, ...")] = "adamw",
+        optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, muon, lion, ...")] = "adamw",
         micro_batches: Annotated[int, typer.Option(help="Of a step.")] = 1,
         as_search: Annotated[bool, typer.Option("--search", help="Try many configurations.")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,

@@ -16,7 +16,7 @@ from zeroshard.describe.treatments import ActivationsLike, activations_of
 from zeroshard.plan.film import Account, Call, Job, account_of
 from zeroshard.plan.hardware import Cost, Device
 from zeroshard.plan.shapes import Transformer
-from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS, own_units, specs_of, updates_of
+from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS, all_updates_of, own_units, specs_of
 from zeroshard.plan.tape import Parts, coarse, instructions
 from zeroshard.plan.transformer import Kernels, Workload, cached_tapes
 from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
@@ -336,7 +336,7 @@ def _specs(
 
 @lru_cache(256)
 def _account(optimizer: str, *sharding: Any) -> tuple[Sequence[Updates], Account]:
-    updates = [updates_of(_specs(*sharding), OPTIMIZERS[optimizer])]
+    updates = all_updates_of(_specs(*sharding), OPTIMIZERS[optimizer])
     return updates, account_of(updates)
 
 

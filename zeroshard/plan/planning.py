@@ -349,7 +349,8 @@ def element_bytes_of(job: Job) -> tuple[int, int, int]:
     """Return the bytes of an element: of a parameter, of a held gradient, and of its masters and states."""
     bucket = max((b for unit in job.units for b in unit.buckets), key=lambda b: b.layout.numel)
     formats = bucket.formats
-    states = sum(one.per_element * itemsize(formats.state) + one.element_bytes for one in job.updates)
+    most = max(job.updates, key=lambda one: one.numel_bytes())
+    states = most.per_element * itemsize(formats.state) + most.element_bytes
     masters = itemsize(formats.master) * (formats.master != formats.param)
     return itemsize(formats.param), itemsize(formats.grad), states + masters
 

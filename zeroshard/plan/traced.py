@@ -29,7 +29,7 @@ from zeroshard.plan.job import Options, wire_of
 from zeroshard.plan.kept import Kept, Link, Offloads
 from zeroshard.plan.parted import Parts
 from zeroshard.plan.segments import Segments
-from zeroshard.plan.specs import OPTIMIZERS, kernel_bytes_of, updates_of
+from zeroshard.plan.specs import OPTIMIZERS, all_updates_of, kernel_bytes_of
 from zeroshard.plan.splitting import check_split
 from zeroshard.plan.tape import Instruction
 from zeroshard.plan.tracer import trace_step
@@ -153,7 +153,7 @@ def trace_job(
     )
     by_category = _before(trace)
     script = Script(_stream(trace, names, Phase.FORWARD), _stream(trace, names, Phase.BACKWARD))
-    updates = updates_of(specs, OPTIMIZERS[options.optimizer])
+    updates = all_updates_of(specs, OPTIMIZERS[options.optimizer])
     spans = {
         "shard": options.device.spread(options.shard_ranks, options.tensor),
         "replicate": options.device.spread(options.replicas, options.tensor * options.shard_ranks),
@@ -162,7 +162,7 @@ def trace_job(
     job = Job(
         specs,
         (),
-        [updates],
+        updates,
         wire_of(options),
         options.device,
         options.formats.param,
@@ -185,7 +185,7 @@ def trace_job(
     )
 
 
-def _update_bytes(options: Options, updates: Updates) -> int:
+def _update_bytes(options: Options, updates: Sequence[Updates]) -> int:
     """Return what the optimizer's kernels take on a CPU."""
     is_counted = options.device.is_cpu and not options.fused
     return kernel_bytes_of(updates, OPTIMIZERS[options.optimizer]) if is_counted else 0
@@ -208,7 +208,7 @@ def _other_ranks(
             numel_of=local_numel,
         )
         count = ranks - 2 if ranks > SHOWN_RANKS and place == 1 else 1
-        updates = [updates_of(specs, OPTIMIZERS[options.optimizer])]
+        updates = all_updates_of(specs, OPTIMIZERS[options.optimizer])
         other = dataclasses.replace(job, units=specs, updates=updates)
         found.append(
             (f"rank {place}" if count == 1 else "the others", count * options.replicas * options.tensor, other)

@@ -9,6 +9,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, Self, final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -22,6 +23,7 @@ __all__ = [
     "Checkpoint",
     "Config",
     "Data",
+    "LEARNING_RATE_FACTORS",
     "Model",
     "Run",
     "Train",
@@ -35,6 +37,10 @@ _GPT: Final = "gpt"
 _HF: Final = "hf:"
 _HF_BATCH: Final = 8
 _HF_LEARNING_RATE: Final = 3e-4
+LEARNING_RATE_FACTORS: Final = MappingProxyType(
+    {"adamw": 1.0, "muon": 4.0, "adafactor": 10.0, "adamw8bit": 1.0, "sgd": 25.0, "lion": 0.4}
+)
+"""What the model's learning rate, which is AdamW's, is multiplied with; `benchmarks/optimizers.py` compares others."""
 _FREE: Final = frozenset(
     """
     data.path data.column data.tokenizer data.cache train.steps train.accumulation train.eval_every train.eval_bytes
@@ -113,12 +119,15 @@ class Train(_Section):
     steps: int = Field(default=1500, ge=1, description="updates of the parameters")
     batch: int = Field(default=0, ge=0, description="windows of a step, over all ranks; 0 follows the model")
     accumulation: int = Field(default=1, ge=1, description="micro-batches of a step, on each rank")
-    learning_rate: float = Field(default=0.0, ge=0, description="at its highest; 0 follows the model")
+    optimizer: Literal["adamw", "muon", "adafactor", "adamw8bit", "sgd", "lion"] = Field(
+        default="adamw", description="adamw, muon, adafactor, adamw8bit, sgd or lion"
+    )
+    learning_rate: float = Field(default=0.0, ge=0, description="at its highest; 0 follows model and optimizer")
     warmup_fraction: float = Field(default=0.05, ge=0, le=1, description="share of the steps in which it rises")
     final_fraction: float = Field(default=0.1, ge=0, le=1, description="what the cosine leaves of it at the last step")
     weight_decay: float = Field(default=0.1, ge=0, description="of matrices, embeddings aside")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's first")
-    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's second")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's and Lion's first, and the momentum of SGD")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's and Lion's second")
     precision: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="that the model computes in")
     clip: float = Field(default=1.0, ge=0, description="largest 2-norm of the gradients; 0 does not clip")
     eval_every: int = Field(default=250, ge=0, description="steps between evaluations; 0 for one at the end")
@@ -216,6 +225,7 @@ class Config(_Section):
         batch, learning_rate = self.gpt.batch, self.gpt.learning_rate
         if self.hf_folder:
             batch, learning_rate = _HF_BATCH, _HF_LEARNING_RATE
+        learning_rate *= LEARNING_RATE_FACTORS[self.train.optimizer]
         derived = {"batch": self.train.batch or batch, "learning_rate": self.train.learning_rate or learning_rate}
         return self.model_copy(update={"train": self.train.model_copy(update=derived)})
 

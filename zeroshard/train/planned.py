@@ -57,7 +57,8 @@ def plan_run(config: Config) -> tuple[zs.Plan, bool]:
         precision=train.precision,
         micro_batches=train.accumulation,
         inputs=inputs,
-        fused=True,
+        optimizer="momentum" if train.optimizer == "sgd" and train.beta1 else train.optimizer,
+        fused=train.optimizer in ("adamw", "sgd"),
     )
     return plan, is_timed
 

@@ -18,6 +18,7 @@ from zeroshard.train.corpus import Corpus, open_corpus, prepare_corpus
 from zeroshard.train.metrics import EvalRecord, RunFiles
 from zeroshard.train.models.hf import check_hf, load_hf
 from zeroshard.train.models.language import LanguageModel, make_gpt
+from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.text import DEFAULT_NAME, open_source
 from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
 
@@ -78,15 +79,7 @@ class Run:
         self.language = _make_model(config, self.tokenizer)
         self.model = self.language.module.to(mesh.device)
         self.parameters_numel = sum(p.numel() for p in self.model.parameters())
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": list(self.language.decayed()), "weight_decay": config.train.weight_decay},
-                {"params": list(self.language.undecayed()), "weight_decay": 0.0},
-            ],
-            lr=config.train.learning_rate,
-            betas=(config.train.beta1, config.train.beta2),
-            fused=True,
-        )
+        self.optimizer = make_optimizer(config.train, self.language)
         self.zero = zs.shard(
             self.model,
             self.optimizer,
