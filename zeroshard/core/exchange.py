@@ -93,7 +93,9 @@ class Exchange:
                 if len(self._rounds) == KEPT_PLANS:
                     self._rounds.clear()
                 owners = [slot.updater or 0 for slot in slots]
-                rounds = self._rounds[key] = plan_rounds(owners, [*map(_parts_of, slots)], len(self.loads))
+                rounds = self._rounds[key] = plan_rounds(
+                    owners, [slot.bucket.layout.parts(slot.index) for slot in slots]
+                )
             made += [_Routed(self, self._engine, len(groups), entries, one, n) for n, one in enumerate(rounds)]
         return iter(made)
 
@@ -128,13 +130,6 @@ class Exchange:
 
 def _shape_of(slot: Slot) -> tuple[int, ...]:
     return slot.bucket.places.shapes[slot.index]
-
-
-def _parts_of(slot: Slot) -> list[int]:
-    """Return the elements of a parameter in the slice of each rank of a copy."""
-    layout = slot.bucket.layout
-    cuts = (layout.overlap(slot.index, *layout.shard_range(rank)) for rank in range(layout.world_size))
-    return [stop - start for start, stop in cuts]
 
 
 def _flat(entry: Tensor, strides: tuple[int, ...]) -> Tensor:

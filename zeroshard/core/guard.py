@@ -31,6 +31,7 @@ from zeroshard.core.gradient import part_of
 from zeroshard.core.grads import HOT_NUMEL
 from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import slot_of
+from zeroshard.optim.whole import whole_of
 from zeroshard.torch_private import NoSubclasses, foreach_norm
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh
@@ -200,7 +201,9 @@ class DeviceGuard(Guard):
 
     def is_awaited(self, optimizer: Optimizer) -> bool:
         """See `Guard`."""
-        return type(optimizer) not in FUSED or not all(
+        if type(optimizer) not in FUSED or whole_of(optimizer) is not None:
+            return True
+        return not all(
             group["fused"] and not (group.get("momentum") and group["dampening"]) for group in optimizer.param_groups
         )
 

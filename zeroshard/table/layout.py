@@ -51,6 +51,11 @@ class Layout:
         last = min(max(self.offsets[index] + self.numels[index], first), stop)
         return first, last
 
+    def parts(self, index: int) -> list[int]:
+        """Return the elements of parameter `index` in each rank's shard."""
+        cuts = (self.overlap(index, *self.shard_range(rank)) for rank in range(self.world_size))
+        return [last - first for first, last in cuts]
+
     def pieces(self, start: int, stop: int) -> list[int]:
         """Return the sizes of what `[start, stop)` of the bucket falls into: a gap, then each part and a gap behind."""
         ends = [end for index in range(len(self.numels)) for end in self.overlap(index, start, stop)]

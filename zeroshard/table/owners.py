@@ -112,14 +112,14 @@ class Round:
         return sum(row[rank] for row in self.counts)
 
 
-def plan_rounds(owners: Sequence[int], parts: Sequence[Sequence[int]], ranks: int) -> list[Round]:
+def plan_rounds(owners: Sequence[int], parts: Sequence[Sequence[int]]) -> list[Round]:
     """Return the exchanges of some matrices: in each about one matrix of each owner, large ones first.
 
     Args:
         owners: of each matrix.
         parts: as in `Round`.
     """
-    numels, queues = [sum(one) for one in parts], [list[int]() for _ in range(ranks)]
+    numels, queues = [sum(one) for one in parts], [list[int]() for _ in parts[0]] if parts else []
     for one in sorted(range(len(owners)), key=lambda one: (numels[one], -one)):
         queues[owners[one]].append(one)
     rounds = []
