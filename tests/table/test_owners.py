@@ -86,7 +86,7 @@ def test_at_any_number_of_ranks_the_plan_is_near_the_best_there_is(name: str, co
     for ranks in range(2, 65):
         by_cost, of_possible, _ = balance(MODELS[name], COSTS[cost], ranks)
         assert by_cost <= 1.3, ranks
-        assert of_possible <= 1.2, ranks
+        assert of_possible <= 1.25, ranks
 
 
 def test_512_ranks_are_planned_at_once() -> None:
