@@ -1,5 +1,6 @@
 """Optimizers that need whole matrices give the bits of one process, at any stage and number of ranks."""
 
+import copy
 import os
 import signal
 from collections.abc import Sequence
@@ -465,9 +466,11 @@ def test_masters_are_updated_in_mixed_precision(name: str, world: int, param: to
 
 
 def held_in_two_bytes() -> list[bool]:
-    """Train with gradients and masters in bfloat16, the masters rounded at random: the same at all stages."""
+    """Train with gradients held in bfloat16 and masters rounded at random to it: the same at all stages."""
     found = []
-    precision = zs.Precision(param=torch.bfloat16, grad=torch.bfloat16, master="stochastic")
+    precision = zs.Precision(
+        param=torch.bfloat16, grad=torch.bfloat16, master=torch.bfloat16, rounding="stochastic", reduce=torch.float32
+    )
     for stage in STAGES:
         model = even()
         optimizer = Adafactor(model.parameters(), lr=0.05)
@@ -479,6 +482,38 @@ def held_in_two_bytes() -> list[bool]:
         with zero.gathered():
             found.append([p.detach().clone() for p in model.parameters()])
     return [all(map(torch.equal, found[0], one)) for one in found]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_masters_in_two_bytes_are_widened_for_their_owners(world: int) -> None:
+    assert run_ranks(held_in_two_bytes, world) == [[True] * 4] * world
+
+
+def averaged() -> tuple[bool, bool, bool]:
+    """Average the masters of an update on owners; copy the model; go on with the copy in one process."""
+    model = models.build(models.Stack)
+    optimizer = Adafactor(model.parameters(), lr=0.05)
+    zero = zs.shard(model, optimizer, stage=3)
+    average = zero.ema(0.5)
+    with zero.gathered():
+        before = [p.detach().clone() for p in model.parameters()]
+    models.stack_loss(model, 0, 0).backward()
+    optimizer.step()
+    average.update()
+    with zero.gathered():
+        after = [p.detach().clone() for p in model.parameters()]
+        copied = copy.deepcopy(model)
+    with average.swapped(), zero.gathered():
+        is_mean = all(
+            torch.equal(p, torch.lerp(a, b, 0.5)) for p, a, b in zip(model.parameters(), before, after, strict=True)
+        )
+    with zero.gathered():
+        is_back = all(map(torch.equal, model.parameters(), after))
+    return is_mean, is_back, all(map(torch.equal, copied.parameters(), after))
+
+
+def test_averages_and_copies_of_what_owners_update() -> None:
+    assert run_ranks(averaged, 2) == [(True, True, True)] * 2
 
 
 def skipped(stage: int) -> tuple[bool, bool, int]:
