@@ -33,10 +33,11 @@ from zeroshard.core.version import VERSION
 from zeroshard.describe.offload import OffloadLike
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.treatments import ActivationsLike
+from zeroshard.optim.whole import whole_of
 from zeroshard.report.profile import Profile
 from zeroshard.state import accounting
 from zeroshard.state.access import open_states
-from zeroshard.state.admission import state_cost
+from zeroshard.state.admission import state_cost, whole_costs
 from zeroshard.state.average import Average, count_averages
 from zeroshard.state.copies import check_copies
 from zeroshard.state.elsewhere import check_streamed, make_apart, reserve, source_of
@@ -325,8 +326,11 @@ class Zero:
         """Take over an optimizer that was checked and compared."""
         move_states(optimizer, self.mesh.device)
         self._chosen += choose_kernels(self._engine.guard, optimizer)
+        whole = whole_of(optimizer)
+        costs = {} if whole is None else whole_costs(optimizer, whole)
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded), state_cost(optimizer)))
         open_states(self._engine, self._sharded[-1])
+        self._sharded[-1].whole_costs = costs
         give_sums(self._engine, optimizer)
         self._sharded[-1].source = source_of(self._engine, self._apart, self._sharded[-1])
         if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
@@ -616,7 +620,7 @@ class Zero:
     def traffic(self) -> Traffic:
         """Return the bytes that this rank has sent, and what a step with one micro-batch sends."""
         order = self._engine.order
-        per_step = accounting.predict_step_bytes(self._engine.units)
+        per_step = accounting.predict_step_bytes(self._engine.units, self._sharded)
         return Traffic(dict(self._engine.comm.sent_bytes), per_step, order.steps + order.has_stepped)
 
 

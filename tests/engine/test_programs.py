@@ -17,7 +17,7 @@ from zeroshard.core.grads import FlatGradients, Local
 from zeroshard.core.states import Sum
 from zeroshard.core.unit import Unit
 
-PROGRAMS, PAIRS = 100, 20
+PROGRAMS, PAIRS, WHOLE_PROGRAMS = 100, 20, 40
 REFUSED = 0.05
 
 
@@ -140,3 +140,21 @@ def test_a_planted_bug_is_found_within_sixty_programs(target: Callable[..., None
         for one in examine([(draw(seed, 2),) for seed in range(first, first + 12)], 2, target=target)
     )
     assert "wrong" in kinds
+
+
+@pytest.mark.timeout(600)
+def test_random_programs_with_whole_matrices_equal_the_oracle_and_one_another() -> None:
+    """Update with torch's Adafactor, whose parameters go to owners whole."""
+    # torch's Adafactor divides by the elements of a parameter; this block has one without any.
+    seeds = [seed for seed in range(5000, 5000 + WHOLE_PROGRAMS) if "Bare" not in draw(seed, 2)["blocks"]]
+    tasks = []
+    for spec in (draw(seed, 2) for seed in seeds):
+        tasks.append((spec | {"optimizers": [_adafactor(one) for one in spec["optimizers"]]},))
+    verdicts = examine(tasks, 2)
+    bad = [(seed, one) for seed, one in zip(seeds, verdicts, strict=True) if one.kind in BAD]
+    assert not bad, f"seed {bad[0][0]} with Adafactor: {bad[0][1].kind} {bad[0][1].text}"
+    assert sum(one.kind == "refused" for one in verdicts) <= 2 * REFUSED * len(verdicts)
+
+
+def _adafactor(one: dict[str, Any]) -> dict[str, Any]:
+    return one | {"kind": "Adafactor", "options": {"lr": 0.02, "eps": (0.01, 0.01)}}

@@ -14,9 +14,8 @@ Note: the exchange
     which may have no element.
 """
 
-import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -33,6 +32,8 @@ from zeroshard.wire.comm import Pending, Tag
 __all__ = ["Exchange"]
 
 Tensor = torch.Tensor
+Placed = list[tuple[int, Tensor]]
+"""Slices, each with the place of its group."""
 ROUTES, LIVE_ROUNDS = 3, 3
 """Messages of a round that have tags of their own, and rounds that are in memory at most."""
 KEPT_PLANS = 16
@@ -48,7 +49,7 @@ class Exchange:
     """
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, whole: Whole) -> None:
-        self._engine, self._optimizer, self._whole = engine, optimizer, whole
+        self.engine, self.optimizer, self._whole = engine, optimizer, whole
         self.loads = [0.0] * engine.mesh.shard_size
         """Of each rank of a copy: the cost of what it updates."""
         self.digest = 0
@@ -59,15 +60,11 @@ class Exchange:
 
     def plan(self, groups: Sequence[dict[str, Any]]) -> None:
         """Choose owners for parameters in new groups; those in others keep theirs, with their states."""
-        is_whole = self._optimizer.defaults.get("whole", True)
-        slots = [slot_of(p) for group in groups if group.get("whole", is_whole) for p in group["params"]]
-        slots = [slot for slot in slots if self._whole.takes(_shape_of(slot))]
+        is_whole = self.optimizer.defaults.get("whole", True)
+        found = [slot_of(p) for group in groups if group.get("whole", is_whole) for p in group["params"]]
+        slots = [slot for slot in found if self._whole.takes(_shape_of(slot))]
         costs = [float(self._whole.cost(_shape_of(slot))) * slot.parameter.requires_grad for slot in slots]
-        for slot, cost in zip(slots, costs, strict=True):
-            if not (math.isfinite(cost) and cost >= 0):
-                raise ValueError(f"The cost of '{slot.name}' {_shape_of(slot)} must be a number from 0 on; got {cost}.")
-        numels = [math.prod(_shape_of(slot)) for slot in slots]
-        owners = plan_owners(costs, numels, len(self.loads), self.loads)
+        owners = plan_owners(costs, [slot.shape.numel() for slot in slots], len(self.loads), self.loads)
         for slot, owner, cost in zip(slots, owners, costs, strict=True):
             slot.updater = owner
             self.loads[owner] += cost
@@ -75,49 +72,51 @@ class Exchange:
 
     def pieces(self) -> Iterator[Piece]:
         """Return the parts of an update, in the order of all ranks; made while groups hold their entries."""
-        groups = [group["params"] for group in self._optimizer.param_groups]
+        groups = [group["params"] for group in self.optimizer.param_groups]
         plain = [[master for master in entries if slot_of(master).updater is None] for entries in groups]
-        placed = [(place, m) for place, entries in enumerate(groups) for m in entries if slot_of(m).updater is not None]
-        here, away = list[tuple[int, Tensor]](), dict[tuple[torch.dtype, torch.dtype], list[tuple[int, Tensor]]]()
-        for place, master in placed:
-            if (slot := slot_of(master)).has_grad:
+        here, away = Placed(), dict[tuple[torch.dtype, torch.dtype], Placed]()
+        for place, master in ((place, master) for place, entries in enumerate(groups) for master in entries):
+            if (slot := slot_of(master)).updater is not None and slot.has_grad:
                 dtypes = slot.bucket.dtypes.grad, master.dtype
-                (here if slot.bucket.spec.updates_all else away.setdefault(dtypes, [])).append((place, master))
+                (here if slot.bucket.spec.updates_all else away.setdefault(dtypes, Placed())).append((place, master))
         made: list[Piece] = [Resident(plain)] if any(plain) else []
-        if here:
-            made.append(_Shaped(self, len(groups), here))
-        for entries in away.values():
-            slots = [slot_of(master) for _, master in entries]
-            key = tuple(slot.place for slot in slots)
-            if (rounds := self._rounds.get(key)) is None:
-                if len(self._rounds) == KEPT_PLANS:
-                    self._rounds.clear()
-                owners = [slot.updater or 0 for slot in slots]
-                rounds = self._rounds[key] = plan_rounds(owners, [*map(_parts_of, slots)], len(self.loads))
-            made += [_Routed(self, self._engine, len(groups), entries, one, n) for n, one in enumerate(rounds)]
+        made += [_Shaped(self, here)] if here else []
+        for masters in away.values():
+            made += [_Routed(self, masters, turn, number) for number, turn in enumerate(self._turns(masters))]
         return iter(made)
 
-    def lend(self, master: Tensor, values: Tensor, grad: Tensor) -> Tensor:
-        """Return what the optimizer updates in the place of a slice: a tensor of the parameter's shape.
+    def _turns(self, masters: Placed) -> list[Round]:
+        slots = [slot_of(master) for _, master in masters]
+        if (key := tuple(slot.place for slot in slots)) not in self._rounds:
+            if len(self._rounds) == KEPT_PLANS:
+                self._rounds.clear()
+            parts = [slot.bucket.layout.numels_by_rank(slot.index) for slot in slots]
+            self._rounds[key] = plan_rounds([slot.updater or 0 for slot in slots], parts)
+        return self._rounds[key]
+
+    def lend(self, lent: Iterable[tuple[int, Tensor, Tensor, Tensor]]) -> list[list[Tensor]]:
+        """Return what groups hold in the place of slices: tensors of the parameters' shapes, with their states.
 
         Args:
-            values: flat, all of the parameter's master values; changed in place.
-            grad: flat, of any dtype.
+            lent: of each the place of its group, the slice, and flat, all of the parameter's master values, which are
+                changed in place, and of its gradient, of any dtype.
         """
-        places, index = slot_of(master).bucket.places, slot_of(master).index
-        shape, strides = places.shapes[index], places.strides[index]
-        entry = torch.nn.Parameter(values.as_strided(shape, strides, values.storage_offset()))
-        grad = grad.to(values.dtype)
-        entry.grad = grad.as_strided(shape, strides, grad.storage_offset())
-        state = self._optimizer.state
-        if master in state:
-            state[entry] = state.pop(master)
-        self._lent.append((master, entry, values))
-        return entry
+        groups, state = [list[Tensor]() for _ in self.optimizer.param_groups], self.optimizer.state
+        for place, master, values, grad in lent:
+            places, index = slot_of(master).bucket.places, slot_of(master).index
+            shape, strides = places.shapes[index], places.strides[index]
+            entry = torch.nn.Parameter(values.as_strided(shape, strides, values.storage_offset()))
+            grad = grad.to(values.dtype)
+            entry.grad = grad.as_strided(shape, strides, grad.storage_offset())
+            if master in state:
+                state[entry] = state.pop(master)
+            self._lent.append((master, entry, values))
+            groups[place].append(entry)
+        return groups
 
     def take_back(self) -> None:
         """Give slices their states back, and leave the new values where the old ones were."""
-        lent, self._lent, state = self._lent, [], self._optimizer.state
+        lent, self._lent, state = self._lent, [], self.optimizer.state
         for master, entry, values in lent:
             if entry in state:
                 state[master] = state.pop(entry)
@@ -128,13 +127,6 @@ class Exchange:
 
 def _shape_of(slot: Slot) -> tuple[int, ...]:
     return slot.bucket.places.shapes[slot.index]
-
-
-def _parts_of(slot: Slot) -> list[int]:
-    """Return the elements of a parameter in the slice of each rank of a copy."""
-    layout = slot.bucket.layout
-    cuts = (layout.overlap(slot.index, *layout.shard_range(rank)) for rank in range(layout.world_size))
-    return [stop - start for start, stop in cuts]
 
 
 def _flat(entry: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -149,16 +141,14 @@ def _flat(entry: Tensor, strides: tuple[int, ...]) -> Tensor:
 class _Shaped(Piece):
     """Parameters that this rank updates as all others do; they need their shape alone."""
 
-    def __init__(self, exchange: Exchange, count: int, masters: Sequence[tuple[int, Tensor]]) -> None:
-        self._exchange, self._count, self._masters = exchange, count, masters
+    def __init__(self, exchange: Exchange, masters: Placed) -> None:
+        self._exchange, self._masters = exchange, masters
 
     def entries(self) -> Sequence[list[Tensor]]:
         """See `Piece`."""
-        groups = [list[Tensor]() for _ in range(self._count)]
         with NoSubclasses():
-            for place, master in self._masters:
-                groups[place].append(self._exchange.lend(master, master.detach(), part_of(slot_of(master)).detach()))
-        return groups
+            held = [(place, m, m.detach(), part_of(slot_of(m)).detach()) for place, m in self._masters]
+            return self._exchange.lend(held)
 
     def finish(self) -> None:
         """See `Piece`."""
@@ -170,26 +160,15 @@ class _Routed(Piece):
     """One round: this rank sends its slices, updates what it owns of them, and gets the others' new values.
 
     Args:
-        count: of groups.
         masters: all that are exchanged in this step, each with the place of its group.
         number: of the round.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        engine: Engine,
-        count: int,
-        masters: Sequence[tuple[int, Tensor]],
-        plan: Round,
-        number: int,
-    ) -> None:
-        self._exchange, self._engine, self._count, self._plan, self._round = exchange, engine, count, plan, number
-        self._rank = engine.mesh.shard_rank
-        self._given = [masters[one] for bundle in plan.bundles for one in bundle]
-        self._owned = [masters[one] for one in plan.bundles[self._rank]]
-        self._there = [[row[one] for row in plan.counts] for one in range(len(plan.bundles))]
-        """The counts of the way back."""
+    def __init__(self, exchange: Exchange, masters: Placed, turn: Round, number: int) -> None:
+        self._exchange, self._engine, self._turn, self._number = exchange, exchange.engine, turn, number
+        self._rank = self._engine.mesh.shard_rank
+        self._given = [masters[one] for bundle in turn.bundles for one in bundle]
+        self._owned = [masters[one] for one in turn.bundles[self._rank]]
         self._buffers: list[Tensor] = []
         """Of the slices and the whole gradients, then of the slices and the whole values."""
         self._joint: list[Tensor] = []
@@ -200,38 +179,34 @@ class _Routed(Piece):
         self._buffers.append(buffer := self._engine.comm.pool.take(max(1, numel), dtype, self._engine.mesh.device))
         return buffer[:numel]
 
-    def _route(self, given: Tensor, taken: Tensor, counts: list[list[int]], which: int, what: str) -> Pending:
+    def _route(self, given: Tensor, taken: Tensor, counts: Sequence[Sequence[int]], which: int, what: str) -> Pending:
         number = self._engine.order.next_number()
-        tag = Tag(number, self._round % LIVE_ROUNDS * ROUTES + which, f"{what}, round {self._round} of an update")
+        tag = Tag(number, self._number % LIVE_ROUNDS * ROUTES + which, f"{what}, round {self._number} of an update")
         return self._engine.comm.route(given, taken, counts, tag, "update")
 
     def start(self) -> None:
         """See `Piece`."""
-        masters = [master for _, master in self._given]
-        given, owned = self._plan.given_numel(self._rank), self._plan.owned_numel(self._rank)
-        self._parts = [master.detach() for master in masters]
+        masters, turn, given = [master for _, master in self._given], self._turn, self._turn.given_numel(self._rank)
+        self._parts, owned = [master.detach() for master in masters], turn.owned_numel(self._rank)
         grads = [part_of(slot_of(master)) for master in masters]
-        self._grads = self._take(given, slot_of(masters[0]).bucket.dtypes.grad), self._take(owned, grads[0].dtype)
+        self._grads = self._take(given, grads[0].dtype), self._take(owned, grads[0].dtype)
         self._values = self._take(given, masters[0].dtype), self._take(owned, masters[0].dtype)
         with torch.no_grad(), NoSubclasses():
             torch.cat(grads, out=self._grads[0])
             torch.cat(self._parts, out=self._values[0])
         self._pending = [
-            self._route(*self._grads, self._plan.counts, 0, "gradients to their owners"),
-            self._route(*self._values, self._plan.counts, 1, "values to their owners"),
+            self._route(*self._grads, turn.counts, 0, "gradients to their owners"),
+            self._route(*self._values, turn.counts, 1, "values to their owners"),
         ]
 
     def entries(self) -> Sequence[list[Tensor]]:
         """See `Piece`."""
         for one in self._pending:
             one.wait()
-        pool, groups = self._engine.comm.pool, [list[Tensor]() for _ in range(self._count)]
-        pool.give(self._buffers[0])
-        pairs = zip(self._joined(self._values[1]), self._joined(self._grads[1]), strict=True)
-        for (place, master), (values, grad) in zip(self._owned, pairs, strict=True):
-            groups[place].append(self._exchange.lend(master, values, grad))
-            self._joint.append(values)
-        return groups
+        self._engine.comm.pool.give(self._buffers[0])
+        self._joint = self._joined(self._values[1])
+        whole = zip(self._owned, self._joint, self._joined(self._grads[1]), strict=True)
+        return self._exchange.lend((*placed, values, grad) for placed, values, grad in whole)
 
     def _joined(self, taken: Tensor) -> list[Tensor]:
         """Return each matrix that this rank owns, flat, of what came rank by rank; one alone is there as it is."""
@@ -240,21 +215,20 @@ class _Routed(Piece):
 
     def _split(self, taken: Tensor) -> list[list[Tensor]]:
         """Return the parts of each matrix that this rank owns, by rank."""
-        parts = [self._plan.parts[one] for one in self._plan.bundles[self._rank]]
-        sizes = [one[rank] for rank in range(len(self._there)) for one in parts]
-        cuts = taken.split_with_sizes(sizes)
+        parts = [self._turn.parts[one] for one in self._turn.bundles[self._rank]]
+        cuts = taken.split_with_sizes([one[rank] for rank in range(len(self._turn.bundles)) for one in parts])
         return [[*cuts[place :: len(parts)]] for place in range(len(parts))]
 
     def finish(self) -> None:
         """See `Piece`."""
         self._exchange.take_back()
-        pool, taken = self._engine.comm.pool, self._values[1]
-        pool.give(self._buffers[1])
+        self._engine.comm.pool.give(self._buffers[1])
+        taken = self._values[1]
         for pieces, values in zip(self._split(taken), self._joint, strict=True):
             if values is not taken:
                 foreach_copy_(pieces, [*values.split_with_sizes([one.numel() for one in pieces])])
-        self._joint = []
-        self._pending = [self._route(taken, self._values[0], self._there, 2, "new values from their owners")]
+        self._joint, there = [], [*zip(*self._turn.counts, strict=True)]
+        self._pending = [self._route(taken, self._values[0], there, 2, "new values from their owners")]
 
     def close(self) -> None:
         """See `Piece`."""

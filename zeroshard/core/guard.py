@@ -32,6 +32,7 @@ from zeroshard.core.gradient import part_of
 from zeroshard.core.loose import HOT_NUMEL
 from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import slot_of
+from zeroshard.optim.whole import whole_of
 from zeroshard.torch_private import NoSubclasses, foreach_norm
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh
@@ -228,13 +229,10 @@ class DeviceGuard(Guard):
 
     def is_awaited(self, optimizer: Optimizer) -> bool:
         """See `Guard`; kernels on the host cannot read a device's flag."""
-        return (
-            self.updates_on_host
-            or type(optimizer) not in FUSED
-            or not all(
-                group["fused"] and not (group.get("momentum") and group["dampening"])
-                for group in optimizer.param_groups
-            )
+        if self.updates_on_host or type(optimizer) not in FUSED or whole_of(optimizer) is not None:
+            return True
+        return not all(
+            group["fused"] and not (group.get("momentum") and group["dampening"]) for group in optimizer.param_groups
         )
 
 

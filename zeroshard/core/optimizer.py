@@ -10,7 +10,7 @@ Note: why slices of parameters, and not one flat tensor
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import torch
@@ -69,6 +69,8 @@ class ShardedOptimizer:
         """Steps so far, skipped ones included."""
         self._fresh: list[Tensor] = []
         whole = whole_of(optimizer)
+        self.whole_costs: Mapping[tuple[int, int], Sequence[Any]] = {}
+        """For predictions: what it keeps for a parameter that it updates whole, by place of group and by dimensions."""
         self.exchange = None if whole is None else Exchange(engine, optimizer, whole)
         """Where parameters are updated whole."""
         if self.exchange is not None:

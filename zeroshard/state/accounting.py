@@ -14,7 +14,9 @@ from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.slot import slot_of
 from zeroshard.core.unit import Unit
 from zeroshard.optim.packed import parts_of
-from zeroshard.table.bytes import Updates, apart_masters_bytes, kept_bytes, predict, step_bytes
+from zeroshard.state.owned import is_stored
+from zeroshard.table.bytes import Owned, Updates, apart_masters_bytes, kept_bytes, predict, step_bytes
+from zeroshard.table.spec import BucketSpec, itemsize
 from zeroshard.table.trace import Memory
 
 __all__ = ["TREATED", "measure", "predict_step_bytes"]
@@ -47,14 +49,26 @@ def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
     return Memory(now, {column: engine.ledger.peak[column] for column in now}, predicted)
 
 
-def predict_step_bytes(units: Sequence[Unit]) -> int:
-    """Return what this rank gathers, reduces and publishes in a step with one micro-batch."""
-    return step_bytes([unit.described() for unit in units])
+def predict_step_bytes(units: Sequence[Unit], optimizers: Sequence[ShardedOptimizer] = ()) -> int:
+    """Return what this rank gathers, reduces, exchanges and publishes in a step with one micro-batch."""
+    return step_bytes([unit.described() for unit in units], [*map(_updates, optimizers)])
 
 
 def _updates(optimizer: ShardedOptimizer) -> Updates:
-    slots = [slot_of(master) for master in optimizer.masters]
-    return Updates([(slot.bucket.spec, slot.index) for slot in slots], *(optimizer.state_cost or (0, 0)))
+    sliced, whole = list[tuple[BucketSpec, int]](), list[Owned]()
+    for place, group in enumerate(optimizer.optimizer.param_groups):
+        for slot in map(slot_of, group["params"]):
+            spec, index = slot.bucket.spec, slot.index
+            if slot.updater is None:
+                sliced.append((spec, index))
+            else:
+                shape = slot.bucket.places.shapes[index]
+                kept = [one.of(shape) for one in optimizer.whole_costs.get((place, len(shape)), ())]
+                unit = itemsize(spec.formats.state)
+                stored = sum(numel * (each or unit) for numel, each, is_counter in kept if not is_counter)
+                counters = sum(numel * (each or unit) for numel, each, is_counter in kept if is_counter)
+                whole.append(Owned(spec, index, slot.updater, stored, counters))
+    return Updates(sliced, *(optimizer.state_cost or (0, 0)), whole=whole)
 
 
 def _count_states(optimizers: Sequence[ShardedOptimizer]) -> tuple[int, int, Counter[str]]:
@@ -62,12 +76,13 @@ def _count_states(optimizers: Sequence[ShardedOptimizer]) -> tuple[int, int, Cou
     states, counters, apart = 0, 0, Counter[str]()
     for one in optimizers:
         for master in one.masters:
-            spec, index = slot_of(master).bucket.spec, slot_of(master).index
+            slot = slot_of(master)
+            spec, is_whole = slot.bucket.spec, slot.updater is not None
             state = one.optimizer.state.get(master, {})
             parts = parts_of(one.optimizer, state)
             for key, value in state.items():
-                is_of_elements = key in parts or is_cut(key, value, master)
-                if is_of_elements and index < spec.apart:
+                is_of_elements = is_stored(value) if is_whole else key in parts or is_cut(key, value, master)
+                if is_of_elements and slot.index < spec.apart:
                     apart[spec.row.states.memory] += value.nbytes
                 elif is_of_elements:
                     states += value.nbytes

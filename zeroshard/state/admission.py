@@ -6,7 +6,8 @@ Owns the list of torch's element-wise optimizers and the trials of any other. No
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 
@@ -14,7 +15,7 @@ from zeroshard.core.update import Resident, update_in_pieces
 from zeroshard.optim.packed import PackingOptimizer, parts_of
 from zeroshard.optim.whole import Whole
 
-__all__ = ["ELEMENTWISE", "admit", "admit_whole", "state_cost"]
+__all__ = ["ELEMENTWISE", "StateShape", "admit", "admit_whole", "state_cost", "whole_costs"]
 
 Tensor = torch.Tensor
 
@@ -193,6 +194,59 @@ def state_cost(optimizer: torch.optim.Optimizer) -> tuple[int, ...] | None:
         return numbers, counter_bytes
     packed = fresh.packed_bytes
     return numbers, counter_bytes, packed.element_bytes, packed.block_bytes, packed.block_numel
+
+
+PRIMES = (3, 5, 7, 11, 13, 17)
+"""Sizes of dimensions that are told apart in the shapes of states."""
+
+
+@final
+@dataclass(frozen=True)
+class StateShape:
+    """What a tensor that an optimizer keeps for a parameter depends on.
+
+    Args:
+        dims: dimensions of the parameter that it has, too.
+        rest: its elements for each of theirs.
+        itemsize: in bytes; 0 where it has the dtype of the masters.
+        is_counter: whether it has no dimensions.
+    """
+
+    dims: tuple[int, ...]
+    rest: int
+    itemsize: int
+    is_counter: bool
+
+    def of(self, shape: tuple[int, ...]) -> tuple[int, int, bool]:
+        """Return its elements for a shape, the bytes of each (0: as masters have), and whether it is a counter."""
+        return self.rest * math.prod(shape[dim] for dim in self.dims), self.itemsize, self.is_counter
+
+
+def whole_costs(optimizer: torch.optim.Optimizer, whole: Whole) -> dict[tuple[int, int], tuple[StateShape, ...]]:
+    """Return what an optimizer keeps for parameters that it updates whole, by place of group and by dimensions.
+
+    It is found by a step on parameters whose dimensions are prime numbers; nothing, where that fails.
+    """
+    found: dict[tuple[int, int], tuple[StateShape, ...]] = {}
+    for place, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+        for ndim in {p.ndim for p in group["params"] if _is_taken(whole, group, p) and p.ndim <= len(PRIMES)}:
+            part = torch.nn.Parameter(torch.ones(PRIMES[:ndim]))
+            part.grad = torch.ones_like(part)
+            try:
+                fresh = _rebuild(optimizer, [{**options, "params": [part]}])
+                fresh.step()
+            except Exception:  # a prediction is not worth an error
+                continue
+            tensors = [value for value in fresh.state[part].values() if isinstance(value, Tensor)]
+            found[place, ndim] = tuple(map(_state_shape, tensors))
+    return found
+
+
+def _state_shape(value: Tensor) -> StateShape:
+    dims = tuple(PRIMES.index(size) for size in value.shape if size in PRIMES)
+    rest = value.numel() // math.prod(PRIMES[dim] for dim in dims)
+    return StateShape(dims, rest, 0 if value.dtype == torch.float32 and value.ndim else value.itemsize, not value.ndim)
 
 
 def _rebuild(optimizer: torch.optim.Optimizer, parts: list[Any]) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.slot import slot_of
 from zeroshard.optim.packed import parts_of
+from zeroshard.state.owned import is_stored, own_state
 from zeroshard.table.errors import RankMismatchError
 
 __all__ = ["check_copies"]
@@ -73,14 +74,21 @@ def _copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Iterator[
         for master in one.masters:
             slot = slot_of(master)
             is_everywhere = slot.bucket.spec.updates_all
-            if is_everywhere or has_replicas:
-                if slot.bucket.spec.has_masters or slot.index < slot.bucket.spec.apart:
-                    yield Copy(f"the master values of '{slot.name}'", slot.bucket.master(slot.index), is_everywhere)
-                state = one.optimizer.state.get(master, {})
-                parts = parts_of(one.optimizer, state)
-                for key, value in sorted(state.items()):
-                    if key in parts or is_cut(key, value, master):
-                        yield Copy(f"{key} of '{slot.name}'", value, is_everywhere)
+            if not is_everywhere and not has_replicas:
+                continue
+            if slot.bucket.spec.has_masters or slot.index < slot.bucket.spec.apart:
+                yield Copy(f"the master values of '{slot.name}'", slot.bucket.master(slot.index), is_everywhere)
+            if slot.updater is not None:
+                # Owners alone have them, in each copy: one sum, which every rank has.
+                sums = [_sum_bits(value) for value in own_state(one, master).values() if is_stored(value)]
+                none = torch.zeros(1, dtype=torch.int64, device=slot.bucket.device)
+                yield Copy(f"the states of '{slot.name}'", torch.stack(sums) if sums else none, is_everywhere)
+                continue
+            state = one.optimizer.state.get(master, {})
+            parts = parts_of(one.optimizer, state)
+            for key, value in sorted(state.items()):
+                if key in parts or is_cut(key, value, master):
+                    yield Copy(f"{key} of '{slot.name}'", value, is_everywhere)
 
 
 def _sum_bits(value: Tensor) -> Tensor:

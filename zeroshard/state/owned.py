@@ -136,7 +136,7 @@ def _gather(
         [value.numel() * (place == owner) for place in range(size)]
         for value, owner in zip(described, owners, strict=True)
     ]
-    for turn in plan_rounds(owners, parts, size):
+    for turn in plan_rounds(owners, parts):
         numels = [sum(described[place].numel() for place in bundle) for bundle in turn.bundles]
         row_numel, at = max(numels), [0] * size
         full = torch.zeros(size * row_numel, dtype=described[0].dtype, device=device)

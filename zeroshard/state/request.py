@@ -397,6 +397,11 @@ def check_optimizers(
                         "update it."
                     )
                 taken[id(parameter)] = kind
+                if whole is not None and not 0 <= (cost := whole.cost(tuple(parameter.shape))) < math.inf:
+                    raise ValueError(
+                        f"The cost of '{names[id(parameter)]}' {tuple(parameter.shape)} in {kind} must be a number "
+                        f"from 0 on; got {cost!r}."
+                    )
                 if whole is not None and has_split([type(parameter)]):
                     raise ValueError(
                         f"{kind} needs whole matrices, and '{names[id(parameter)]}' is split over the axis 'tensor'. "

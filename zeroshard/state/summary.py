@@ -46,15 +46,16 @@ def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str) 
     Columns: parameters and elements of the unit; its dtypes; whether this rank keeps its parameters whole or its shard
     of them; the elements of a shard and how many percent of the bucket are padding; the bytes that this rank holds of
     it now (parameters, masters, gradients, states, padding); the bytes that it sends for it in a step with one
-    micro-batch. Where units are gathered for use, a line says how much of them is whole at once. On a device, a line
-    names each optimizer whose steps wait for it.
+    micro-batch, and in the last line what goes to owners of whole parameters and back, too. Where units are gathered
+    for use, a line says how much of them is whole at once; a line for each optimizer says what it updates whole. On a
+    device, a line names each optimizer whose steps wait for it.
 
     Args:
         row: the residency row in words.
     """
     states = _states_by_unit(engine.units, optimizers)
     lines = [_line(unit, states[unit.number]) for unit in engine.units]
-    total = _total(engine.units, sum(states))
+    total = _total(engine.units, sum(states), predict_step_bytes(engine.units, optimizers))
     saved = [
         f"{what}: {engine.ledger.peak[of]:,} bytes at most" for of, what in SAVED.items() if of in engine.ledger.peak
     ]
@@ -62,7 +63,21 @@ def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str) 
     waits = [
         describe_waits(engine.guard, one.optimizer) for one in optimizers if engine.guard.is_awaited(one.optimizer)
     ]
-    return "\n".join([f"{engine.mesh} {row}", *table, *_judge(engine.units), *_offloaded(engine.units), *saved, *waits])
+    owned = [text for one in optimizers if (text := _owned(one))]
+    return "\n".join(
+        [f"{engine.mesh} {row}", *table, *_judge(engine.units), *_offloaded(engine.units), *owned, *saved, *waits]
+    )
+
+
+def _owned(one: ShardedOptimizer) -> str:
+    """Say how the matrices that an optimizer updates whole are spread over ranks; "" where there are none."""
+    whole = [master for master in one.masters if slot_of(master).updater is not None]
+    if not whole or one.exchange is None:
+        return ""
+    loads = one.exchange.loads
+    mean = sum(loads) / len(loads)
+    busiest = f"; the busiest of {len(loads)} ranks has {max(loads) / mean:.2f} of the mean cost" if mean else ""
+    return f"updated whole by {type(one.optimizer).__name__}: {len(whole)} parameters{busiest}"
 
 
 def warn_if_whole(mesh: Mesh, units: Sequence[Unit], plans: Sequence[UnitPlan]) -> None:
@@ -148,7 +163,7 @@ def _line(unit: Unit, state_bytes: int) -> tuple[str, ...]:
     )
 
 
-def _total(units: Sequence[Unit], state_bytes: int) -> tuple[str, ...]:
+def _total(units: Sequence[Unit], state_bytes: int, sent_bytes: int) -> tuple[str, ...]:
     buckets = [bucket for unit in units for bucket in unit.buckets]
     return (
         "total",
@@ -159,7 +174,7 @@ def _total(units: Sequence[Unit], state_bytes: int) -> tuple[str, ...]:
         f"{sum(bucket.layout.shard_numel for bucket in buckets):,}",
         _percent(buckets),
         f"{sum(map(_resident_bytes, units)) + state_bytes:,}",
-        f"{predict_step_bytes(units):,}",
+        f"{sent_bytes:,}",
     )
 
 

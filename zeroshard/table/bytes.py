@@ -8,15 +8,49 @@ Source: Rajbhandari et al. 2020, sections 5 and 7.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from zeroshard.table import schedule
+from zeroshard.table.owners import plan_rounds
 from zeroshard.table.pool import Buffer, Buffers
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.wires import Wire
 
-__all__ = ["Updates", "apart_masters_bytes", "kept_bytes", "predict", "step_bytes"]
+__all__ = ["Owned", "Updates", "apart_masters_bytes", "kept_bytes", "predict", "step_bytes"]
+
+
+@final
+@dataclass(frozen=True)
+class Owned:
+    """A parameter that one rank of a copy updates whole, or each where each updates all.
+
+    Args:
+        index: its place in the bucket.
+        owner: that rank.
+        state_bytes, counter_bytes: of what the optimizer keeps for it.
+    """
+
+    bucket: BucketSpec
+    index: int
+    owner: int
+    state_bytes: int = 0
+    counter_bytes: int = 0
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether this rank has its states."""
+        return self.bucket.updates_all or self.owner == self.bucket.rank
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank sends of it in a step: gradient and values to the owner, or the new values from there."""
+        if self.bucket.updates_all:
+            return 0
+        numel, formats = self.bucket.layout.numels_by_rank(self.index)[self.bucket.rank], self.bucket.formats
+        if self.owner == self.bucket.rank:
+            return (self.bucket.layout.numels[self.index] - numel) * itemsize(formats.state)
+        return numel * (itemsize(formats.grad) + itemsize(formats.state))
 
 
 @final
@@ -25,11 +59,12 @@ class Updates:
     """What one optimizer updates and keeps.
 
     Args:
-        parameters: buckets, and places in them.
+        parameters: buckets, and places in them, of what each rank updates its slice of.
         per_element: numbers that it keeps for each element.
         counter_bytes: that it keeps for each parameter.
         element_bytes: that it keeps packed for each element.
         block_bytes: that it keeps for each `block_numel` elements of a slice; the last of them may be fewer.
+        whole: what is updated whole.
     """
 
     parameters: Sequence[tuple[BucketSpec, int]]
@@ -38,6 +73,7 @@ class Updates:
     element_bytes: int = 0
     block_bytes: int = 0
     block_numel: int = 1
+    whole: Sequence[Owned] = field(default=(), kw_only=True)
 
     def numel_bytes(self, *, only_wide: bool = False, is_apart: bool = False) -> int:
         """Return the bytes of one state for each element of what this rank updates on its device.
@@ -46,18 +82,19 @@ class Updates:
             only_wide: count only masters that are updated in another dtype than they are kept in.
             is_apart: count what is updated in the other memory instead.
         """
-        wanted = ((b.formats, n) for b, n in self._slices(is_apart=is_apart))
+        wanted = ((b.formats, n) for b, n in self._slices(is_apart=is_apart, has_whole=only_wide))
         return sum(n * itemsize(f.state) for f, n in wanted if not only_wide or f.state != f.master)
 
     def state_bytes(self, *, is_apart: bool = False) -> int:
         """Return the bytes of all states of what this rank updates on its device, or elsewhere, counters aside."""
         numels = [numel for _, numel in self._slices(is_apart=is_apart)]
         packed = sum(n * self.element_bytes - -n // self.block_numel * self.block_bytes for n in numels)
-        return self.per_element * self.numel_bytes(is_apart=is_apart) + packed
+        whole = 0 if is_apart else sum(one.state_bytes for one in self.whole if one.is_kept)
+        return self.per_element * self.numel_bytes(is_apart=is_apart) + packed + whole
 
-    def _slices(self, *, is_apart: bool) -> Iterator[tuple[BucketSpec, int]]:
-        """Yield the bucket of each parameter, and how many elements of it this rank updates."""
-        for bucket, index in self.parameters:
+    def _slices(self, *, is_apart: bool, has_whole: bool = False) -> Iterator[tuple[BucketSpec, int]]:
+        """Yield the bucket of each parameter, and how many elements are in the slice of it that this rank keeps."""
+        for bucket, index in [*self.parameters, *((o.bucket, o.index) for o in self.whole if has_whole)]:
             if (index < bucket.apart) is not is_apart:
                 continue
             start, stop = bucket.layout.overlap(index, *bucket.states)
@@ -98,38 +135,45 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
     gradients, more = (sum(b.gradient_bytes[part] for b in buckets if b.number in reduced) for part in (0, 1))
     states = counters = wide_bytes = 0
     apart = Counter({b.row.states.memory: 0 for b in buckets if b.apart})
+    exchanged = list[list[Owned]]()
     for bucket in buckets:
         apart[bucket.row.states.memory] += apart_masters_bytes(bucket)
         apart["host"] += bucket.apart_gradient_bytes * (bucket.number in reduced)
     for one in updates:
         wide_bytes = max(wide_bytes, one.numel_bytes(only_wide=True))
-        trained = replace(one, parameters=[(b, i) for b, i in one.parameters if b.number in reduced])
-        states += trained.state_bytes()
-        for bucket, index in trained.parameters:
-            only = replace(one, parameters=[(bucket, index)])
+        sliced = [(b, i) for b, i in one.parameters if b.number in reduced]
+        whole = [o for o in one.whole if o.bucket.number in reduced]
+        states += replace(one, parameters=sliced, whole=whole).state_bytes()
+        for bucket, index in sliced:
+            only = replace(one, parameters=[(bucket, index)], whole=())
             apart[bucket.row.states.memory] += only.state_bytes(is_apart=True)
-        counters += one.counter_bytes * len(trained.parameters)
+        counters += one.counter_bytes * len(sliced) + sum(o.counter_bytes for o in whole if o.is_kept)
+        exchanged.append([o for o in whole if not o.bucket.updates_all])
     return {
         "parameters": parameters,
         "gradients": gradients,
         "states": states + masters,
         "padding": padding + more + counters,
-        "transient": _transient_bytes(units, wire, wide_bytes),
+        "transient": _transient_bytes(units, wire, wide_bytes, exchanged),
         **{memory: nbytes for memory, nbytes in sorted(apart.items()) if nbytes},
     }
 
 
-def step_bytes(units: Sequence[UnitSpec]) -> int:
-    """Return what a rank gathers, reduces and publishes in a step with one micro-batch."""
+def step_bytes(units: Sequence[UnitSpec], updates: Sequence[Updates] = ()) -> int:
+    """Return what a rank gathers, reduces, exchanges and publishes in a step with one micro-batch."""
     gathers = 2 * any(not unit.is_whole for unit in units)
-    return sum(u.sent_bytes("gather") * gathers + u.sent_bytes("reduce") + u.sent_bytes("publish") for u in units)
+    sent = sum(u.sent_bytes("gather") * gathers + u.sent_bytes("reduce") + u.sent_bytes("publish") for u in units)
+    return sent + sum(o.sent_bytes for one in updates for o in one.whole)
 
 
-def _transient_bytes(units: Sequence[UnitSpec], wire: Wire, wide_bytes: int) -> int:
+def _transient_bytes(
+    units: Sequence[UnitSpec], wire: Wire, wide_bytes: int, exchanged: Sequence[Sequence[Owned]] = ()
+) -> int:
     """Return the most bytes of whole units, gradients on their way and wire buffers.
 
     Args:
         wide_bytes: of masters while they are updated in another dtype, when no unit is whole.
+        exchanged: of each optimizer what goes to owners.
     """
     full = tuple(unit.full_bytes for unit in units)
     passes = schedule.plain_marks(len(units))
@@ -152,6 +196,8 @@ def _transient_bytes(units: Sequence[UnitSpec], wire: Wire, wide_bytes: int) -> 
                 pool.give(before)
                 before = []
         pool.give(before)
+        for one in exchanged:
+            pool.exchange(one)
     return whole + pool.most_bytes
 
 
@@ -166,6 +212,22 @@ class _Counted:
         """Take what the unit's gradients land in; what autograd made is not pooled."""
         sharded = [bucket for bucket in unit.reduced if not bucket.holds_whole_gradients]
         return [self.take(b.layout.full_numel, b.formats.grad, is_adopted=b.adopts) for b in sharded]
+
+    def exchange(self, owned: Sequence[Owned]) -> None:
+        """Take and give the buffers of an update in rounds, as it does (`core/exchange.py`)."""
+        kinds: dict[tuple[str, str], list[Owned]] = {}
+        for one in owned:
+            kinds.setdefault((one.bucket.formats.grad, one.bucket.formats.state), []).append(one)
+        before, present = list[Buffer](), list[Buffer]()
+        for dtypes, some in kinds.items():
+            rank, parts = some[0].bucket.rank, [one.bucket.layout.numels_by_rank(one.index) for one in some]
+            for turn in plan_rounds([one.owner for one in some], parts):
+                numels = max(1, turn.given_numel(rank)), max(1, turn.owned_numel(rank))
+                ahead = [self.take(numel, dtype) for dtype in dtypes for numel in numels]
+                # Gradients go when they were read, values a round later.
+                self.give(present[:2] + before)
+                before, present = present[2:], ahead
+        self.give(present[:2] + before + present[2:])
 
     def note(self, nbytes: int) -> None:
         """Count what lies beside the buffers for a moment."""

@@ -55,6 +55,11 @@ class Layout:
         """Return for each parameter its part of `[start, stop)` of the bucket, as (start, stop) in that range."""
         return [(a - start, b - start) for a, b in (self.overlap(i, start, stop) for i in range(len(self.numels)))]
 
+    def numels_by_rank(self, index: int) -> list[int]:
+        """Return the elements of parameter `index` in each rank's shard."""
+        cuts = (self.overlap(index, *self.shard_range(rank)) for rank in range(self.world_size))
+        return [last - first for first, last in cuts]
+
     def owned_numel(self, start: int, stop: int) -> int:
         """Return how many elements of `[start, stop)` belong to parameters; the rest is padding."""
         return sum(b - a for a, b in (self.overlap(i, start, stop) for i in range(len(self.numels))))

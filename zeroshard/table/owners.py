@@ -22,6 +22,8 @@ __all__ = ["PIECE_NUMEL", "Round", "plan_owners", "plan_rounds"]
 PIECE_NUMEL = 1 << 20
 """Elements of small matrices that an owner gets at once; a larger matrix comes alone."""
 HALVINGS = 16
+GAIN = 1.01
+"""By how much the first fit must be better: it leaves the last ranks with little to do, and less to keep."""
 
 
 def plan_owners(
@@ -42,10 +44,10 @@ def plan_owners(
     for _ in range(HALVINGS):
         limit = (low + high) / 2
         found = _first_fit(costs, order, loads, limit)
-        if found is None:
-            low = limit
+        if found is not None and (most := max(_sums(found, costs, loads))) < high / GAIN:
+            best, high = found, most
         else:
-            best, high = found, max(_sums(found, costs, loads))
+            low = limit
     return best
 
 
@@ -112,14 +114,14 @@ class Round:
         return sum(row[rank] for row in self.counts)
 
 
-def plan_rounds(owners: Sequence[int], parts: Sequence[Sequence[int]], ranks: int) -> list[Round]:
+def plan_rounds(owners: Sequence[int], parts: Sequence[Sequence[int]]) -> list[Round]:
     """Return the exchanges of some matrices: in each about one matrix of each owner, large ones first.
 
     Args:
         owners: of each matrix.
         parts: as in `Round`.
     """
-    numels, queues = [sum(one) for one in parts], [list[int]() for _ in range(ranks)]
+    numels, queues = [sum(one) for one in parts], [list[int]() for _ in parts[0]] if parts else []
     for one in sorted(range(len(owners)), key=lambda one: (numels[one], -one)):
         queues[owners[one]].append(one)
     rounds = []

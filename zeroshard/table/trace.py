@@ -140,7 +140,8 @@ class Traffic:
     """Bytes that this rank has sent since `shard()`, counted where they are sent.
 
     Kinds: "gather" (parameters), "reduce" (gradients), "replicate" (their shards, between replicas), "agree" (order,
-    votes, norms), "start" (the first broadcast), "state" (under `gathered`).
+    votes, norms), "start" (the first broadcast), "state" (under `gathered`), "update" (gradients and values to owners
+    of whole matrices, and new values back).
 
     ```python
     import torch, zeroshard as zs
@@ -154,7 +155,7 @@ class Traffic:
     sent_bytes: dict[str, int]
     """By what for; also what others read of this rank in shared memory, where nothing goes over the wire."""
     predicted_step_bytes: int
-    """Gathered and reduced bytes that a step with one micro-batch sends."""
+    """Bytes that a step with one micro-batch sends: gathered, reduced, and of an update."""
     steps: int
 
 
