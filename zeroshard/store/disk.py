@@ -37,7 +37,8 @@ THREADS: Final = 4
 
 def buffer_of(nbytes: int) -> Tensor:
     """Return (nbytes or a little more,) uint8 of memory at the start of a page."""
-    return torch.frombuffer(mmap.mmap(-1, max(BLOCK_BYTES, _whole_blocks(nbytes))), dtype=torch.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return torch.frombuffer(mmap.mmap(-1, max(BLOCK_BYTES, _whole_blocks(nbytes)), flags=flags), dtype=torch.uint8)
 
 
 @final

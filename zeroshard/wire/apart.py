@@ -12,7 +12,7 @@ import torch
 
 from zeroshard import devices
 from zeroshard.store.disk import Disk
-from zeroshard.store.stored import StoredTensor
+from zeroshard.store.stored import StoredTensor, is_stored
 from zeroshard.table.cells import Cell
 
 __all__ = ["Apart", "FileApart", "HostApart", "Landing"]
@@ -98,6 +98,9 @@ class FileApart(Apart):
 
     def bring(self, target: Tensor, source: Tensor) -> None:
         """See `Apart`."""
+        if not is_stored(source):
+            super().bring(target, source)  # a piece of an update
+            return
         step = max(1, self.cell.staging_bytes // source.itemsize)
         for to, values in zip(target.split(step), source.split(step), strict=True):
             super().bring(to, values.clone())
