@@ -74,7 +74,11 @@ def sequential_s(folder: Path, nbytes: int) -> tuple[float, float]:
     direct = files.opened_directly(plain) or plain
     buffer = memoryview(buffer_of(BLOCK_BYTES).numpy())
     found = []
-    for act in (files.write_at, files.read_at, files.write_at):  # a block that was never written is read without the disk
+    for act in (
+        files.write_at,
+        files.read_at,
+        files.write_at,
+    ):  # a block that was never written is read without the disk
         start = time.perf_counter()
         for offset in range(0, nbytes, BLOCK_BYTES):
             act(direct, buffer[: min(BLOCK_BYTES, nbytes - offset)], offset)

@@ -178,6 +178,7 @@ CORE = (
     "frames",
     "changes",
     "grads",
+    "loose",
     "buffer",
     "slot",
     "gradient",

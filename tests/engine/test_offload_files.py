@@ -75,8 +75,10 @@ def advance(run: tuple[nn.Module, Any, zs.Zero], steps: range) -> list[torch.Ten
 
 def whole(run: tuple[nn.Module, Any, zs.Zero]) -> list[Any]:
     with run[2].gathered(states=True):
-        state = {k: {key: torch.as_tensor(v).clone() for key, v in one.items()} for k, one in
-                 run[1].state_dict()["state"].items()}
+        state = {
+            k: {key: torch.as_tensor(v).clone() for key, v in one.items()}
+            for k, one in run[1].state_dict()["state"].items()
+        }
         return [*(p.detach().clone() for p in run[0].parameters()), state]
 
 

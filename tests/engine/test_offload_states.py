@@ -1,4 +1,4 @@
-"""States, master weights and gradients elsewhere: the bits of a run that keeps all on the device, with the same kernels.
+"""States, master weights and gradients elsewhere: the bits of a run that keeps all on the device, by equal kernels.
 
 Owns what offload must not change, at fractions, stages and numbers of ranks, and what it must: where bytes lie. Device
 and host are one memory on a CPU, so every difference is an error of the engine. `tests/emulated` has streams.
@@ -78,7 +78,9 @@ def overflows(
     return loss
 
 
-def plain(model: nn.Module, optimizer: torch.optim.Optimizer, zero: zs.Zero, step: int, seen: list[Any]) -> torch.Tensor:
+def plain(
+    model: nn.Module, optimizer: torch.optim.Optimizer, zero: zs.Zero, step: int, seen: list[Any]
+) -> torch.Tensor:
     loss = models.gpt_loss(model, step, rank_of())
     loss.backward()
     return loss
@@ -94,7 +96,9 @@ STEPS: dict[str, tuple[Any, Callable[..., torch.Tensor], dict[str, Any]]] = {
 }
 
 
-def build(name: str, make: Callable[..., torch.optim.Optimizer], stage: int, **options: Any) -> tuple[Any, Any, zs.Zero]:
+def build(
+    name: str, make: Callable[..., torch.optim.Optimizer], stage: int, **options: Any
+) -> tuple[Any, Any, zs.Zero]:
     kind, _, given = STEPS[name]
     model = models.build(kind)
     optimizer = make(model)
@@ -219,7 +223,7 @@ def average(place: str, fraction: float | None) -> list[torch.Tensor]:
             loaded = optimizer.state_dict()
             optimizer.load_state_dict(loaded)
         advance("accumulates", run, range(3, 4))
-        return inside + [*state_of(run)["parameters"].values()]
+        return [*inside, *state_of(run)["parameters"].values()]
 
 
 @pytest.mark.parametrize("place", PLACES)

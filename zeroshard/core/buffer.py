@@ -17,7 +17,8 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from zeroshard.core.changes import Changes
-from zeroshard.core.grads import FlatGradients, Gradients, LooseGradients, Places
+from zeroshard.core.grads import FlatGradients, Gradients, Places
+from zeroshard.core.loose import LooseGradients
 from zeroshard.core.precision import Dtypes
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger

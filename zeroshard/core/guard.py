@@ -181,6 +181,10 @@ class DeviceGuard(Guard):
 
     def arm(self, optimizer: Optimizer, masters: Sequence[Tensor]) -> list[Tensor]:
         """See `Guard`."""
+        for name in ("grad_scale", "found_inf") if self.updates_on_host else ():
+            # Of GradScaler: torch copies them to the host without a wait, and kernels there would read what is not yet.
+            if isinstance(value := getattr(optimizer, name, None), Tensor):
+                setattr(optimizer, name, value.cpu())
         state, is_full = optimizer.state, len(optimizer.state) >= len(masters)
         fresh = [] if is_full or self._flag is None else [m for m in masters if not state.get(m)]
         for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
@@ -203,8 +207,13 @@ class DeviceGuard(Guard):
 
     def is_awaited(self, optimizer: Optimizer) -> bool:
         """See `Guard`; kernels on the host cannot read a device's flag."""
-        return self.updates_on_host or type(optimizer) not in FUSED or not all(
-            group["fused"] and not (group.get("momentum") and group["dampening"]) for group in optimizer.param_groups
+        return (
+            self.updates_on_host
+            or type(optimizer) not in FUSED
+            or not all(
+                group["fused"] and not (group.get("momentum") and group["dampening"])
+                for group in optimizer.param_groups
+            )
         )
 
 
@@ -259,10 +268,10 @@ def _spoiled(parts: Iterable[Tensor], device: torch.device) -> Tensor:
     with NoSubclasses():
         filled = [part if part.numel() else _zero(part.dtype, part.device) for part in parts]
         # The largest magnitude neither overflows, as a sum may, nor hides what is no number.
-        norms = foreach_norm(filled, INFINITY)
+        norms = list(foreach_norm(filled, INFINITY))
         if len({norm.device for norm in norms}) > 1:
             norms = [norm.to(device) for norm in norms]
-        return (torch.stack(list(norms)) < INFINITY).logical_not().float().to(device)
+        return (torch.stack(norms) < INFINITY).logical_not().float().to(device)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ Note: three sets of buffers
     that used it was written, so memory does not grow with a model.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Final, final
 

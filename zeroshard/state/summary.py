@@ -184,7 +184,9 @@ def _states_by_unit(units: Sequence[Unit], optimizers: Sequence[ShardedOptimizer
             values = one.optimizer.state.get(master, {}).values()
             slot, is_small = slot_of(master), {id(v) for v in values if isinstance(v, torch.Tensor) and not v.ndim}
             is_here = slot.index >= slot.bucket.spec.apart
-            found[slot.unit] += sum(v.nbytes for v in values if isinstance(v, torch.Tensor) and (is_here or id(v) in is_small))
+            found[slot.unit] += sum(
+                v.nbytes for v in values if isinstance(v, torch.Tensor) and (is_here or id(v) in is_small)
+            )
     return found
 
 

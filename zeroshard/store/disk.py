@@ -117,7 +117,9 @@ class Disk:
         """
         what, act = ("writing", files.write_at) if writes else ("reading", files.read_at)
         if os.getpid() != self._process:
-            raise RuntimeError(f"A forked process has no states of its own: {what} them under {self.folder} is refused.")
+            raise RuntimeError(
+                f"A forked process has no states of its own: {what} them under {self.folder} is refused."
+            )
         done = 0
         while done < len(memory):
             self.check()
@@ -158,7 +160,7 @@ class Disk:
                 skip = offset + done - first
                 count = min(size - done, BOUNCE_BYTES - skip)
                 piece = self._bounce[: _whole_blocks(skip + count)]
-                view = memoryview(piece.numpy())
+                view = _bytes_of(piece)
                 if not writes or skip or (skip + count) % BLOCK_BYTES:
                     self.move(view, first, writes=False)
                 if writes:
@@ -193,7 +195,7 @@ class Array:
         if values.numel():
             self.disk.bounced(self.offset + start * self.dtype.itemsize, values.view(torch.uint8), writes=True)
 
-    def move(self, start: int, stop: int, buffer: Tensor, writes: bool) -> None:  # noqa: FBT001 (called by a thread)
+    def move(self, start: int, stop: int, buffer: Tensor, writes: bool) -> None:
         """Read or write elements [start, stop) through a buffer, without a copy.
 
         Args:
@@ -201,7 +203,11 @@ class Array:
             buffer: of `buffer_of`; the elements lie at its start.
         """
         nbytes = _whole_blocks((stop - start) * self.dtype.itemsize)
-        self.disk.move(memoryview(buffer[:nbytes].numpy()), self.offset + start * self.dtype.itemsize, writes=writes)
+        self.disk.move(_bytes_of(buffer[:nbytes]), self.offset + start * self.dtype.itemsize, writes=writes)
+
+
+def _bytes_of(buffer: Tensor) -> memoryview:
+    return buffer.numpy().data.cast("B")
 
 
 def _whole_blocks(nbytes: int) -> int:

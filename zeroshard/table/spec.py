@@ -166,7 +166,11 @@ class BucketSpec:
     @cached_property
     def apart_gradient_bytes(self) -> int:
         """Bytes of the gradients that it holds in the other memory."""
-        return sum(self.bytes_of(self.apart_states, self.formats.grad)[: 2 - self.lands_on_sums]) if self.apart_gradients else 0
+        return (
+            sum(self.bytes_of(self.apart_states, self.formats.grad)[: 2 - self.lands_on_sums])
+            if self.apart_gradients
+            else 0
+        )
 
     @cached_property
     def is_gathered(self) -> bool:

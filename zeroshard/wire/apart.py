@@ -34,7 +34,7 @@ class Apart(ABC):
         self.device, self.cell = device, cell
         self.disk: Disk | None = None
         """The file, where it is one."""
-        self._buffers: list[tuple[Tensor, torch.Event | None]] = []
+        self._buffers: list[tuple[Tensor, devices.Mark | None]] = []
 
     @abstractmethod
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -119,7 +119,7 @@ class Landing:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_far = device, device.type != "cpu"
-        self._event: torch.Event | None = None
+        self._event: devices.Mark | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return (numel,) of the host, with any content."""

@@ -1,0 +1,129 @@
+"""Gradients of one rank: each stays the tensor that autograd made, since nothing is summed over ranks.
+
+Owns that memory, and the sums that tell whether it is finite. Read `core/grads.py` first ("the life of a gradient").
+"""
+
+from typing import final
+
+import torch
+
+from zeroshard.core.grads import HOT_NUMEL, Gradients, Places
+from zeroshard.core.states import Own, Scope, Sum
+from zeroshard.table.spec import BucketSpec
+from zeroshard.table.trace import Ledger
+from zeroshard.wire.apart import Landing
+
+__all__ = ["LooseGradients"]
+
+Tensor = torch.Tensor
+
+# Python looks a member up in its class at each use, which shows in models of a thousand small parameters.
+NONE, LOCAL = Own.NONE, Own.LOCAL
+STALE, USED = Sum.STALE, Sum.USED
+
+
+@final
+class LooseGradients(Gradients):
+    """Those of one rank: each stays the tensor that autograd made, since nothing is summed over ranks."""
+
+    def __init__(
+        self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger, device: torch.device
+    ) -> None:
+        super().__init__(spec, places, dtype, ledger, device)
+        self._held: list[Tensor | None] = [None] * len(self.own)
+        self._hot: dict[int, Tensor | None] = {}
+        """Sums of gradients that nobody could change since they landed; None of those that somebody was shown."""
+
+    def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
+        """See `Gradients`."""
+        held = self._held[index]
+        if self.landing is not None and index < self.spec.apart_gradients:
+            self._land_apart(self.landing, index, grad, scale)
+            return
+        if held is not None:
+            held.add_(grad if scale == 1.0 else grad.to(self.dtype), alpha=scale)
+        else:
+            is_taken = grad.dtype == self.dtype and self._places.is_alone(index, grad)
+            held = grad if is_taken else self._places.dense(index, grad.to(self.dtype))
+            self._hold(index, held if scale == 1.0 else held.mul_(scale))
+        if held.numel() >= HOT_NUMEL and self._hot.get(index, held) is not None:
+            self._hot[index] = held.sum()
+        self.own[index] = LOCAL
+
+    def _land_apart(self, landing: Landing, index: int, grad: Tensor, scale: float) -> None:
+        grad, held = grad.to(self.dtype), self._held[index]
+        if held is not None:
+            landing.add(held, grad, scale)
+        else:
+            place = landing.empty(grad.numel(), self.dtype)
+            self._hold(index, held := place.as_strided(self._places.shapes[index], self._places.strides[index]))
+            landing.put(held, grad if scale == 1.0 else grad * scale)
+        self._hot[index], self.own[index] = None, LOCAL
+
+    def _hold(self, index: int, held: Tensor) -> None:
+        self._held[index] = held
+        self._count(index, held.nbytes)
+
+    def _count(self, index: int, nbytes: int) -> None:
+        if index < self.spec.apart_gradients:
+            self._count_apart(nbytes)
+        else:
+            self._ledger.add("gradients", nbytes)
+
+    def view(self, index: int) -> Tensor:
+        """See `Gradients`."""
+        held = self._held[index]
+        assert held is not None, "a gradient is there that nobody computed"
+        self._hot[index] = None
+        if self.landing is not None:
+            self.landing.wait()
+        return held
+
+    def part(self, index: int) -> Tensor:
+        """See `Gradients`."""
+        return (view := self.view(index)).as_strided((view.numel(),), (1,))
+
+    own_part = part
+
+    def parts(self, index: int) -> list[Tensor]:
+        """See `Gradients`."""
+        return [self.part(index)]
+
+    def put_shard(self, full: Tensor) -> None:
+        """See `Gradients`."""
+        for index, view in enumerate(self._places.views_of(full)):
+            if self._held[index] is not None:
+                view.copy_(self.view(index))
+
+    def tensors(self) -> list[Tensor]:
+        """See `Gradients`."""
+        return [held for held in self._held if held is not None]
+
+    def probes(self) -> list[Tensor]:
+        """See `Gradients`."""
+        hot = ((self._hot.get(index), held) for index, held in enumerate(self._held) if held is not None)
+        return [held if total is None else total for total, held in hot]
+
+    def set_reduced(self, index: int, value: Tensor) -> None:
+        """See `Gradients`."""
+        self.clear(index)
+        if self.landing is not None and index < self.spec.apart_gradients:
+            self._land_apart(self.landing, index, value, 1.0)
+            self.own[index] = NONE
+        else:
+            self._hold(index, self._places.dense(index, value.to(self.dtype)))
+        self.sums[index] = USED
+
+    def clear(self, index: int) -> None:
+        """See `Gradients`."""
+        self.own[index], self.sums[index] = NONE, STALE
+        self._hot.pop(index, None)
+        held, self._held[index] = self._held[index], None
+        self._count(index, 0 if held is None else -held.nbytes)
+        if not self.has_any:
+            self.scope = Scope.ALL
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """See `Gradients`."""
+        return sum(held.nbytes for held in self._held[self.spec.apart_gradients :] if held is not None), 0
