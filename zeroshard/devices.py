@@ -14,6 +14,7 @@ from zeroshard.torch_private import raw_stream
 
 __all__ = [
     "Lane",
+    "Mark",
     "alone",
     "choose",
     "count",
@@ -26,6 +27,9 @@ __all__ = [
     "stream_of",
     "use",
 ]
+
+Mark = torch.Event
+"""What `mark` returns."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -98,7 +102,7 @@ def choose(
     return torch.device("cuda", index)
 
 
-def mark(device: torch.device) -> torch.Event:
+def mark(device: torch.device) -> Mark:
     """Mark what the current stream of a device has been told so far; the event says when all of that is done."""
     event = torch.Event(device)
     event.record()

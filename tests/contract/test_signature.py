@@ -8,8 +8,8 @@ import torch
 
 import zeroshard as zs
 
-ARGUMENTS = ["stage", "residency", "activations", "precision", "units", "mesh", "reduction", "weights", "settings"]
-"""After model and optimizer. A seat is kept for offload."""
+ARGUMENTS = "stage residency activations offload precision units mesh reduction weights settings".split()
+"""After model and optimizer."""
 
 NEW = {
     "cut": "leave it out",

@@ -1,6 +1,7 @@
 """What is run on emulated CUDA devices; `test_devices.py` and `test_streams.py` say what has to come of it."""
 
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -181,6 +182,46 @@ def values(devices: Devices) -> dict[str, bool]:
         and all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(found, expected, strict=True))
         for way, (found, here) in states.items()
     }
+
+
+def offloaded(devices: Devices) -> dict[str, Any]:
+    """Train with states on the device, on the host and in a file, accumulating and clipping; all start alike."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        places: dict[str, zs.Offload | None] = {
+            "device": None,
+            "host": zs.Offload(staging_bytes=1 << 16),
+            "a part": zs.Offload(states=0.4),
+            "gradients stay": zs.Offload(gradients=0.0),
+            "file": zs.Offload(to=folder, staging_bytes=1 << 16),
+        }
+        for precision in ("fp32", "bf16", "fp16"):
+            expected: list[Tensor] = []
+            for place, offload in places.items():
+                torch.manual_seed(0)
+                # Without buffers, which no precision casts.
+                model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+                zero = zs.shard(model, optimizer, stage=3, offload=offload, precision=precision)
+                for step in range(4):
+                    for micro in range(2):
+                        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2 * step + micro))
+                        loss = model(x.to("cuda:0")).square().mean()
+                        (loss * (float("inf") if (precision, step) == ("fp16", 1) else 1.0)).backward()
+                    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                    where = sorted({str(m.grad.device) for m in optimizer.param_groups[0]["params"]})
+                    optimizer.step()
+                    optimizer.zero_grad()
+                values = [p.detach().float().cpu() for p in model.parameters()] + [norm.cpu()]
+                expected = expected or values
+                found[f"{place}, {precision}"] = {
+                    "error": max(float((a - b).abs().max()) for a, b in zip(values, expected, strict=True)),
+                    "gradients": where,
+                    "states": sorted({str(s["exp_avg"].device) for s in optimizer.state.values()}),
+                    "bytes": zero.memory().resident_bytes,
+                    "text": zero.summary(),
+                }
+    return found
 
 
 def counters(devices: Devices) -> list[str]:

@@ -1,4 +1,4 @@
-"""States, master weights and gradients elsewhere: the bits of a run that keeps all on the device, with the same kernels.
+"""States, master weights and gradients elsewhere: the bits of a run that keeps all on the device, by equal kernels.
 
 Owns what offload must not change, at fractions, stages and numbers of ranks, and what it must: where bytes lie. Device
 and host are one memory on a CPU, so every difference is an error of the engine. `tests/emulated` has streams.
@@ -223,7 +223,7 @@ def average(place: str, fraction: float | None) -> list[torch.Tensor]:
             loaded = optimizer.state_dict()
             optimizer.load_state_dict(loaded)
         advance("accumulates", run, range(3, 4))
-        return inside + [*state_of(run)["parameters"].values()]
+        return [*inside, *state_of(run)["parameters"].values()]
 
 
 @pytest.mark.parametrize("place", PLACES)

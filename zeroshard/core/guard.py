@@ -207,6 +207,10 @@ class DeviceGuard(Guard):
 
     def arm(self, optimizer: Optimizer, masters: Sequence[Tensor]) -> list[Tensor]:
         """See `Guard`."""
+        for name in ("grad_scale", "found_inf") if self.updates_on_host else ():
+            # Of GradScaler: torch copies them to the host without a wait, and kernels there would read what is not yet.
+            if isinstance(value := getattr(optimizer, name, None), Tensor):
+                setattr(optimizer, name, value.cpu())
         state, is_full = optimizer.state, len(optimizer.state) >= len(masters)
         fresh = [] if is_full or self._flag is None else [m for m in masters if not state.get(m)]
         for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():

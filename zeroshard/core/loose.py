@@ -1,6 +1,6 @@
-"""The gradients of one rank, which stay the tensors that autograd made.
+"""Gradients of one rank: each stays the tensor that autograd made, since nothing is summed over ranks.
 
-Owns their memory, and the sums by which a step learns for nothing whether they are finite. Read `core/grads.py` first.
+Owns that memory, and the sums that tell whether it is finite. Read `core/grads.py` first ("the life of a gradient").
 """
 
 from typing import final
@@ -18,8 +18,8 @@ __all__ = ["HOT_NUMEL", "LooseGradients"]
 Tensor = torch.Tensor
 
 # Python looks a member up in its class at each use, which shows in models of a thousand small parameters.
-NONE, LOCAL, _ = Own
-STALE, _, USED = Sum
+NONE, LOCAL = Own.NONE, Own.LOCAL
+STALE, USED = Sum.STALE, Sum.USED
 
 HOT_NUMEL = 1 << 14
 """Elements from which a gradient is summed as it lands, while it is in the cache, to learn whether it is finite."""

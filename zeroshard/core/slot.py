@@ -102,8 +102,8 @@ class Slot:
     """Where one parameter lives: its bucket and its place there. Held by the parameter object itself."""
 
     __slots__ = tuple(
-        "bucket crosses form grad_view has_master index is_own is_whole master_grad name owner place shape spare stride "
-        "unit updater wide".split()
+        "bucket crosses form grad_view has_master index is_own is_whole master_grad name owner place shape spare "
+        "stride unit updater wide".split()
     )
 
     def __init__(self, name: str, unit: int, bucket: Bucket, index: int, form: Form, parameter: Tensor) -> None:

@@ -86,11 +86,6 @@ class Offload:
                 "ranks may run in different folders."
             )
 
-    @property
-    def memory(self) -> str:
-        """The word of the table for where states lie."""
-        return "host" if self.to == HOST else "file"
-
 
 OffloadLike = Offload | str | PathLike[str] | None
 """What the caller of `shard()` may write."""
@@ -123,8 +118,7 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
     if offload is None or not offload.states:
         return row
     folder = "" if offload.to == HOST else str(offload.to)
-    memory = "host" if not folder else "file"
-    states = Elsewhere(row.states, memory, offload.states, folder, offload.staging_bytes)
+    states = Elsewhere(row.states, "file" if folder else "host", offload.states, folder, offload.staging_bytes)
     moves = offload.gradients is None and (is_alone or row.cuts_gradients)
     moves |= bool(offload.gradients)
     gradients = Elsewhere(row.gradients, "host", offload.states) if moves else row.gradients

@@ -47,7 +47,7 @@ def make_apart(described: Described) -> Apart | None:
     if apart.disk is not None:
         if (kind := files.kind_of(apart.disk.folder)) in IN_MEMORY:
             warnings.warn(
-                f"{described.mesh} offload to '{cell.folder}': this is a {kind}, whose files lie in memory of the host. "
+                f"{described.mesh} offload to '{cell.folder}': a {kind}, whose files lie in memory of the host. "
                 "Give a folder on a disk, or write offload='host'.",
                 stacklevel=4,
             )

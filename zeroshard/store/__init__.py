@@ -1,1 +1,3 @@
 """Tensors in a file of this rank alone."""
+
+__all__: list[str] = []

@@ -37,7 +37,8 @@ THREADS: Final = 4
 
 def buffer_of(nbytes: int) -> Tensor:
     """Return (nbytes or a little more,) uint8 of memory at the start of a page."""
-    return torch.frombuffer(mmap.mmap(-1, max(BLOCK_BYTES, _whole_blocks(nbytes))), dtype=torch.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return torch.frombuffer(mmap.mmap(-1, max(BLOCK_BYTES, _whole_blocks(nbytes)), flags=flags), dtype=torch.uint8)
 
 
 @final
@@ -159,7 +160,7 @@ class Disk:
                 skip = offset + done - first
                 count = min(size - done, BOUNCE_BYTES - skip)
                 piece = self._bounce[: _whole_blocks(skip + count)]
-                view = memoryview(piece.numpy())
+                view = _bytes_of(piece)
                 if not writes or skip or (skip + count) % BLOCK_BYTES:
                     self.move(view, first, writes=False)
                 if writes:
@@ -202,7 +203,11 @@ class Array:
             buffer: of `buffer_of`; the elements lie at its start.
         """
         nbytes = _whole_blocks((stop - start) * self.dtype.itemsize)
-        self.disk.move(memoryview(buffer[:nbytes].numpy()), self.offset + start * self.dtype.itemsize, writes=writes)
+        self.disk.move(_bytes_of(buffer[:nbytes]), self.offset + start * self.dtype.itemsize, writes=writes)
+
+
+def _bytes_of(buffer: Tensor) -> memoryview:
+    return buffer.numpy().data.cast("B")
 
 
 def _whole_blocks(nbytes: int) -> int:

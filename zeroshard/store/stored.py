@@ -44,12 +44,13 @@ class StoredTensor(torch.Tensor):
     def __new__(cls, array: Array, start: int, stop: int) -> "StoredTensor":
         """Make a tensor of some elements."""
         shape = torch.Size([stop - start])
-        made: StoredTensor = without_storage(cls, shape, (1,), array.dtype, torch.device("cpu"))  # type: ignore[assignment]
+        made = without_storage(cls, shape, (1,), array.dtype, torch.device("cpu"))
+        assert isinstance(made, StoredTensor)
         made.array, made._start = array, start
         return made
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs, first = _name_of(func), kwargs or {}, args[0] if args else None

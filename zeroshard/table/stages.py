@@ -58,7 +58,7 @@ def row_of_stage(stage: int) -> Residency:
 def name_of_row(row: Residency) -> str:
     """Return how a row is called: "stage 2", or its cells where no stage has them."""
     columns = {"states": row.states, "gradients": row.gradients, "parameters": row.parameters}
-    plain = Residency(*(cell.plain for cell in columns.values()))
+    plain = Residency(row.states.plain, row.gradients.plain, row.parameters.plain)
     elsewhere = {column: cell for column, cell in columns.items() if cell.memory != "device"}
     for stage, known in STAGES.items():
         if known == plain:

@@ -12,7 +12,7 @@ import torch
 
 from zeroshard import devices
 from zeroshard.store.disk import Disk
-from zeroshard.store.stored import StoredTensor
+from zeroshard.store.stored import StoredTensor, is_stored
 from zeroshard.table.cells import Cell
 
 __all__ = ["Apart", "FileApart", "HostApart", "Landing"]
@@ -34,7 +34,7 @@ class Apart(ABC):
         self.device, self.cell = device, cell
         self.disk: Disk | None = None
         """The file, where it is one."""
-        self._buffers: list[tuple[Tensor, torch.Event | None]] = []
+        self._buffers: list[tuple[Tensor, devices.Mark | None]] = []
 
     @abstractmethod
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -98,6 +98,9 @@ class FileApart(Apart):
 
     def bring(self, target: Tensor, source: Tensor) -> None:
         """See `Apart`."""
+        if not is_stored(source):
+            super().bring(target, source)  # a piece of an update
+            return
         step = max(1, self.cell.staging_bytes // source.itemsize)
         for to, values in zip(target.split(step), source.split(step), strict=True):
             super().bring(to, values.clone())
@@ -116,7 +119,7 @@ class Landing:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_far = device, device.type != "cpu"
-        self._event: torch.Event | None = None
+        self._event: devices.Mark | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return (numel,) of the host, with any content."""
