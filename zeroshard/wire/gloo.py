@@ -53,11 +53,11 @@ class GlooComm(LinkedComm):
         ranks, place, number = self.mesh.shard_ranks, self.mesh.shard_rank, tag.message(Tag.GATHER)
         sent, heard = given.split_with_sizes([*counts[place]]), taken.split_with_sizes([row[place] for row in counts])
         peers = self._peers(ranks)
-        works = [self._receive(heard[peer], ranks[peer], number, tag.what) for peer in peers if counts[peer][place]]
-        works += [self._send(sent[peer], ranks[peer], number, tag.what) for peer in peers if counts[place][peer]]
+        messages = [self._receive(heard[peer], ranks[peer], number, tag.what) for peer in peers if counts[peer][place]]
+        messages += [self._send(sent[peer], ranks[peer], number, tag.what) for peer in peers if counts[place][peer]]
         heard[place].copy_(sent[place])
         self.sent_bytes[kind] += given.nbytes - sent[place].nbytes
-        return Pending(lambda: self.links.wait(works, tag.what))
+        return Pending(lambda: self.links.wait(messages, tag.what))
 
     def _gather(self, full: Tensor, ranks: Ranks, tag: Tag, kind: str) -> Pending:
         chunks, peers = full.view(len(ranks), -1), self._peers(ranks)

@@ -115,7 +115,7 @@ class HostComm(GlooComm):
                 if source is not given:
                     memory.drop(place, source[first : first + part.numel()])
             self.sent_bytes[kind] += (given.numel() - counts[here][here]) * given.itemsize
-            self._all_have_read(tag, Tag.GATHER)
+            self._all_have_read(tag, kind=Tag.GATHER)
 
         return Pending(finish)
 
