@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from zeroshard.checkpoint.load import Loaded
     from zeroshard.checkpoint.verify import latest, list_checkpoints
     from zeroshard.core.version import VERSION as __version__
-    from zeroshard.describe.offload import Offload
+    from zeroshard.describe.offload import Offload, offload_of
     from zeroshard.describe.precision import Precision
     from zeroshard.describe.treatments import activations_of
     from zeroshard.handle import Zero, shard
@@ -72,6 +72,7 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "mean_across_ranks",
+    "offload_of",
     "plan",
     "printable",
     "row_of_stage",
@@ -116,6 +117,7 @@ _MODULES = MappingProxyType(
         "latest": "zeroshard.checkpoint.verify",
         "list_checkpoints": "zeroshard.checkpoint.verify",
         "mean_across_ranks": "zeroshard.wire.comm",
+        "offload_of": "zeroshard.describe.offload",
         "plan": "zeroshard.plan",
         "printable": "zeroshard.table.errors",
         "row_of_stage": "zeroshard.table.stages",
