@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from zeroshard.checkpoint.load import Loaded
     from zeroshard.checkpoint.verify import latest, list_checkpoints
     from zeroshard.core.version import VERSION as __version__
-    from zeroshard.describe.offload import Offload
+    from zeroshard.describe.offload import Offload, offload_of
     from zeroshard.describe.precision import Precision
     from zeroshard.describe.treatments import activations_of
     from zeroshard.handle import Zero, shard
@@ -73,6 +73,7 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "mean_across_ranks",
+    "offload_of",
     "optim",
     "plan",
     "printable",
@@ -118,6 +119,7 @@ _MODULES = MappingProxyType(
         "latest": "zeroshard.checkpoint.verify",
         "list_checkpoints": "zeroshard.checkpoint.verify",
         "mean_across_ranks": "zeroshard.wire.comm",
+        "offload_of": "zeroshard.describe.offload",
         "optim": "zeroshard.optim",
         "plan": "zeroshard.plan",
         "printable": "zeroshard.table.errors",

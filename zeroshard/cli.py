@@ -81,6 +81,7 @@ def train(
     stage: Annotated[str | None, typer.Option(help="Row of the residency table, 0 to 3, or auto.")] = None,
     residency: Annotated[str | None, typer.Option(help="C1 to C5: a row of the ZeRO paper.")] = None,
     activations: Annotated[str | None, typer.Option(help="recompute, compress, ..., joined by +.")] = None,
+    offload: Annotated[str | None, typer.Option(help="host, /folder, or states=0.6,to=/folder.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
     optimizer: Annotated[
         str | None, typer.Option(help="adamw, muon, adafactor, adamw8bit, sgd or lion; the learning rate follows.")
@@ -106,6 +107,7 @@ def train(
         "zero.stage": stage,
         "zero.residency": residency,
         "zero.activations": activations,
+        "zero.offload": offload,
         "train.precision": precision,
         "train.optimizer": optimizer,
         "data.path": data,

@@ -46,6 +46,7 @@ from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
 from zeroshard.state.kernels import choose_kernels
 from zeroshard.state.materialize import InitFn
+from zeroshard.state.moved import move_states_away, move_states_back
 from zeroshard.state.request import Described, Optimizers, Request, check_optimizers, describe, place_of
 from zeroshard.state.start import accepted_by_all, everybody_at
 from zeroshard.state.summary import summarize, warn_if_whole
@@ -429,6 +430,41 @@ class Zero:
         average = Average(self._engine, decay)
         self._averages.add(average)
         return average
+
+    def offload_states(self) -> None:
+        """Move the optimizers' states, and master weights beside parameters, to the host: room for another phase.
+
+        Generation, evaluation, saving and loading work meanwhile; a step raises until `reload_states()`. What is
+        offloaded for good (`zs.shard(offload=)`) stays where it is. On a CPU nothing is moved.
+
+        Raises:
+            RuntimeError: inside a pass or `gathered()`.
+
+        Collective: an all-reduce of 32 bytes; every rank must call.
+
+        ```python
+        import torch, zeroshard as zs
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        zero = zs.shard(model, optimizer)
+        zero.offload_states()
+        with zero.gathered(), torch.no_grad():
+            model(torch.ones(2, 4))
+        zero.reload_states()
+        ```
+        """
+        move_states_away(self._engine, self._sharded)
+
+    def reload_states(self) -> None:
+        """Move back what `offload_states()` has moved; nothing is to be done where it has not.
+
+        Raises:
+            RuntimeError: inside a pass or `gathered()`.
+
+        Collective: an all-reduce of 32 bytes; every rank must call.
+        """
+        move_states_back(self._engine, self._sharded)
 
     def save(
         self,

@@ -12,7 +12,7 @@ Note: the life of a parameter's bytes
 """
 
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -155,6 +155,12 @@ class Bucket:
                     rounded.copy_(masters)
                 elif not is_apart_done:
                     self._apart.bring(rounded, masters)
+
+    def move_masters(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Put something of the same values in the place of masters that are kept beside the parameters here."""
+        if self.spec.has_masters:
+            self._masters[1] = move(self._masters[1])
+            self._rounded[-1] = self._rounded[-1][0], self._masters[1]
 
     def follow_part(self, start: int, values: Tensor) -> None:
         """Round updated masters into parameters: those in the other memory, from the `start`-th of them on."""

@@ -93,6 +93,8 @@ class Engine:
         self.loss_scale: LossScale | None = None
         self.is_skipping = False
         """Whether the step under way is skipped because gradients overflowed: no slice has a gradient then."""
+        self.has_moved_states = False
+        """Whether states have left the device for a while, so that no update can be made."""
         self.guard = guard_of(comm, updates_on_host=any(b.spec.apart for unit in units for b in unit.buckets))
         self.unread: Callable[[], None] | None = None
         """What reads, and acts on, whether the last update was skipped; None where the host knows."""

@@ -320,9 +320,6 @@ def name_of(func: Callable[..., Any]) -> str:
     return name
 
 
-_TO = ("self", "device", "dtype", "non_blocking", "copy")
-
-
 def is_nothing_to_do(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a function of `SELF` would return the gradient as it is; a plain tensor shows it."""
     if "memory_format" in kwargs:
@@ -332,9 +329,9 @@ def is_nothing_to_do(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         return True
     made = func(probe, *args[1:], **kwargs)
     # To "cpu:0" torch copies what is on "cpu", and says "cpu" of the copy.
-    is_copy = name == "to" and made is not probe and not kwargs.get("copy") and len(args) < len(_TO)
-    is_same = made is probe or (is_copy and (made.dtype, made.device) == (probe.dtype, probe.device))
-    return is_same and not probe.requires_grad
+    is_asked = kwargs.get("copy") or len(args) > 4  # behind the tensor: device, dtype, non_blocking, copy
+    is_copy = name == "to" and not is_asked and (made.dtype, made.device) == (probe.dtype, probe.device)
+    return (made is probe or is_copy) and not probe.requires_grad
 
 
 def _look(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -144,6 +144,11 @@ class ShardedOptimizer:
             )
         if self._engine.gathered is not None:
             raise RuntimeError(f"{self._engine.mesh} optimizer.step() under gathered(): leave the context first.")
+        if self._engine.has_moved_states:
+            raise RuntimeError(
+                f"{self._engine.mesh} optimizer.step() while the states are away (zero.offload_states()): call "
+                "zero.reload_states() on every rank first."
+            )
         self._engine.leave_passes("optimizer.step()")
         self._engine.check_reduced("optimizer.step()")
         is_left = any(not unit.spec.is_whole and unit.presence is not Presence.RELEASED for unit in self._engine.units)

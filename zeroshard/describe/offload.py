@@ -7,7 +7,8 @@ it stands for (`Elsewhere`), and says which elements lie where.
 import math
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
-from typing import final
+from types import MappingProxyType
+from typing import Any, final
 
 from zeroshard.table.cells import Elsewhere, Residency
 
@@ -87,15 +88,24 @@ class Offload:
             )
 
 
+NUMBERS = MappingProxyType({"states": float, "gradients": float, "parameters": float, "staging_bytes": int})
+"""What a text may give beside `to`."""
+
 OffloadLike = Offload | str | PathLike[str] | None
 """What the caller of `shard()` may write."""
 
 
 def offload_of(asked: OffloadLike) -> Offload | None:
-    """Return what a caller's argument asks for: None, "host", a folder, or an `Offload`.
+    """Return what a caller's argument asks for: None, "host", a folder, "states=0.6,to=/scratch", or an `Offload`.
 
     Raises:
         ValueError, TypeError: it is none of these.
+
+    ```python
+    import zeroshard as zs
+
+    assert zs.offload_of("states=0.6,to=/scratch") == zs.Offload(states=0.6, to="/scratch")
+    ```
     """
     if asked is None or isinstance(asked, Offload):
         return asked
@@ -104,9 +114,26 @@ def offload_of(asked: OffloadLike) -> Offload | None:
             "offload='auto' is not there yet. Write offload=zs.Offload(states=0.6), with the fraction that does not "
             "fit: zs.plan(offload=...) says what a device, the host and a disk would hold."
         )
+    if isinstance(asked, str) and "=" in asked and not asked.startswith("/"):
+        return Offload(**dict(_value_of(part) for part in asked.split(",")))
     if isinstance(asked, str | PathLike):
         return Offload(to=asked)
     raise TypeError(f"offload= takes 'host', a folder, a zs.Offload or None; got {asked!r}.")
+
+
+def _value_of(part: str) -> tuple[str, Any]:
+    """Return a name and a value of "states=0.6,to=/scratch"."""
+    name, _, text = (one.strip() for one in part.partition("="))
+    if name not in NUMBERS and name != "to":
+        raise ValueError(
+            f"offload=: '{part}' is none of {', '.join([*NUMBERS, 'to'])}, as in 'states=0.6,to=/scratch'."
+        )
+    if name == "to":
+        return name, text
+    try:
+        return name, NUMBERS[name](text)
+    except ValueError as error:
+        raise ValueError(f"offload=: {name} takes a number, as in 'states=0.6'; got {text!r}.") from error
 
 
 def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Residency:

@@ -41,7 +41,10 @@ def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
         "padding": padding + more + counters,
         "transient": engine.ledger.now["transient"],
     }
-    now |= {memory: apart[memory] for memory in ("host", "file") if apart[memory] or memory in engine.ledger.peak}
+    if engine.has_moved_states:
+        now["states"], apart["host"] = 0, apart["host"] + now["states"]
+    rows = {cell.memory for bucket in buckets for cell in (bucket.spec.row.states, bucket.spec.row.gradients)}
+    now |= {memory: apart[memory] for memory in ("file", "host") if memory in rows or apart[memory]}
     now |= {column: engine.ledger.now[column] for column in TREATED if column in engine.ledger.now}
     for column, nbytes in now.items():
         engine.ledger.note(column, nbytes)

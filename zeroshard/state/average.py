@@ -58,9 +58,13 @@ class Average:
             raise ValueError(f"decay must be in [0, 1), such as 0.999; got {decay!r}.")
         self._engine, self.decay = engine, decay
         self._buckets: list[Bucket] = [bucket for unit in engine.units for bucket in unit.reducible()]
-        self._masters = [m for b in self._buckets for m in map(b.master, range(len(b.parameters))) if m.numel()]
         self._averages = [master.detach().clone() for master in self._masters]
         self._is_swapped, self._updates = False, 0
+
+    @property
+    def _masters(self) -> list[torch.Tensor]:
+        """The slices as they are: they may have moved."""
+        return [m for b in self._buckets for m in map(b.master, range(len(b.parameters))) if m.numel()]
 
     @property
     def nbytes(self) -> int:

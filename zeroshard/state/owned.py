@@ -6,6 +6,7 @@ must not know files. Read `core/exchange.py` first.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ __all__ = ["OwnedState", "gather_owned", "is_stored", "like_parameter", "own_sta
 Tensor = torch.Tensor
 OwnedState = Mapping[Any, Any]
 """A state of a parameter, by key; of a tensor that has dimensions its shape and dtype, as a tensor without memory."""
-PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, NoneType)
 
 
 def is_stored(value: Any) -> bool:

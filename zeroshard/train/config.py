@@ -66,6 +66,11 @@ def _known_activations(names: str) -> str:
     return names
 
 
+def _known_offload(asked: str) -> str:
+    zs.offload_of(asked or None)
+    return asked
+
+
 def _known_source(source: str) -> str:
     if source != _GPT and not (source.startswith(_HF) and source != _HF):
         raise ValueError(f"must be {_GPT!r}, or {_HF}DIR with the folder of a transformers model")
@@ -143,6 +148,9 @@ class Zero(_Section):
     )
     residency: Literal["", "C1", "C2", "C3", "C4", "C5"] = Field(
         default="", description="a row of the ZeRO paper by name, instead of zero.stage and zero.activations"
+    )
+    offload: Annotated[str, AfterValidator(_known_offload)] = Field(
+        default="", description="what lies elsewhere than on the device: host, /folder, or states=0.6,to=/folder"
     )
     activations: Annotated[str, AfterValidator(_known_activations)] = Field(
         default="keep", description="what happens to activations until backward: keep, recompute, compress, ..., by +"

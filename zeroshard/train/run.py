@@ -103,9 +103,10 @@ class Run:
 
 def _row(config: Config) -> dict[str, Any]:
     """Return the arguments of `zs.shard` that say where training state lives."""
+    offload = config.zero.offload or None
     if config.zero.residency:
-        return {"residency": config.zero.residency}
-    return {"stage": config.zero.stage, "activations": config.zero.activations}
+        return {"residency": config.zero.residency, "offload": offload}
+    return {"stage": config.zero.stage, "activations": config.zero.activations, "offload": offload}
 
 
 @final
