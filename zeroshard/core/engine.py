@@ -104,8 +104,7 @@ class Engine:
         self._task = -1
         self._norms: dict[tuple[float, torch.dtype | None], Tensor] = {}
         self.gradients_changed = self._norms.clear
-        self._norms_version = 0
-        self._local_norms = LocalNorms(())
+        self._local_norms, self._norms_version = LocalNorms(()), 0
         self.copy = slice_of(mesh.along("shard", "tensor"))
         """The ranks whose parts make up whole gradients."""
         buckets = [(unit.number, bucket) for unit in units for bucket in unit.buckets]
