@@ -20,6 +20,7 @@ from tests import models
 from tests.oracle import STAGES_AT, TIMEOUT_S, WATCHDOG_S, WORLDS, assert_same
 from tools.settled import settled
 from zeroshard.core.slot import slot_of
+from zeroshard.table.cells import Elsewhere, Sharded
 from zeroshard.testing import run_ranks
 
 FRACTIONS = (0.0, 0.3, 1.0)
@@ -260,3 +261,63 @@ def test_resident_bytes_are_predicted_by_memory(world: int, stage: int, place: s
             if fraction == 1:
                 assert now["states"] == 0
                 assert now["gradients"] == 0 or (world > 1 and stage < 2)
+
+
+def leave(stage: int, fraction: float | None) -> tuple[Any, Any, list[str]]:
+    """Train while states leave and come back between steps; what is asked of them meanwhile is the same."""
+    found, said = [], []
+    for moves in (False, True):
+        run = _, optimizer, zero = build("bf16", fused, stage, offload=offload_at(fraction, "host", ""))
+        mean = zero.ema(0.5)
+        seen: list[Any] = []
+        for step in range(3):
+            seen += advance("bf16", run, range(step, step + 1))
+            if moves:
+                zero.offload_states()
+                zero.offload_states()
+                try:
+                    optimizer.step()
+                except RuntimeError as error:
+                    said.append(str(error))
+                assert zero.memory().resident_bytes["states"] == mean.nbytes
+            mean.update()
+            with mean.swapped(), zero.gathered():
+                seen.append(next(zero._model.parameters()).detach().clone())
+            seen.append(state_of(run))
+            if moves:
+                zero.reload_states()
+                zero.reload_states()
+        found.append((seen, zero.memory().resident_bytes))
+    return found[0], found[1], said
+
+
+@pytest.mark.parametrize(("world", "stage", "fraction"), [(1, 3, None), (2, 1, None), (2, 3, 0.4)])
+def test_states_that_leave_for_a_while_come_back_as_they_were(world: int, stage: int, fraction: float | None) -> None:
+    for stayed, left, said in run_ranks(
+        leave, world, stage, fraction, process_group=world > 1, timeout_s=2 * TIMEOUT_S
+    ):
+        assert_same(stayed, left)
+        assert len(said) == 3
+        assert all("zero.reload_states()" in text for text in said)
+
+
+def test_what_a_text_asks_for() -> None:
+    assert zs.offload_of("states=0.6,to=/scratch") == zs.Offload(states=0.6, to="/scratch")
+    assert zs.offload_of("/scratch") == zs.Offload(to="/scratch")
+    assert zs.offload_of("staging_bytes=1000000") == zs.Offload(staging_bytes=1000000)
+    with pytest.raises(ValueError, match="'disk=/x' is none of"):
+        zs.offload_of("disk=/x")
+    with pytest.raises(ValueError, match="not there yet"):
+        zs.offload_of("auto")
+
+
+def test_fractions_are_reached_over_the_model_and_not_in_each_bucket() -> None:
+    cell = Elsewhere(Sharded(), "host", 0.3)
+    # An embedding of a third of the model comes first: what it leaves is made up for by those behind it.
+    buckets = [[310], *[[20, 3, 20, 3]] * 15]
+    counts = cell.apart(buckets)
+    moved = sum(sum(numels[:count]) for numels, count in zip(buckets, counts, strict=True))
+    assert counts[0] == 0
+    assert abs(moved / sum(map(sum, buckets)) - 0.3) < 0.01
+    assert Elsewhere(Sharded(), "host", 1.0).apart([[0, 5, 0], [0]]) == [3, 1]
+    assert Sharded().apart([[3], [4]]) == [0, 0]

@@ -111,8 +111,8 @@ def offload_of(asked: OffloadLike) -> Offload | None:
         return asked
     if asked == "auto":
         raise ValueError(
-            "offload='auto' is not there yet. Write offload=zs.Offload(states=0.6), with the fraction that does not "
-            "fit: zs.plan(offload=...) says what a device, the host and a disk would hold."
+            "offload='auto' is not there yet. Write offload=zs.Offload(states=0.6), with the fraction of the states "
+            "that does not fit; zero.memory() says what lies where."
         )
     if isinstance(asked, str) and "=" in asked and not asked.startswith("/"):
         return Offload(**dict(_value_of(part) for part in asked.split(",")))
