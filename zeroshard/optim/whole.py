@@ -92,11 +92,15 @@ def is_matrix(shape: Shape) -> bool:
 
 
 def newton_schulz_cost(shape: Shape) -> float:
-    """Return the relative time to orthogonalize a matrix: rows times columns times the smaller of the two.
+    """Return the relative time to orthogonalize a matrix of m rows and n columns, m <= n: 2 m^2 n + m^3.
 
-    Of more than two dimensions the first ones are taken as a stack of matrices.
+    That is what the products of one iteration take. Of more than two dimensions the first ones are taken as a stack of
+    matrices.
     """
-    return float(math.prod(shape) * min(shape[-2:])) if len(shape) > 1 else float(math.prod(shape))
+    if len(shape) < 2 or not math.prod(shape):
+        return float(math.prod(shape))
+    small, large = sorted(shape[-2:])
+    return math.prod(shape) * small * (2 + small / large)
 
 
 def _is_any(shape: Shape) -> bool:
