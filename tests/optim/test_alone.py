@@ -202,7 +202,7 @@ def test_optimizers_say_which_tensors_they_need_whole() -> None:
         whole = whole_of(optimizer)
         assert whole is not None
         assert (whole.takes((4, 4)), whole.takes((4,)), whole.takes((2, 4, 4))) == (True, False, takes_stacks)
-        assert whole.cost((4, 6)) == 4 * 6 * 4
+        assert whole.cost((4, 6)) == 2 * 4 * 4 * 6 + 4**3
     assert whole_of(copy.deepcopy(zs.optim.Muon(made))) is not None
     assert all(whole_of(MAKE[name](made)) is None for name in ("AdamW8bit", "Lion", "Lamb"))
     adam = torch.optim.Adam(made)
