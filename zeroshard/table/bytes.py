@@ -138,7 +138,7 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
     exchanged = list[list[Owned]]()
     for bucket in buckets:
         apart[bucket.row.states.memory] += apart_masters_bytes(bucket)
-        apart["host"] += bucket.apart_gradient_bytes * (bucket.number in reduced)
+        apart[bucket.row.gradients.memory] += bucket.apart_gradient_bytes * (bucket.number in reduced)
     for one in updates:
         wide_bytes = max(wide_bytes, one.numel_bytes(only_wide=True))
         sliced = [(b, i) for b, i in one.parameters if b.number in reduced]
