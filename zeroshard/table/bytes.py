@@ -84,7 +84,8 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
     parameters, masters, padding = kept_bytes(buckets)
     gradients, more = (sum(b.gradient_bytes[part] for b in buckets if b.number in reduced) for part in (0, 1))
     states = counters = wide_bytes = 0
-    apart = Counter({memory: 0 for b in buckets for memory in (b.row.states.memory, b.row.gradients.memory)})
+    rows = {cell.memory for b in buckets for cell in (b.row.states, b.row.gradients)} - {"device"}
+    apart = Counter[str]()
     for bucket in buckets:
         apart[bucket.row.states.memory] += apart_masters_bytes(bucket)
         apart["host"] += bucket.apart_gradient_bytes * (bucket.number in reduced)
@@ -102,7 +103,7 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
         "states": states + masters,
         "padding": padding + more + counters,
         "transient": _transient_bytes(units, wire, wide_bytes),
-        **{memory: nbytes for memory, nbytes in sorted(apart.items()) if memory != "device"},
+        **{memory: apart[memory] for memory in sorted(rows)},
     }
 
 
