@@ -134,8 +134,8 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
     parameters, masters, padding = kept_bytes(buckets)
     gradients, more = (sum(b.gradient_bytes[part] for b in buckets if b.number in reduced) for part in (0, 1))
     states = counters = wide_bytes = 0
-    apart = Counter({memory: 0 for b in buckets for memory in (b.row.states.memory, b.row.gradients.memory)})
-    exchanged = list[list[Owned]]()
+    rows = {cell.memory for b in buckets for cell in (b.row.states, b.row.gradients)} - {"device"}
+    apart, exchanged = Counter[str](), list[list[Owned]]()
     for bucket in buckets:
         apart[bucket.row.states.memory] += apart_masters_bytes(bucket)
         apart[bucket.row.gradients.memory] += bucket.apart_gradient_bytes * (bucket.number in reduced)
@@ -155,7 +155,7 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
         "states": states + masters,
         "padding": padding + more + counters,
         "transient": _transient_bytes(units, wire, wide_bytes, exchanged),
-        **{memory: nbytes for memory, nbytes in sorted(apart.items()) if memory != "device"},
+        **{memory: apart[memory] for memory in sorted(rows)},
     }
 
 
