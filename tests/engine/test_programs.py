@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tools.programs.draw import draw, draw_pair
+from tools.programs.draw import draw, draw_pair, with_faults
 from tools.programs.job import run_oracle, run_plain
 from tools.programs.ranks import BAD, Task, examine, judge, work
 from tools.programs.write import script_of
@@ -17,14 +17,16 @@ from zeroshard.core.grads import FlatGradients, Local
 from zeroshard.core.states import Sum
 from zeroshard.core.unit import Unit
 
-PROGRAMS, PAIRS, WHOLE_PROGRAMS = 100, 20, 40
+PROGRAMS, PAIRS, FAULTY, WHOLE_PROGRAMS = 80, 20, 20, 40
 REFUSED = 0.05
 
 
 @pytest.mark.timeout(600)
 def test_random_programs_equal_the_oracle_and_one_another() -> None:
-    seeds = range(PROGRAMS + PAIRS)
-    tasks = [(draw(seed, 2),) if seed < PROGRAMS else draw_pair(seed, 2) for seed in seeds]
+    seeds = range(PROGRAMS + PAIRS + FAULTY)
+    tasks = [(draw(seed, 2),) if seed < PROGRAMS else draw_pair(seed, 2) for seed in seeds[:-FAULTY]]
+    tasks += [(with_faults(draw(seed, 2)),) for seed in seeds[-FAULTY:]]
+    assert all(any(op["op"] == "fault" for op in task[0]["ops"]) for task in tasks[-5:])
     verdicts = examine(tasks, 2)
     bad = [(seed, one) for seed, one in zip(seeds, verdicts, strict=True) if one.kind in BAD]
     assert not bad, f"python -m tools.programs --replay {bad[0][0]}: {bad[0][1].kind} {bad[0][1].text}"

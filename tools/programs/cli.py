@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.machine import circumstances, write_result
 
-from .draw import draw, draw_pair
+from .draw import draw, draw_pair, with_faults
 from .ranks import BAD, CHUNK, Task, Verdict, examine, reason_of
 from .shrink import shrink
 from .write import script_of
@@ -31,7 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seeds = [given.replay] if given.replay is not None else range(given.seed, given.seed + given.count)
 
     def task_of(seed: int) -> Task:
-        return draw_pair(seed, given.ranks) if given.pairs else (draw(seed, given.ranks),)
+        if given.pairs:
+            return draw_pair(seed, given.ranks)
+        spec = draw(seed, given.ranks)
+        return (with_faults(spec) if given.faults else spec,)
 
     if given.print:
         print(script_of(task_of(seeds[0])[0]))
@@ -64,6 +67,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the first program; the next ones follow")
     parser.add_argument("--jobs", type=int, default=1, help="sets of ranks at once")
     parser.add_argument("--pairs", action="store_true", help="compare pairs of programs bit for bit")
+    parser.add_argument("--faults", action="store_true", help="add steps with gradients that are not finite")
     parser.add_argument("--replay", type=int, help="run the program of one seed")
     parser.add_argument("--print", action="store_true", help="print the first program")
     parser.add_argument("--shrink", action=argparse.BooleanOptionalAction, default=True, help="shrink what failed")
@@ -127,7 +131,13 @@ class _Told:
         given = self._given
         if given.output is None:
             return
-        result = {"ranks": given.ranks, "pairs": given.pairs, "first seed": given.seed, "asked for": given.count}
+        result = {
+            "ranks": given.ranks,
+            "pairs": given.pairs,
+            "faults": given.faults,
+            "first seed": given.seed,
+            "asked for": given.count,
+        }
         result |= {"run": self.kinds.total(), "seconds": round(time.monotonic() - self._begin_s, 1)}
         result |= {"verdicts": {kind: self.kinds[kind] for kind in ("right", "refused", "diverging", *BAD)}}
         result |= {"refused": dict(self._refused.most_common())}

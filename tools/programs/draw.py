@@ -9,7 +9,7 @@ from typing import Any
 
 from .blocks import KINDS
 
-__all__ = ["draw", "draw_pair", "is_valid"]
+__all__ = ["draw", "draw_pair", "is_valid", "with_faults"]
 
 Spec = dict[str, Any]
 
@@ -58,6 +58,28 @@ def draw_pair(seed: int, processes: int) -> tuple[Spec, Spec]:
     if kind == "resume":
         return first, first | {"resumes": False}
     return first, dict(first)
+
+
+def with_faults(spec: Spec) -> Spec:
+    """Return a program with steps that its ranks have to leave out: a gradient is not finite, on one rank or on all.
+
+    Such a step begins and ends without gradients, so plain torch does nothing in its place. With two optimizers all
+    ranks are at fault, since else the gradients of one optimizer may be finite.
+    """
+    r = random.Random(f"faults {spec['seed']}")
+    world, one_optimizer = spec["world"], len(spec["optimizers"]) == 1
+    ops: list[Spec] = []
+    has_grads, trained = False, [op for op in spec["ops"] if op["op"] == "train"]
+    for op in [None, *spec["ops"]]:
+        if op is not None:
+            ops.append(op)
+            has_grads = op["op"] == "train" or (has_grads and not (op["op"] == "zero" and op["to_none"]))
+        if not has_grads and r.random() < 0.6:
+            like = r.choice(trained)
+            bad = [r.randrange(world)] if one_optimizer else list(range(world))
+            key = len(spec["ops"]) + len(ops)
+            ops.append({"op": "fault", "paths": like["paths"], "choices": like["choices"], "bad": bad, "key": key})
+    return spec | {"ops": ops, "options": spec["options"] | {"non_finite": "skip"}}
 
 
 # ---- the model

@@ -53,6 +53,8 @@ class Job(ABC):
     dtype: torch.dtype
     weight: float
     """What losses are multiplied by."""
+    has_faults = False
+    """Whether faulty steps are made; they change nothing, so plain torch leaves them out."""
 
     def __init__(self, key: int, world: int, options: Mapping[str, Any]) -> None:
         self.key, self.world, self.options = key, world, dict(options)
@@ -96,6 +98,12 @@ class Job(ABC):
             loss = loss + side
         self.note(rank, "loss", loss)
         return loss * self.weight
+
+    def spoil(self, output: tuple[Tensor, Sequence[Tensor]], *, is_bad: bool) -> Tensor:
+        """Return the loss of one forward of a faulty step, which nobody notes."""
+        values, sides = output
+        loss = sum(sides, values.square().mean())
+        return loss * (float("nan") if is_bad else self.weight)
 
     def note(self, rank: int, name: str, value: Any) -> None:
         """Keep what a rank sees, by value."""
@@ -249,6 +257,8 @@ class Sharded(Job):
         folder: for checkpoints, the same on every rank.
         resumes: whether `resume` does what it says; without, the program goes on undisturbed.
     """
+
+    has_faults = True
 
     def __init__(
         self,

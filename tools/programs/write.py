@@ -133,6 +133,17 @@ def _alike(values: Sequence[Any]) -> bool:
     return all(value == values[0] for value in values)
 
 
+def _fault(spec: Spec, at: int, op: Spec) -> list[str]:
+    return [
+        f"if job.has_faults:  # {at}",
+        "    for rank in job.ranks:",
+        f"        job.spoil(model(job.data({op['key']}, rank), {_call(op)}), is_bad=rank in {op['bad']!r}).backward()",
+        "    for one in optimizers:",
+        "        one.step()",
+        "    model.zero_grad()",
+    ]
+
+
 def _look(spec: Spec, at: int, op: Spec) -> list[str]:
     key, mode = (
         op["key"],
@@ -202,6 +213,7 @@ def _resume(spec: Spec, at: int, op: Spec) -> list[str]:
 
 
 _WRITERS: Mapping[str, Callable[[Spec, int, Spec], list[str]]] = {
+    "fault": _fault,
     "train": _train,
     "look": _look,
     "clip": _clip,
