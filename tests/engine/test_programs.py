@@ -160,3 +160,8 @@ def test_random_programs_with_whole_matrices_equal_the_oracle_and_one_another() 
 
 def _adafactor(one: dict[str, Any]) -> dict[str, Any]:
     return one | {"kind": "Adafactor", "options": {"lr": 0.02, "eps": (0.01, 0.01)}}
+
+
+def test_a_norm_that_sums_late_gradients_is_asked_for_once() -> None:
+    # Answering the first request sums what another rank asked for late, which changes gradients on one rank alone.
+    assert examine([(with_faults(draw(3000673, 2)),)], 2)[0].kind == "right"

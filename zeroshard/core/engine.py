@@ -437,12 +437,9 @@ class Engine:
             RuntimeError: gradients of this rank were not reduced yet.
         """
         self.leave_passes("A norm of gradients")
-        held = [tensor for unit in self.units for b in unit.buckets for tensor in b.grads.tensors()]
         # Whole gradients are plain tensors that clipping changes without a word; torch counts the changes.
-        version = sum(map(version_of, held))
-        if version != self._norms_version:
+        if self._version() != self._norms_version:
             self.gradients_changed()
-        self._norms_version = version
         if (known := self._norms.get((p, dtype))) is not None:
             return known
         self.check_reduced("A norm")
@@ -454,7 +451,11 @@ class Engine:
         # Replicas have the same sums: those of this rank's own copy are all there is.
         rows = self.comm.collect(local, f"a {p:g}-norm of gradients")[self.copy]
         self._norms[p, dtype] = total = total_norms(rows, p)
+        self._norms_version = self._version()  # now: answering may have summed what another rank asked for late
         return total
+
+    def _version(self) -> int:
+        return sum(version_of(one) for unit in self.units for b in unit.buckets for one in b.grads.tensors())
 
     def check_reduced(self, what: str) -> None:
         """Raise if gradients of `no_sync` passes wait for a reduction."""
