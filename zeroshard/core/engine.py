@@ -438,7 +438,7 @@ class Engine:
         """
         self.leave_passes("A norm of gradients")
         # Whole gradients are plain tensors that clipping changes without a word; torch counts the changes.
-        if self._version() != self._norms_version:
+        if self._count_changes() != self._norms_version:
             self.gradients_changed()
         if (known := self._norms.get((p, dtype))) is not None:
             return known
@@ -451,10 +451,10 @@ class Engine:
         # Replicas have the same sums: those of this rank's own copy are all there is.
         rows = self.comm.collect(local, f"a {p:g}-norm of gradients")[self.copy]
         self._norms[p, dtype] = total = total_norms(rows, p)
-        self._norms_version = self._version()  # now: answering may have summed what another rank asked for late
+        self._norms_version = self._count_changes()  # now: answering may have summed what another rank asked for late
         return total
 
-    def _version(self) -> int:
+    def _count_changes(self) -> int:
         return sum(version_of(one) for unit in self.units for b in unit.buckets for one in b.grads.tensors())
 
     def check_reduced(self, what: str) -> None:
