@@ -2,6 +2,7 @@
 
     python -m benchmarks.predicted
     python -m benchmarks.predicted --part tensor
+    python -m benchmarks.predicted --part offload
 
 Owns the matrix of configurations and the comparison. `benchmarks/peaks.py` measures: each rank adds up the profiler's
 memory events, so nothing of what is judged comes from the engine's own count. Resident bytes are those of the tensors
@@ -11,6 +12,7 @@ that are there between steps. Every rank of a run is compared with the plan of i
 import argparse
 import gc
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +37,8 @@ __all__ = ["Case", "Found", "compare", "measure", "predict"]
 RESULTS = Path(__file__).parent / "results"
 STEPS = 3
 COLUMNS = ("parameters", "gradients", "states", "padding", "transient")
+ELSEWHERE = ("host", "file")
+STAGING_BYTES = 1 << 18
 TREATMENTS = (
     "keep",
     "recompute",
@@ -59,7 +63,11 @@ STEP, END = "step", "between steps"
 @final
 @dataclass(frozen=True)
 class Case:
-    """One configuration."""
+    """One configuration.
+
+    Args:
+        offloaded: the fraction of states in another memory, `place`: "host" or "file".
+    """
 
     stage: int = 3
     ranks: int = 2
@@ -73,6 +81,8 @@ class Case:
     tensor: int = 1
     replicas: int = 1
     is_sequence_parallel: bool = False
+    offloaded: float = 0.0
+    place: str = "host"
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}", f"{self.ranks} ranks", self.activations]
@@ -81,6 +91,7 @@ class Case:
         parts += [f"{self.replicas} copies"] * (self.replicas > 1)
         parts += ["memory of the host" if self.shared_memory else "messages"] * (self.ranks > 1)
         parts += [self.precision] * (self.precision != "fp32")
+        parts += [f"{self.offloaded:.0%} of the states in the {self.place}"] * (self.offloaded > 0)
         return ", ".join(parts + [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1))
 
 
@@ -90,7 +101,7 @@ class Found:
     """What a rank has, measured or predicted.
 
     Args:
-        resident_bytes: by column.
+        resident_bytes: by column of the device, and by other memory.
         allocated_bytes: of torch's allocator between steps.
         peak_bytes: of torch's allocator at most, in a steady step.
         first_bytes: the same in the first step.
@@ -178,6 +189,16 @@ def mesh_of(case: Case) -> DeviceMesh | None:
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def offload_of(case: Case, folder: str) -> zs.Offload | None:
+    """Return what lies elsewhere in a case.
+
+    Args:
+        folder: where files are made.
+    """
+    to = folder if case.place == "file" else "host"
+    return zs.Offload(states=case.offloaded, to=to, staging_bytes=STAGING_BYTES) if case.offloaded else None
+
+
 def measure_rank(case: Case) -> Found:
     """Train on this rank, and return what it took."""
     torch.set_num_threads(1)
@@ -220,6 +241,7 @@ def train(case: Case, resident: dict[str, int]) -> list[Any]:
         activations=case.activations,
         precision=case.precision,
         settings=zs.Settings(shared_memory=case.shared_memory),
+        offload=offload_of(case, tempfile.gettempdir()),
         mesh=mesh,
     )
     for step in range(STEPS):
@@ -233,6 +255,7 @@ def train(case: Case, resident: dict[str, int]) -> list[Any]:
         marker = torch.empty(1)
     held = zero.memory().resident_bytes
     resident.update({column: held[column] for column in COLUMNS})
+    resident.update({memory: held.get(memory, 0) for memory in ELSEWHERE})
     resident["parameters"] += sum(buffer.nbytes for buffer in model.buffers())
     return [model, inputs, optimizer, zero, marker]
 
@@ -275,15 +298,21 @@ def predict(case: Case) -> list[Found]:
         inputs=make_inputs(case),
         units=[Block],
         mesh=case.replicas,
+        offload=offload_of(case, "/states"),
         tensor=case.tensor,
         parallelize=splitting(case) if case.tensor > 1 else None,
     )
     film = plan.film
-    inside = sum(film.resident_bytes.values()) - film.resident_mapped_bytes
+    inside = sum(film.resident_bytes.values()) - film.resident_mapped_bytes + film.elsewhere_bytes.get("host", 0)
     place = max(range(len(film.live)), key=film.live.__getitem__)
     peaks = film.allocated_bytes, plan.first.allocated_bytes, film.events[place].what
     return [
-        Found({column: one.resident_bytes[column] for column in COLUMNS}, inside, *peaks)
+        Found(
+            {column: one.resident_bytes[column] for column in COLUMNS}
+            | {memory: one.elsewhere_bytes.get(memory, 0) for memory in ELSEWHERE},
+            inside,
+            *peaks,
+        )
         for one in plan.ranks
         for _ in range(one.count)
     ]
@@ -325,8 +354,22 @@ def split_matrix() -> Iterator[Case]:
     yield Case(3, 4, tensor=2, precision="bf16")
 
 
+def offload_matrix() -> Iterator[Case]:
+    """Yield all configurations with states elsewhere."""
+    for place in ELSEWHERE:
+        for ranks, stage in ((1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 3)):
+            for offloaded in (0.3, 1.0):
+                yield Case(stage, ranks, offloaded=offloaded, place=place)
+        for ranks, stage in ((1, 0), (2, 2), (3, 3)):
+            for offloaded in (0.3, 1.0):
+                yield Case(stage, ranks, precision="bf16", offloaded=offloaded, place=place, shared_memory=False)
+        for ranks, stage in ((1, 0), (2, 2), (2, 3)):
+            yield Case(stage, ranks, "recompute", micro_batches=2, offloaded=1.0, place=place, shared_memory=False)
+
+
 PARTS = {
     "data": (matrix, RESULTS / "predicted.json"),
+    "offload": (offload_matrix, RESULTS / "predicted_offload.json"),
     "tensor": (split_matrix, RESULTS / "predicted_tensor.json"),
 }
 

@@ -101,7 +101,7 @@ def ratio_of_medians(values: Sequence[float], base: Sequence[float]) -> Ratio:
     return float(median(values) / median(base)), float(low), float(high)
 
 
-def _ratios(heats: Heats) -> dict[str, Ratio]:
+def ratios_of(heats: Heats) -> dict[str, Ratio]:
     """Return each contestant's step time against the reference of the first heat that it took part in."""
     found: dict[str, Ratio] = {}
     for heat in heats:
@@ -181,7 +181,7 @@ def _origin(result: Mapping[str, Any]) -> str:
 
 def time_table(heats: Heats, setting: Mapping[str, Any]) -> list[str]:
     """Return a Markdown table of step times, a line for each contestant, from the first heat that it took part in."""
-    ratios, rows, reference = _ratios(heats), [], ""
+    ratios, rows, reference = ratios_of(heats), [], ""
     for name, ratio in ratios.items():
         series = next(heat["contestants"] for heat in heats if name in heat["contestants"])
         reference = CONTESTANTS[reference_of(series)].title
@@ -324,7 +324,7 @@ def _plot(steps: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any
         setting = result["setting"]
         place = (setting["case"], setting["ranks"], setting["samples"])
         title = f"{place[0]}, {place[1]} ranks, micro-batch {place[2]}"
-        ratios = _ratios(result["time"])
+        ratios = ratios_of(result["time"])
         _bars(left, {name: ratio[0] for name, ratio in ratios.items()}, f"{title}: step time, reference = 1")
         for number, (value, low, high) in enumerate(ratios.values()):
             left.errorbar(value, number, xerr=[[max(0.0, value - low)], [max(0.0, high - value)]], color="black")

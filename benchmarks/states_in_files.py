@@ -44,7 +44,7 @@ class Gpt124M(GPTConfig):
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process that is no cache of a file."""
+    """Return the resident memory of this process, without pages that the kernel caches of files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 

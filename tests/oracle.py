@@ -15,6 +15,9 @@ Note: what plain data parallelism is here
 import contextlib
 import copy
 import dataclasses
+import functools
+import re
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -28,6 +31,7 @@ from torch.optim import Optimizer
 
 import zeroshard as zs
 from tools.settled import settled
+from zeroshard.describe.parameters import row_with_parameters
 from zeroshard.describe.treatments import activations_of
 from zeroshard.table.stages import STAGES as ROWS
 from zeroshard.testing import run_ranks
@@ -35,9 +39,8 @@ from zeroshard.wire.host import HostComm
 
 STAGES: Final = (0, 1, 2, 3)
 WORLDS: Final = (1, 2, 3, 4)
-# Runs on three or four processes of two cores are most of what the tests cost. There each script runs at stage 3 and at
-# one stage that keeps parameters whole; `test_parity` compares all stages at every world size.
 STAGES_AT: Final = MappingProxyType({1: STAGES, 2: STAGES, 3: (1, 3), 4: (2, 3)})
+"""What a test of its own loop runs; runs on three or four processes of two cores are most of what the tests cost."""
 WATCHDOG_S: Final = 5.0
 TIMEOUT_S: Final = 30.0
 
@@ -59,17 +62,25 @@ def _each(target: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[
     return [target(*case) for case in cases]
 
 
-def at_worlds(cases: Iterable[Any], worlds: Sequence[int] = (1, 2)) -> list[Any]:
-    """Pair each case with these numbers of ranks, and with 3 and 4 in turn, for `pytest.mark.parametrize`.
+def at_worlds(cases: Iterable[Any]) -> list[Any]:
+    """Pair each case with two ranks, and with 1, 3 and 4 in turn, for `pytest.mark.parametrize`.
 
-    More than two ranks, and a number that divides little, are needed once for each script; `test_parity` and
-    `test_shapes` have every number of ranks.
+    `test_parity` and `test_shapes` have every number of ranks, and `tools/programs` draws it.
     """
     return [
         pytest.param(case, world, id=f"{getattr(case, '__name__', case)}-{world}")
         for place, case in enumerate(cases)
-        for world in (*worlds, 3 + place % 2)
+        for world in (2, (1, 3, 4)[place % 3])
     ]
+
+
+def stages_of(script: Callable[..., Any]) -> tuple[int, ...]:
+    """Return the stages that a script runs at: 3, and by its name one of those that keep parameters whole.
+
+    `test_parity` compares all stages, and so do the tests that name them.
+    """
+    text = f"{script.func.__name__} {script.keywords}" if isinstance(script, functools.partial) else script.__name__
+    return zlib.crc32(re.sub("0x[0-9a-f]+", "", text).encode()) % 3, 3
 
 
 def seed(*key: int) -> None:
@@ -296,6 +307,7 @@ class Sharded(Run):
 def assert_heard(zero: zs.Zero, model: nn.Module, stage: int, **options: Any) -> None:
     """Require options that change no number to have had their effect: a comparison of numbers would not miss them."""
     row = dataclasses.replace(ROWS[stage], activations=activations_of(options.get("activations")))
+    row = row_with_parameters(row, options.get("parameters"))
     assert zero.residency == row, f"stage {stage}: {zero.residency}"
     if isinstance(options.get("mesh"), int):
         assert zero.mesh.replicas == options["mesh"], f"{zero.mesh.replicas} copies"
@@ -495,13 +507,13 @@ def assert_matches(
     """Run a script plainly and at several stages on `world` ranks and require every observation to be equal.
 
     Args:
-        stages: by default those of `STAGES_AT`.
+        stages: by default those of `stages_of`.
         relative: as for `assert_same`; a test that gives it says why.
 
     Returns:
         By rank, then by stage: the engine's result, for what a test wants to look at besides.
     """
-    stages = stages or STAGES_AT[world]
+    stages = stages or stages_of(script)
     by_rank = run_ranks(
         both, world, script, tuple(stages), dict(options or {}), timeout_s=TIMEOUT_S, process_group=world > 1
     )

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "plan.md")
+PAGES = (ROOT / "docs" / "plan.md", ROOT / "docs" / "one-gpu.md")
 BLOCK = re.compile(r"(<!-- command: (zeroshard [^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -189,6 +189,7 @@ _UNIT_LIMIT = f"{_ENGINE}/test_memory.py::test_at_most_two_units_besides_the_roo
 _OVERWRITTEN = f"{_CONFORMANCE}::test_what_was_given_may_be_overwritten_when_a_wait_ends[host]"
 _PLANNED = "tests/plan/test_events_equal.py::test_one_run_of_make_train_is_as_planned[3]"
 _STEPS_OF_SGD = f"{_ENGINE}/test_parity.py::test_equals_single_process_bit_for_bit[stack-sgd-2-cpu]"
+_ELSEWHERE = "test_runs_with_parameters_elsewhere_equal_resident_ones"
 ENGINE = (
     # Order: what all ranks agreed on, and what one rank of them does alone.
     Bug(
@@ -274,6 +275,13 @@ ENGINE = (
         "if not is_used and other not in self._kept:",
         "if False:",
         "tests/table/test_schedule.py::test_a_rank_that_skips_a_unit_takes_part_in_its_gather",
+    ),
+    Bug(
+        "a unit that is held to its backward is released",
+        "table/schedule.py",
+        "if unit in self.held:",
+        "if False:",
+        "tests/table/test_schedule.py::test_a_held_unit_that_a_rank_skips_stays_whole_too",
     ),
     Bug(
         "used parameters are not agreed",
@@ -545,6 +553,42 @@ ENGINE = (
         "bucket.follow_masters(is_apart_done=self.source is not None)",
         "pass",
         f"{_ENGINE}/test_precision.py::test_training_equals_a_single_process_that_casts_alike[bf16-2]",
+    ),
+    # Offload.
+    Bug(
+        "parameters elsewhere are not brought before the gather",
+        "core/buffer.py",
+        "return nullcontext() if self.arrival is None else self.arrival.begun()",
+        "return nullcontext()",
+        f"{_ENGINE}/test_offload_parameters.py::{_ELSEWHERE}[accumulates-2-host]",
+    ),
+    Bug(
+        "parameters elsewhere do not follow their masters",
+        "core/buffer.py",
+        "if is_on_device is None or is_on_device is (",
+        "if part.data_ptr() != self.shards[0].data_ptr() and is_on_device is (",
+        f"{_ENGINE}/test_offload_parameters.py::{_ELSEWHERE}[bf16-1-host]",
+    ),
+    Bug(
+        "all states of a bucket are loaded to its first place",
+        "core/buffer.py",
+        "[start - self.spec.states[0] : stop - self.spec.states[0]]",
+        "[: stop - start]",
+        f"{_ENGINE}/test_offload_states.py::test_checkpoints_are_ordinary_ones[leaves-out-1-3-host]",
+    ),
+    Bug(
+        "a unit is gathered before its update in the background",
+        "core/unit.py",
+        "bucket.await_update()",
+        "pass",
+        f"{_ENGINE}/test_offload_early.py::test_each_unit_waits_for_its_own_update",
+    ),
+    Bug(
+        "a scheduler reaches the update in the background",
+        "state/early.py",
+        "value.clone() if isinstance(value, Tensor) else value",
+        "value",
+        f"{_ENGINE}/test_offload_early.py::test_rates_that_change_afterwards_count_from_the_next_step_on",
     ),
     # Whole matrices.
     Bug(

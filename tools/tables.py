@@ -1,18 +1,33 @@
-"""Write the README's tables from the summaries of real runs.
+"""Write the README's tables and its figure from results that are in the repository.
 
     for s in 0 1 2 3; do zeroshard train --stage $s --depth 12 --steps 4 --name stage-$s; done
     zeroshard train --name default
-    python tools/tables.py runs
+    python -m tools.tables runs     # keep these summaries in benchmarks/results/readme.json, and write
+    python -m tools.tables          # write from what is kept
 
-Each table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is there is replaced.
+Each table stands between `<!-- table: NAME -->` and `<!-- end -->`, which this script replaces. A test compares tables
+and figure with what this script writes.
 """
 
+import datetime
 import json
+import os
 import re
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import zeroshard as zs
+from benchmarks.report import ratios_of
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+KEPT_RUNS = RESULTS / "readme.json"
+FIGURE = ROOT / "docs" / "pictures" / "memory.svg"
+README = ROOT / "README.md"
+STAGES = range(4)
 COLUMNS = ("states", "gradients", "parameters", "transient")
 KEPT = {
     "stage 0": ("replicated", "replicated", "replicated"),
@@ -20,43 +35,144 @@ KEPT = {
     "stage 2": ("sharded", "sharded", "replicated"),
     "stage 3": ("sharded", "sharded", "sharded"),
 }
+SPEED_CASES = {"GPT, 30M": "gpt-30m", "GPT, 124M": "gpt-124m", "1,002 small tensors": "small-tensors"}
+CONTESTANTS = {
+    "zeroshard 1": "zs-1",
+    "zeroshard 3": "zs-3",
+    "with messages": "zs-3-wire",
+    "FSDP1": "fsdp1-3",
+    "FSDP2": "fsdp2-3",
+    "DeepSpeed 3": "ds-3",
+}
+COLOURS = {"states": "#4c78a8", "gradients": "#f58518", "parameters": "#54a24b", "transient": "#b8b8b8"}
+LABELS = {"states": "optimizer states", "transient": "transient, at most"}
 
 
-def residency_table(summaries: list[dict[str, Any]]) -> str:
-    """Return the residency table: where each column lives, in megabytes of rank 0, and what a step sends."""
+def keep(runs: Path) -> None:
+    """Write what the tables need of the runs' summaries, with the date and the commit."""
+    summaries = {}
+    for name in (*(f"stage-{stage}" for stage in STAGES), "default"):
+        one = json.loads((runs / name / "summary.json").read_text())
+        summaries[name] = {key: value for key, value in one.items() if key not in ("sample", "plan", "profile")}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    kept = {
+        "commit": commit.stdout.strip(),
+        "date": date,
+        "machine": "CPU, gloo, 2 cores",
+        "load": os.getloadavg()[1],
+        "runs": summaries,
+    }
+    KEPT_RUNS.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def origin(kept: Mapping[str, Any]) -> str:
+    """Return where numbers come from."""
+    return f"commit {kept['commit'][:7]}, {kept['date']}"
+
+
+def residency_table(kept: Mapping[str, Any]) -> str:
+    """Return the residency table: where each column lives, in megabytes of rank 0, and a 7B model's plan beside it."""
+    summaries = [kept["runs"][f"stage-{stage}"] for stage in STAGES]
     first = summaries[0]
     lines = [
-        f"CPU, gloo, 2 cores. {first['model']}; fp32, AdamW, {first['world_size']} ranks.",
-        "MB (1e6 bytes) of each rank.",
+        f"{kept['machine']}: {first['model']}; fp32, AdamW, {first['world_size']} ranks.",
+        f"MB (1e6 bytes) of each rank, measured ([readme.json](benchmarks/results/readme.json), {origin(kept)}). "
+        "Last column: Llama 2 7B, planned.",
         "",
-        "| | optimizer states | gradients | parameters | kept in all | transient, at most | sent a step |",
-        "|---|---|---|---|---|---|---|",
+        "| | optimizer states | gradients | parameters | kept in all | transient, at most | sent a step | 7B, GB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for one in summaries:
+    for stage, one in zip(STAGES, summaries, strict=True):
         rank = one["ranks"][0]
         if rank["predicted_bytes"] != rank["peak_bytes"]:
             raise SystemExit(f"{one['name']}: predicted {rank['predicted_bytes']}, measured {rank['peak_bytes']}")
         held, sent = rank["resident_bytes"], sum(rank["sent_bytes"][kind] for kind in ("gather", "reduce"))
         cells = [f"{kept} {_mb(held[column])}" for kept, column in zip(KEPT[one["row"]], COLUMNS[:3], strict=True)]
         cells += [_mb(sum(held[column] for column in COLUMNS[:3])), _mb(rank["peak_bytes"]["transient"])]
-        lines.append(f"| {one['row']} | {' | '.join(cells)} | {_mb(sent / one['steps'])} |")
-    lines += ["", "Predicted before the run, and measured in it: equal to the byte, in every cell."]
+        cells += [_mb(sent / one["steps"]), f"{plan_of_7b(stage).total_bytes / 1e9:.1f}"]
+        lines.append(f"| {one['row']} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Predicted before the run, and measured in it: equal to the byte, in every cell. 7B: all that a rank takes at",
+        "most, on 8 GPUs: `zeroshard plan llama-2-7b --ranks 8 --batch 2 --activations recompute --stage N`.",
+    ]
     return "\n".join(lines)
 
 
-def run_table(one: dict[str, Any]) -> str:
+def plan_of_7b(stage: int) -> zs.Plan:
+    """Return the plan of the table's last column."""
+    return zs.plan("llama-2-7b", world_size=8, device="h100-80", batch=2, activations="recompute", stage=stage)
+
+
+def speed_table() -> str:
+    """Return step times beside peers; of peers that were also measured with other settings, the range."""
+    heats = {name: json.loads((RESULTS / f"step-{case}-2x1.json").read_text()) for name, case in SPEED_CASES.items()}
+    where = "; ".join(sorted({origin(one) for one in heats.values()}))
+    lines = [
+        f"CPU, gloo, 2 cores: time of a step ({where}), 2 ranks on one host,",
+        "micro-batch 1, interleaved rounds, as a multiple of DDP with a static graph. No GPU was measured yet.",
+        "",
+        f"| | {' | '.join(CONTESTANTS)} |",
+        f"|---|{'---|' * len(CONTESTANTS)}",
+    ]
+    for name, one in heats.items():
+        ratios = {key: ratio for key, (ratio, _, _) in ratios_of(one["time"]).items()}
+        cells = [_range(ratios, key) for key in CONTESTANTS.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _range(ratios: Mapping[str, float], name: str) -> str:
+    """Return the ratio of a contestant; with that of its best settings where they are faster."""
+    if name not in ratios:
+        return ""
+    own = f"{ratios[name]:.2f}"
+    if name.startswith("zs"):
+        return own
+    best = f"{min(ratio for key, ratio in ratios.items() if key.startswith(name)):.2f}"
+    return own if own == best else f"{best} to {own}"
+
+
+def run_table(kept: Mapping[str, Any]) -> str:
     """Return what the default run came to."""
-    data = one["data"]
+    one = kept["runs"]["default"]
     return "\n".join(
         [
-            f"CPU, gloo, 2 cores: `make train`, {one['model'].split(':')[1].strip()} on {data['train_bytes']:,} bytes "
-            f"of Python's documentation, {one['row']}, {one['world_size']} ranks.",
-            "",
-            "| bits per byte, held out | steps | tokens/s | seconds |",
-            "|---|---|---|---|",
-            f"| {one['bits_per_byte']:.3f} | {one['steps']:,} | {one['tokens_per_s']:,.0f} | {one['wall_s']:.0f} |",
+            f"`make train` on a {kept['machine']}: {one['wall_s']:.0f} seconds (load average {kept['load']:.0f}, its "
+            f"own ranks included), {one['steps']:,} steps of {one['model'].split(':')[1].strip()},",
+            f"{one['tokens_per_s']:,.0f} tokens/s, {one['bits_per_byte']:.3f} bits per byte on held-out text of "
+            f"Python's documentation ({origin(kept)}).",
         ]
     )
+
+
+def figure(kept: Mapping[str, Any]) -> str:
+    """Return the figure, as SVG: what a rank holds at each stage, by column, as in the residency table."""
+    left, bar, top, wide = 80, 34, 46, 560
+    ranks = [kept["runs"][f"stage-{stage}"]["ranks"][0] for stage in STAGES]
+    held = [one["resident_bytes"] | {"transient": one["peak_bytes"]["transient"]} for one in ranks]
+    most = max(sum(one[column] for column in COLUMNS) for one in held)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{top + 4 * (bar + 10)}" font-family="sans-serif" '
+        'font-size="13">',
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+    ]
+    x = left
+    for column in COLUMNS:
+        label = LABELS.get(column, column)
+        parts.append(f'<rect x="{x}" y="12" width="12" height="12" fill="{COLOURS[column]}"/>')
+        parts.append(f'<text x="{x + 17}" y="23">{label}</text>')
+        x += 45 + 7 * len(label)
+    for stage, one in zip(STAGES, held, strict=True):
+        y, x = top + stage * (bar + 10), float(left)
+        parts.append(f'<text x="{left - 8}" y="{y + 22}" text-anchor="end">stage {stage}</text>')
+        for column in COLUMNS:
+            width = wide * one[column] / most
+            parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{bar}" fill="{COLOURS[column]}"/>')
+            x += width
+        parts.append(f'<text x="{x + 6:.1f}" y="{y + 22}">{_mb(sum(one[column] for column in COLUMNS))} MB</text>')
+    return "\n".join([*parts, "</svg>", ""])
 
 
 def _mb(nbytes: float) -> str:
@@ -71,12 +187,20 @@ def fill(text: str, name: str, table: str) -> str:
     return place.sub(lambda match: f"{match[1]}{table}\n{match[2]}", text)
 
 
-def main(runs: Path, page: Path) -> None:
-    """Fill both tables."""
-    stages = [json.loads((runs / f"stage-{stage}" / "summary.json").read_text()) for stage in range(4)]
-    text = fill(page.read_text(), "residency", residency_table(stages))
-    page.write_text(fill(text, "run", run_table(json.loads((runs / "default" / "summary.json").read_text()))))
+def filled(text: str, kept: Mapping[str, Any]) -> str:
+    """Return the README with its tables."""
+    text = fill(text, "residency", residency_table(kept))
+    return fill(fill(text, "speed", speed_table()), "run", run_table(kept))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Keep summaries where a folder of runs is given; write the tables and the figure."""
+    if arguments:
+        keep(Path(arguments[0]))
+    kept = json.loads(KEPT_RUNS.read_text())
+    README.write_text(filled(README.read_text(), kept))
+    FIGURE.write_text(figure(kept))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs"), Path(__file__).parent.parent / "README.md")
+    main(sys.argv[1:])

@@ -22,14 +22,26 @@ DISPATCH = frozenset(["__call__", "_call_impl", "_wrapped_call_impl"])
 """What torch runs between a module's call and its method."""
 AVERAGE = re.compile("Averaged|MovingAverage|EMA|Ema(?![a-z])")
 """In names of classes: torch's, timm's, diffusers' and torch_ema's."""
+COPIES = frozenset(["__deepcopy__", "deepcopy", "lerp", "lerp_"])
+"""What averages that are kept by hand begin with."""
 SAVES = frozenset(["save", "save_file", "save_model", "save_pretrained", "save_state_dict"])
 
 
-def remedy_for(parameter: torch.Tensor, name: str) -> str:
+COMPUTES = frozenset(
+    """
+    __matmul__ __rmatmul__ addmm baddbmm batch_norm bilinear bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d
+    conv_transpose3d cross_entropy einsum embedding embedding_bag group_norm layer_norm linear matmul mm mv rms_norm t T
+    """.split()
+)
+"""What layers compute with parameters."""
+
+
+def remedy_for(parameter: torch.Tensor, name: str, what: str = "") -> str:
     """Return what to write instead of the code that reads a parameter now.
 
     Args:
         name: of the parameter in the sharded model.
+        what: the function that reads it.
     """
     method = ""
     for frame in _frames():
@@ -54,6 +66,15 @@ def remedy_for(parameter: torch.Tensor, name: str) -> str:
         "Use `with zero.gathered():` around the code that reads parameters (`writeback=True` to change them); every "
         "rank must enter it. Move, convert, resize or initialize the model before zs.shard()."
     )
+    if what in COPIES:
+        return f"For an average of parameters, zero.ema(decay) keeps a sharded one. {plain}"
+    module = name.rpartition(".")[0]
+    if what in COMPUTES and module and not method:
+        return (
+            f"To compute with it after the forward, call the module that holds it (`model.{module}(...)`), name a "
+            f"method of it in zs.shard(settings=zs.Settings(forward_methods=('{module}.forward',))), or keep its unit "
+            f"whole: zs.shard(parameters={{'{module}': 'replicated'}}), or stage=2. {plain}"
+        )
     if method:
         return (
             f"It was read in '{method}', called outside a forward of the model: name that in "

@@ -57,6 +57,7 @@ def main() -> None:
         pretty_exceptions_enable=False,
         help="Train PyTorch models that do not fit.",
     )
+    app.callback(invoke_without_command=True)(_options)
     app.command()(train)
     app.command()(tokenizer)
     app.command()(version)
@@ -73,30 +74,43 @@ def main() -> None:
 
 
 def train(
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Any setting.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with settings; --dry-run prints one.")] = None,
-    model: Annotated[str | None, typer.Option(help="gpt, or hf:DIR: transformers, from a local folder.")] = None,
-    depth: Annotated[int | None, typer.Option(help="Blocks of gpt; width, batch, learning rate follow.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Processes to start; torchrun's own number wins.")] = None,
-    stage: Annotated[str | None, typer.Option(help="Row of the residency table, 0 to 3, or auto.")] = None,
-    residency: Annotated[str | None, typer.Option(help="C1 to C5: a row of the ZeRO paper.")] = None,
-    activations: Annotated[str | None, typer.Option(help="recompute, compress, ..., joined by +.")] = None,
-    offload: Annotated[str | None, typer.Option(help="host, /folder, or states=0.6,to=/folder.")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="adamw, muon, adafactor, adamw8bit, sgd or lion; the learning rate follows.")
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Any setting, such as lr=0.001; --dry-run prints all."),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Text, .jsonl, .parquet, or a folder of them.")] = None,
-    name: Annotated[str | None, typer.Option(help="Files go to runs/NAME/; a run there goes on.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Updates of the parameters.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of parameters, data order and sample.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings; --dry-run prints one.")] = None,
+    model: Annotated[str | None, _setting("model.source", "gpt, or hf:DIR: transformers, a local folder.")] = None,
+    depth: Annotated[int | None, _setting("model.depth", "Blocks of gpt; width, batch, learning rate follow.")] = None,
+    ranks: Annotated[
+        int | None, _setting("run.ranks", "Processes; 0: one a GPU, or 2 on a CPU. torchrun's own number wins.")
+    ] = None,
+    stage: Annotated[
+        str | None, typer.Option(help="Row of the residency table. Default: 3.", metavar="0|1|2|3|auto")
+    ] = None,
+    residency: Annotated[str | None, _setting("zero.residency", "A row of the ZeRO paper, instead.")] = None,
+    activations: Annotated[
+        str | None,
+        _setting("zero.activations", "keep, recompute (activation checkpointing), compress, ..., joined by +."),
+    ] = None,
+    offload: Annotated[
+        str | None, _setting("zero.offload", "host, /folder, states=0.6,parameters=1,to=/folder, auto.")
+    ] = None,
+    precision: Annotated[str | None, _setting("train.precision", "The model computes in it.")] = None,
+    optimizer: Annotated[str | None, _setting("train.optimizer", "The learning rate follows.")] = None,
+    data: Annotated[
+        str | None, _setting("data.path", "Text, .jsonl, .parquet, or a folder of them; none: Python's documentation.")
+    ] = None,
+    name: Annotated[str | None, _setting("run.name", "Files go to runs/NAME/; a run that is there resumes.")] = None,
+    steps: Annotated[int | None, _setting("train.steps", "Updates of the parameters.")] = None,
+    seed: Annotated[int | None, _setting("run.seed", "Of parameters, data order and sample.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile each block with torch.compile.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Show where the time of some steps goes.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run; refuse where there is one.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved settings and the plan, and stop.")
     ] = False,
 ) -> None:
-    """Train a language model on text, its states sharded over ranks. The same command again goes on with the run."""
+    """Train a language model on text, its states sharded over ranks. The same command again resumes the run."""
     from zeroshard.train.config import AUTO, load_config, to_toml
     from zeroshard.train.resume import is_complete
 
@@ -115,6 +129,7 @@ def train(
         "train.steps": steps,
         "run.seed": seed,
         "run.profile_steps": _PROFILED_STEPS if profile else None,
+        "train.compile_blocks": "true" if compiled else None,
     }
     settings = [f"{key}={value}" for key, value in options.items() if value is not None] + (overrides or [])
     joined = joined_world_size()
@@ -123,17 +138,21 @@ def train(
         settings.append(f"run.ranks={joined}")
     try:
         resolved = load_config(config, settings)
-        if resolved.zero.stage == AUTO:
-            from zeroshard.train.planned import choose_stage  # torch takes its time to import
+        if is_first_rank():
+            from zeroshard.train.run import check_paths  # torch takes its time to import
 
-            resolved = choose_stage(resolved)
+            check_paths(resolved)
+        if AUTO in (resolved.zero.stage, resolved.zero.offload):
+            from zeroshard.train.planned import choose_offload, choose_stage
+
+            resolved = choose_offload(choose_stage(resolved))
     except ValueError as error:
         _fail(str(error))
     if dry_run:
-        from zeroshard.train.planned import describe_plan
+        from zeroshard.train.planned import describe_plan, describe_text
 
         print(to_toml(resolved), end="")
-        print("".join(f"\n# {printable(line)}" for line in describe_plan(resolved)))
+        print("".join(f"\n# {printable(line)}" for line in (describe_text(resolved), *describe_plan(resolved))))
         return
     if is_first_rank():
         _prepare(resolved, is_fresh=fresh)
@@ -250,6 +269,24 @@ def scorecard(
 def version() -> None:
     """Print the version."""
     print(f"zeroshard {zeroshard.__version__}")
+
+
+def _options(
+    is_version: Annotated[bool, typer.Option("--version", help="Print the version, and stop.")] = False,
+) -> None:
+    """Handle the options before a command."""
+    if is_version:
+        version()
+        raise typer.Exit
+
+
+def _setting(name: str, about: str) -> Any:
+    """Return the option of one setting; its help has the choices and the default of `zeroshard.train.config`."""
+    from zeroshard.train.config import choices_of, default_of
+
+    default, choices = default_of(name), choices_of(name)
+    shown = "none" if default == "" else str(default)
+    return typer.Option(help=f"{about} Default: {shown}.", metavar="|".join(filter(None, choices)) or None)
 
 
 def _checkpoint_commands() -> typer.Typer:

@@ -6,6 +6,7 @@ answer in the place of a GPU by replacing functions of this module. It must not 
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, final
 
 import torch
@@ -15,10 +16,12 @@ from zeroshard.torch_private import raw_stream
 __all__ = [
     "Lane",
     "Mark",
+    "ahead",
     "alone",
     "choose",
     "count",
     "current",
+    "free_bytes",
     "identity",
     "is_capturing",
     "mark",
@@ -53,6 +56,12 @@ def use(device: torch.device) -> None:
 def identity(device: torch.device) -> str:
     """Return what no other device has, on any host; "" where the driver does not tell."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return what a CUDA device has left, with what torch keeps there without use."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def stream_of(device: torch.device) -> int:
@@ -107,6 +116,25 @@ def mark(device: torch.device) -> Mark:
     event = torch.Event(device)
     event.record()
     return event
+
+
+def ahead(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which copies are begun ahead of their use.
+
+    They follow what the current stream of a CUDA device was told until now, and run beside what it is told next. On a
+    CPU they are made at once.
+    """
+    if device.type == "cpu":
+        return nullcontext()
+    beside = _beside(device)
+    beside.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(beside)
+
+
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a device for copies ahead of use."""
+    return torch.cuda.Stream(device)
 
 
 def pinned(values: torch.Tensor) -> torch.Tensor:

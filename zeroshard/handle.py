@@ -8,6 +8,7 @@ the layers between add: whole state, accounts of bytes. Read `docs/design.md` fo
 
 import dataclasses
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,7 +24,7 @@ from zeroshard.activations import recompute_units, treatment_of
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
 from zeroshard.core.engine import Engine
-from zeroshard.core.gradient import norms_of
+from zeroshard.core.norms import norms_of
 from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.parameter import PlainForm
 from zeroshard.core.slot import Form
@@ -31,16 +32,18 @@ from zeroshard.core.states import Scope, Sum
 from zeroshard.core.unit import Unit
 from zeroshard.core.version import VERSION
 from zeroshard.describe.offload import OffloadLike
-from zeroshard.describe.precision import Precision
+from zeroshard.describe.parameters import ParametersLike
+from zeroshard.describe.precision import PrecisionLike
 from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.optim.whole import whole_of
 from zeroshard.report.profile import Profile
 from zeroshard.state import accounting
 from zeroshard.state.access import open_states
 from zeroshard.state.admission import state_cost, whole_costs
+from zeroshard.state.automatic import free_bytes
 from zeroshard.state.average import Average, count_averages
 from zeroshard.state.copies import check_copies
-from zeroshard.state.elsewhere import check_streamed, make_apart, reserve, source_of
+from zeroshard.state.elsewhere import check_streamed, home_of, make_apart, reserve, source_of
 from zeroshard.state.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
 from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
@@ -53,12 +56,12 @@ from zeroshard.state.summary import summarize, warn_if_whole
 from zeroshard.state.sums import give_sums
 from zeroshard.state.takeover import build, move_states
 from zeroshard.state.wiring import wire
+from zeroshard.store.apart import Apart
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
 from zeroshard.table.stages import name_of_row
 from zeroshard.table.trace import Ledger, Memory, Trace, Traffic
 from zeroshard.torch_private import check_torch
-from zeroshard.wire.apart import Apart
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh, current_mesh
 from zeroshard.wire.transports import make_comm
@@ -106,7 +109,9 @@ def shard(
     residency: Residency | str | None = None,
     activations: ActivationsLike = None,
     offload: OffloadLike = None,
-    precision: str | Precision = "fp32",
+    parameters: ParametersLike = None,
+    ignored: Sequence[object] = (),
+    precision: PrecisionLike = "fp32",
     units: Sequence[object] | None = None,
     mesh: DeviceMesh | int | None = None,
     reduction: Literal["mean", "sum"] | float = "mean",
@@ -132,7 +137,17 @@ def shard(
             activations are kept.
         offload: what lies in memory of the host, or in files, instead of on the device: "host" or a folder for the
             optimizer's states, master weights and gradients, or a `zs.Offload` for a part of them (docs/offload.md).
-        precision: "fp32" (all as it is), "bf16", "fp16" (with a dynamic loss scale), or a `Precision`.
+            "auto" moves to the host only what does not fit half of the device's free memory: the least part of the
+            states, and at stage 3, where all of them are not enough, of the parameters.
+        parameters: how units keep their parameters, where that differs from `stage`: "sharded", "until-backward" (what
+            a forward has gathered stays whole until the backward has used it), "replicated" (never sharded), a cell, or
+            a mapping from patterns of unit names to these, such as {"head": "replicated"}.
+        ignored: parameters, modules or patterns of parameter names that are left to the caller: each rank keeps its
+            own values and gradients of them, and updates them with an optimizer that is not handed over. Checkpoints
+            and norms leave them out.
+        precision: "fp32" (all as it is), "bf16", "fp16" (with a dynamic loss scale), or a `Precision`. Or a mapping
+            from module classes and patterns of module names to these, with the model's own under "", such as
+            {"": "bf16", "blocks.*.router": "fp32"}.
         units: what is gathered and reduced together: modules, classes or class names; by default blocks are found in
             lists, sequences and dictionaries of modules, also nested, and small ones joined.
         mesh: a number of copies of the sharded state, each over world_size / mesh neighbouring ranks: less memory is
@@ -175,7 +190,20 @@ def shard(
     ```
     """
     asked = Request(
-        model, optimizer, stage, residency, activations, offload, precision, units, mesh, reduction, weights, settings
+        model,
+        optimizer,
+        stage,
+        residency,
+        activations,
+        offload,
+        parameters,
+        ignored,
+        precision,
+        units,
+        mesh,
+        reduction,
+        weights,
+        settings,
     )
     return shard_over(asked, current_mesh(place_of(model)), make_comm)
 
@@ -187,26 +215,34 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     """
     settings, ledger = asked.settings if isinstance(asked.settings, Settings) else Settings(), Ledger()
     with everybody_at("zs.shard()", joined, settings.watchdog_s, settings.heartbeat_s):
+        # Every rank asks for this, whatever it was given.
+        room_bytes = free_bytes(joined, settings, asked.model)
         with accepted_by_all(joined, "zs.shard()"):
-            described = describe(asked, joined, _forms_of)
+            described = describe(dataclasses.replace(asked, room_bytes=room_bytes), joined, _forms_of)
         comm = make_comm(described.mesh, settings, ledger)
     check_equal(described.mesh, comm, facts_of(described, VERSION))
     check_torch()
     with accepted_by_all(described.mesh, "zs.shard()"):
         apart = make_apart(described)
     cell, plans = described.row.activations, described.plans
-    engine = build(described, comm, ledger, treatment_of(cell, plans, comm, ledger), apart)
+    treatment = treatment_of(cell, plans, comm, ledger)
+    engine = build(described, comm, ledger, treatment, apart, home_of(described, apart))
     zero = Zero(engine, described, apart)
-    hooks = wire(engine, described.model, plans, settings.forward_methods, described.precision)
+    hooks = wire(engine, described.model, plans, settings.forward_methods, described.precision, described.own_precision)
     recompute_units(cell, plans, hooks, engine.saved, ledger)
     warn_if_whole(described.mesh, engine.units, described.plans)
     return zero
 
 
-def _forms_of(model: nn.Module, mesh: Mesh) -> Mapping[int, Form]:
-    """Return what kind of tensor each parameter is, by identity."""
+def _forms_of(model: nn.Module, mesh: Mesh, has_ignored: bool) -> Mapping[int, Form]:
+    """Return what kind of tensor each parameter is, by identity.
+
+    Args:
+        has_ignored: whether ranks have gradients of their own beside these, so that these are logical at each stage.
+    """
     if len(mesh.tensor_ranks) == 1:
-        return dict.fromkeys(map(id, model.parameters()), PlainForm())
+        plain = PlainForm(has_axis=has_ignored and mesh.world_size > 1)
+        return dict.fromkeys(map(id, model.parameters()), plain)
     # torch's DTensor takes half a second to import.
     from zeroshard.parallel.tensor import forms_of
 
@@ -231,8 +267,10 @@ class Zero:
     def __init__(self, engine: Engine, described: Described, apart: Apart | None = None) -> None:
         self._apart, self._specs = apart, described.units
         self._engine, self._model, self._elementwise = engine, described.model, described.settings.elementwise
-        self._sharded: list[ShardedOptimizer] = []
-        self._chosen: list[str] = []
+        self._ignored, self._sharded = described.ignored, list[ShardedOptimizer]()
+        self._chosen = [described.chosen] if described.chosen else []
+        if described.chosen and engine.mesh.rank == 0:
+            logging.getLogger(__name__).info(described.chosen)
         self._saver = Saver(engine, described.model, self._sharded)
         self._averages: weakref.WeakSet[Average] = weakref.WeakSet()
         self.residency = described.row
@@ -252,7 +290,10 @@ class Zero:
 
     def __getattr__(self, name: str) -> Any:
         is_of_model = not name.startswith("__") and hasattr(nn.Module, name)
-        raise AttributeError(f"'Zero' object has no attribute '{name}'." + f" {_HABIT}" * is_of_model)
+        # Without an object Python suggests no similar name of this class, which would mislead here.
+        raise AttributeError(
+            f"'Zero' object has no attribute '{name}'." + f" {_HABIT}" * is_of_model, name=name, obj=None
+        )
 
     def __repr__(self) -> str:
         numel = sum(unit.numel for unit in self.units)
@@ -288,7 +329,7 @@ class Zero:
     @property
     def trace(self) -> Trace:
         """What the engine issued in the last steps, and what it will issue in the next."""
-        return self._engine.order.trace
+        return self._engine.order.history.trace
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over an optimizer that was built from the sharded model's parameters; it stays the same object.
@@ -314,7 +355,8 @@ class Zero:
         engine.leave_passes("attach()")
         engine.order.barrier(f"attach() of optimizer {number}")
         try:
-            check_optimizers(self._model, [optimizer], self.residency, self._elementwise, is_final=False)
+            row, is_known = self.residency, self._elementwise
+            check_optimizers(self._model, [optimizer], row, is_known, is_final=False, ignored=self._ignored)
             check_streamed(self.residency, self._specs, [optimizer])
             reserve(self._apart, self._specs, [optimizer], has_masters=False)
         except (TypeError, ValueError) as error:
@@ -355,6 +397,38 @@ class Zero:
         """
         return gathered(self._engine, self._model, self._sharded, writeback=writeback, states=states)
 
+    def on_first_rank(self, when: bool = True, *, states: bool = False) -> Iterator[None]:
+        """Run the body of a `for` once, on rank 0 alone and with whole parameters: evaluation or saving by one rank.
+
+        The other ranks wait behind the loop until rank 0 is through. What only one rank has to do is written as it is
+        with DistributedDataParallel, `for _ in zero.on_first_rank():` in the place of `if rank == 0:`. Where the model
+        and its states do not fit a rank together, `zero.save(path)` writes them in parts.
+
+        Args:
+            when: False leaves the body out on all ranks, and communicates nothing; the same on every rank.
+            states: as in `gathered()`: optimizers hold whole states, for `state_dict`.
+
+        Raises:
+            RuntimeError: inside `gathered()` or a pass; the body changed a parameter.
+
+        Collective: as `gathered()`; every rank must call.
+
+        ```python
+        import torch, zeroshard as zs
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        zero = zs.shard(model, optimizer)
+        for _ in zero.on_first_rank(states=True):
+            checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        ```
+        """
+        if not when:
+            return
+        with self.gathered(states=states):
+            if self.mesh.rank == 0:
+                yield
+
     @contextmanager
     def no_sync(self, axis: Literal["all", "replicate"] = "all") -> Iterator[None]:
         """Accumulate gradients without reducing them over all ranks; the next backward outside does so for the sum.
@@ -374,9 +448,8 @@ class Zero:
         is_apart = axis == "replicate" and self.mesh.replicas > 1
         held = [(slot.bucket.grads, slot.index) for slot in engine.slots.values() if is_apart]
         sums = [grads.own_part(i) for grads, i in held if grads.scope is Scope.ALL and grads.sums[i] is Sum.USED]
-        if any(
-            bool(one.any()) for one in sums
-        ):  # zeros, as zero_grad(set_to_none=False) leaves, are sums over any ranks
+        # Zeros, as zero_grad(set_to_none=False) leaves them, are sums over any ranks.
+        if any(bool(one.any()) for one in sums):
             raise RuntimeError(
                 f"{self.mesh} no_sync('replicate') after a backward that summed over all copies. Enter it for all "
                 "micro-batches of a step but the last, or clear the gradients first."
@@ -657,7 +730,7 @@ class Zero:
         """Return the bytes that this rank has sent, and what a step with one micro-batch sends."""
         order = self._engine.order
         per_step = accounting.predict_step_bytes(self._engine.units, self._sharded)
-        return Traffic(dict(self._engine.comm.sent_bytes), per_step, order.steps + order.has_stepped)
+        return Traffic(dict(self._engine.comm.sent_bytes), per_step, order.history.made)
 
 
 def _describe(handle: "weakref.ref[Zero]", error: BaseException) -> str:

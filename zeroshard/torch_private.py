@@ -13,12 +13,13 @@ Note: what a change would do
 """
 
 import functools
+import inspect
 import math
 import operator
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CellType, FrameType
 from typing import Any, Final, final
 
@@ -66,8 +67,10 @@ __all__ = [
     "is_called_by_checkpoint",
     "is_called_by_cuda_graphs",
     "is_dense",
+    "is_inside_functional_call",
     "is_inside_reentrant_checkpoint",
     "is_inside_transform",
+    "is_profiling",
     "keep_first",
     "keep_last",
     "keeps_graph",
@@ -78,6 +81,7 @@ __all__ = [
     "note_visit",
     "own_client_of",
     "premultiplied_sum",
+    "profiled",
     "raw_data",
     "raw_local",
     "raw_stream",
@@ -123,6 +127,9 @@ keeps_graph: Final = torch._C._autograd._get_current_graph_task_keep_graph
 """Tells whether the backward pass that this thread is in leaves the graph for another; it does outside one."""
 will_run: Final = torch._C._will_engine_execute_node
 """Tells whether the backward pass that this thread is in will run a node."""
+_FUNCTIONAL_CALL: Final = inspect.unwrap(torch.nn.utils.stateless._functional_call).__code__
+is_profiling: Final = torch.autograd._profiler_enabled
+"""Tells whether torch's profiler runs."""
 foreach_norm: Final = torch._foreach_norm
 """Returns the norm of each tensor of a list."""
 foreach_copy_: Final = torch._foreach_copy_
@@ -422,6 +429,16 @@ def _foreach_types() -> Iterator[list[type]]:
             yield module._foreach_supported_types
 
 
+def is_inside_functional_call() -> bool:
+    """Tell whether torch.func.functional_call has put other tensors in the place of a module's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _FUNCTIONAL_CALL:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def is_called_by_checkpoint() -> bool:
     """Tell whether activation checkpointing has a tensor packed or unpacked; asked in a saved-tensor hook itself.
 
@@ -602,6 +619,27 @@ def _changed(name: str) -> RuntimeError:
         f"torch {torch.__version__} has changed what is private to it: {name} is missing, or does something else. "
         "Install a release of zeroshard that knows this torch, or an earlier torch."
     )
+
+
+_NOTHING: Final = nullcontext()
+
+
+def profiled(kind: str, unit: str) -> AbstractContextManager[Any]:
+    """Return a range of torch's profiler: "zeroshard::" with what is done, and the unit; nothing where none runs."""
+    return torch.profiler.record_function(f"zeroshard::{kind} {unit or '(root)'}") if is_profiling() else _NOTHING
+
+
+def _tests_functional_call() -> bool:
+    """A module can tell that it is called with other tensors than its own."""
+    module, seen = torch.nn.Identity(), [is_inside_functional_call()]
+    module.register_forward_pre_hook(lambda *_: seen.append(is_inside_functional_call()))
+    torch.func.functional_call(module, {}, (torch.ones(1),))
+    return seen == [False, True]
+
+
+def _tests_profiler() -> bool:
+    """It tells whether a profiler runs."""
+    return isinstance(is_profiling(), bool)
 
 
 def _tests_autograd() -> bool:
@@ -860,6 +898,8 @@ def _tests_pool() -> bool:
 
 _TESTS: Final = (
     ("the number, the nodes or the callbacks of a backward pass", _tests_autograd),
+    ("what tells whether the profiler runs", _tests_profiler),
+    ("the place of functional_call on the stack", _tests_functional_call),
     ("torch.utils.checkpoint with use_reentrant=True", _tests_reentrant_checkpoint),
     ("how torch.utils.checkpoint saves inputs", _tests_inputs_of_checkpoint),
     ("the stack of transforms of torch.func", _tests_transforms),

@@ -10,7 +10,7 @@ from zeroshard.checkpoint import strict, values
 from .fuzz import Fuzzer, fitted, packed, seeds, unpacked
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
-SECONDS = 10.0
+SECONDS = 6.0
 
 
 @pytest.mark.timeout(300)

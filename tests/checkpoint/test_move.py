@@ -187,7 +187,7 @@ def test_a_run_moves_along_the_curve_of_plain_torch(tmp_path: Path) -> None:
 
 # -- at random --------------------------------------------------------------------------------------------------------
 
-MOVES = 120
+MOVES = 60
 PRECISIONS = ["fp32", "bf16", "fp16"]
 REPLICAS = {1: [1], 2: [1], 3: [1], 4: [1, 2]}
 
@@ -220,7 +220,7 @@ def move(pairs: list[tuple[str, dict[str, Any], str]]) -> None:
 
 @pytest.mark.timeout(400)
 def test_random_moves_lose_no_bit(tmp_path: Path) -> None:
-    """120 different moves between jobs of all kinds, drawn once and for all."""
+    """60 different moves between jobs of all kinds, drawn once and for all."""
     draw = random.Random(2026)
     sources = []
     for world in WORLDS:

@@ -233,11 +233,17 @@ def test_progress_counts_all_bytes(tmp_path: Path) -> None:
 
 
 def test_commands(tmp_path: Path) -> None:
+    tmp_path = tmp_path / "all" / "runs"
+    tmp_path.mkdir(parents=True)
     one, other = small.write(tmp_path, 1), small.write(tmp_path, 2)
     code, lines, _ = run("ls", tmp_path)
     assert code == 0
     assert [line.split()[0] for line in lines] == ["step-1", "step-2"]
     assert "step        2" in lines[1]
+    assert run("ls", tmp_path.parent)[1] == [f"{tmp_path.name}/{line}" for line in lines]
+    assert run("ls", one)[1] == lines[:1]
+    (tmp_path / "empty" / "below").mkdir(parents=True)
+    assert run("ls", tmp_path / "empty")[1] == [f"{tmp_path}/empty: no checkpoints, neither here nor in folders below"]
     code, lines, _ = run("verify", one, other)
     assert (code, [line.partition(": ")[2][:5] for line in lines]) == (0, ["whole", "whole"])
     assert run("diff", one, one)[:2] == (0, [])

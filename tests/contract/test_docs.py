@@ -1,9 +1,15 @@
 """What the pages say can be followed: their programs run, their links lead somewhere, cited sections exist."""
 
+import contextlib
+import io
+import json
+import os
 import re
 from pathlib import Path
 
 import pytest
+
+from zeroshard.testing import run_ranks
 
 from .source import REPOSITORY, package_modules
 from .test_all import examples, run_block
@@ -40,11 +46,53 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/coming-from.md", "docs/optimizers.md"])
-def test_the_programs_of_a_page_run(page: str) -> None:
+def test_the_programs_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     programs = examples((REPOSITORY / page).read_text())
     assert programs
     for program in programs:
         run_block(program, page)
+
+
+def run_quick_start(program: str, folder: str) -> str:
+    """Run the README's program in a folder; return what it prints. Runs on a rank."""
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run_block(program, "README.md")
+    return printed.getvalue()
+
+
+def test_the_quick_start_trains_and_resumes_on_two_ranks(tmp_path: Path) -> None:
+    (program,) = examples((REPOSITORY / "README.md").read_text())
+    losses = []
+    for first in (0, 3):
+        told, untold = run_ranks(run_quick_start, 2, program, str(tmp_path), process_group=False)
+        assert untold == ""
+        epochs = re.findall(r"epoch (\d+): held-out loss ([\d.]+)\n", told)
+        assert [int(epoch) for epoch, _ in epochs] == [first, first + 1, first + 2]
+        losses += [float(loss) for _, loss in epochs]
+    assert losses == sorted(losses, reverse=True)
+    assert [path.name for path in sorted((tmp_path / "runs" / "quick").glob("step-*"))] == ["step-4", "step-5"]
+
+
+def test_the_tables_and_the_figure_are_those_of_committed_results() -> None:
+    tool = load_tool("tables")
+    kept = json.loads(tool.KEPT_RUNS.read_text())
+    text = (REPOSITORY / "README.md").read_text()
+    assert tool.filled(text, kept) == text
+    assert tool.figure(kept) == tool.FIGURE.read_text()
+
+
+def test_the_faults_are_those_that_were_measured() -> None:
+    measured = (REPOSITORY / "benchmarks/results/silence.md").read_text()
+    table = (REPOSITORY / "README.md").read_text().partition("| FSDP2 + DCP |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()]
+    assert len(rows) == 4
+    for fault, ours, peers in rows:
+        (row,) = [line for line in measured.splitlines() if line.startswith(f"| {fault} |")]
+        assert row.endswith(f"| {peers} |")
+        assert ours.split()[0].rstrip(":") in row
+        assert {*re.findall(r"\d+", ours)} <= {*re.findall(r"\d+", row)}
 
 
 def test_cited_sections_exist() -> None:

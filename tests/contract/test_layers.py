@@ -17,6 +17,7 @@ LAYERS = (
     "callers",
     "torch_private",
     "devices",
+    "watch",
     "store",
     "describe",
     "optim",
@@ -34,6 +35,7 @@ LAYERS = (
     "integrations",
     "train",
     "cli",
+    "__main__",
 )
 # The planner runs without an engine: it reads the table that the engine runs on and the description of a model that the
 # engine is built from, and traces with torch's fake tensors.
@@ -195,6 +197,7 @@ CORE = (
     "parameter",
     "saved",
     "unit",
+    "history",
     "order",
     "engine",
     "exchange",

@@ -56,7 +56,7 @@ IMMUTABLE_CALLS = frozenset(
     """
     frozenset tuple int float str bytes types.MappingProxyType typing.TypeVar typing.ParamSpec typing.NewType
     typing.TypeVarTuple re.compile struct.Struct logging.getLogger pathlib.Path torch.Size torch.device
-    importlib.metadata.version object operator.attrgetter
+    importlib.metadata.version object operator.attrgetter contextlib.nullcontext
     """.split()
 )
 MUTABLE_LITERALS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)

@@ -8,7 +8,9 @@ import torch
 
 import zeroshard as zs
 
-ARGUMENTS = "stage residency activations offload precision units mesh reduction weights settings".split()
+ARGUMENTS = (
+    "stage residency activations offload parameters ignored precision units mesh reduction weights settings".split()
+)
 """After model and optimizer."""
 
 NEW = {

@@ -185,7 +185,7 @@ def values(devices: Devices) -> dict[str, bool]:
 
 
 def offloaded(devices: Devices) -> dict[str, Any]:
-    """Train with states on the device, on the host and in a file, accumulating and clipping; all start alike."""
+    """Train with states and parameters on the device, on the host and in a file; all start alike."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         places: dict[str, zs.Offload | None] = {
@@ -194,6 +194,9 @@ def offloaded(devices: Devices) -> dict[str, Any]:
             "a part": zs.Offload(states=0.4),
             "gradients stay": zs.Offload(gradients=0.0),
             "file": zs.Offload(to=folder, staging_bytes=1 << 16),
+            "parameters": zs.Offload(parameters=1.0, staging_bytes=1 << 16),
+            "parameters beside a file": zs.Offload(parameters=0.7, to=folder, staging_bytes=1 << 16),
+            "parameters alone": zs.Offload(states=0.0, parameters=0.5, staging_bytes=1 << 16),
         }
         for precision in ("fp32", "bf16", "fp16"):
             expected: list[Tensor] = []
@@ -203,6 +206,7 @@ def offloaded(devices: Devices) -> dict[str, Any]:
                 model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
                 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
                 zero = zs.shard(model, optimizer, stage=3, offload=offload, precision=precision)
+                devices.waits = []
                 for step in range(4):
                     for micro in range(2):
                         x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2 * step + micro))
@@ -212,13 +216,17 @@ def offloaded(devices: Devices) -> dict[str, Any]:
                     where = sorted({str(m.grad.device) for m in optimizer.param_groups[0]["params"]})
                     optimizer.step()
                     optimizer.zero_grad()
-                values = [p.detach().float().cpu() for p in model.parameters()] + [norm.cpu()]
+                waits = list(devices.waits)
+                with zero.gathered():
+                    values = [p.detach().float().cpu() for p in model.parameters()] + [norm.cpu()]
                 expected = expected or values
                 found[f"{place}, {precision}"] = {
                     "error": max(float((a - b).abs().max()) for a, b in zip(values, expected, strict=True)),
                     "gradients": where,
                     "states": sorted({str(s["exp_avg"].device) for s in optimizer.state.values()}),
                     "bytes": zero.memory().resident_bytes,
+                    "predicted": zero.memory().predicted_bytes,
+                    "waits": waits,
                     "text": zero.summary(),
                 }
     return found

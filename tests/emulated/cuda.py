@@ -17,6 +17,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +30,8 @@ COMPILER: Final = "g++"
 BUILD_S: Final = 600.0
 """Half a minute of a core that is not busy otherwise."""
 RUN_S: Final = 120.0
+AHEAD: Final = 1234
+"""The stream for copies ahead of use."""
 
 
 def _torch() -> Path:
@@ -80,6 +84,12 @@ def run(case: str, **variables: str) -> Any:
 class Event:
     """A mark in a stream whose kernels have run when they are launched."""
 
+    def __init__(self, devices: "Devices") -> None:
+        self._devices, self._stream = devices, devices.stream()
+
+    def wait(self) -> None:
+        self._devices.waits.append((self._stream, self._devices.stream()))
+
     def query(self) -> bool:
         return True
 
@@ -115,11 +125,24 @@ class Devices:
         devices.current = lambda: int(library.emulated_device())
         devices.use = lambda device: library.emulated_use_device(device.index)
         devices.identity = lambda device: f"GPU-{device.index}"
+        devices.free_bytes = lambda device: 1 << 40
         devices.stream_of = lambda device: self.stream(device.index or 0)
         devices.is_capturing = lambda: self.is_capturing_now
-        devices.mark = lambda device: Event()
+        devices.mark = lambda device: Event(self)
+        devices.ahead = self._ahead
         devices.pinned = lambda values: torch.empty(values.shape, dtype=values.dtype, device="cpu")
         devices.order_after = lambda device, stream: self.waits.append((stream, self.stream(device.index or 0)))
+
+    @contextmanager
+    def _ahead(self, device: Any) -> Iterator[None]:
+        """Let what is launched inside go to a stream for copies ahead of use, after what was launched before."""
+        before = self.stream()
+        self.waits.append((before, AHEAD))
+        self.use_stream(AHEAD)
+        try:
+            yield
+        finally:
+            self.use_stream(before)
 
     def stream(self, device: int = 0) -> int:
         """Return this thread's current stream."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import zeroshard as zs
 from tests import models
-from tests.oracle import STAGES, TIMEOUT_S, WORLDS, Run, Sharded, assert_matches, at_worlds
+from tests.oracle import STAGES, TIMEOUT_S, Run, Sharded, assert_matches, at_worlds
 from zeroshard.testing import run_ranks
 
 
@@ -328,7 +328,7 @@ def grads_tell_the_truth(run: Run) -> None:
         run.record(after_zero=[p.grad is None for p in model.parameters()])
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3])
 def test_grad_has_the_global_shape_and_is_none_when_torchs_is(world: int) -> None:
     assert_matches(grads_tell_the_truth, world)
 
@@ -340,7 +340,7 @@ def norms_of_single_grads(run: Run) -> None:
     run.record(infinity=[p.grad.norm(float("inf")) for p in model.parameters()])
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3])
 def test_the_norm_of_one_grad_is_that_of_the_whole(world: int) -> None:
     assert_matches(norms_of_single_grads, world)
 

@@ -147,7 +147,7 @@ def not_finite(run: Run) -> None:
         run.record(error=str(error)[:40], is_finite=torch.isfinite(run.grad_norm()))
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [2, 3])
 def test_every_rank_learns_of_a_norm_that_is_not_finite(world: int) -> None:
     for stages in assert_matches(not_finite_records, world):
         for result in stages:

@@ -237,9 +237,10 @@ def everything(part: int) -> tuple[list[str], dict[str, int], list[str]]:
     found = attack.found
     asked = interface.other_calls() if part == PARTS - 1 else ()
     others = [(label, call) for label, call in asked if not BY_DESIGN & set(re.split(r"\W+", label))]
-    for stage, shared_memory in ROWS:
+    for row, (stage, shared_memory) in enumerate(ROWS):
         attack = Attack(stage, shared_memory=shared_memory)
-        for parameter in USED:
+        # Each parameter on two of the rows: which one is asked does not depend on where its elements are.
+        for parameter in (p for place, p in enumerate(USED) if (place + row + part) % 2 == 0 or p == "matrix"):
             for name, ways in answered.items():
                 for shape, call in ways:
                     attack.ask(parameter, f"{name}({shape})", call)

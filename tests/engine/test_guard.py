@@ -194,8 +194,15 @@ def test_a_step_that_is_not_finite_changes_no_bit(kind: str, world_size: int) ->
 
 
 def test_a_momentum_that_is_not_restored_is_found() -> None:
-    original = torch.full_like
-    with mock.patch.object(guards.torch, "full_like", lambda master, value: original(master, 7.0)):
+    original = guards.make_buffers
+
+    def make(optimizer: torch.optim.Optimizer) -> None:
+        is_first = not any("momentum_buffer" in state for state in optimizer.state.values())
+        original(optimizer)
+        for state in optimizer.state.values() if is_first else ():
+            state["momentum_buffer"].fill_(7.0)
+
+    with mock.patch.object(guards, "make_buffers", make):
         # Both runs begin with another momentum then, and the bits of torch's own first step are not theirs.
         assert first_steps("device", 0.0) != first_steps("plain", 0.0)
 

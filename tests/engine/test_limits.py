@@ -145,7 +145,7 @@ def test_a_rank_may_have_a_great_step_count() -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zero = zs.shard(model, optimizer)
-    zero._sharded[0].steps = zero._engine.order.steps = 2**63
+    zero._sharded[0].steps = zero._engine.order.history.steps = 2**63
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert zero.traffic().steps == 2**63 + 1

@@ -104,8 +104,14 @@ def both(name: str, stage: int, fraction: float, precision: str) -> tuple[Any, A
         return found[0], found[1], pieces
 
 
-@pytest.mark.parametrize(("world", "stage", "fraction"), [(1, 3, 1.0), (2, 1, 1.0), (3, 3, 0.4), (2, 2, 0.7)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+LAYOUTS = ((1, 3, 1.0), (2, 1, 1.0), (3, 3, 0.4), (2, 2, 0.7))
+
+
+# Each optimizer on two of the layouts, in turn.
+@pytest.mark.parametrize(
+    ("name", "world", "stage", "fraction"),
+    [(name, *LAYOUTS[(place + shift) % 4]) for place, name in enumerate(OPTIMIZERS) for shift in (0, 2)],
+)
 def test_pieces_cut_parameters_and_change_no_bit(name: str, world: int, stage: int, fraction: float) -> None:
     precision = "bf16" if world == 2 else "fp32"
     for resident, filed, pieces in run_ranks(both, world, name, stage, fraction, precision, process_group=world > 1):
@@ -227,7 +233,8 @@ def test_a_folder_in_memory_is_warned_of() -> None:
         ({"states": 1.5}, "from 0 to 1"),
         ({"states": True}, "from 0 to 1"),
         ({"gradients": 0.5}, "gradients lie where their states do"),
-        ({"parameters": 0.5}, "parameters stay on the device"),
+        ({"parameters": -0.5}, "from 0 to 1"),
+        ({"update": "in-backward"}, "updates during backward are not there yet"),
         ({"to": "scratch"}, "an absolute path"),
         ({"staging_bytes": 10}, "65,536"),
     ],

@@ -17,7 +17,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests import models
-from tests.oracle import STAGES_AT, TIMEOUT_S, WATCHDOG_S, WORLDS, assert_same
+from tests.oracle import STAGES_AT, TIMEOUT_S, WATCHDOG_S, assert_same
 from tools.settled import settled
 from zeroshard.core.slot import slot_of
 from zeroshard.table.cells import Elsewhere, Sharded
@@ -142,9 +142,16 @@ fused = functools.partial(models.adamw, fused=True)
 looped = functools.partial(models.sgd, foreach=False, fused=False)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", [*STEPS][:4])
+# Each on two ranks, and each place on 1, 3 and 4 in turn.
+@pytest.mark.parametrize(
+    ("name", "world", "place"),
+    [
+        (name, world, kind)
+        for number, name in enumerate([*STEPS][:4])
+        for shift, kind in enumerate(PLACES)
+        for world in (2, (1, 3, 4)[(number + shift) % 3])
+    ],
+)
 def test_offloaded_runs_equal_resident_ones(name: str, world: int, place: str) -> None:
     stages = STAGES_AT[world]
     for found in run_ranks(train, world, name, fused, place, stages, timeout_s=2 * TIMEOUT_S, process_group=world > 1):
@@ -307,7 +314,7 @@ def test_what_a_text_asks_for() -> None:
     assert zs.offload_of("staging_bytes=1000000") == zs.Offload(staging_bytes=1000000)
     with pytest.raises(ValueError, match="'disk=/x' is none of"):
         zs.offload_of("disk=/x")
-    with pytest.raises(ValueError, match="not there yet"):
+    with pytest.raises(ValueError, match="stands for what"):
         zs.offload_of("auto")
 
 

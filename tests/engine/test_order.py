@@ -21,13 +21,13 @@ from tools.explore.work import crew, exhaust, randomly, shrink
 from zeroshard.core import passes
 from zeroshard.table.schedule import ROOT, Schedule
 
-PARTS, PROGRAMS = 4, 1250
+PARTS, PROGRAMS = 4, 750
 """Random programs in each part: what ten seconds of a processor allow."""
 
 
 def events(outcome: Outcome, rank: int, step: int, phase: str) -> list[str]:
     """Return what a rank issued in one pass, as "gather 1"; the root is 0."""
-    found = outcome.ranks[rank].order.trace.step_events(step)
+    found = outcome.ranks[rank].order.history.trace.step_events(step)
     return [f"{one.kind} {one.unit.removeprefix('unit') or 0}" for one in found if one.phase == phase]
 
 
@@ -188,7 +188,7 @@ def test_gradients_that_another_rank_promised_and_never_had_are_summed() -> None
     steps = (Op("forward", (flat([1]), ())), Op("backward", lost=((0,), ())), Op("step"))
     outcome = run(Program(2, 2, steps), crew())
     assert (outcome.verdict, outcome.faults) == ("right", [])
-    assert "postpone" in [event.kind for event in outcome.ranks[1].order.trace.events]
+    assert "postpone" in [event.kind for event in outcome.ranks[1].order.history.trace.events]
 
 
 def test_gradients_are_summed_though_a_rank_raised_before_it_had_its_own() -> None:
@@ -228,12 +228,12 @@ def test_all_programs_of_two_ranks_and_two_units(transport: Any) -> None:
 def test_what_a_rank_does_depends_on_no_order_of_completions() -> None:
     program = train(3, 3, [(1, 2), (2, 1), (2,)], [(1,), (2, 1, 2), ()])
     first = run(program, crew())
-    told = [(rank.comm.sequence, rank.order.trace.events) for rank in first.ranks]
+    told = [(rank.comm.sequence, rank.order.history.trace.events) for rank in first.ranks]
     for choices in itertools.product(range(2), repeat=8):
         left = list(choices)
         other = run(program, crew(), lambda count, left=left: left.pop() if left else count - 1)  # type: ignore[misc]
         assert other.verdict == "right"
-        assert [(rank.comm.sequence, rank.order.trace.events) for rank in other.ranks] == told
+        assert [(rank.comm.sequence, rank.order.history.trace.events) for rank in other.ranks] == told
 
 
 def test_first_steps_that_leave_one_state_have_the_same_second_steps() -> None:
@@ -254,7 +254,7 @@ def test_first_steps_that_leave_one_state_have_the_same_second_steps() -> None:
 
 def second_events(outcome: Outcome) -> list[list[Any]]:
     """Return what each rank did in the second step."""
-    return [[replace(event, step=0) for event in rank.order.trace.step_events(1)] for rank in outcome.ranks]
+    return [[replace(event, step=0) for event in rank.order.history.trace.step_events(1)] for rank in outcome.ranks]
 
 
 # -- planted faults ---------------------------------------------------------------------------------------------------

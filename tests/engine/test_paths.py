@@ -96,13 +96,13 @@ def runs(folder: str, seeds: list[int], replicas: int = 1) -> list[str]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_neither_stage_nor_transport_nor_record_changes_bits(world: int, tmp_path: Path) -> None:
-    seeds = list(range(PROGRAMS))
+    seeds = list(range(PROGRAMS if world == 2 else PROGRAMS // 2))
     for found in run_ranks(runs, world, str(tmp_path), seeds, timeout_s=3 * TIMEOUT_S):
         assert found == []
 
 
 def test_neither_do_copies_of_the_state(tmp_path: Path) -> None:
-    for found in run_ranks(runs, 4, str(tmp_path), [1, 2], 2, timeout_s=3 * TIMEOUT_S):
+    for found in run_ranks(runs, 4, str(tmp_path), [1], 2, timeout_s=3 * TIMEOUT_S):
         assert found == []
 
 

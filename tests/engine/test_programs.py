@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tools.programs.draw import draw, draw_pair, with_faults
+from tools.programs.draw import draw, draw_pair, with_faults, with_offload
 from tools.programs.job import run_oracle, run_plain
 from tools.programs.ranks import BAD, Task, examine, judge, work
 from tools.programs.write import script_of
@@ -17,7 +17,7 @@ from zeroshard.core.grads import FlatGradients, Local
 from zeroshard.core.states import Sum
 from zeroshard.core.unit import Unit
 
-PROGRAMS, PAIRS, FAULTY, WHOLE_PROGRAMS = 80, 20, 20, 40
+PROGRAMS, PAIRS, FAULTY, WHOLE_PROGRAMS, OFFLOADED = 45, 12, 12, 20, 8
 REFUSED = 0.05
 
 
@@ -31,6 +31,12 @@ def test_random_programs_equal_the_oracle_and_one_another() -> None:
     bad = [(seed, one) for seed, one in zip(seeds, verdicts, strict=True) if one.kind in BAD]
     assert not bad, f"python -m tools.programs --replay {bad[0][0]}: {bad[0][1].kind} {bad[0][1].text}"
     assert sum(one.kind == "refused" for one in verdicts) <= REFUSED * len(verdicts)
+
+
+def test_programs_with_states_and_parameters_elsewhere_equal_the_oracle() -> None:
+    verdicts = examine([(with_offload(draw(seed, 2)),) for seed in range(OFFLOADED)], 2)
+    wrong = [(seed, one.kind, one.text) for seed, one in enumerate(verdicts) if one.kind not in ("right", "diverging")]
+    assert not wrong, f"python -m tools.programs --offload --replay {wrong[0][0]}"
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4])

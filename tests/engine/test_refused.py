@@ -672,3 +672,53 @@ def collective_of_one_process() -> list[str]:
 def test_one_process_needs_no_process_group() -> None:
     (keys,) = run_ranks(collective_of_one_process, 1, timeout_s=TIMEOUT_S, process_group=False)
     assert keys == list(models.Stack().state_dict())
+
+
+def added_later(stage: int) -> list[str]:
+    """Add modules and parameters after shard() and take them away again; return what forwards with them say."""
+    model, optimizer, _ = sharded(stage)
+    block, said = model.blocks[0], []
+
+    def ask() -> None:
+        try:
+            step_once(model, optimizer, 1)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    block.note = nn.Identity()
+    ask()
+    block.extra = nn.Linear(2, 2)
+    ask()
+    del block.extra
+    block.scale = nn.Parameter(torch.ones(2))
+    ask()
+    del block.scale
+    model.blocks.append(nn.Linear(2, 2))
+    ask()
+    del model.blocks[-1]
+    block.note = nn.Linear(2, 2)
+    ask()
+    block.note = nn.Identity()
+    step_once(model, optimizer, 2)
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_added_after_shard_is_named(stage: int) -> None:
+    for said in run_ranks(added_later, 2, stage, timeout_s=TIMEOUT_S):
+        names = [text.split("'")[1] for text in said]
+        assert names == ["blocks.0.extra.weight", "blocks.0.scale", "blocks.3.weight", "blocks.0.note.weight"]
+        assert all("Add modules and parameters before zs.shard()" in text for text in said)
+
+
+def left_to_the_caller() -> None:
+    """Replace what shard() was told to ignore, which is the caller's."""
+    model = models.build(models.Stack)
+    optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if not name.startswith("head")], lr=0.1)
+    shard(model, optimizer, stage=3, ignored=[model.head])
+    model.head.weight = nn.Parameter(torch.ones_like(model.head.weight))
+    step_once(model, optimizer, 0)
+
+
+def test_what_is_ignored_may_be_replaced() -> None:
+    run_ranks(left_to_the_caller, 2, timeout_s=TIMEOUT_S)

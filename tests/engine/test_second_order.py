@@ -282,7 +282,7 @@ class Recomputed(models.Block):
 REFUSED: dict[str, tuple[Callable[..., None], tuple[int, ...], str]] = {
     "torch.func.grad": (transform, (3,), "torch.func.grad"),
     "torch.func.hessian": (hessian, (3,), "torch.func.grad"),
-    "functional_call": (functional_call, (0, 1, 2, 3), "'stem.weight' was replaced"),
+    "functional_call": (functional_call, (3,), "functional_call() with another tensor for 'stem.weight'"),
     "create_graph": (create_graph, (0, 1, 2, 3), "create_graph=True"),
     "backward inside forward": (backward_inside_forward, (3,), "inside the forward"),
     "a graph kept over a step": (graph_over_a_step, (0, 1, 2, 3), "step|modified by an inplace"),

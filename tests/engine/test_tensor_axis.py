@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zeroshard as zs
 from tests import oracle
-from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Casts, assert_same, randn, single_run
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Casts, assert_same, randn, run_cases, single_run
 from zeroshard.testing import RankFailure, run_ranks
 
 WORLD = 4
@@ -252,14 +252,14 @@ def pending_sums(stage: int) -> dict[str, Tensor]:
     return {name: grad.full_tensor() for name, grad in grads.items()}
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_gradients_with_a_pending_sum_are_summed_along_the_axis(stage: int) -> None:
+def test_gradients_with_a_pending_sum_are_summed_along_the_axis() -> None:
     model = build_sequenced()
     for place in range(2):
         (model(randn(2, 6, WIDTH, key=(place,))).square().mean() / 2).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
-    for actual in run_ranks(pending_sums, WORLD, stage, timeout_s=TIMEOUT_S):
-        assert_same(expected, actual, f"stage {stage}", relative=1e-6)
+    for (stage,), by_rank in run_cases(pending_sums, WORLD, [(0,), (3,)], timeout_s=3 * TIMEOUT_S).items():
+        for actual in by_rank:
+            assert_same(expected, actual, f"stage {stage}", relative=1e-6)
 
 
 ORDERS = (1.0, 2.0, float("inf"))
@@ -342,10 +342,9 @@ def overflow(stage: int) -> list[tuple[bool, bool, float]]:
     return seen
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_an_overflow_on_any_rank_skips_the_step_on_all(stage: int) -> None:
-    for seen in run_ranks(overflow, WORLD, stage, timeout_s=TIMEOUT_S):
-        assert seen == [(True, True, 0.5)] * len(SPOILED_ON)
+def test_an_overflow_on_any_rank_skips_the_step_on_all() -> None:
+    for stage, by_rank in run_cases(overflow, WORLD, [(0,), (3,)], timeout_s=3 * TIMEOUT_S).items():
+        assert by_rank == [[(True, True, 0.5)] * len(SPOILED_ON)] * WORLD, stage
 
 
 def with_grad_scaler() -> list[list[tuple[float, bool]]]:
@@ -394,10 +393,10 @@ def not_a_number(stage: int, bad_rank: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("stage", "bad_rank"), [(0, 1), (1, 2), (3, 3)])
-def test_a_gradient_that_is_no_number_on_one_rank_raises_on_all(stage: int, bad_rank: int) -> None:
-    for text in run_ranks(not_a_number, WORLD, stage, bad_rank, timeout_s=TIMEOUT_S):
-        assert "'blocks.1.up.weight'" in text
+def test_a_gradient_that_is_no_number_on_one_rank_raises_on_all() -> None:
+    cases = [(0, 1), (1, 2), (3, 3)]
+    for case, by_rank in run_cases(not_a_number, WORLD, cases, timeout_s=3 * TIMEOUT_S).items():
+        assert all("'blocks.1.up.weight'" in text for text in by_rank), case
 
 
 def apart(fault: str) -> None:
@@ -534,9 +533,8 @@ def convert(stage: int) -> None:
     loss_of(model, 0, 0).backward()  # nothing was changed
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_conversions_are_refused(stage: int) -> None:
-    run_ranks(convert, WORLD, stage, timeout_s=TIMEOUT_S)
+def test_conversions_are_refused() -> None:
+    run_cases(convert, WORLD, [(2,), (3,)], timeout_s=3 * TIMEOUT_S)
 
 
 def compiled(when: str) -> None:
@@ -556,9 +554,8 @@ def compiled(when: str) -> None:
         loss_of(model, 0, 0)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_compiling_split_parameters_is_refused(when: str) -> None:
-    run_ranks(compiled, WORLD, when, timeout_s=TIMEOUT_S)
+def test_compiling_split_parameters_is_refused() -> None:
+    run_cases(compiled, WORLD, [("before",), ("after",)], timeout_s=3 * TIMEOUT_S)
 
 
 def state_round(stage: int) -> None:
@@ -617,9 +614,8 @@ def is_split(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and parameter.placements != (Replicate(),)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_whole_parameters_and_states_are_those_of_the_whole_model(stage: int) -> None:
-    run_ranks(state_round, WORLD, stage, timeout_s=TIMEOUT_S)
+def test_whole_parameters_and_states_are_those_of_the_whole_model() -> None:
+    run_cases(state_round, WORLD, [(1,), (3,)], timeout_s=3 * TIMEOUT_S)
 
 
 def start_apart(stage: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -635,13 +631,13 @@ def start_apart(stage: int) -> tuple[dict[str, Tensor], Tensor]:
         return {name: whole(p) for name, p in model.named_parameters()}, model.shift.clone()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_all_ranks_start_with_the_values_of_rank_0(stage: int) -> None:
+def test_all_ranks_start_with_the_values_of_rank_0() -> None:
     torch.manual_seed(0)
     model = Net()
     expected = {name: p.detach() for name, p in model.named_parameters()}, torch.randn(3)
-    for actual in run_ranks(start_apart, WORLD, stage, timeout_s=TIMEOUT_S):
-        assert_same(expected, actual)
+    for by_rank in run_cases(start_apart, WORLD, [(0,), (3,)], timeout_s=3 * TIMEOUT_S).values():
+        for actual in by_rank:
+            assert_same(expected, actual)
 
 
 def plain_values(stage: int) -> None:

@@ -270,7 +270,7 @@ def test_unused_and_frozen(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
 
 
-@pytest.mark.parametrize(("script", "world"), at_worlds(BY_RANK, (2,)))
+@pytest.mark.parametrize(("script", "world"), at_worlds(BY_RANK))
 def test_ranks_that_use_different_units(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
 

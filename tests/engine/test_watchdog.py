@@ -14,7 +14,7 @@ import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Sharded
 from zeroshard.testing import RankFailure, run_ranks
-from zeroshard.wire.watchdog import PATIENCE_S
+from zeroshard.watch.watchdog import PATIENCE_S
 
 LIMIT_S = WATCHDOG_S + 2.0  # the wait itself, and what it takes to notice and to say so on two busy cores
 

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from zeroshard.testing import run_ranks
-from zeroshard.wire import watchdog
+from zeroshard.watch import watchdog
 
 from .job import loss_of, make
 

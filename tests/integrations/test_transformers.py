@@ -53,7 +53,7 @@ def train(run: Run, name: str, folder: str) -> None:
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_training_saving_and_reloading(name: str, tmp_path: Path) -> None:
     # assert_matches requires the losses, logits and parameters of the oracle.
-    by_rank = assert_matches(functools.partial(train, name=name, folder=str(tmp_path)), 2)
+    by_rank = assert_matches(functools.partial(train, name=name, folder=str(tmp_path)), 2, STAGES)
     kind = tiny.kinds()[name]
     for stage, result in zip(STAGES, by_rank[0], strict=True):
         said = result["records"][-1]["logits"]

@@ -355,7 +355,7 @@ def test_what_any_optimizer_stands(name: str) -> None:
     twins = [parameter for group in twin.param_groups for parameter in group["params"]]
     take_steps([made[0], late], first, 1, 7)
     take_steps(twins, twin, 1, 7)
-    assert_same([made[0], late], twins, "a copy goes on as the original does")
+    assert_same([made[0], late], twins, "a copy trains on as the original does")
 
 
 def test_sparse_gradients_are_refused(name: str) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import zeroshard as zs
+from zeroshard.plan import traced
 from zeroshard.plan.commands import add_commands
 from zeroshard.plan.hardware import DEVICES
 from zeroshard.plan.job import Options, row_of
@@ -200,9 +202,14 @@ def test_nothing_is_reduced_of_a_unit_that_is_not_used() -> None:
     assert {"blocks.0", "blocks.2"} <= {tick.unit for tick in plan.film.ticks if tick.kind == "reduce"}
 
 
-def test_recurrent_layers_are_noted() -> None:
-    (note,) = zs.plan(nn.LSTM(64, 64), world_size=1, inputs=[torch.ones(2, 3, 64)]).notes
-    assert "operations are not counted" in note
+def test_fused_recurrent_layers_are_noted() -> None:
+    # By the processor, torch runs a recurrent layer as one of these, or as products, which are counted.
+    layers = ("aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default", "aten._cudnn_rnn_backward.default")
+    trace = SimpleNamespace(events=[SimpleNamespace(operation=name) for name in ("aten.mm.default", *layers)])
+    notes = traced._not_counted(trace)  # type: ignore[arg-type]
+    assert [note.partition(":")[0] for note in notes] == ["aten._cudnn_rnn.default", "aten.mkldnn_rnn_layer.default"]
+    assert all("operations are not counted" in note for note in notes)
+    assert len(zs.plan(nn.LSTM(64, 64), world_size=1, inputs=[torch.ones(2, 3, 64)]).notes) <= 1
 
 
 # -- devices, shapes, files -------------------------------------------------------------------------------------------

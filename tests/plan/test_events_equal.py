@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, TIMEOUT_S, Sharded
+from zeroshard.describe.parameters import row_with_parameters
 from zeroshard.describe.precision import Precision, precision_of
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.treatments import activations_of
@@ -245,7 +246,8 @@ def follow(build: Callable[[], nn.Module], stage: int, options: dict[str, Any]) 
     run = Sharded(stage, {"shared_memory": options.get("shared_memory", True)})
     model = models.build(build)
     optimizer = models.adamw(model)
-    run.shard(model, optimizer, units=options.get("units"), activations=options.get("activations"))
+    passed = {name: options.get(name) for name in ("units", "activations", "parameters")}
+    run.shard(model, optimizer, **passed)
     for step in range(STEPS):
         options.get("loss", models.stack_loss)(model, step, run.rank).backward()
         optimizer.step()
@@ -257,6 +259,7 @@ def planned(build: Callable[[], nn.Module], stage: int, options: dict[str, Any],
     model, cell = models.build(build), activations_of(options.get("activations"))
     plans = plan_units(model, options.get("units"))
     row = Residency(*(getattr(ROWS[stage], column) for column in ("states", "gradients", "parameters")), cell)
+    row = row_with_parameters(row, options.get("parameters"))
     units = describe_units(plans, row, Precision(), shard_size=world, shard_rank=rank)
     loss = functools.partial(options.get("loss", models.stack_loss), step=0, rank=0)
     return step_events(units, trace_uses(loss, model, [], plans, activations=cell), step=STEPS - 1)
@@ -275,3 +278,19 @@ def test_the_plan_is_the_trace_where_ranks_send_messages(stage: int) -> None:
     options = {"shared_memory": False}
     for rank, traced in enumerate(run_ranks(follow, 3, models.Stack, stage, options, timeout_s=TIMEOUT_S)):
         compare(planned(models.Stack, stage, options, rank, 3), traced, f"stage {stage}, [rank {rank}/3]")
+
+
+@pytest.mark.parametrize(
+    ("case", "parameters"),
+    [
+        ("a tied head", {"blocks.0": "replicated", "*": "until-backward"}),
+        ("a tied head", {"embedding": "until-backward"}),
+        ("a block that is skipped", "until-backward"),
+        ("units inside units", {"blocks.0": "replicated", "blocks.2": "until-backward"}),
+    ],
+)
+def test_the_plan_is_the_trace_of_units_that_stay_whole(case: str, parameters: Any) -> None:
+    build, options = CASES[case]
+    options = options | {"parameters": parameters}
+    for rank, traced in enumerate(run_ranks(follow, 2, build, 3, options, timeout_s=TIMEOUT_S)):
+        compare(planned(build, 3, options, rank, 2), traced, f"{case}, {parameters}, [rank {rank}/2]")

@@ -3,9 +3,11 @@
 import dataclasses
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 
+from zeroshard.describe.parameters import row_with_parameters
 from zeroshard.plan.film import Call, Job, make_film
 from zeroshard.plan.hardware import DEVICES, Cost, Device, Span
 from zeroshard.plan.job import Options, job_of_shape, row_of
@@ -62,11 +64,12 @@ def test_resident_and_transient_bytes_are_those_of_the_table(stage: int, ranks: 
     assert held["padding"] == told["padding"]
 
 
+@pytest.mark.parametrize("kept", ["sharded", "until-backward", {"u[135]": "until-backward", "u2": "replicated"}])
 @pytest.mark.parametrize("wire", [Native(), Messages()])
-def test_transient_bytes_are_those_of_the_table_for_plain_units(wire: Wire) -> None:
+def test_transient_bytes_are_those_of_the_table_for_plain_units(wire: Wire, kept: Any) -> None:
     """Each unit used once, without activations: what is whole, lands and travels is what the engine expects."""
     parameters = {"": (("a", 64),), **{f"u{n}": (("w", 1 << 16), ("b", 256)) for n in range(6)}}
-    units = specs_of(parameters, row_of_stage(3), FP32, 4)
+    units = specs_of(parameters, row_with_parameters(row_of_stage(3), kept), FP32, 4)
     tape = Tape(4, 0)
     tape.add("f", [], [4], weight_bytes=4)
     parts = instructions(tape)

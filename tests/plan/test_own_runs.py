@@ -27,6 +27,9 @@ CASES = [
     {"stage": 3, "ranks": 4, "tensor": 2},
     {"stage": 3, "ranks": 4, "tensor": 2, "activations": "recompute+partition", "shared_memory": False},
     {"stage": 0, "ranks": 4, "tensor": 2, "replicas": 2, "activations": "recompute", "shared_memory": False},
+    {"stage": 0, "ranks": 1, "offloaded": 0.3},
+    {"stage": 2, "ranks": 2, "offloaded": 1.0, "place": "file", "micro_batches": 2, "shared_memory": False},
+    {"stage": 3, "ranks": 3, "offloaded": 0.3, "precision": "bf16", "shared_memory": False},
     {"stage": 2, "ranks": 2, "tensor": 2, "is_sequence_parallel": True, "shared_memory": False},
 ]
 

@@ -39,7 +39,7 @@ def parts(zero: zs.Zero, optimizer: torch.optim.Optimizer) -> list[object]:
     """Return the objects whose methods are timed."""
     engine = zero._engine
     buckets = [bucket for unit in engine.units for bucket in unit.buckets]
-    fixed = [engine, engine.order, engine.order.trace, engine.comm, engine.saved, optimizer]
+    fixed = [engine, engine.order, engine.order.history.trace, engine.comm, engine.saved, optimizer]
     return [*fixed, *engine.units, *buckets, *(bucket.grads for bucket in buckets)]
 
 

@@ -39,7 +39,7 @@ def save_and_load(stage: int) -> tuple[Any, Any, Any]:
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     train(model, optimizer, range(2, 4))
     ends = [{name: value.clone() for name, value in model.state_dict().items()}]
-    optimizer.load_state_dict(copy.deepcopy(saved))  # torch goes on with the tensors that it is given
+    optimizer.load_state_dict(copy.deepcopy(saved))  # torch keeps and updates the given tensors themselves
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(weights[name])
@@ -61,6 +61,31 @@ def test_where_all_is_here_states_are_torchs(world: int, stages: tuple[int, ...]
             assert_same(plain()[0], saved, f"stage {stage}")
             assert_same(first, second, f"stage {stage}")
             assert_same(plain()[1], first, f"stage {stage}")
+
+
+def load_what_was_read(stage: int, precision: str) -> list[Any]:
+    """Train with and without a load of the states that were just read; return both ends. Runs on a rank."""
+    ends = []
+    for loads in (False, True):
+        model = models.build(models.Stack)
+        optimizer = models.adamw(model, fused=True)
+        zero = zs.shard(model, optimizer, stage=stage, precision=precision, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+        train(model, optimizer, range(2))
+        if loads:
+            with zero.gathered(states=True, writeback=True):
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(model, optimizer, range(2, 4))
+        with zero.gathered(states=True):
+            ends.append(copy.deepcopy([model.state_dict(), optimizer.state_dict()]))
+    return ends
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_states_that_are_loaded_keep_the_dtype_of_master_weights(world: int) -> None:
+    cases = [(stage, precision) for stage in (1, 3) for precision in ("fp32", "bf16", "fp16")]
+    for case, by_rank in run_cases(load_what_was_read, world, cases).items():
+        for without, loaded in by_rank:
+            assert_same(without, loaded, f"{case}")
 
 
 def before_and_after(stage: int) -> list[str]:

@@ -232,7 +232,7 @@ def most_alive(stage: int) -> tuple[int, int, int]:
 
     model = on_meta(Wide)
     zero = zs.shard(model, stage=stage, weights=look, settings=zs.Settings(shared_memory=False))
-    shards = sum(bucket.shard.nbytes for unit in zero.units for bucket in unit.buckets)
+    shards = sum(shard.nbytes for unit in zero.units for bucket in unit.buckets for shard in bucket.shards)
     return peak, shards, max(unit.spec.full_bytes for unit in zero.units)
 
 

@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[Callable[..., None], dict[str, Any], str]] = {
     "residency": (at_shard, {"residency": 3}, r"TypeError: residency .*got 3"),
     "cell": (a_cell_by_name, {}, r"TypeError: Residency\(states=.*got 'sharded'"),
     "precision": (at_shard, {"precision": "fp8"}, r"ValueError: precision .*got 'fp8'"),
-    "precision as a dtype": (at_shard, {"precision": torch.bfloat16}, r"ValueError: precision .*got torch.bfloat16"),
+    "precision as a dtype": (at_shard, {"precision": torch.int8}, r"ValueError: precision .*got torch.int8"),
     "precision as a list": (at_shard, {"precision": ["bf16"]}, r"ValueError: precision .*got \['bf16'\]"),
     "reduction": (at_shard, {"reduction": "max"}, r"ValueError: reduction .*got 'max'"),
     "divisor": (at_shard, {"reduction": 0}, r"ValueError: reduction .*got 0"),

@@ -67,6 +67,43 @@ def test_the_fourth_unit_waits_for_room() -> None:
     ]
 
 
+def test_a_held_unit_is_released_when_its_backward_has_used_it_and_not_gathered_there() -> None:
+    (forward, marks), (backward, back) = plain_marks(4, held=frozenset([0, 2]))
+    assert replay(forward, marks) == [
+        ("gather", 0),
+        ("gather", 1),
+        ("gather", 2),
+        ("release", 1),
+        ("gather", 3),
+        ("release", 3),
+    ]
+    assert replay(backward, back) == [
+        ("gather", 3),
+        ("gather", 1),
+        ("reduce", 3),
+        ("release", 3),
+        ("reduce", 2),
+        ("release", 2),
+        ("reduce", 1),
+        ("release", 1),
+        ("reduce", 0),
+        ("release", 0),
+    ]
+    sizes = (1, 10, 100, 1000)
+    assert peak_units(replay(forward, marks), sizes) == 1 + 100 + 1000
+    assert peak_units(replay(backward, back), sizes, backward.carried) == sum(sizes)
+
+
+def test_a_held_unit_that_a_rank_skips_stays_whole_too() -> None:
+    (forward, _), _ = plain_marks(3, held=frozenset([1]))
+    # So all ranks carry the same units into the backward.
+    schedule = Schedule(forward, lambda unit: False)
+    for unit in (0, 2):
+        schedule.need(unit)
+    assert schedule.close() == [("release", 0), ("release", 2)]
+    assert [*schedule.whole] == [1]
+
+
 def test_a_rank_that_skips_a_unit_takes_part_in_its_gather() -> None:
     (forward, _), _ = plain_marks(4)
     marks: list[Mark] = [("need", 0), ("need", 3), ("leave", 3), ("close", 0)]

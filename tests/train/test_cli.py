@@ -21,6 +21,7 @@ from zeroshard.train.launch import launch_ranks
 from zeroshard.train.metrics import EvalRecord, RankBytes, Start, StepRecord, Summary
 
 ROOT = Path(__file__).parents[2]
+TOML = "[train]\nsteps = 7\nclip = 0.5\n"
 SMALL = ["--depth", "1", "model.context=32", "train.eval_bytes=200", "run.sample_bytes=4", "run.log_every=1"]
 
 
@@ -69,20 +70,37 @@ def _wait_for_steps(folder, count):
 
 def test_dry_run_prints_the_resolved_configuration(monkeypatch, capsys, tmp_path):
     path = tmp_path / "config.toml"
-    path.write_text("[train]\nsteps = 7\nclip = 0.5\n", "utf-8")
-    options = ["--config", str(path), "--depth", "3", "--ranks", "4", "--stage", "2", "--data", "/x", "--name", "n"]
+    path.write_text(TOML, "utf-8")
+    options = [
+        "--config",
+        str(path),
+        "--depth",
+        "3",
+        "--ranks",
+        "4",
+        "--stage",
+        "2",
+        "--data",
+        str(path),
+        "--name",
+        "n",
+    ]
+    model = tmp_path / "m"
+    model.mkdir()
+    (model / "config.json").write_text("{}", "utf-8")
     status, out, _ = _main(
-        monkeypatch, capsys, "train", *options, "--steps", "9", "--seed", "5", "--model", "hf:m", "--precision", "bf16",
-        "--dry-run", "--profile", "zero.no_sync=true",
+        monkeypatch, capsys, "train", *options, "--steps", "9", "--seed", "5", "--model", f"hf:{model}",
+        "--precision", "bf16", "--dry-run", "--profile", "--compile", "zero.no_sync=true",
     )  # fmt: skip
     assert status == 0
     path.write_text(out, "utf-8")
     config = load_config(path)
-    assert (config.model.depth, config.run.ranks, config.zero.stage, config.data.path) == (3, 4, 2, "/x")
+    assert (config.model.depth, config.run.ranks, config.zero.stage, config.data.path) == (3, 4, 2, str(path))
     assert (config.run.name, config.train.steps, config.run.seed, config.zero.no_sync) == ("n", 9, 5, True)
-    assert config.run.profile_steps == 3
-    assert (config.train.clip, config.train.precision, config.model.source) == (0.5, "bf16", "hf:m")
-    assert "# plan: none, since m is no folder with a config.json." in out
+    assert (config.run.profile_steps, config.train.compile_blocks) == (3, True)
+    assert (config.train.clip, config.train.precision, config.model.source) == (0.5, "bf16", f"hf:{model}")
+    assert f"\n# data: {path}, {len(TOML)} bytes in 1 file(s)\n" in out
+    assert "# plan: none, since " in out
 
 
 def test_dry_run_prints_the_plan_as_comments(monkeypatch, capsys, tmp_path):
@@ -90,6 +108,8 @@ def test_dry_run_prints_the_plan_as_comments(monkeypatch, capsys, tmp_path):
     status, out, _ = _main(monkeypatch, capsys, "train", "--depth", "1", "--ranks", "2", "--stage", "2", "--dry-run")
     settings, _, plan = out.partition("\n# plan of a rank, MB: ")
     assert status == 0 and plan
+    settings, text, model = settings.partition("\n# data: ")
+    assert text and "model: " in model and " parameters, " in model and " bytes in fp32" in model
     assert all(line.startswith("# ") for line in plan.splitlines()[1:])
     assert "from torch's allocator (backward)" in plan and "time is not predicted" in plan
     path = tmp_path / "config.toml"
@@ -105,8 +125,10 @@ def test_dry_run_prints_the_plan_as_comments(monkeypatch, capsys, tmp_path):
         (["train.stepz=1"], "zeroshard: unknown key 'train.stepz'; did you mean 'train.steps'?\n"),
         (["--data", "/nowhere"], "zeroshard: data.path: there is no file or folder '/nowhere'"),
         (["--stage", "7"], "zeroshard: zero.stage=7: stage must be one of [0, 1, 2, 3]"),
-        (["--ranks", "3"], "zeroshard: train.batch="),
-        (["--model", "hf:/nowhere"], "zeroshard: data.tokenizer: there is no file or folder '/nowhere'"),
+        (["--data", "/nowhere", "--dry-run"], "zeroshard: data.path: there is no file or folder '/nowhere'"),
+        (["--ranks", "9"], "zeroshard: train.batch=8 windows are not one for each of run.ranks=9"),
+        (["--model", "hf:/nowhere"], "zeroshard: model.source: there is no folder '/nowhere'"),
+        (["--model", "hf:/nowhere", "--stage", "auto"], "zeroshard: model.source: there is no folder '/nowhere'"),
         (["data.tokenizer=/nowhere"], "zeroshard: data.tokenizer: there is no file or folder '/nowhere'"),
         (["--config", "/nowhere.toml"], "zeroshard: --config: cannot read '/nowhere.toml'"),
         (["--config", "/\x1b[2J.toml"], "zeroshard: --config: cannot read '/\\x1b[2J.toml'"),
@@ -194,11 +216,22 @@ def test_names_and_samples_do_not_steer_the_terminal(is_terminal):
     assert "a\u00a0b" in told
 
 
-def test_version(monkeypatch, capsys):
-    status, out, _ = _main(monkeypatch, capsys, "version")
+@pytest.mark.parametrize("argument", ["version", "--version"])
+def test_version(argument, monkeypatch, capsys):
+    status, out, _ = _main(monkeypatch, capsys, argument)
     assert status == 0
     assert out.startswith("zeroshard ")
     assert out.split()[1][0].isdigit()
+
+
+def test_help_has_choices_and_defaults_and_needs_no_torch():
+    hide = "import sys; sys.modules['torch'] = None; import runpy; runpy.run_module('zeroshard', run_name='__main__')"
+    run = _start("-c", hide, "train", "--help", cwd=ROOT)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 0, err
+    words = " ".join(out.replace("\u2502", " ").split())
+    for text in ("fp32|bf16|fp16", "0|1|2|3|auto", "Default: 1500.", "Default: gpt.", "Default: adamw."):
+        assert text in words, out
 
 
 @pytest.mark.parametrize("name", ["typer", "pydantic"])

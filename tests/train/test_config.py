@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.train.config import Config, load_config, to_toml
+from zeroshard.train.config import ALIASES, Config, load_config, to_toml
 
 
 def test_defaults_are_valid_and_resolved():
@@ -16,7 +16,7 @@ def test_defaults_are_valid_and_resolved():
 
 def test_transformers_models_have_values_of_their_own():
     config = load_config(overrides=["model.source=hf:/models/a"])
-    assert (config.hf_folder, config.tokenizer) == ("/models/a", "/models/a")
+    assert (config.hf_folder, config.tokenizer) == ("/models/a", "")  # bytes, where the folder holds no tokenizer
     assert (config.train.batch, config.train.learning_rate) == (8, 3e-4)
     assert load_config(overrides=["model.source=hf:a", "data.tokenizer=b"]).tokenizer == "b"
     assert (load_config().hf_folder, load_config().tokenizer) == ("", "")
@@ -46,6 +46,37 @@ def test_file_overrides_defaults_and_overrides_file(tmp_path):
 def test_what_follows_from_the_depth_can_be_set():
     config = load_config(overrides=["model.depth=2", "train.batch=6", "train.learning_rate=0.25"])
     assert (config.train.batch, config.train.learning_rate) == (6, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("steps=3", "train", "steps", 3),
+        ("max_steps=3", "train", "steps", 3),
+        ("lr=0.25", "train", "learning_rate", 0.25),
+        ("train.lr=0.25", "train", "learning_rate", 0.25),
+        ("batch_size=6", "train", "batch", 6),
+        ("seq_len=16", "model", "context", 16),
+        ("stage=1", "zero", "stage", 1),
+    ],
+)
+def test_names_without_a_section_and_of_other_programs(override, section, key, value, tmp_path):
+    assert getattr(getattr(load_config(overrides=[override]), section), key) == value
+    path = tmp_path / "config.toml"
+    path.write_text("[train]\nlr = 0.5\n", "utf-8")
+    assert load_config(path).train.learning_rate == 0.5
+
+
+def test_no_two_settings_share_a_key():
+    keys = [key for section in Config().model_dump().values() for key in section]
+    assert len(keys) == len({*keys}) and not {*keys} & ALIASES.keys()
+
+
+def test_ranks_are_as_many_as_devices(monkeypatch):
+    assert load_config().run.ranks == 2
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    assert load_config().run.ranks == 3
+    assert load_config(overrides=["ranks=2"]).run.ranks == 2
 
 
 def test_a_file_of_an_earlier_run_is_read(tmp_path):
@@ -116,12 +147,14 @@ def test_overrides_are_typed(override, section, key, value):
         ("zero.stage=4", r"^zero\.stage=4: stage must be one of"),
         ("run.name=a/b", r"^run\.name='a/b': must be one plain folder name"),
         ("run.name=..", r"^run\.name='\.\.': must be one plain folder name"),
-        ("train.batch=3", r"^train\.batch=3 windows cannot be shared out evenly over run\.ranks=2 .* multiple of 2"),
+        ("train.batch=1", r"^train\.batch=1 windows are not one for each of run\.ranks=2 .* set train\.batch to 2 or"),
         ("model.source=gpt3", r"^model\.source='gpt3': must be 'gpt', or hf:DIR"),
         ("model.source=hf:", r"^model\.source='hf:': must be 'gpt', or hf:DIR"),
         ("train.precision=fp8", r"^train\.precision='fp8': .*'fp32', 'bf16' or 'fp16'"),
-        ("train.steps", r"an override reads section\.key=value"),
-        ("steps=3", r"an override reads section\.key=value"),
+        ("train.steps", r"an override reads key=value"),
+        ("=3", r"an override reads key=value"),
+        ("stepz=3", r"unknown setting 'stepz'; did you mean 'steps'\?"),
+        ("zero.lr=3", r"unknown key 'zero\.lr'"),
     ],
 )
 def test_wrong_values_are_named(override, message):

@@ -11,12 +11,14 @@ def _batch(**place):
     return training_batch(text, **{"seed": 3, "step": 5, "batch": 12, "context": 16} | place)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 7])
 def test_global_batch_does_not_depend_on_the_rank_count(world_size):
     inputs, targets = _batch()
     parts = [_batch(rank=rank, world_size=world_size) for rank in range(world_size)]
     assert torch.equal(torch.cat([part[0] for part in parts]), inputs)
     assert torch.equal(torch.cat([part[1] for part in parts]), targets)
+    sizes = {len(part[0]) for part in parts}
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_batch_is_a_function_of_seed_and_step():

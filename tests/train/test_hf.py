@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+import zeroshard as zs
 from zeroshard.testing import run_ranks
 from zeroshard.train.config import load_config
 from zeroshard.train.loop import train
@@ -59,6 +60,13 @@ def _save(folder, kind="llama", *, has_weights=False, **changes):
     return str(folder)
 
 
+def _load(folder):
+    """Load a model as a run does, and give it its values."""
+    language = load_hf(folder, context=16, vocabulary=VOCABULARY)
+    zs.shard(language.module, stage=0, weights=language.weights)
+    return language
+
+
 def _train(folder, overrides):
     """Train without a terminal. Runs on a rank."""
     settings = [*SMALL, f"run.folder={folder}/runs", f"model.source=hf:{folder}", *overrides]
@@ -77,7 +85,7 @@ class _Nobody:
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral"])
 def test_loss_is_the_models_own(kind, tmp_path):
     torch.manual_seed(0)
-    language = load_hf(_save(tmp_path, kind), context=16, vocabulary=VOCABULARY)
+    language = _load(_save(tmp_path, kind))
     language.module.eval()
     window = torch.randint(0, VOCABULARY, (2, 17))
     targets = window[:, 1:].clone()
@@ -87,9 +95,14 @@ def test_loss_is_the_models_own(kind, tmp_path):
     assert language.compute_logits(window).shape == (2, 17, VOCABULARY)
 
 
-def test_weights_are_loaded_in_fp32(tmp_path):
-    language = load_hf(_save(tmp_path, has_weights=True), context=16, vocabulary=VOCABULARY)
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+@pytest.mark.parametrize(("kind", "is_by_unit"), [("gpt2", True), ("llama", True), ("mixtral", False)])
+def test_weights_are_loaded_in_fp32(kind, is_by_unit, tmp_path):
+    """By unit; a Mixtral's experts, which lie one by one in the files, transformers joins in the whole model."""
+    folder = _save(tmp_path, kind, has_weights=True)
+    meta = [p.is_meta for p in load_hf(folder, context=16, vocabulary=VOCABULARY).module.parameters()]
+    assert meta == [is_by_unit] * len(meta)
+    language = _load(folder)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
     loaded = language.module.state_dict()
     assert loaded.keys() == saved.keys()
     for name, tensor in loaded.items():
@@ -104,7 +117,7 @@ def test_without_weights_the_seed_decides(tmp_path):
     states = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        states.append(load_hf(folder, context=16, vocabulary=VOCABULARY).module.lm_head.weight)
+        states.append(_load(folder).module.lm_head.weight)
     assert torch.equal(states[0], states[1])
     assert not torch.equal(states[0], states[2])
     assert states[0].dtype == torch.float32
@@ -172,16 +185,19 @@ def _prepare(folder, *overrides):
 
 
 def test_folders_that_do_not_fit_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.tokenizer: there is no file or folder '/nowhere'"):
+    with pytest.raises(ValueError, match=r"model\.source: there is no folder '/nowhere'"):
         _prepare("/nowhere")
+    with pytest.raises(ValueError, match=r"data\.tokenizer: there is no file or folder '/nowhere'"):
+        _prepare(_save(tmp_path), "data.tokenizer=/nowhere")
     folder = _save(tmp_path)
     _prepare(folder)
     with pytest.raises(
         ValueError, match=r"max_position_embeddings is 32, but model\.context=33; set a smaller context"
     ):
         _prepare(folder, "model.context=33")
-    with pytest.raises(ValueError, match=r"no /nowhere/config\.json"):
-        _prepare("/nowhere", f"data.tokenizer={folder}")
+    with pytest.raises(ValueError, match=r"no .*/empty/config\.json"):
+        (tmp_path / "empty").mkdir()
+        _prepare(f"{folder}/empty", f"data.tokenizer={folder}")
     _config(vocab_size=VOCABULARY - 1).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"vocab_size is 299, but data\.tokenizer has 300 tokens"):
         _prepare(folder)
@@ -191,6 +207,12 @@ def test_folders_that_do_not_fit_are_named(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}', "utf-8")
     with pytest.raises(ValueError, match=r"holds no model of transformers: .*unheard-of"):
         _prepare(folder)
+
+
+def test_a_folder_without_a_tokenizer_reads_bytes(tmp_path):
+    _config().save_pretrained(tmp_path)
+    told = _train(str(tmp_path), ["run.ranks=1", "train.steps=1"])
+    assert (told["data"]["tokenizer"], told["data"]["vocabulary"]) == ("bytes", 256)
 
 
 def test_pickled_weights_are_refused(tmp_path):
@@ -203,9 +225,9 @@ def test_pickled_weights_are_refused(tmp_path):
 def test_encoders_are_refused(tmp_path):
     folder = _save(tmp_path, "bert")
     with pytest.raises(ValueError, match=r"a token sees those after it, so it has nothing to predict"):
-        load_hf(folder, context=16, vocabulary=VOCABULARY)
+        _train(folder, ["run.ranks=1"])
     _save(tmp_path, "bert", is_decoder=True)
-    assert load_hf(folder, context=16, vocabulary=VOCABULARY).context == 16
+    assert _train(folder, ["run.ranks=1", "train.steps=1"])["model"].startswith("BertLMHeadModel")
 
 
 def test_missing_extra_is_named(tmp_path, monkeypatch):

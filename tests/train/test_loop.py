@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import zeroshard as zs
@@ -122,6 +123,32 @@ def test_data_and_loss_do_not_depend_on_the_rank_count(tmp_path):
     assert two["summary"]["bits_per_byte"] == pytest.approx(one["summary"]["bits_per_byte"], rel=1e-5)
     assert two["summary"]["data"] == one["summary"]["data"]
     assert two["evals"] == one["evals"] == [2, 4]
+
+
+def test_a_batch_that_the_ranks_do_not_divide(tmp_path):
+    """Five windows on three ranks, then in micro-batches of one and two: the losses are those of one rank."""
+    overrides = ["train.batch=5", "run.sample_bytes=0"]
+    one = _run(tmp_path, ["run.ranks=1", "run.name=one", *overrides])
+    (three, *_) = run_ranks(_run, 3, str(tmp_path), ["run.ranks=3", *overrides])
+    (parts, _) = run_ranks(
+        _run, 2, str(tmp_path), ["run.ranks=2", "run.name=parts", "train.accumulation=2", *overrides]
+    )
+    for several in (three, parts):
+        # Another order of the same sums, as above.
+        assert several["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        assert several["summary"]["bits_per_byte"] == pytest.approx(one["summary"]["bits_per_byte"], rel=1e-5)
+
+
+def test_blocks_can_be_compiled(tmp_path, monkeypatch):
+    compiled = []
+    # torch's default would need a C++ compiler.
+    own = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module: compiled.append(module) or own(module, backend="aot_eager")
+    )
+    plain, fast = _run_several(tmp_path, [["run.ranks=1"], ["run.ranks=1", "compile=true"]])
+    assert [type(module).__name__ for module in compiled] == ["Block"]
+    assert fast["losses"] == plain["losses"]
 
 
 def test_accumulation_with_and_without_a_reduction_each_time(tmp_path):

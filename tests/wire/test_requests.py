@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from zeroshard.wire import watchdog
-from zeroshard.wire.pages import _hosts_of
+from zeroshard.watch import watchdog
+from zeroshard.watch.pages import _hosts_of
 
 RANKS, PER_HOST = 1000, 8
 MOST_A_SECOND = 100.0

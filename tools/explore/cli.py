@@ -142,7 +142,7 @@ def _replay(given: argparse.Namespace) -> int:
     print(program.to_json())
     for rank in outcome.ranks:
         print(f"rank {rank.number}: {rank.ending}")
-        for event in rank.order.trace.events:
+        for event in rank.order.history.trace.events:
             print(f"  {event.step} {event.phase:8} {event.kind:8} {event.unit or 'root'}")
     print(outcome.verdict, *outcome.faults, sep="\n")
     return int(bool(outcome.faults))

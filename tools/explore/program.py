@@ -98,6 +98,7 @@ class Program:
         units: how many, with the root.
         is_whole: whether parameters stay whole, as at stages 0 to 2.
         copies: of the state, each over as many ranks.
+        held: units that stay whole from a forward to its backward.
     """
 
     ranks: int
@@ -107,6 +108,7 @@ class Program:
     transport: Transport = "messages"
     is_whole: bool = False
     copies: int = 1
+    held: tuple[int, ...] = ()
 
     def to_json(self) -> str:
         """Return it as one line, which `from_json` reads."""
@@ -119,8 +121,8 @@ class Program:
         ops = tuple(
             Op(one["kind"], *(tuple(map(tuple, one[name])) for name in ("paths", *SOME))) for one in fields.pop("ops")
         )
-        failure = fields.pop("failure")
-        return cls(**fields, ops=ops, failure=Failure(**failure) if failure else None)
+        failure, held = fields.pop("failure"), tuple(fields.pop("held", ()))
+        return cls(**fields, ops=ops, failure=Failure(**failure) if failure else None, held=held)
 
 
 def train(ranks: int, units: int, *steps: Sequence[Sequence[int]]) -> Program:
@@ -252,6 +254,8 @@ def draw(seed: int, ranks: int = 0) -> Program:
         if failure.caught == "step" and r.random() < 0.2:
             failure = replace(failure, caught="after")
         program = replace(program, failure=failure)
+    if r.random() < 0.3:
+        program = replace(program, held=tuple(unit for unit in range(units) if r.random() < 0.7))
     return program
 
 
@@ -363,5 +367,7 @@ def _smaller(program: Program) -> Iterator[Program]:
         yield replace(program, is_whole=False)
     if program.copies > 1:
         yield replace(program, copies=1)
+    for unit in program.held:
+        yield replace(program, held=tuple(other for other in program.held if other != unit))
     if failure is not None and failure.mark:
         yield replace(program, failure=replace(failure, mark=failure.mark - 1))

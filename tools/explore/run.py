@@ -79,6 +79,7 @@ class Rank:
                 unit,
                 number,
                 is_whole=program.is_whole,
+                is_held=unit in program.held,
                 told=self._tell,
                 opened=self._note_peak,
                 expects=lambda unit: unit in self.to_land,
@@ -175,7 +176,7 @@ class Rank:
         pass_ = self.order.current
         if pass_ is None:
             return
-        apart = pass_.schedule.staying
+        apart = pass_.schedule.staying | pass_.schedule.held | pass_.schedule.carried
         if pass_.asks or pass_.agreed:
             # What this rank will still need, it keeps when others have asked for it.
             apart |= {unit.number for unit in self.units if not unit.users and unit.number in pass_.expected}
@@ -201,7 +202,7 @@ class Rank:
         if not self.program.is_whole:
             self._forwards += [key] * has_grad
         place = "" if self.program.is_whole else f"the beginning of a {kind} forward"
-        pass_ = self.order.open("forward", key, place=place)
+        pass_ = self.order.open("forward", key, place=place, holds=has_grad)
         self._enter(ROOT, has_grad=has_grad)
         open_: list[int] = []
         kept: list[int] = []
@@ -344,11 +345,11 @@ class Rank:
     def _step(self) -> None:
         self._complete()
         self._check_reduced()
+        if not self.order.settle(f"step {len(self.per_step)}"):
+            self._tell("a step was voted down")
         for unit in self.units:
             if unit.is_open and not unit.spec.is_whole:
                 self._tell(f"{unit} was left whole")
-        if not self.order.settle(f"step {len(self.per_step)}"):
-            self._tell("a step was voted down")
         self.order.publish([], lambda unit: [])
         held = [unit.held for unit in self.units]
         if self._normed not in ([], held):
@@ -402,6 +403,8 @@ def run(
     ranks = [Rank(world, number, program, keeps_states=keeps_states) for number in range(program.ranks)]
     for rank, before in zip(ranks, behind.ranks if behind else (), strict=False):
         vars(rank.order).update(_copied(before.order))
+        done = before.order.history
+        vars(rank.order.history).update(steps=done.steps, _has_stepped=done._has_stepped, _records=rank.order._records)
         rank.begins_at = len(before.program.ops)
     crew.run([rank.work for rank in ranks], choose)
     faults = [fault for rank in ranks for fault in rank.faults]
@@ -454,7 +457,7 @@ def _faults_at_the_end(program: Program, ranks: list[Rank]) -> list[str]:
         for unit in rank.units:
             if len(set(unit.sums)) < len(unit.sums) and program.transport != "nccl":
                 faults.append(f"rank {rank.number} summed {unit} twice in a pass: {unit.sums}")
-            named = sum(e.kind == "postpone" and e.unit == unit.name for e in rank.order.trace.events)
+            named = sum(e.kind == "postpone" and e.unit == unit.name for e in rank.order.history.trace.events)
             if named != unit.not_ready and len(rank.per_step) <= KEPT_STEPS:
                 faults.append(f"rank {rank.number} postponed {unit} {unit.not_ready} times and named it {named} times")
     return faults
@@ -480,9 +483,9 @@ def chooser(seed: int) -> Callable[[int], int]:
 
 # -- states -----------------------------------------------------------------------------------------------------------
 
-_NOT_DECIDING = frozenset(
-    ["_units", "_comm", "_changes", "trace", "_done", "_last_step", "_has_warned", "votes", "_has_made_rounds"]
-)
+_OWN = frozenset(["_units", "_comm", "_changes", "history", "votes", "check_update"])
+"""Attributes of an `Order` that belong to it alone."""
+_NOT_DECIDING = _OWN | {"_has_warned", "_has_made_rounds"}
 """Attributes of an `Order` that decide nothing: what it works on, and what it tells."""
 
 
@@ -493,14 +496,14 @@ def state_of(order: Any) -> Hashable:
 
 def _copied(order: Any) -> dict[str, Any]:
     """Return what an order has between two steps, so that another can go on with it."""
-    own = ("_units", "_comm", "_changes", "trace", "votes")
-    kept = {name: value for name, value in vars(order).items() if name not in own}
+    kept = {name: value for name, value in vars(order).items() if name not in _OWN}
     return {name: type(value)(value) if isinstance(value, dict | list) else value for name, value in kept.items()}
 
 
 def _frozen(value: Any) -> Hashable:
     if isinstance(value, Record):
-        return (value.requests, tuple(sorted(value.pinned)), tuple(sorted(value.outlasting)))
+        stays = (value.pinned, value.outlasting, value.held, value.carried)
+        return (value.requests, *(tuple(sorted(units)) for units in stays))
     if isinstance(value, dict):
         return tuple((key, _frozen(one)) for key, one in value.items())
     if isinstance(value, list | tuple):

@@ -323,6 +323,7 @@ class FakeUnit:
         rank: int,
         *,
         is_whole: bool,
+        is_held: bool,
         told: Callable[[str], None],
         opened: Callable[[], None],
         expects: Callable[[int], bool],
@@ -332,6 +333,7 @@ class FakeUnit:
             number=number,
             name=self.name,
             is_whole=is_whole,
+            is_held=is_held and not is_whole,
             sent_bytes=lambda kind: 1,
             wire_dtypes=lambda kind: "float32",
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.machine import circumstances, write_result
 
-from .draw import draw, draw_pair, with_faults
+from .draw import draw, draw_pair, with_faults, with_offload
 from .ranks import BAD, CHUNK, Task, Verdict, examine, reason_of
 from .shrink import shrink
 from .write import script_of
@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if given.pairs:
             return draw_pair(seed, given.ranks)
         spec = draw(seed, given.ranks)
+        spec = with_offload(spec) if given.offload else spec
         return (with_faults(spec) if given.faults else spec,)
 
     if given.print:
@@ -67,6 +68,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the first program; the next ones follow")
     parser.add_argument("--jobs", type=int, default=1, help="sets of ranks at once")
     parser.add_argument("--pairs", action="store_true", help="compare pairs of programs bit for bit")
+    parser.add_argument(
+        "--offload", action="store_true", help="move states and parameters, at stage 3, in all programs"
+    )
     parser.add_argument("--faults", action="store_true", help="add steps with gradients that are not finite")
     parser.add_argument("--replay", type=int, help="run the program of one seed")
     parser.add_argument("--print", action="store_true", help="print the first program")
@@ -135,6 +139,7 @@ class _Told:
             "ranks": given.ranks,
             "pairs": given.pairs,
             "faults": given.faults,
+            "offload": given.offload,
             "first seed": given.seed,
             "asked for": given.count,
         }

@@ -9,7 +9,7 @@ from typing import Any
 
 from .blocks import KINDS
 
-__all__ = ["draw", "draw_pair", "is_valid", "with_faults"]
+__all__ = ["draw", "draw_pair", "is_valid", "with_faults", "with_offload"]
 
 Spec = dict[str, Any]
 
@@ -27,6 +27,7 @@ def draw(seed: int, processes: int) -> Spec:
     _draw_options(r, spec)
     spec["optimizers"] = _draw_optimizers(r, spec)
     spec["ops"] = _draw_ops(r, spec)
+    _draw_kept(random.Random(f"kept {seed} {processes}"), spec)
     if not is_valid(spec):
         raise AssertionError(f"seed {seed} at {processes} processes is not a valid program")
     return spec
@@ -58,6 +59,18 @@ def draw_pair(seed: int, processes: int) -> tuple[Spec, Spec]:
     if kind == "resume":
         return first, first | {"resumes": False}
     return first, dict(first)
+
+
+def with_offload(spec: Spec) -> Spec:
+    """Return a program at stage 3 with states and parameters on the host, in other parts after each resume."""
+    r = random.Random(f"offload {spec['seed']}")
+
+    def options() -> Spec:
+        states, parameters = (r.choice([0.0, 0.3, 1.0]) for _ in range(2))
+        return {"stage": 3, "offload": f"states={states},parameters={parameters}"}
+
+    ops = [op | {"options": op["options"] | options()} if op["op"] == "resume" else op for op in spec["ops"]]
+    return spec | {"options": spec["options"] | options(), "ops": ops}
 
 
 def with_faults(spec: Spec) -> Spec:
@@ -141,6 +154,18 @@ def _draw_options(r: random.Random, spec: Spec) -> None:
         inner = [f"{at}:inner.0" for at, kind in enumerate(spec["blocks"]) if kind == "Nested"]
         options["units"] = chosen + (inner if r.random() < 0.5 else [])
     spec["options"] = options
+
+
+def _draw_kept(r: random.Random, spec: Spec) -> None:
+    """Have units of some programs keep their parameters whole: always, or from forward to backward.
+
+    Which units there are is found at the run; "(root)" is always one, and "*" means all.
+    """
+    if r.random() < 0.35:
+        until, always = "until-backward", "replicated"
+        spec["options"]["parameters"] = r.choice(
+            [until, until, {"(root)": until}, {"(root)": always}, {"(root)": always, "*": until}]
+        )
 
 
 # ---- optimizers

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 
 import zeroshard as zs
 from tools.settled import settled
+from zeroshard.state import early
 
 from .blocks import IDS
 from .write import compiled, path_of
@@ -34,6 +36,8 @@ __all__ = ["Job", "run_oracle", "run_sharded"]
 
 Build = Callable[[], tuple[nn.Module, list[Optimizer]]]
 WATCHDOG_S = 15.0
+LEAST_CUT = 2
+"""The stage from which on a rank may keep a part of each parameter: it keeps no more of gradients."""
 ROWS = 3
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -288,7 +292,12 @@ class Sharded(Job):
         options = dict(self.options)
         if (chosen := options.get("units")) is not None:
             options["units"] = [self.model.get_submodule(name) for name in chosen]
-        self._zero = zs.shard(self.model, self.optimizers, **settled({"watchdog_s": WATCHDOG_S, **options}))
+        if options["stage"] < LEAST_CUT:
+            # A program may resume at another stage.
+            options.pop("parameters", None)
+        # Also on a CPU, where nothing computes meanwhile: what may go wrong is the same.
+        with patch.object(early, "is_worthwhile", lambda device: True):
+            self._zero = zs.shard(self.model, self.optimizers, **settled({"watchdog_s": WATCHDOG_S, **options}))
         return self.model, self.optimizers
 
     def resume(self, build: Build, **options: Any) -> tuple[nn.Module, list[Optimizer]]:

@@ -31,8 +31,8 @@ from zeroshard.checkpoint.together import describe
 from zeroshard.checkpoint.values import bytes_of
 from zeroshard.checkpoint.writer import write_file
 from zeroshard.table.errors import CheckpointError
+from zeroshard.watch.process import end_with
 from zeroshard.wire.mesh import Mesh
-from zeroshard.wire.process import end_with
 
 __all__ = ["BackgroundSave", "Snapshot", "Status"]
 

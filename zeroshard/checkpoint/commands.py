@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from zeroshard.checkpoint.diff import diff
 from zeroshard.checkpoint.exchange import export, import_folder
-from zeroshard.checkpoint.verify import list_checkpoints, verify
+from zeroshard.checkpoint.verify import list_below, verify
 from zeroshard.table.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
@@ -43,11 +43,15 @@ def make_commands(line: Print, problem: Print, progress: Progress) -> "typer.Typ
     folder = Annotated[Path, typer.Argument(help="A checkpoint, such as runs/a/step-00000100.")]
 
     def ls(path: Annotated[Path, typer.Argument(help="The folder that holds checkpoints.")]) -> None:
-        """List the checkpoints in a folder."""
+        """List the checkpoints in a folder and in the folders below it."""
         with failure:
-            for one in list_checkpoints(path):
+            found = list_below(path)
+            for one in found:
                 size = f"{one.nbytes / 1e6:>10.1f} MB  {one.tensors:>5} tensors, {one.world_size} ranks"
-                say(f"{one.path.name}  {one.problem or f'step {one.step:>8}  {size}'}")
+                name = path.name if one.path == path else one.path.relative_to(path)
+                say(f"{name}  {one.problem or f'step {one.step:>8}  {size}'}")
+            if not found:
+                say(f"{path}: no checkpoints, neither here nor in folders below")
 
     def check(paths: Annotated[list[Path], typer.Argument(help="Checkpoints.")]) -> None:
         """Read every byte of checkpoints and compare it with its checksum."""

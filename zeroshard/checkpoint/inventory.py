@@ -22,6 +22,7 @@ from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.values import check_key, dtype_name
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
+from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.optim.packed import Packed, tensor_of, views_of
 from zeroshard.state.owned import OwnedState, is_stored, own_state
@@ -176,7 +177,8 @@ def aliases_of(engine: Engine, model: nn.Module) -> dict[str, str]:
     """Return the other names of tied parameters and shared buffers, with the first name of each."""
     aliases = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (first := slot_of(parameter).name) != name:
+        # What is ignored is in no checkpoint.
+        if isinstance(parameter, ShardedParameter) and (first := slot_of(parameter).name) != name:
             aliases[name] = first
     seen: dict[int, str] = {}
     for name, buffer in _named_buffers(model):

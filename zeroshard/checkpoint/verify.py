@@ -13,7 +13,7 @@ from zeroshard.checkpoint.manifest import MANIFEST, Manifest
 from zeroshard.checkpoint.reader import CheckpointReader, read_manifest
 from zeroshard.table.errors import CheckpointError, printable
 
-__all__ = ["Listed", "latest", "list_checkpoints", "verify"]
+__all__ = ["Listed", "latest", "list_below", "list_checkpoints", "verify"]
 
 
 def verify(path: str | Path, on_bytes: Callable[[int, int], None] | None = None) -> Manifest:
@@ -59,7 +59,7 @@ def list_checkpoints(folder: str | Path) -> list[Listed]:
         description of the checkpoint can be read.
 
     Raises:
-        CheckpointError: there is no such folder.
+        CheckpointError: the folder does not exist.
 
     ```python
     import tempfile, torch, zeroshard as zs
@@ -75,6 +75,24 @@ def list_checkpoints(folder: str | Path) -> list[Listed]:
         raise CheckpointError(f"{root}: there is no such folder.")
     found = [_look(root / name) for name in files.names_in(root) if not name.startswith(".")]
     return sorted((one for one in found if one is not None), key=lambda one: (one.step, one.path.name))
+
+
+def list_below(folder: str | Path) -> list[Listed]:
+    """Return the checkpoints at a path and in the folders below it, hidden ones and links left out.
+
+    Raises:
+        CheckpointError: the folder does not exist.
+    """
+    root = Path(folder)
+    if (own := _look(root)) is not None:
+        return [own]
+    found = list_checkpoints(root)
+    listed = {one.path for one in found}
+    for name in files.names_in(root):
+        below = root / name
+        if below not in listed and below.is_dir() and not below.is_symlink() and not name.startswith("."):
+            found += list_below(below)
+    return found
 
 
 def _look(path: Path) -> Listed | None:

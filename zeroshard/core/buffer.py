@@ -5,14 +5,16 @@ Owns the storage of parameters and of their master values. It must not know pass
 
 Note: the life of a parameter's bytes
     `Bucket.full` holds the whole bucket; the model's parameters are views of it for good. Where parameters are kept
-    whole, `shard` is a view of `full`, and nothing ever moves. Where they are sharded, `shard` is a tensor of its own
-    and `full` has no memory between uses: `open()` gives it memory with the own shard in it, a gather fills the rest,
+    whole, `shards` is a view of `full`, and nothing ever moves. Where they are sharded, `shards` are tensors of their
+    own, the first in another memory, the second on the device, and `full` has no memory between uses: `open()` gives it
+    memory with this rank's part on the device in it, `arrival` brings what lies elsewhere, a gather fills the rest, and
     `close()` takes the memory back. The views stay valid throughout, also those that autograd saved. Whether memory is
     this process's alone or shared on the host is for `wire/memory.py`.
 """
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -20,9 +22,12 @@ from zeroshard.core.changes import Changes
 from zeroshard.core.grads import FlatGradients, Gradients, Places
 from zeroshard.core.loose import LooseGradients
 from zeroshard.core.precision import Dtypes
+from zeroshard.store.apart import Apart, Arrival, beside
+from zeroshard.store.stored import is_stored
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
-from zeroshard.wire.apart import Apart
+from zeroshard.wire.comm import Comm, Tag
+from zeroshard.wire.memory import OwnMemory
 from zeroshard.wire.pool import Pool
 from zeroshard.wire.transports import codec_of
 
@@ -39,6 +44,7 @@ class Bucket:
         parameters: as they are in the model, in registration order, on any device.
         device: the rank's.
         apart: the memory for states that are elsewhere; None where there are none.
+        home: the memory for parameters that are elsewhere between uses; None where no rank has any.
     """
 
     def __init__(
@@ -49,19 +55,29 @@ class Bucket:
         ledger: Ledger,
         device: torch.device,
         apart: Apart | None = None,
+        home: Apart | None = None,
     ) -> None:
         self.spec, self.layout, self.number = spec, spec.layout, spec.number
         self.dtypes = dtypes = Dtypes(spec.formats)
         self.dtype, self.device = dtypes.param, device
         self.codec = codec_of(spec.formats.reduce)
         self.places = Places(spec, parameters)
-        self._ledger, self._memory, (start, stop) = ledger, pool.memory, spec.shard
+        # What one rank keeps elsewhere the others cannot read in place.
+        self._ledger, self._memory, (start, stop) = ledger, pool.memory if home is None else OwnMemory(), spec.shard
         if spec.is_whole:
             self.full = self._memory.zeros(spec.layout.full_numel, self.dtype, self.device)
-            self.shard = self.full[start:stop]
+            self.shards = [self.full[:0], self.full[start:stop]]
         else:
-            self.full, self.shard = self._memory.home(spec.layout.full_numel, spec.shard, self.dtype, self.device)
+            self.full, here = self._memory.home(spec.layout.full_numel, spec.here, self.dtype, self.device)
+            self.shards = [self.full[:0], here]
         self.own = self.full[start:stop]
+        self.arrival: Arrival | None = None
+        """What brings parameters that lie elsewhere to their place in `full`."""
+        if home is not None and spec.apart_parameters:
+            self.shards[0] = away = home.zeros(spec.here[0] - start, self.dtype)
+            self.arrival = Arrival(home, self.own[: away.numel()], away)
+        self.updating: Callable[[], None] | None = None
+        """Waits for the background update of masters in another memory; None without such an update."""
         self.flat: FlatGradients | None = None
         """The gradients where they are summed over ranks."""
         if spec.lands_on_sums:
@@ -69,18 +85,17 @@ class Bucket:
         else:
             self.grads = self.flat = FlatGradients(spec, self.places, dtypes.grad, ledger, pool, self.device)
         self.views = self.places.views_of(self.full)
-        rounded, self._apart = self.full if spec.updates_all else self.shard, apart
-        cut = spec.apart_states[1] - spec.states[0]
-        self._masters = [rounded[:cut], rounded[cut:]]
+        self._updated = [self.full[:0], self.full] if spec.is_whole and spec.updates_all else self.shards
+        """The parameters that this rank updates: elsewhere, then here."""
+        self._apart, self._cut = apart if spec.is_trained else home, spec.apart_states[1] - spec.states[0]
+        away, here = self._updated
+        self._masters = [away[: self._cut], here[max(0, self._cut - away.numel()) :]]
         """What the optimizer updates, elsewhere and here; the parameters themselves unless these are copied from it."""
-        self._rounded: list[tuple[Tensor, Tensor]] = []
-        """Parameters, and the masters that they are copied from."""
-        if apart is not None and spec.apart:
-            self._masters[0] = apart.zeros(cut, dtypes.master)
-            self._rounded.append((rounded[:cut], self._masters[0]))
+        if self._apart is not None and spec.apart and not spec.shares_apart:
+            self._masters[0] = self._apart.zeros(self._cut, dtypes.master)
         if spec.has_masters:
-            self._masters[1] = torch.zeros_like(rounded[cut:], dtype=dtypes.master)
-            self._rounded.append((rounded[cut:], self._masters[1]))
+            rest = spec.states[1] - spec.apart_states[1]
+            self._masters[1] = torch.zeros(rest, dtype=dtypes.master, device=device)
         self._rooms: dict[tuple[Hashable, torch.dtype], Tensor] = {}
         self.parameters: list[torch.nn.Parameter] = []
         """The model's parameters that are views of it, in order."""
@@ -94,10 +109,34 @@ class Bucket:
         if not self.spec.is_whole:
             ledger.add("transient", self.full.nbytes)
 
+    def whole_gradient(self, index: int, comm: Comm, tag: Tag) -> Tensor:
+        """Return a parameter's whole gradient. Collective: all-gather of the bucket; every rank must call."""
+        full = torch.zeros(self.layout.full_numel, dtype=self.dtypes.grad, device=self.device)
+        self.grads.put_shard(full)
+        if full.numel():
+            comm.gather(full, tag, kind="state").wait()
+        return self.places.views_of(full)[index].clone()
+
     def open(self) -> None:
-        """Give `full` its memory and put the own shard in its place."""
-        self._memory.open(self.full, self.spec.shard[0], self.shard)
+        """Give `full` its memory and put what this rank has on the device in its place."""
+        self._memory.open(self.full, self.spec.here[0], self.shards[1])
         self._ledger.add("transient", self.full.nbytes)
+
+    def brought(self) -> AbstractContextManager[None]:
+        """Begin to bring what lies elsewhere to its place in `full`; what is begun inside follows it."""
+        return nullcontext() if self.arrival is None else self.arrival.begun()
+
+    def await_update(self) -> None:
+        """Wait for the update in the background, if there is one, and let parameters here follow it."""
+        if self.updating is not None:
+            self.updating()  # one that is interrupted is awaited again
+            self.updating = None
+            self.follow_apart(is_on_device=True)
+
+    def arrive(self) -> None:
+        """Have what is told the device next follow that."""
+        if self.arrival is not None:
+            self.arrival.wait()
 
     def close(self) -> int:
         """Take the memory of `full` back, and return its bytes; views stay, and are empty."""
@@ -120,12 +159,21 @@ class Bucket:
         """Follow a change to the whole parameters: in the shard, and in the masters that do not round to it."""
         values = self.full if self.changes.values is None else self.changes.values
         with torch.no_grad():
-            if not self.spec.is_whole:
-                self.shard.copy_(values[slice(*self.spec.shard)])
-            for rounded, masters in self._rounded:
-                now = rounded.to(masters.device)
+            self._keep_shard(values[slice(*self.spec.shard)])
+            for part, masters in [*self._rounded(0), *self._rounded(1)]:
+                now = part.to(masters.device)
                 is_changed = masters.to(self.dtype) != now
                 masters.copy_(torch.where(is_changed, now.to(masters.dtype), masters))
+
+    def _keep_shard(self, values: Tensor) -> None:
+        if not self.spec.is_whole:
+            for part, new in beside(self.shards, values):
+                part.copy_(new)
+
+    def _rounded(self, is_here: bool | int) -> list[tuple[Tensor, Tensor]]:
+        """Return parameters beside the masters that they are copied from: elsewhere, or here."""
+        is_same = not self.spec.has_masters if is_here else self.spec.shares_apart
+        return [] if is_same else beside(self._updated, self._masters[is_here], is_here * self._cut)
 
     def start_values(self) -> Tensor:
         """Return (full_numel,) to write the first values to, in the masters' dtype; then call `set_start`."""
@@ -135,12 +183,11 @@ class Bucket:
         """Take the first values over."""
         if self.spec.has_masters:
             self.full.copy_(values)
-        first, cut = self.spec.apart_states
-        for _, masters in self._rounded:
-            start = first if masters is self._masters[0] else cut
-            masters.copy_(values[start : start + masters.numel()])
-        if not self.spec.is_whole:
-            self.shard.copy_(self.own)
+        self._keep_shard(self.own)
+        for is_here, start in enumerate(self.spec.apart_states):
+            if self._rounded(is_here):
+                masters = self._masters[is_here]
+                masters.copy_(values[start : start + masters.numel()])
 
     def follow_masters(self, *, is_apart_done: bool = False) -> None:
         """Round the masters into the parameters that this rank keeps; `count_update` follows, once all are whole.
@@ -150,23 +197,32 @@ class Bucket:
         """
         self.updates += 1
         with torch.no_grad():
-            for rounded, masters in self._rounded:
-                if self._apart is None or masters is not self._masters[0]:
-                    rounded.copy_(masters)
-                elif not is_apart_done:
-                    self._apart.bring(rounded, masters)
+            for part, masters in self._rounded(True):
+                part.copy_(masters)
+        if not (is_apart_done and is_stored(self._masters[0])) and self.updating is None:
+            self.follow_apart()
+
+    def follow_apart(self, *, is_on_device: bool | None = None) -> None:
+        """Round masters elsewhere into parameters: those on the device, those elsewhere, or (None) all."""
+        with torch.no_grad():
+            for part, masters in self._rounded(False):
+                if is_on_device is None or is_on_device is (part.device.type != "cpu"):
+                    self._bring(part, masters)
 
     def move_masters(self, move: Callable[[Tensor], Tensor]) -> None:
         """Put something of the same values in the place of masters that are kept beside the parameters here."""
         if self.spec.has_masters:
             self._masters[1] = move(self._masters[1])
-            self._rounded[-1] = self._rounded[-1][0], self._masters[1]
 
     def follow_part(self, start: int, values: Tensor) -> None:
         """Round updated masters into parameters: those in the other memory, from the `start`-th of them on."""
-        assert self._apart is not None, "nothing is elsewhere"
         with torch.no_grad():
-            self._apart.bring(self._rounded[0][0][start : start + values.numel()], values)
+            for part, new in beside(self._updated, values, start):
+                self._bring(part, new)
+
+    def _bring(self, part: Tensor, masters: Tensor) -> None:
+        assert self._apart is not None, "nothing is elsewhere"
+        self._apart.bring(part, masters)
 
     def apart_values(self, key: Hashable = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return what lies in the other memory: the masters, or a state, whose place is made if there is none."""

@@ -47,14 +47,7 @@ from zeroshard.core.unit import Unit
 from zeroshard.devices import Lane, alone
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
-from zeroshard.torch_private import (
-    call_after_backward,
-    graph_task,
-    is_inside_reentrant_checkpoint,
-    set_slot,
-    slot_grad,
-    version_of,
-)
+from zeroshard.torch_private import call_after_backward, graph_task, is_inside_reentrant_checkpoint, set_slot, slot_grad
 from zeroshard.tree import find
 from zeroshard.wire.comm import Comm, Tag
 from zeroshard.wire.mesh import Mesh, slice_of
@@ -95,9 +88,13 @@ class Engine:
         """Whether the step under way is skipped because gradients overflowed: no slice has a gradient then."""
         self.has_moved_states = False
         """Whether states have left the device for a while, so that no update can be made."""
-        self.guard = guard_of(comm, updates_on_host=any(b.spec.apart for unit in units for b in unit.buckets))
+        memories = {bucket.spec.master_memory for unit in units for bucket in unit.buckets}
+        # The same on all ranks, also where a rank has no slice elsewhere.
+        self.guard = guard_of(comm, updates_on_host=memories != {"device"})
         self.unread: Callable[[], None] | None = None
         """What reads, and acts on, whether the last update was skipped; None where the host knows."""
+        self.end_update: Callable[[], None] | None = None
+        """Waits for the update in the background, and resets itself; None without such an update."""
         self._frames: list[Frame] = []
         self._forwards: list[Hashable] = []
         self._used: set[int] = set()
@@ -124,11 +121,16 @@ class Engine:
             unit.loss_scale, unit.look = loss_scale, self.guard.look
 
     def learn(self) -> None:
-        """Read whether the last update was skipped: to be called before states are read or gradients change.
+        """End the last update, and read whether it was skipped, before states are read or gradients change.
 
         Raises:
             RuntimeError: gradients were not finite, and no loss scale accounts for it; nothing was changed.
         """
+        if self.end_update is not None:
+            self.end_update()
+        self._read_answer()
+
+    def _read_answer(self) -> None:
         if self.unread is not None:
             read, self.unread = self.unread, None
             read()
@@ -143,6 +145,8 @@ class Engine:
         is_recompute = graph_task() != -1
         if not self._running() and not is_recompute:
             self.lane.begin(f"the forward of {type(module).__name__}")
+            # Units wait for their own part of an update in the background, as they are gathered.
+            self._read_answer()
             self._complete()
         if not self.has_frames:
             return
@@ -221,7 +225,7 @@ class Engine:
                 f"{self.mesh} torch.func.grad, vjp, jacrev and hessian switch off the hooks that gather parameters for "
                 "a backward. Use torch.autograd.grad, or enter `with zero.gathered():` around them, on every rank."
             ) from error
-        self.order.open("forward", key, place=place if self.is_sharded else "")
+        self.order.open("forward", key, place=place if self.is_sharded else "", holds=frame.has_grad)
 
     def _unit_under_way(self) -> int:
         """Return the unit whose module computes now."""
@@ -241,6 +245,7 @@ class Engine:
         if self._is_in_forward:
             raise RuntimeError(f"{self.mesh} {what} inside a forward of the model: leave it first.")
         self.lane.begin(what)
+        self.learn()
         self._complete()
 
     def check_outside_backward(self, what: str) -> None:
@@ -252,8 +257,7 @@ class Engine:
             )
 
     def _complete(self) -> None:
-        """Complete what an update or an exception left open."""
-        self.learn()
+        """Complete what an exception left open."""
         if self.order.current is not None:
             while self._frames:
                 self._undo()
@@ -304,6 +308,7 @@ class Engine:
                 "times. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for Transformers models: "
                 "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
             )
+        self.learn()
         self._complete()
         self._task = task
         key = ("backward", tuple(self._forwards), self.scope is not Scope.RANK)
@@ -416,11 +421,12 @@ class Engine:
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
-    def change_gradients(self, what: str) -> None:
+    def change_gradients(self, what: str, *, is_forgotten: bool = False) -> None:
         """Prepare for a change of gradients by user code; raise inside a backward. Collective: maybe."""
         if graph_task() != -1:  # asked without a call: `zero_grad` comes here once a parameter
             self.check_outside_backward(what)
-        self.learn()
+        # An update in the background has gradients of its own to the end.
+        (self._read_answer if is_forgotten else self.learn)()
         self.catch_up()
         self.gradients_changed()
 
@@ -438,7 +444,7 @@ class Engine:
         """
         self.leave_passes("A norm of gradients")
         # Whole gradients are plain tensors that clipping changes without a word; torch counts the changes.
-        if self._count_changes() != self._norms_version:
+        if self._local_norms.count_changes() != self._norms_version:
             self.gradients_changed()
         if (known := self._norms.get((p, dtype))) is not None:
             return known
@@ -451,11 +457,9 @@ class Engine:
         # Replicas have the same sums: those of this rank's own copy are all there is.
         rows = self.comm.collect(local, f"a {p:g}-norm of gradients")[self.copy]
         self._norms[p, dtype] = total = total_norms(rows, p)
-        self._norms_version = self._count_changes()  # now: answering may have summed what another rank asked for late
+        # Counted now, since answering may have summed what another rank asked for late.
+        self._norms_version = self._local_norms.count_changes()
         return total
-
-    def _count_changes(self) -> int:
-        return sum(version_of(one) for unit in self.units for b in unit.buckets for one in b.grads.tensors())
 
     def check_reduced(self, what: str) -> None:
         """Raise if gradients of `no_sync` passes wait for a reduction."""
@@ -473,10 +477,5 @@ class Engine:
         self.leave_passes("full_tensor()")
         self.check_reduced("full_tensor()")
         self.order.barrier(f"the whole gradient of '{slot.name}'")
-        bucket = slot.bucket
-        full = torch.zeros(bucket.layout.full_numel, dtype=bucket.dtypes.grad, device=bucket.device)
-        bucket.grads.put_shard(full)
-        if full.numel():
-            tag = Tag(self.order.next_number(), bucket.number, f"the gradient of '{slot.name}'")
-            self.comm.gather(full, tag, kind="state").wait()
-        return slot.form.whole(bucket.places.views_of(full)[slot.index].clone())
+        tag = Tag(self.order.next_number(), slot.bucket.number, f"the gradient of '{slot.name}'")
+        return slot.form.whole(slot.bucket.whole_gradient(slot.index, self.comm, tag))

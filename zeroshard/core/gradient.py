@@ -23,12 +23,13 @@ import torch
 from zeroshard import torch_private
 from zeroshard.core import elements
 from zeroshard.core.buffer import Bucket
+from zeroshard.core.norms import norms_of, refuse_ignored
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Own, Scope, Sum
 from zeroshard.torch_private import SCALER_CHECK, DisabledFunction, NoSubclasses, version_of
 from zeroshard.tree import find
 
-__all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "name_of", "norms_of", "part_of", "read"]
+__all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "name_of", "part_of", "read"]
 
 Tensor = torch.Tensor
 LOCAL, SENT, UNUSED, USED, ALL = Own.LOCAL, Own.SENT, Sum.UNUSED, Sum.USED, Scope.ALL
@@ -198,7 +199,6 @@ class MasterGradient(torch.Tensor):
         return result
 
 
-@final
 class MasterSlice(torch.nn.Parameter):
     """What an optimizer holds in place of a parameter: this rank's part of its master values, flat, possibly empty."""
 
@@ -273,7 +273,7 @@ def assign(slot: Slot, value: Tensor | None) -> None:
     """Set `parameter.grad`: None forgets it; a tensor of the parameter's shape, equal on all ranks, replaces it."""
     owner = slot.owner()
     if owner is not None:
-        owner.change_gradients("zero_grad() or an assignment to .grad")
+        owner.change_gradients("zero_grad() or an assignment to .grad", is_forgotten=value is None)
     grads = slot.bucket.grads
     if value is None:
         _clear(slot)
@@ -335,7 +335,7 @@ def is_nothing_to_do(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def _look(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Answer a question about all elements of a gradient, or of a function of each; None where it is no such question.
+    """Answer a question about all elements of a gradient, or of a function of each element; else return None.
 
     Collective: see `elements.answer`.
     """
@@ -358,6 +358,7 @@ def _norms(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grads = list(args[0]) if several else [args[0]]
     ours = [grad for grad in grads if isinstance(grad, OURS)]
     first = ours[0] if ours else _gradients_in((args, kwargs))[0]
+    refuse_ignored(name, grads, ours)
     given = dict(zip(NORMS[name], args[1:], strict=False)) | kwargs
     p, dtype = given.get("ord", given.get("p")), given.get("dtype")
     flat = given.get("dim") is None and given.get("out") is None and len(args) <= 1 + len(NORMS[name])
@@ -373,21 +374,6 @@ def _norms(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = iter(norms_of([_slot_of(grad) for grad in ours], float(p), dtype))
     norms = [next(found) if isinstance(g, OURS) else torch.linalg.vector_norm(g, p, dtype=dtype) for g in grads]
     return norms if several else norms[0].reshape((1,) * first.ndim if given.get("keepdim") else ())
-
-
-def norms_of(slots: Sequence[Slot], p: float, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Return the norms of whole gradients, each 0-d, in `dtype` or the gradient's own. Collective: `Owner.norms`."""
-    made: dict[tuple[int, torch.dtype], Sequence[Tensor] | Tensor] = {}
-    norms: list[Tensor] = []
-    for slot in slots:
-        owner = slot.living_owner()
-        key = id(owner), dtype or slot.bucket.dtypes.grad
-        if key not in made:
-            # A copy: the owner answers the next request with the same numbers.
-            rounded = owner.norms(p, dtype).to(key[1], copy=True)
-            made[key] = rounded.unbind() if len(slots) > 1 else rounded
-        norms.append(made[key][slot.place])
-    return norms
 
 
 def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,10 +21,10 @@ from typing import final
 import torch
 
 from zeroshard.core.states import Own, Scope, Sum
+from zeroshard.store.apart import Landing
 from zeroshard.table.spec import BucketSpec, Range
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import foreach_copy_, foreach_mul_, users_of_storage
-from zeroshard.wire.apart import Landing
 from zeroshard.wire.pool import Pool
 
 __all__ = ["FlatGradients", "Gradients", "Local", "Places"]

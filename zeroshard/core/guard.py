@@ -15,7 +15,8 @@ Note: two guards
 Note: the first step of SGD
     torch's fused SGD makes its momentum buffers in the first step, with any content, for the kernel to fill. A kernel
     that is told to skip leaves that content. So buffers are made beforehand, of -0.0, to which momentum * buffer + g
-    adds up to g, bit for bit, as in torch's first step. With dampening it does not, so there the host reads first.
+    adds up to g, bit for bit, as in torch's first step. With dampening it does not, so there the host reads first. On
+    any device torch's fused SGD also takes no parameters of which some have a buffer and some, used later, have none.
 """
 
 import atexit
@@ -34,9 +35,9 @@ from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import slot_of
 from zeroshard.optim.whole import whole_of
 from zeroshard.torch_private import NoSubclasses, foreach_norm
+from zeroshard.watch.process import end_with, is_child_of
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh
-from zeroshard.wire.process import end_with, is_child_of
 from zeroshard.wire.readback import Readback
 
 __all__ = ["Answer", "DeviceGuard", "FUSED", "Guard", "HostGuard", "guard_of", "not_finite"]
@@ -47,6 +48,8 @@ Optimizer = torch.optim.Optimizer
 FUSED = frozenset([torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
 """The optimizers whose fused kernels take a flag."""
 INFINITY = float("inf")
+FILLED_NUMEL = 1 << 20
+"""Elements of a state that are written at once."""
 
 
 @final
@@ -141,6 +144,7 @@ class Guard(ABC):
 
     def arm(self, optimizer: Optimizer, masters: Sequence[Tensor]) -> list[Tensor]:
         """Have the update change nothing if a flag says so; return the slices whose states it will make then."""
+        make_buffers(optimizer)
         return []
 
     def finish(self, optimizer: Optimizer) -> Answer | None:
@@ -213,10 +217,7 @@ class DeviceGuard(Guard):
                 setattr(optimizer, name, value.cpu())
         state, is_full = optimizer.state, len(optimizer.state) >= len(masters)
         fresh = [] if is_full or self._flag is None else [m for m in masters if not state.get(m)]
-        for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
-            for master in group["params"] if group["fused"] and group["momentum"] and not group["dampening"] else ():
-                if slot_of(master).has_grad and state[master].get("momentum_buffer") is None:
-                    state[master]["momentum_buffer"] = torch.full_like(master, -0.0)
+        make_buffers(optimizer)
         if self._flag is not None:
             self._flag.__dict__["_zeroshard"] = True  # a GradScaler's has no such mark
             optimizer.found_inf = self._flag  # type: ignore[attr-defined]
@@ -238,6 +239,18 @@ class DeviceGuard(Guard):
         return not all(
             group["fused"] and not (group.get("momentum") and group["dampening"]) for group in optimizer.param_groups
         )
+
+
+def make_buffers(optimizer: Optimizer) -> None:
+    """Make what torch's fused SGD makes in its first step; see "Note: the first step of SGD"."""
+    for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
+        for master in group["params"] if group["fused"] and group["momentum"] and not group["dampening"] else ():
+            slot = slot_of(master)
+            if slot.has_grad and optimizer.state[master].get("momentum_buffer") is None:
+                made = slot.bucket.room(slot.index, "momentum_buffer", master.dtype)
+                optimizer.state[master]["momentum_buffer"] = made
+                for part in made.split(FILLED_NUMEL):  # it may lie in a file
+                    part.fill_(-0.0)
 
 
 def guard_of(comm: Comm, *, updates_on_host: bool) -> Guard:

@@ -4,7 +4,7 @@ Owns nothing of what happens then, nor where they hang (`state/wiring.py`). Hook
 module gets inert ones instead of a second engine.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 from weakref import ref
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zeroshard.core.engine import Engine
+from zeroshard.torch_private import is_inside_functional_call
 
 __all__ = ["Eager", "Enter", "Exit", "Hook", "Inert", "Landed", "Registered"]
 
@@ -61,21 +62,51 @@ class Inert:
 
 @final
 class Enter(Eager):
-    """Before a module's forward: tells the engine, and for the model that nothing of it was replaced."""
+    """Before a module's forward: tells the engine, and for the model that nothing of it was replaced or added.
 
-    def __init__(self, engine: Engine, name: str, units: tuple[int, ...], own: Sequence[Registered]) -> None:
+    Args:
+        own: what must be found unchanged.
+        added: returns the name of a parameter that was added since, or "".
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        units: tuple[int, ...],
+        own: Sequence[Registered] = (),
+        added: Callable[[], str] | None = None,
+    ) -> None:
         super().__init__()
-        self._engine, self.name, self._units, self._own = engine, name, units, own
+        self._engine, self.name, self._units, self._own, self._added = engine, name, units, own, added
 
     def _run(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for one in self._own:
             if id(one.container.get(one.key)) != one.identity:
+                if is_inside_functional_call():
+                    self._check_whole(one.name)
+                    break
                 raise RuntimeError(
                     f"{self._engine.mesh} '{one.name}' was replaced after zs.shard(): the new one would neither be "
                     "sharded nor updated. Replace modules and parameters (and resize embeddings) before zs.shard(); "
                     "to change values use `with zero.gathered(writeback=True):` and in-place operations."
                 )
+        if self._added is not None and (name := self._added()):
+            raise RuntimeError(
+                f"{self._engine.mesh} '{name}' was added to the model after zs.shard(): its gradient would not be "
+                "reduced, no rank would have the others' values, and checkpoints would not have it. Add modules and "
+                "parameters before zs.shard(); what each rank keeps for itself is named in ignored= there."
+            )
         self._engine.enter(module, self.name, self._units, (args, kwargs))
+
+    def _check_whole(self, name: str) -> None:
+        """Raise where a forward with other tensors in the place of parameters would gather parameters for nothing."""
+        if self._engine.is_sharded and self._engine.gathered is None:
+            raise RuntimeError(
+                f"{self._engine.mesh} functional_call() with another tensor for '{name}', while parameters are sharded "
+                "and released. Use `with zero.gathered():` around it, on every rank, or keep parameters whole (stages "
+                "0 to 2)."
+            )
 
 
 @final

@@ -9,9 +9,9 @@ import torch
 
 from zeroshard.core.grads import Gradients, Places
 from zeroshard.core.states import Own, Scope, Sum
+from zeroshard.store.apart import Landing
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
-from zeroshard.wire.apart import Landing
 
 __all__ = ["HOT_NUMEL", "LooseGradients"]
 

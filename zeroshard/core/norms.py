@@ -5,18 +5,20 @@ Owns the arithmetic behind every norm, in few launches at any number of ranks. I
 """
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
 from zeroshard.core.slot import Slot
 from zeroshard.core.states import Sum
-from zeroshard.torch_private import foreach_norm
+from zeroshard.torch_private import foreach_norm, version_of
 
-__all__ = ["LocalNorms", "total_norms"]
+__all__ = ["IGNORED", "LocalNorms", "norms_of", "refuse_ignored", "total_norms"]
 
 Tensor = torch.Tensor
 UNUSED, USED = Sum.UNUSED, Sum.USED
+IGNORED: Final = "_zeroshard_ignored"
+"""The attribute of the gradient of an ignored parameter that has its name."""
 
 
 @final
@@ -29,9 +31,14 @@ class LocalNorms:
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots, self._count = [slot for slot in slots if slot.is_own], len(slots)
+        self._buckets = {id(slot.bucket): slot.bucket for slot in slots}.values()
         self._device = slots[0].bucket.device if slots else None
         self._made: tuple[Any, Tensor, list[Tensor]] = None, torch.empty(0), []
         """For one choice of parameters: what identifies it, (parameters,), and the places of each dtype's in that."""
+
+    def count_changes(self) -> int:
+        """Return how often gradients were changed in place: torch counts what clipping does to plain ones."""
+        return sum(version_of(one) for bucket in self._buckets for one in bucket.grads.tensors())
 
     def of(self, p: float, dtype: torch.dtype | None, *, is_behind: bool = False) -> Tensor:
         """Return (parameters,) fp64, which the next call overwrites: each gradient's sum of |x|^p over this rank's
@@ -71,3 +78,28 @@ def total_norms(rows: Tensor, p: float) -> Tensor:
     # In rank order, as additions one after the other: a sum over rows adds many of them in groups.
     total = rows.cumsum(0)[-1]
     return total if p == 0 else total ** (1 / p)
+
+
+def norms_of(slots: Sequence[Slot], p: float, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Return the norms of whole gradients, each 0-d, in `dtype` or the gradient's own. Collective: `Owner.norms`."""
+    made: dict[tuple[int, torch.dtype], Sequence[Tensor] | Tensor] = {}
+    norms: list[Tensor] = []
+    for slot in slots:
+        owner = slot.living_owner()
+        key = id(owner), dtype or slot.bucket.dtypes.grad
+        if key not in made:
+            # A copy: the owner answers the next request with the same numbers.
+            rounded = owner.norms(p, dtype).to(key[1], copy=True)
+            made[key] = rounded.unbind() if len(slots) > 1 else rounded
+        norms.append(made[key][slot.place])
+    return norms
+
+
+def refuse_ignored(what: str, grads: Sequence[Tensor], ours: Sequence[Tensor]) -> None:
+    """Raise where a norm is asked of sharded gradients, and of ones that each rank has of its own, together."""
+    if len(grads) > len(ours) and (names := [name for g in grads if (name := vars(g).get(IGNORED))]):
+        raise RuntimeError(
+            f"{what} of sharded gradients and of that of '{names[0]}', an ignored parameter (zs.shard(ignored=)): each "
+            "rank has a gradient of its own of that, so ranks would get other norms, and clip alike gradients "
+            "differently. Clip the sharded parameters and the ignored ones in two calls."
+        )

@@ -30,7 +30,7 @@ from zeroshard.optim.whole import whole_of
 from zeroshard.torch_private import keep_first, keep_last
 from zeroshard.wire.comm import Pending
 
-__all__ = ["ShardedOptimizer", "cut_state", "is_cut", "keep_state"]
+__all__ = ["ShardedOptimizer", "Source", "cut_state", "is_cut", "keep_state"]
 
 Tensor = torch.Tensor
 
@@ -151,8 +151,6 @@ class ShardedOptimizer:
             )
         self._engine.leave_passes("optimizer.step()")
         self._engine.check_reduced("optimizer.step()")
-        is_left = any(not unit.spec.is_whole and unit.presence is not Presence.RELEASED for unit in self._engine.units)
-        assert not is_left, "a unit was left gathered"
         engine, guard, scale = self._engine, self._engine.guard, self._engine.loss_scale
         masters = self.masters
         # All ranks must stand at one place, so a schedule that differs between them is found here.
@@ -161,6 +159,8 @@ class ShardedOptimizer:
         if self.exchange is not None:
             place += f" with owners {self.exchange.digest:08x}"
         is_voted = engine.order.settle(place, is_fine=lambda: guard.is_fine(optimizer, masters, scale))
+        is_left = any(not unit.spec.is_whole and unit.presence is not Presence.RELEASED for unit in engine.units)
+        assert not is_left, "a unit was left gathered"
         name = guard.ask(optimizer, masters, scale) if is_voted else ""
         if (is_stopped := not is_voted or bool(name)) and (scale is None or guard.is_fatal(scale)):
             name = name or guard.blame(masters)

@@ -34,14 +34,14 @@ from functools import partial
 from typing import Literal
 
 from zeroshard.core.changes import check_equal, checksum_of
+from zeroshard.core.history import History
 from zeroshard.core.passes import Pass, Phase
 from zeroshard.core.states import Scope
 from zeroshard.core.unit import Reduction, Unit
 from zeroshard.core.votes import NOTHING, Told, Votes
 from zeroshard.table.errors import RankMismatchError
-from zeroshard.table.schedule import WINDOW, Action, Mark, Record, Schedule, replay
-from zeroshard.table.trace import Event, Trace, event_of
-from zeroshard.torch_private import NoFunctionTransforms
+from zeroshard.table.schedule import WINDOW, Action, Record, Schedule
+from zeroshard.torch_private import NoFunctionTransforms, is_profiling, profiled
 from zeroshard.wire.comm import Comm, Pending
 
 __all__ = ["Order"]
@@ -65,21 +65,22 @@ class Order:
         self._changes = [change for unit in units for change in unit.changes]
         self.is_sharded = any(not unit.spec.is_whole for unit in units)
         """Whether parameters are gathered for use."""
+        self._held = frozenset(unit.number for unit in units if unit.spec.is_held)
+        self.carried: frozenset[int] = frozenset()
+        """Units that a forward left whole for its backward; the same on all ranks."""
         self.current: Pass | None = None
-        self.steps = 0
-        self.has_stepped = False
-        self.trace = Trace(self._predict)
+        self._has_warned = False
         self._records: dict[Hashable, Record] = {}
+        self.history = History(units, self._records)
         self._count = 0
         self._in_flight: list[Reduction] = []
         self._tails: list[list[Pending]] = [[] for _ in units]
         """What gathers sums where every rank needs them whole, by unit."""
-        self._done: list[tuple[Phase, Hashable, list[Mark]] | int] = []
-        self._last_step: list[tuple[Phase, Hashable, list[Mark]] | int] = []
         self._has_left_record = False
         """Whether some rank left the record of a forward pass that waits for its backward; the same on all ranks."""
-        self._has_warned = False
         self.votes = Votes(comm)
+        self.check_update: Callable[[], None] = lambda: None
+        """Raises on all ranks if one failed to update in the background. Collective: all-reduce of 8 bytes."""
         self._ended: list[Pass] = []
         """Passes whose last vote this rank has not read."""
         self._calm: Counter[Hashable] = Counter()
@@ -97,20 +98,24 @@ class Order:
         scope: Scope = Scope.RANK,
         expected: set[int] | None = None,
         place: str = "",
+        holds: bool = False,
     ) -> Pass:
         """Begin a pass; the one before must be closed.
 
         Args:
             place: what to tell other ranks first; nothing where it is empty.
+            holds: whether a backward will come, for which units stay whole that are asked to.
         """
         if phase == "backward" or self.is_sharded:
             self.catch_up()
             # Any rank may make passes of its own that send nothing, and messages of the others keep their numbers.
             self._count += 1
-        self._begin_step()
+        self.history.begin_step()
+        key = (key, self.carried) if self.carried else key
         record = self._records.get(key)
         asks = record is None or (phase == "backward" and self._has_left_record)
-        followed = record or Record()
+        held = self._held if holds else self.carried if phase == "forward" else frozenset[int]()
+        followed = record or Record(held=held, carried=self.carried)
         schedule = Schedule(
             replace(followed, requests=()) if asks else followed, lambda unit: self._units[unit].is_complete()
         )
@@ -177,6 +182,7 @@ class Order:
             # Else a rank may still wait in a round for this one.
             self._wait_for_tails()
         pass_.checksum, self.current = checksum_of(self._changes), None
+        self.carried = frozenset(pass_.schedule.whole)
         if pass_.scope is not Scope.RANK:
             pass_.used = [flag for unit in self._units for flag in unit.has_landed()]
         elif not self.is_sharded:
@@ -260,7 +266,8 @@ class Order:
         self._has_left_record = pass_.phase == "forward" and (self._has_left_record or has_left)
         self._calm[pass_.key] = 0 if pass_.asks or has_left else min(CALM_PASSES, self._calm[pass_.key] + 1)
         self._records[pass_.key] = pass_.next_record(self._records.get(pass_.key, Record()))
-        self._done.append((pass_.phase, pass_.key, pass_.marks))
+        self.carried = frozenset(pass_.schedule.whole)  # it may have served others since it was closed
+        self.history.add_pass(pass_.phase, pass_.key, pass_.marks)
 
     def _agree_on_use(self, pass_: Pass, told: Told) -> tuple[int, int]:
         """Agree on which parameters some rank used; return the least and the greatest checksum of changes in place."""
@@ -288,6 +295,12 @@ class Order:
         """Read what ranks told, and do what they ask for. Collective: where some rank asks for something."""
         self.votes.read()
 
+    def let_go(self) -> None:
+        """Release what a forward left whole for a backward that did not come; every rank must call, outside passes."""
+        for number in self.carried:
+            self._units[number].release()
+        self.carried = frozenset()
+
     def barrier(self, place: str, payload: int = 0) -> tuple[int, int]:
         """Wait until all ranks stand at `place`, outside passes; return the least and the greatest payload.
 
@@ -295,6 +308,7 @@ class Order:
             RankMismatchError: ranks stand at different places.
         Collective: all-reduce of 40 bytes; every rank must call.
         """
+        self.check_update()
         told = self.votes.meet(place, payload)
         return told.least, told.greatest
 
@@ -319,6 +333,8 @@ class Order:
             RankMismatchError: ranks stand at different places, or did not make the same change.
         Collective: all-reduce of 40 bytes; every rank must call.
         """
+        self.check_update()
+        self.let_go()
         for unit in self._units:
             unit.note_changes()
 
@@ -387,12 +403,17 @@ class Order:
             pass_.schedule.grant(unit, is_used=False)
             self._do([("gather", unit)])
         else:
-            self._do([("gather", unit), ("release", unit)])
+            self._do([("gather", unit), *pass_.schedule.let_go(unit)])
 
     # -- actions ----------------------------------------------------------------------------------------------------
 
-    def _do(self, actions: Sequence[Action]) -> None:
-        pass_, sent = self._open_pass(), self._comm.sent_bytes
+    def _do(self, actions: Sequence[Action], *, is_named: bool = False) -> None:
+        if not is_named and is_profiling():
+            for kind, number in actions:
+                with profiled(kind, self._units[number].name):
+                    self._do([(kind, number)], is_named=True)
+            return
+        pass_, sent, history = self._open_pass(), self._comm.sent_bytes, self.history
         for kind, number in actions:
             unit = self._units[number]
             if kind == "reduce":
@@ -416,7 +437,8 @@ class Order:
                     unit.start_reduction(self._comm, pass_.number, str(pass_), pass_.scope, is_ready=is_ready)
                 )
             # Written once it has happened, with what the wire counted.
-            self.trace.add(self._event(pass_.phase, pass_.key, kind, number, self.steps, sent[kind] - before))
+            nbytes = sent[kind] - before
+            history.trace.add(history.event(pass_.phase, pass_.key, kind, number, history.steps, nbytes))
             if kind == "reduce" and self._comm.wire.is_in_place:
                 # Nothing travels meanwhile, and the next unit's gradients can have the buffer.
                 self._finish_all()
@@ -428,8 +450,12 @@ class Order:
 
     def _finish(self, reduction: Reduction) -> None:
         sent_bytes = self._comm.sent_bytes["reduce"]
-        tails = reduction.finish()
-        self.trace.add_sent("reduce", reduction.unit.name, self._comm.sent_bytes["reduce"] - sent_bytes)
+        if is_profiling():
+            with profiled("wait for the reduce of", reduction.unit.name):
+                tails = reduction.finish()
+        else:
+            tails = reduction.finish()
+        self.history.trace.add_sent("reduce", reduction.unit.name, self._comm.sent_bytes["reduce"] - sent_bytes)
         if tails is None:
             self._postpone(reduction.unit)
         else:
@@ -441,7 +467,8 @@ class Order:
         pass_ = self._open_pass()
         pass_.postponed.add(unit.number)
         pass_.waiting.add(unit.number)
-        self.trace.add(self._event(pass_.phase, pass_.key, "postpone", unit.number, self.steps))
+        history = self.history
+        history.trace.add(history.event(pass_.phase, pass_.key, "postpone", unit.number, history.steps))
         if self._comm.mesh.rank == 0 and len(pass_.postponed) > WINDOW and not self._has_warned:
             self._has_warned = True
             nbytes = sum(self._units[number].local_bytes for number in pass_.postponed)
@@ -458,52 +485,21 @@ class Order:
         assert self.current is not None, "the engine asked for a unit outside a pass"
         return self.current
 
-    # -- steps and the trace ----------------------------------------------------------------------------------------
-
-    def _begin_step(self) -> None:
-        if self.has_stepped:
-            self.steps += 1
-            self.has_stepped = False
-            self._last_step, self._done = self._done, []
+    # -- steps ------------------------------------------------------------------------------------------------------
 
     def publish(self, numbers: Sequence[int], start: Callable[[Unit], list[Pending]]) -> None:
         """End an update: send the updated parameters of `numbers` where ranks keep them whole; count the step."""
         pending, sent = [], self._comm.sent_bytes
         for number in numbers:
             before = sent["gather"]
-            pending += start(self._units[number])
-            self.trace.add(self._event("step", None, "publish", number, self.steps, sent["gather"] - before))
-            self._done.append(number)
+            with profiled("publish", self._units[number].name):
+                pending += start(self._units[number])
+            self.history.add_publish(number, sent["gather"] - before)
         for one in pending:
             one.wait()
-        self.trace.add(Event(self.steps, "step", "step", "", 0))
-        self._done.append(-1)
-        self.has_stepped = True
+        self.history.end_step()
 
     def next_number(self) -> int:
         """Return a number for what is sent outside passes, another one than those of passes; see `Tag`."""
         self._count += 1
         return self._count
-
-    def _event(self, phase: str, key: Hashable, kind: str, number: int, step: int, sent: int | None = None) -> Event:
-        unit = self._units[number]
-        # Which buckets are trained now shows in reductions alone, and in what a layout says that is sent.
-        spec = unit.described() if kind == "reduce" or sent is None else unit.spec
-        return event_of(spec, step, phase, kind, self._records.get(key, Record()), sent)
-
-    def _predict(self) -> list[Event]:
-        done = self._done if self.has_stepped else self._last_step
-        if not done:
-            raise RuntimeError("No step has been made yet: the first one is what the prediction is made from.")
-        events: list[Event] = []
-        step = self.steps + self.has_stepped
-        for item in done:
-            if isinstance(item, int):
-                # -1 ends an update; any other number is a unit that was published.
-                end = Event(step, "step", "step", "", 0)
-                events.append(end if item < 0 else self._event("step", None, "publish", item, step))
-            else:
-                phase, key, marks = item
-                actions = replay(self._records[key], marks)
-                events += [self._event(phase, key, kind, unit, step) for kind, unit in actions]
-        return events

@@ -169,7 +169,7 @@ def demand(parameter: Tensor, what: str) -> None:
         where = owner.mesh if owner is not None else "[its engine is gone]"
         raise RuntimeError(
             f"{where} Parameter '{slot.name}' {tuple(parameter.shape)} is sharded and its values are released here, so "
-            f"`{what}` cannot read them. {remedy_for(parameter, slot.name)}"
+            f"`{what}` cannot read them. {remedy_for(parameter, slot.name, what)}"
         )
 
 

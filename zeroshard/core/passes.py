@@ -100,7 +100,8 @@ class Pass:
                 pinned.add(unit)
             seen.add(request)
         ordered = hoist(requests) if self.is_first else tuple(requests)
-        return Record(ordered, frozenset(pinned), frozenset(self.schedule.outlasting))
+        of = self.schedule
+        return Record(ordered, frozenset(pinned), frozenset(of.outlasting), of.held, of.carried)
 
 
 def _place_of(request: Request, requests: Sequence[Request], phase: Phase) -> int:

@@ -52,7 +52,7 @@ class Owner(Protocol):
     def answer(self, place: str) -> None:
         """Tell the others that this rank answers from gradients that all ranks have summed."""
 
-    def change_gradients(self, what: str) -> None:
+    def change_gradients(self, what: str, *, is_forgotten: bool = False) -> None:
         """Prepare for a change of gradients by user code; raise inside a backward."""
 
     def norms(self, p: float, dtype: torch.dtype | None = None) -> Tensor:

@@ -31,7 +31,7 @@ from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Own, Presence, Scope
 from zeroshard.table.spec import UnitSpec
-from zeroshard.torch_private import NoSubclasses, accumulator_of, will_run
+from zeroshard.torch_private import NoSubclasses, accumulator_of, is_profiling, profiled, will_run
 from zeroshard.wire.comm import Comm, Pending, Tag
 
 __all__ = ["Reduction", "Unit"]
@@ -195,18 +195,25 @@ class Unit:
         """Begin to make the unit whole; harmless where it is (another rank asked again)."""
         for bucket in self._gathered:
             if self.presence is Presence.RELEASED:
+                bucket.await_update()
                 bucket.open()
             tag = Tag(number, bucket.number, f"the gather of {self} in {where}")
-            self._pending.append(comm.gather(bucket.full, tag, kind))
+            with bucket.brought():
+                self._pending.append(comm.gather(bucket.full, tag, kind))
         self.presence = Presence.COMING if self._pending else Presence.WHOLE
 
     def wait(self) -> None:
         """Return when the values are there."""
         if self.presence is Presence.COMING:
             while self._pending:
-                self._pending[0].wait()  # one that is interrupted is awaited again
-                self._pending.pop(0)
+                if is_profiling():
+                    with profiled("wait for the gather of", self.name):
+                        self._pending[0].wait()
+                else:
+                    self._pending[0].wait()
+                self._pending.pop(0)  # one that is interrupted is awaited again
             for bucket in self._gathered:
+                bucket.arrive()
                 bucket.changes.restore()
             self.let_read(Presence.WHOLE)
 

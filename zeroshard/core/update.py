@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 class Piece(ABC):
     """A part of an update: the entries that it updates, and what comes before and goes after."""
 
-    def start(self) -> None:  # noqa: B027 (what is there needs nothing)
+    def start(self) -> None:  # noqa: B027 (parts whose data are on the device have nothing to bring)
         """Begin to bring what the update reads; called while the piece before is due, one piece ahead."""
 
     @abstractmethod

@@ -118,8 +118,8 @@ class Votes:
             lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(places))
             raise RankMismatchError(
                 f"{self._comm.mesh} Ranks are at different places of the program:\n{lines}\nAll ranks must make the "
-                "same passes, norms and steps in the same order. To evaluate or generate on one rank only, enter `with "
-                "zero.gathered():` on all ranks."
+                "same passes, norms and steps in the same order, and call save(), load() and gathered(). What rank "
+                "0 does alone goes into `for _ in zero.on_first_rank():`, in the place of `if rank == 0:`."
             )
         return Told(request, least, -greatest)
 

@@ -5,16 +5,21 @@ it stands for (`Elsewhere`), and says which elements lie where.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from types import MappingProxyType
 from typing import Any, final
 
-from zeroshard.table.cells import Elsewhere, Residency
+from zeroshard.table.cells import Cell, Elsewhere, Residency
+from zeroshard.table.spec import BucketSpec, Range, UnitSpec
 
-__all__ = ["Offload", "OffloadLike", "offload_of", "row_with"]
+__all__ = ["AUTO", "Offload", "OffloadLike", "choices_for", "least_of", "offload_of", "row_with", "with_apart"]
 
+AUTO = "auto"
 HOST = "host"
+PARTS = 100
+"""Into how many a column is cut for `offload="auto"`."""
 STAGING_BYTES = 16 << 20
 LEAST_STAGING_BYTES = 1 << 16
 
@@ -29,10 +34,12 @@ class Offload:
             parameters are moved, so `zero.summary()` says what was reached.
         gradients: None moves them with their states, wherever a rank keeps the gradients that it updates with and no
             others: at stages 2 and 3, and on one rank. 0 leaves them on the device until the update.
-        parameters: 0; parameters stay on the device.
+        parameters: the fraction of a rank's shard of the parameters, at stage 3, also of one rank: they are brought to
+            the device ahead of use, and released after it. With files, too, they lie in memory of the host.
         to: "host", or a folder on a local disk, where each rank makes a file that nobody else can open and that is gone
             with the process; gradients lie on the host then.
         staging_bytes: of the memory through which everything passes, in pieces, whatever the size of a model.
+        update: "step": `optimizer.step()` makes the update, or begins it where a device can compute meanwhile.
 
     Raises:
         ValueError, TypeError: a value that is none of these.
@@ -54,6 +61,7 @@ class Offload:
     parameters: float = 0.0
     to: str | PathLike[str] = HOST
     staging_bytes: int = STAGING_BYTES
+    update: str = "step"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "to", fspath(self.to))
@@ -69,10 +77,10 @@ class Offload:
                 f"Offload(gradients={self.gradients}) with states={self.states}: gradients lie where their states do. "
                 "Leave gradients= out, or write gradients=0 to keep them on the device until the update."
             )
-        if self.parameters:
+        if self.update != "step":
             raise ValueError(
-                f"Offload(parameters={self.parameters}): parameters stay on the device. Leave parameters= out; stage=3 "
-                "keeps a rank's shard of them alone, and precision='bf16' two bytes of each."
+                f"Offload(update={self.update!r}): updates during backward are not there yet, and 'step' is the only "
+                "value. optimizer.step() returns while states on the host are updated; see docs/offload.md."
             )
         if isinstance(self.staging_bytes, bool) or not isinstance(self.staging_bytes, int):
             raise TypeError(f"Offload(staging_bytes=) takes a number of bytes; got {self.staging_bytes!r}.")
@@ -109,16 +117,40 @@ def offload_of(asked: OffloadLike) -> Offload | None:
     """
     if asked is None or isinstance(asked, Offload):
         return asked
-    if asked == "auto":
+    if asked == AUTO:
         raise ValueError(
-            "offload='auto' is not there yet. Write offload=zs.Offload(states=0.6), with the fraction of the states "
-            "that does not fit; zero.memory() says what lies where."
+            "offload='auto' stands for what zs.shard(), zs.plan() or a training choose for one model; it is no Offload "
+            "by itself."
         )
     if isinstance(asked, str) and "=" in asked and not asked.startswith("/"):
         return Offload(**dict(_value_of(part) for part in asked.split(",")))
     if isinstance(asked, str | PathLike):
         return Offload(to=asked)
     raise TypeError(f"offload= takes 'host', a folder, a zs.Offload or None; got {asked!r}.")
+
+
+def choices_for(row: Residency) -> list[Offload | None]:
+    """Return what `offload="auto"` tries, least first: nothing, then states with gradients, then parameters as well."""
+    fractions = [part / PARTS for part in range(1, PARTS + 1)]
+    moved = [Offload(states=fraction) for fraction in fractions]
+    moved += [Offload(parameters=fraction) for fraction in fractions] if row.cuts_parameters else []
+    return [None, *moved]
+
+
+def least_of(choices: Sequence[Offload | None], fits: Callable[[Offload | None], bool]) -> tuple[Offload | None, bool]:
+    """Return the first choice that fits, and True; the last one, and False, if none does.
+
+    Each choice leaves no more on the device than the one before it, so that few of them are tried.
+    """
+    low, high = 0, len(choices) - 1
+    if fits(choices[0]):
+        return choices[0], True
+    if not fits(choices[high]):
+        return choices[high], False
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(choices[middle]) else (middle, high)
+    return choices[high], True
 
 
 def _value_of(part: str) -> tuple[str, Any]:
@@ -141,8 +173,22 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
 
     Args:
         is_alone: whether one rank keeps everything, so that no gradient is whole for others' sake.
+
+    Raises:
+        ValueError: parameters are to be elsewhere, and are used where they lie.
     """
-    if offload is None or not offload.states:
+    if offload is None:
+        return row
+    if offload.parameters:
+        if not row.cuts_parameters:
+            raise ValueError(
+                f"Offload(parameters={offload.parameters:g}) with parameters {row.parameters}: they are used where "
+                "they lie, so they stay on the device. Write stage=3, also for one rank, which has units brought there "
+                "before use and released after it; or leave parameters= out."
+            )
+        moved = Elsewhere(row.parameters, "host", offload.parameters, staging_bytes=offload.staging_bytes)
+        row = replace(row, parameters=moved)
+    if not offload.states:
         return row
     folder = "" if offload.to == HOST else str(offload.to)
     states = Elsewhere(row.states, "file" if folder else "host", offload.states, folder, offload.staging_bytes)
@@ -150,3 +196,27 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
     moves |= bool(offload.gradients)
     gradients = Elsewhere(row.gradients, "host", offload.states) if moves else row.gradients
     return replace(row, states=states, gradients=gradients)
+
+
+def with_apart(units: Sequence[UnitSpec], row: Residency) -> tuple[UnitSpec, ...]:
+    """Say of each bucket which parameters, and whose states, are elsewhere; what is not trained has no states."""
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    states = _counts(row.states, [(one, one.states) for one in buckets if one.is_trained])
+    # Units with a cell of their own keep their parameters as that says.
+    parameters = _counts(row.parameters, [(one, one.shard) for one in buckets if one.row.parameters == row.parameters])
+
+    def with_apart(one: BucketSpec) -> BucketSpec:
+        # What is frozen has masters alone, and these lie with its parameters.
+        moved = parameters.get(one.number, 0)
+        return replace(one, apart=states.get(one.number, moved), apart_parameters=moved)
+
+    return tuple(replace(unit, buckets=tuple(map(with_apart, unit.buckets))) for unit in units)
+
+
+def _counts(cell: Cell, kept: Sequence[tuple[BucketSpec, Range]]) -> dict[int, int]:
+    """Return how many parameters of each bucket a cell keeps elsewhere, by the bucket's number."""
+    numels = [
+        [b - a for a, b in (one.layout.overlap(index, *range_) for index in range(len(one.names)))]
+        for one, range_ in kept
+    ]
+    return {one.number: count for (one, _), count in zip(kept, cell.apart(numels), strict=True)}

@@ -4,7 +4,10 @@ Owns the choice and its checks. `core/precision.py` says where a value is rounde
 edges of the model.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -13,7 +16,7 @@ from torch import nn
 from zeroshard.table.spec import CODECS, Formats
 from zeroshard.torch_private import BatchNorm
 
-__all__ = ["Precision", "precision_of"]
+__all__ = ["Chosen", "Precision", "PrecisionLike", "chosen_modules", "formats_of_model", "precision_of"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,11 @@ class Precision:
         keep: module classes whose parameters stay as they are; their inputs are cast to these, their outputs back.
         loss_scale: "dynamic", a fixed number, or None: then scaling is the caller's (torch.amp.GradScaler) or not
             needed.
+        output: what floating-point outputs of the model are cast to, fp32 by default; of a module in `modules`, by
+            default what the modules around it compute with.
+        modules: pairs of a module class, or a pattern of module names, and the precision of these modules and all
+            inside them: their inputs are cast to it, their outputs back. The innermost module decides, and for one
+            module the first pair that fits. `zs.shard(precision={"": "bf16", "blocks.*.router": "fp32"})` makes them.
         rounding: how updated masters are rounded to `master`. "stochastic" is for masters in bfloat16, which would
             lose small updates otherwise: they are updated in fp32, and rounded up or down with the chance that is
             right on average; states stay in fp32, and an update takes 4 bytes more for each element meanwhile.
@@ -49,9 +57,11 @@ class Precision:
     keep: tuple[type[nn.Module], ...] = (BatchNorm,)
     loss_scale: Literal["dynamic"] | float | None = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    output: torch.dtype | None = None
+    modules: tuple[tuple[str | type[nn.Module], "Precision"], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("param", "reduce", "grad", "master"):
+        for name in ("param", "reduce", "grad", "master", "output"):
             dtype = getattr(self, name)
             is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
             if not (is_float or dtype is None or (name == "reduce" and dtype in CODECS)):
@@ -63,6 +73,16 @@ class Precision:
             raise ValueError(f"loss_scale must be 'dynamic', a positive number or None; got {self.loss_scale!r}.")
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding must be 'nearest' or 'stochastic'; got {self.rounding!r}.")
+        for key, one in self.modules:
+            if not isinstance(one, Precision) or not (isinstance(key, str) or _is_class(key)):
+                raise TypeError(
+                    f"Precision(modules=) takes pairs of a name or class and a Precision; got {(key, one)!r}."
+                )
+            if one.loss_scale is not None or one.modules:
+                raise ValueError(
+                    f"Precision of {key!r}: a loss scale, and the precision of modules, are the whole model's. Write "
+                    "them there, and zs.Precision(param=torch.float16) for modules that compute in fp16."
+                )
         if self.rounding == "stochastic" and self.master != torch.bfloat16:
             raise ValueError(f"rounding='stochastic' needs master=torch.bfloat16; got master={self.master}.")
 
@@ -81,19 +101,113 @@ def _formats(*kinds: torch.dtype | str) -> Formats:
     return Formats(*(str(kind).removeprefix("torch.") for kind in kinds))
 
 
-def precision_of(choice: str | Precision) -> Precision:
-    """Return the precision that a name stands for.
+_NAMES = MappingProxyType({"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"})
+PrecisionLike = str | torch.dtype | Precision | Mapping[str | type[nn.Module], str | torch.dtype | Precision]
+DTYPES = MappingProxyType({f"{prefix}{dtype}": name for prefix in ("", "torch.") for dtype, name in _NAMES.items()})
+"""Precisions by the names of dtypes, and as torch writes these."""
+"""What the caller of `shard()` may write; in a mapping "" is the model itself."""
+
+
+def precision_of(choice: PrecisionLike) -> Precision:
+    """Return the precision that a name, or a mapping of names, stands for.
 
     Raises:
-        ValueError: no precision has this name.
+        ValueError: no precision has this name; a mapping does not say what the model computes with.
+        TypeError: a key of a mapping that is neither a pattern nor a class of modules.
     """
     if isinstance(choice, Precision):
         return choice
+    if isinstance(choice, Mapping):
+        if "" not in choice:
+            raise ValueError(f'precision= as a mapping says under "" what the model computes with; got {choice!r}.')
+        whole = precision_of(choice[""])
+        return replace(whole, modules=tuple((key, precision_of(one)) for key, one in choice.items() if key != ""))
     named = {
         "fp32": Precision(),
         "bf16": Precision(param=torch.bfloat16),
         "fp16": Precision(param=torch.float16, loss_scale="dynamic"),
     }
+    choice = DTYPES.get(str(choice), choice)
     if not isinstance(choice, str) or choice not in named:
         raise ValueError(f"precision must be one of {', '.join(named)} or a zs.Precision; got {choice!r}.")
     return named[choice]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A module with a precision of its own.
+
+    Args:
+        inside: what its floating-point inputs are cast to.
+        outside: what its floating-point outputs are cast to.
+    """
+
+    module: nn.Module
+    precision: Precision
+    inside: torch.dtype
+    outside: torch.dtype
+
+
+def chosen_modules(model: nn.Module, precision: Precision) -> list[Chosen]:
+    """Return the modules that a precision names, outer ones first; to be called before parameters are converted.
+
+    Raises:
+        ValueError: a name or class means no module.
+    """
+    places = [*_modules(model)] if precision.modules else []
+    met = {key for _, module, name in places for key, _ in precision.modules if _fits(module, name, key)}
+    if missed := [key for key, _ in precision.modules if key not in met]:
+        names = ", ".join([name for _, _, name in places if name][:8])
+        raise ValueError(f"precision= names {missed[0]!r}, which fits no module; modules: {names}, ...")
+    found: dict[nn.Module, Chosen] = {}
+    for around, module, name in places:
+        one = next((one for key, one in precision.modules if _fits(module, name, key)), None)
+        own = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+        if one is not None and own is not None and module not in found:
+            outer = next((found[outer].precision for outer in reversed(around) if outer in found), precision)
+            found[module] = Chosen(module, one, one.param or own, one.output or outer.param or own)
+    return [*found.values()]
+
+
+def formats_of_model(model: nn.Module, precision: Precision) -> dict[int, Formats]:
+    """Return the formats of each parameter, by identity.
+
+    Raises:
+        ValueError: modules of different precision share a parameter.
+    """
+    kept = {id(p) for m in model.modules() if isinstance(m, precision.keep) for p in m.parameters()}
+    chosen = {one.module: one.precision for one in chosen_modules(model, precision)}
+    found: dict[int, tuple[str, Precision, Formats]] = {}
+    for around, module, name in _modules(model):
+        one = next((chosen[outer] for outer in reversed((*around, module)) if outer in chosen), precision)
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            formats = one.formats_of(parameter.dtype, is_kept=id(parameter) in kept)
+            full = f"{name}.{key}" if name else key
+            first, _, known = found.setdefault(id(parameter), (full, one, formats))
+            if known != formats:
+                raise ValueError(
+                    f"precision=: '{first}' and '{full}' are one parameter, in modules of different precision "
+                    f"({known.param} and {formats.param}). Name both modules in precision=, or neither."
+                )
+    return {key: formats for key, (_, _, formats) in found.items()}
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, ...], nn.Module, str]]:
+    """Yield (modules around it, outer ones first; module; name) of each place in a model."""
+    stack: list[tuple[tuple[nn.Module, ...], nn.Module, str]] = [((), model, "")]
+    while stack:
+        around, module, name = stack.pop()
+        yield around, module, name
+        for key, child in reversed(module._modules.items()):
+            if child is not None:
+                stack.append(((*around, module), child, f"{name}.{key}" if name else key))
+
+
+def _fits(module: nn.Module, name: str, key: str | type[nn.Module]) -> bool:
+    return bool(name) and (fnmatchcase(name, key) if isinstance(key, str) else isinstance(module, key))
+
+
+def _is_class(key: object) -> bool:
+    return isinstance(key, type) and issubclass(key, nn.Module)

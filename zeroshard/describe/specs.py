@@ -6,11 +6,11 @@ take, so that a prediction is about the buckets that a run has. It must not know
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from torch import nn
 
-from zeroshard.describe.precision import Precision
+from zeroshard.describe.offload import with_apart
+from zeroshard.describe.precision import Precision, formats_of_model
 from zeroshard.describe.units import UnitPlan
 from zeroshard.table.cells import Residency
 from zeroshard.table.layout import plan_layout
@@ -41,13 +41,13 @@ def describe_units(
         numel_of: returns the elements of a parameter that this rank has; less than all of them where a tensor axis
             splits it.
     """
-    kept = frozenset(id(p) for m in plans[0].module.modules() if isinstance(m, precision.keep) for p in m.parameters())
+    formats_by_parameter = formats_of_model(plans[0].module, precision)
     units: list[UnitSpec] = []
     count = 0
     for number, plan in enumerate(plans):
         sets: dict[tuple[Formats, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in plan.parameters:
-            formats = precision.formats_of(parameter.dtype, is_kept=id(parameter) in kept)
+            formats = formats_by_parameter[id(parameter)]
             sets.setdefault((formats, parameter.requires_grad), []).append((name, parameter))
         buckets = [
             BucketSpec(
@@ -56,7 +56,7 @@ def describe_units(
                 tuple(name for name, _ in named),
                 plan_layout([numel_of(p) for _, p in named], itemsize(formats.param), shard_size, replicas),
                 formats,
-                row,
+                row.of_unit(plan.name),
                 shard_rank,
                 replicas,
                 is_trained=is_trained,
@@ -65,15 +65,4 @@ def describe_units(
         ]
         count += len(buckets)
         units.append(UnitSpec(number, plan.name, tuple(buckets)))
-    return _with_apart(units, row)
-
-
-def _with_apart(units: Sequence[UnitSpec], row: Residency) -> tuple[UnitSpec, ...]:
-    """Say of each bucket which parameters' states are in another memory; what is not trained has none."""
-    trained = [bucket for unit in units for bucket in unit.buckets if bucket.is_trained]
-    kept = [[b - a for a, b in (one.layout.overlap(i, *one.states) for i in range(len(one.names)))] for one in trained]
-    counts = {one.number: count for one, count in zip(trained, row.states.apart(kept), strict=True)}
-    return tuple(
-        replace(unit, buckets=tuple(replace(one, apart=counts.get(one.number, 0)) for one in unit.buckets))
-        for unit in units
-    )
+    return with_apart(units, row)

@@ -4,7 +4,7 @@ Owns the rules and nothing else: it reads the model and changes nothing. Units a
 rank finds the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -38,12 +38,13 @@ class UnitPlan:
         return sum(p.numel() for _, p in self.parameters)
 
 
-def plan_units(model: nn.Module, units: Sequence[object] | None) -> list[UnitPlan]:
+def plan_units(model: nn.Module, units: Sequence[object] | None, ignored: Collection[int] = ()) -> list[UnitPlan]:
     """Return the units of `model`, the root first.
 
     Args:
         units: modules, module classes or class names; by default blocks are found (`describe/blocks.py`), and small
             neighbours joined until they are worth their messages.
+        ignored: parameters that are in no unit, by identity.
 
     Raises:
         ValueError: something in `units` is not in the model.
@@ -59,7 +60,7 @@ def plan_units(model: nn.Module, units: Sequence[object] | None) -> list[UnitPla
     plans = [UnitPlan("", model)] + [UnitPlan(names[m], m) for m in model.modules() if m in chosen and m is not model]
     by_module = {plan.module: plan for plan in plans}
     home: dict[nn.Parameter, UnitPlan] = {}
-    _assign(model, "", plans[0], by_module, home)
+    _assign(model, "", plans[0], by_module, home, ignored)
     if least_bytes is None:
         least_bytes = apart_bytes([plan.nbytes for plan in plans[1:]])
     _split_large(plans, model, home, names, least_bytes)
@@ -97,16 +98,17 @@ def _assign(
     plan: UnitPlan,
     by_module: dict[nn.Module, UnitPlan],
     home: dict[nn.Parameter, UnitPlan],
+    ignored: Collection[int],
 ) -> None:
     """Give each parameter to the innermost unit around the first place where it is registered."""
     plan = by_module.get(module, plan)
     for name, parameter in module._parameters.items():
-        if parameter is not None and parameter not in home:
+        if parameter is not None and parameter not in home and id(parameter) not in ignored:
             home[parameter] = plan
             plan.parameters.append((prefix + name, parameter))
     for name, child in module._modules.items():
         if child is not None:
-            _assign(child, f"{prefix}{name}.", plan, by_module, home)
+            _assign(child, f"{prefix}{name}.", plan, by_module, home, ignored)
 
 
 def _split_large(
@@ -180,7 +182,7 @@ def _add_other_owners(
     def visit(module: nn.Module, around: tuple[nn.Module, ...]) -> None:
         around = (*around, module)
         for parameter in module._parameters.values():
-            if parameter is not None and (plan := home[parameter]).module not in around:
+            if (plan := home.get(parameter)) is not None and plan.module not in around:  # type: ignore[arg-type]
                 plan.entries[module] = names[module]
         for child in module._modules.values():
             if child is not None:

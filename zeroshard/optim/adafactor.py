@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 
+from zeroshard.optim.arguments import loss_of
 from zeroshard.torch_private import adafactor_step
 
 __all__ = ["Adafactor"]
@@ -85,10 +86,7 @@ class Adafactor(torch.optim.Adafactor):
         with_moment = [group for group in self.param_groups if group["beta1"] is not None]
         if not with_moment:
             return super().step(closure)  # type: ignore[no-untyped-call]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         everything, self.param_groups = self.param_groups, [g for g in self.param_groups if g["beta1"] is None]
         try:
             super().step()  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 
+from zeroshard.optim.arguments import check_betas, check_not_negative, loss_of
 from zeroshard.optim.blocks8 import BLOCK_NUMEL, block_count, code_of, decode, encode, from_rows, to_rows
 from zeroshard.optim.packed import Packed, PackedBytes, PackingOptimizer, State
 
@@ -97,10 +98,8 @@ class AdamW8bit(PackingOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        if float(lr) < 0.0 or eps < 0.0 or weight_decay < 0.0:
-            raise ValueError(f"lr, eps and weight_decay must not be negative; got {lr}, {eps} and {weight_decay}.")
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas must be at least 0 and less than 1; got {betas}.")
+        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas("betas", betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
@@ -114,10 +113,7 @@ class AdamW8bit(PackingOptimizer):
         Returns:
             What `closure` returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             together: dict[tuple[float, torch.device], list[_Entry]] = {}
             scattered = []

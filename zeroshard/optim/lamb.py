@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 
+from zeroshard.optim.arguments import check_betas, check_not_negative, loss_of
 from zeroshard.optim.sums import SummingOptimizer
 
 __all__ = ["Lamb"]
@@ -55,10 +56,8 @@ class Lamb(SummingOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        if float(lr) < 0.0 or eps < 0.0 or weight_decay < 0.0:
-            raise ValueError(f"lr, eps and weight_decay must not be negative; got {lr}, {eps} and {weight_decay}.")
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas must be at least 0 and less than 1; got {betas}.")
+        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas("betas", betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
@@ -74,10 +73,7 @@ class Lamb(SummingOptimizer):
 
         Collective: on a sharded model `Sums.total` of two sums a parameter; every rank must call.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         updates = [
             (parameter, self._update_of(parameter, group), float(group["lr"]))
             for group in self.param_groups

@@ -10,6 +10,8 @@ from typing import Any, final
 
 import torch
 
+from zeroshard.optim.arguments import check_betas, check_not_negative, loss_of
+
 __all__ = ["Lion"]
 
 Tensor = torch.Tensor
@@ -51,10 +53,8 @@ class Lion(torch.optim.Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        if float(lr) < 0.0 or weight_decay < 0.0:
-            raise ValueError(f"lr and weight_decay must not be negative; got {lr} and {weight_decay}.")
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas must be at least 0 and less than 1; got {betas}.")
+        check_not_negative(lr=lr, weight_decay=weight_decay)
+        check_betas("betas", betas)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
     @torch.no_grad()
@@ -67,10 +67,7 @@ class Lion(torch.optim.Optimizer):
         Returns:
             What `closure` returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             lr, (ahead, kept) = float(group["lr"]), group["betas"]
             for parameter in group["params"]:
@@ -85,7 +82,7 @@ class Lion(torch.optim.Optimizer):
                 moment = state["exp_avg"]
                 parameter.mul_(1 - lr * group["weight_decay"])
                 mean = (moment * ahead).add_(grad, alpha=1 - ahead)
-                # The sign of what is no number is 0: it would freeze an element for good, and hide why.
+                # The sign of NaN is 0, which would freeze the element for good and hide the cause.
                 parameter.add_(mean.sign().add_(mean, alpha=0.0), alpha=-lr)
                 moment.mul_(kept).add_(grad, alpha=1 - kept)
         return loss

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
+from zeroshard.optim.arguments import check_betas, check_not_negative, loss_of
 from zeroshard.optim.whole import Whole, newton_schulz_cost
 from zeroshard.torch_private import muon_step
 
@@ -88,12 +89,16 @@ class Muon(torch.optim.Optimizer):
         adamw_eps: float = 1e-8,
         maximize: bool = False,
     ) -> None:
-        if min(float(lr), float(lr if adamw_lr is None else adamw_lr), weight_decay, momentum, adamw_eps) < 0.0:
-            raise ValueError("lr, adamw_lr, weight_decay, momentum and adamw_eps must not be negative.")
+        check_not_negative(
+            lr=lr,
+            adamw_lr=lr if adamw_lr is None else adamw_lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            adamw_eps=adamw_eps,
+        )
         if adjust_lr_fn not in ("match_rms_adamw", "original"):
             raise ValueError(f"adjust_lr_fn must be 'match_rms_adamw' or 'original'; got {adjust_lr_fn!r}.")
-        if not all(0.0 <= beta < 1.0 for beta in adamw_betas):
-            raise ValueError(f"adamw_betas must be at least 0 and less than 1; got {adamw_betas}.")
+        check_betas("adamw_betas", adamw_betas)
         self._adamw_lr = lr if adamw_lr is None else adamw_lr
         defaults = {
             "lr": lr,
@@ -141,10 +146,7 @@ class Muon(torch.optim.Optimizer):
         Returns:
             What `closure` returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             updated = [(parameter, grad) for parameter in group["params"] if (grad := parameter.grad) is not None]
             if any(grad.is_sparse or parameter.is_complex() for parameter, grad in updated):

@@ -4,6 +4,7 @@ Owns the arguments and the words of its errors. It prints through what `cli.py` 
 is asked for its command. Plans of shapes work without torch.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -42,11 +43,15 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         stage: Annotated[str | None, typer.Option(help="Row of the residency table, 0 to 3, or auto.")] = None,
         residency: Annotated[str | None, typer.Option(help="C1 to C5: a row of the ZeRO paper.")] = None,
         activations: Annotated[str | None, typer.Option(help="recompute, recompute-rest, ..., joined by +.")] = None,
+        offload: Annotated[
+            str | None, typer.Option(help="host, /folder, states=0.6,parameters=1,to=/folder, auto.")
+        ] = None,
         precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, or the paper's: paper.")] = None,
         mesh: Annotated[int, typer.Option(help="Copies of the sharded state.")] = 1,
         tensor: Annotated[int, typer.Option(help="Ranks that products are split over.")] = 1,
         optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, muon, lion, ...")] = "adamw",
         micro_batches: Annotated[int, typer.Option(help="Of a step.")] = 1,
+        host: Annotated[float | None, typer.Option(help="GB of memory of a node, in place of the preset's.")] = None,
         as_search: Annotated[bool, typer.Option("--search", help="Try many configurations.")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,
         as_list: Annotated[bool, typer.Option("--list", help="Name the bundled shapes and devices.")] = False,
@@ -57,11 +62,12 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
             return
         try:
             where = device_for(device)
+            where = where if host is None else dataclasses.replace(where, host_bytes=int(host * 1e9))
             counts = _numbers(ranks)
             if as_search:
                 tried = {"batch": batch != 1, "stage": stage is not None, "residency": residency is not None}
                 tried |= {"activations": activations is not None, "mesh": mesh != 1, "tensor": tensor != 1}
-                tried |= {"micro-batches": micro_batches != 1}
+                tried |= {"micro-batches": micro_batches != 1, "offload": offload is not None}
                 if given := [name for name, is_given in tried.items() if is_given]:
                     raise ValueError(f"--search tries values of --{given[0]} itself; leave it out, or use zs.search().")
                 found = search(
@@ -80,6 +86,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
                 stage=_stage(stage),
                 residency=residency,
                 activations=activations,
+                offload=offload,
                 precision=precision,
                 mesh=mesh,
                 tensor=tensor,

@@ -9,19 +9,26 @@ Note: lanes
     from when it was issued. The compute lane waits where a unit is not whole yet, and at the end of a pass for its
     reductions; what it waits is exposed. Exchanges along the tensor axis are part of an operation, so compute waits;
     for copies of activations to the host and back it waits, too.
+    With offload there are "out" and "back", the two directions of the bus, "host", its processors, "program", which
+    fills pinned buffers, and "read" and "write" of a disk. Gradients go out in the order of the compute lane, which so
+    waits for each. It waits for the update elsewhere as a whole where the step does, and else, unit by unit, in the
+    next forward (`carried`), and for parameters that lie elsewhere where they are used. These waits are `offload_s`,
+    and no part of `exposed_s`.
 """
 
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Final, NamedTuple, final
 
 from zeroshard.plan import rules
+from zeroshard.plan.elsewhere import PINNED, Lanes, Work, bring, play_update
 from zeroshard.plan.hardware import Cost, Device, Span
+from zeroshard.plan.staging import file_staging_bytes, piece_numel, pinned_bytes
 from zeroshard.plan.tape import GIVEN, INPUT, Instruction, Parts
 from zeroshard.table import schedule
 from zeroshard.table.bytes import Updates
@@ -43,13 +50,16 @@ __all__ = [
     "resident_bytes",
 ]
 
+MOST_PIECES: Final = 64
+"""Of a bucket in files that are played one by one; more of them change a step by less than one of them takes."""
 COLUMNS: Final = ("parameters", "gradients", "states", "padding", "activations", "transient")
 
 
 class Event(NamedTuple):
     """Memory is taken, or given back (`nbytes` below 0), at a time in seconds from the start of the step.
 
-    `is_mapped` tells of pages that the ranks of a host map together: torch's allocator does not see them.
+    `is_mapped` tells of pages that the ranks of a host map together, and of buffers for files: torch's allocator does
+    not see them. `memory` is the device's, the host's or a file's.
     """
 
     at_s: float
@@ -59,6 +69,7 @@ class Event(NamedTuple):
     unit: str
     what: str
     is_mapped: bool = False
+    memory: str = "device"
 
 
 class LaneSpan(NamedTuple):
@@ -115,19 +126,25 @@ class Account:
     """What optimizers keep and move; searches make it once for many jobs.
 
     Args:
-        states: (name of the bucket, bytes of states, bytes of counters).
-        wide_bytes, moved_bytes: of each optimizer: masters that are widened, and all that an update reads and writes.
+        states: (name of the bucket, bytes of states, bytes of them in another memory, that memory, bytes of counters).
+        wide_bytes, moved_bytes: of each optimizer: masters that are widened, and all that an update on the device reads
+            and writes.
+        wide_apart_bytes: of each optimizer: masters that are widened on the host.
+        moved_apart_bytes: by number of the bucket, what an update elsewhere reads and writes.
     """
 
-    states: Sequence[tuple[str, int, int]]
+    states: Sequence[tuple[str, int, int, str, int]]
     wide_bytes: Sequence[int]
     moved_bytes: Sequence[int]
+    wide_apart_bytes: Sequence[int]
+    moved_apart_bytes: Mapping[int, int]
 
 
 def account_of(updates: Sequence[Updates]) -> Account:
     """Return the account of some optimizers."""
-    states: list[tuple[str, int, int]] = []
+    states: list[tuple[str, int, int, str, int]] = []
     moved_bytes: list[int] = []
+    moved_apart = Counter[int]()
     for one in updates:
         by_bucket: dict[int, list[tuple[BucketSpec, int]]] = {}
         moved = 0
@@ -138,12 +155,22 @@ def account_of(updates: Sequence[Updates]) -> Account:
             # Master and states are read and written, the gradient read, the rounded parameter written.
             kept = one.per_element * itemsize(sizes.state) + one.element_bytes
             each = 2 * itemsize(sizes.master) + 2 * kept + itemsize(sizes.grad)
-            moved += (stop - start) * (each + itemsize(sizes.param) * bucket.has_masters)
+            if index < bucket.apart:
+                moved_apart[bucket.number] += (stop - start) * each
+            else:
+                moved += (stop - start) * (each + itemsize(sizes.param) * bucket.has_masters)
         moved_bytes.append(moved)
         for places in by_bucket.values():
-            nbytes = replace(one, parameters=places).state_bytes()
-            states.append((places[0][0].name, nbytes, one.counter_bytes * len(places)))
-    return Account(tuple(states), tuple(one.numel_bytes(only_wide=True) for one in updates), tuple(moved_bytes))
+            bucket, of_bucket = places[0][0], replace(one, parameters=places, whole=())
+            kept_bytes = of_bucket.state_bytes(), of_bucket.state_bytes(is_apart=True)
+            states.append((bucket.name, *kept_bytes, bucket.row.states.memory, one.counter_bytes * len(places)))
+    return Account(
+        tuple(states),
+        tuple(one.numel_bytes(only_wide=True) for one in updates),
+        tuple(moved_bytes),
+        tuple(one.numel_bytes(only_wide=True, is_apart=True) for one in updates),
+        MappingProxyType(dict(moved_apart)),
+    )
 
 
 @final
@@ -168,6 +195,8 @@ class Job:
         script: of a model that was traced.
         update_bytes: that the optimizer's kernels take beside its states.
         account: of the updates, where it is known already.
+        host_ranks: ranks of a node, which share its processors and its disk.
+        is_early: whether the optimizer is one whose update on the host may go on after `step()`.
     """
 
     units: Sequence[UnitSpec]
@@ -185,6 +214,8 @@ class Job:
     script: Script | None = None
     update_bytes: int = 0
     account: Account | None = None
+    host_ranks: int = 1
+    is_early: bool = False
 
     @property
     def is_repeated(self) -> bool:
@@ -198,13 +229,17 @@ class Film:
     """A step as it was simulated.
 
     Args:
-        before: what is there when the step begins.
+        all_before: what is there when the step begins, in all memories.
+        all_events: in all memories.
         sent_bytes: that the rank sends, by axis and kind.
         step_s, exposed_s, update_s: of the step; waits of the compute lane in it; its update and what follows.
+        offload_s: waits of the compute lane for the host, the bus and the disk.
+        busy_s: what these three have to do, by lane.
+        is_cpu: whether device and host are one memory, of one allocator.
     """
 
-    before: Sequence[Event]
-    events: Sequence[Event]
+    all_before: Sequence[Event]
+    all_events: Sequence[Event]
     lanes: Sequence[LaneSpan]
     phases: Sequence[Phase]
     ticks: Sequence[Tick]
@@ -212,6 +247,41 @@ class Film:
     step_s: float
     exposed_s: float
     update_s: float
+    offload_s: float = 0.0
+    busy_s: Mapping[str, float] = field(default_factory=dict)
+    is_cpu: bool = False
+
+    @property
+    def compute_s(self) -> float:
+        """What the compute lane computes in forwards and backwards."""
+        return self.step_s - self.exposed_s - self.update_s - self.offload_s
+
+    @cached_property
+    def before(self) -> Sequence[Event]:
+        """What is on the device when the step begins."""
+        return tuple(one for one in self.all_before if one.memory == "device")
+
+    @cached_property
+    def events(self) -> Sequence[Event]:
+        """Those of the device's memory."""
+        return tuple(one for one in self.all_events if one.memory == "device")
+
+    @cached_property
+    def elsewhere_bytes(self) -> Mapping[str, int]:
+        """What is kept in other memories when the step begins, by memory."""
+        return MappingProxyType(_elsewhere(self.all_before))
+
+    @cached_property
+    def everywhere_bytes(self) -> int:
+        """The most bytes on device and host together."""
+        start = sum(one.nbytes for one in self.all_before if one.memory != "file")
+        return max(accumulate((one.nbytes for one in self.all_events if one.memory != "file"), initial=start))
+
+    @cached_property
+    def host_peak_bytes(self) -> int:
+        """The most bytes on the host: what is offloaded, and the buffers that it passes through."""
+        start = sum(one.nbytes for one in self.all_before if one.memory == "host")
+        return max(accumulate((one.nbytes for one in self.all_events if one.memory == "host"), initial=start))
 
     @cached_property
     def resident_bytes(self) -> Mapping[str, int]:
@@ -245,8 +315,11 @@ class Film:
         return self._most(is_mapped=True)
 
     def _most(self, *, is_mapped: bool) -> int:
-        start = sum(one.nbytes for one in self.before if one.is_mapped == is_mapped)
-        return max(accumulate((one.nbytes for one in self.events if one.is_mapped == is_mapped), initial=start))
+        # Where the device is the host's processor, what lies on the host comes from the same allocator.
+        memories = ("device", "host") if self.is_cpu else ("device",)
+        start = sum(one.nbytes for one in self.all_before if one.is_mapped == is_mapped and one.memory in memories)
+        wanted = (one for one in self.all_events if one.is_mapped == is_mapped and one.memory in memories)
+        return max(accumulate((one.nbytes for one in wanted), initial=start))
 
     @cached_property
     def peak_phase(self) -> str:
@@ -282,20 +355,29 @@ def calls_of(events: Iterable[Event]) -> Iterator[rules.Event]:
 def _by_column(events: Iterable[Event]) -> dict[str, int]:
     sums = Counter(dict.fromkeys(COLUMNS, 0))
     for one in events:
-        sums[one.column] += one.nbytes
+        sums[one.column] += one.nbytes * (one.memory == "device")
     return dict(sums)
 
 
-def resident_bytes(job: Job, film: Film) -> Mapping[str, int]:
-    """Return what another rank has between steps, by column.
+def _elsewhere(events: Iterable[Event]) -> dict[str, int]:
+    sums = Counter[str]()
+    for one in events:
+        if one.memory != "device" and one.column != "transient":
+            sums[one.memory] += one.nbytes
+    return dict(sums)
+
+
+def resident_bytes(job: Job, film: Film) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Return what another rank has between steps: on the device by column, and in other memories by memory.
 
     Args:
         job: of that rank.
         film: of this one's steady step, whose pools are as large.
     """
-    found = dict(_Camera(job).resident())
+    events = _Camera(job).resident()
+    found = _by_column(events)
     found["transient"] = film.resident_bytes["transient"]
-    return MappingProxyType(found)
+    return MappingProxyType(found), MappingProxyType(_elsewhere(events))
 
 
 def make_film(job: Job, *, is_first: bool = False, is_settled: bool = False) -> Film:
@@ -309,38 +391,43 @@ def make_film(job: Job, *, is_first: bool = False, is_settled: bool = False) -> 
     film = camera.run(is_first=is_first)
     if is_first or not (is_settled or job.is_repeated):
         return film
-    return _Camera(job, camera.pooled()).run(is_first=False)
+    return _Camera(job, camera.pooled(), camera.carried()).run(is_first=False)
 
 
 @final
 @dataclass
 class _Whole:
-    """A unit that is whole, or on its way."""
+    """A unit that is whole, or on its way: when it is, and when what lies elsewhere has been brought."""
 
     storages: list[int]
     ready_s: float
+    brought_s: float
 
 
 @final
 class _Camera:
     """The state of the simulation."""
 
-    def __init__(self, job: Job, pooled: Sequence[tuple[int, str]] = ()) -> None:
+    def __init__(
+        self, job: Job, pooled: Sequence[tuple[int, str]] = (), carried: Mapping[int, float] = MappingProxyType({})
+    ) -> None:
         self._job, self._now_s, self._pooled = job, 0.0, pooled
         self._account = job.account or account_of(job.updates)
         self._events: list[Event] = []
         self._lanes: list[LaneSpan] = []
         self._ticks: list[Tick] = []
         self._phases: list[Phase] = []
-        self._free_s = {"gather": 0.0, "reduce": 0.0}
+        self._free_s = dict.fromkeys(("gather", "reduce", "out", "back", "host", "program", "read", "write"), 0.0)
         self._sent: Counter[str] = Counter()
-        self._open: dict[int, tuple[int, str, str, str, bool]] = {}
+        self._open: dict[int, tuple[int, str, str, str, bool, str]] = {}
         self._next = 0
         self._whole: dict[int, _Whole] = {}
         self._buffers = Buffers()
         self._landing: dict[int, list[Buffer]] = {}
         self._before: list[Buffer] = []
         self._reduced_s = 0.0
+        self._leaving: list[tuple[BucketSpec, bool]] = []
+        """Buckets whose sums go to the host when their reduction is over, and whether nothing lies there yet."""
         self._held: set[int] = set()
         self._summed: set[int] = set()
         self._places = {
@@ -349,33 +436,41 @@ class _Camera:
         self._missing: dict[int, set[str]] = {}
         self._local: dict[int, Buffer] = {}
         self._loose: set[str] = set()
-        self._exposed_s = 0.0
+        self._exposed_s = self._offload_s = 0.0
+        self._busy_s: dict[str, float] = {}
+        self._updating = dict(carried)
+        """Units whose update on the host goes on after the step that began it, and when it ends."""
+        self._buffers_s = [0.0] * PINNED
         self._schedule = schedule.Schedule(schedule.Record(), lambda _: False)
         self._seconds: dict[Cost, float] = {}
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
-    def _make(self, nbytes: int, column: str, unit: str, what: str, *, is_mapped: bool = False) -> int:
+    def _make(
+        self, nbytes: int, column: str, unit: str, what: str, *, is_mapped: bool = False, memory: str = "device"
+    ) -> int:
         number, self._next = self._next, self._next + 1
-        self._begin_storage(number, nbytes, column, unit, what, is_mapped)
+        self._begin_storage(number, nbytes, column, unit, what, is_mapped, memory)
         return number
 
-    def _begin_storage(self, number: int, nbytes: int, column: str, unit: str, what: str, is_mapped: bool) -> None:
+    def _begin_storage(
+        self, number: int, nbytes: int, column: str, unit: str, what: str, is_mapped: bool, memory: str
+    ) -> None:
         if nbytes:
-            self._open[number] = (nbytes, column, unit, what, is_mapped)
-            self._events.append(Event(self._now_s, nbytes, number, column, unit, what, is_mapped))
+            self._open[number] = (nbytes, column, unit, what, is_mapped, memory)
+            self._events.append(Event(self._now_s, nbytes, number, column, unit, what, is_mapped, memory))
 
     def _drop(self, number: int) -> None:
         if number in self._open:
-            nbytes, column, unit, what, is_mapped = self._open.pop(number)
-            self._events.append(Event(self._now_s, -nbytes, number, column, unit, what, is_mapped))
+            nbytes, column, unit, what, is_mapped, memory = self._open.pop(number)
+            self._events.append(Event(self._now_s, -nbytes, number, column, unit, what, is_mapped, memory))
 
     def _turn(self, number: int, column: str, unit: str, what: str) -> None:
         """Let a storage be something else from here on."""
         if number in self._open:
-            nbytes, *_, is_mapped = self._open[number]
+            nbytes, *_, is_mapped, memory = self._open[number]
             self._drop(number)
-            self._begin_storage(number, nbytes, column, unit, what, is_mapped)
+            self._begin_storage(number, nbytes, column, unit, what, is_mapped, memory)
 
     def _take(self, numel: int, dtype: str, unit: str, what: str, *, is_adopted: bool = False) -> Buffer:
         """Take a pooled buffer, or memory of its own for a gradient that fills its bucket."""
@@ -391,6 +486,10 @@ class _Camera:
         """Return elements and dtype of each pooled buffer that is there after a step."""
         return [(one.numel, str(kind)) for kind, free in self._buffers.free.items() for one in free]
 
+    def carried(self) -> Mapping[int, float]:
+        """Return when the updates that go on after the step end, by unit, in seconds from its end."""
+        return {unit: ready_s - self._now_s for unit, ready_s in self._updating.items()}
+
     def _give(self, buffers: Iterable[Buffer]) -> None:
         for buffer in buffers:
             if buffer.kind is None:
@@ -400,25 +499,33 @@ class _Camera:
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
-    def resident(self) -> Mapping[str, int]:
-        """Return what is there before a steady step, by column."""
+    def resident(self) -> Sequence[Event]:
+        """Return what is there before a steady step."""
         self._lay_out(is_first=False)
-        return _by_column(self._events)
+        return self._events
 
     def _lay_out(self, *, is_first: bool) -> None:
         """Make what is there before a step."""
         job = self._job
         for unit in job.units:
             for bucket in unit.buckets:
-                parameters, padding = bucket.bytes_of(bucket.parameters, bucket.formats.param)
+                parameters, padding = bucket.bytes_of(bucket.here, bucket.formats.param)
                 self._make(parameters, "parameters", unit.name, "parameters", is_mapped=job.wire.is_in_place)
                 self._make(padding, "padding", unit.name, "padding", is_mapped=job.wire.is_in_place)
-                masters, padding = bucket.bytes_of(bucket.states, bucket.formats.master)
+                here = bucket.apart_states[1], bucket.states[1]
+                masters, padding = bucket.bytes_of(here, bucket.formats.master)
                 self._make(masters * bucket.has_masters, "states", unit.name, "masters")
                 self._make(padding * bucket.has_masters, "padding", unit.name, "padding of masters")
+                row, sizes = bucket.row, bucket.formats
+                for column, what, cell, (start, stop), dtype in (
+                    ("parameters", "parameters", row.parameters, bucket.apart_shard, sizes.param),
+                    ("states", "masters", row.states, bucket.apart_states, sizes.master),
+                ):
+                    self._make((stop - start) * itemsize(dtype), column, unit.name, what, memory=cell.memory)
         self._make(job.buffer_bytes, "parameters", "", "buffers")
         if not is_first:
             self._make_states()
+            self._make_staging()
         for unit in job.units if not is_first else ():
             for bucket in filter(self._is_kept, unit.reduced):
                 self._hold(bucket)
@@ -439,6 +546,7 @@ class _Camera:
         for _ in range(min(job.micro_batches, 2)):
             before_sent = self._sent.copy()
             start_s, begun_s, exposed_s = self._now_s, self._now_s, self._exposed_s
+            offload_s, busy_before = self._offload_s, self._busy_s.copy()
             inputs = self._make(job.input_bytes, "activations", "", "inputs")
             self._forward()
             self._mark("forward", start_s)
@@ -447,11 +555,13 @@ class _Camera:
             self._mark("backward", start_s)
             self._drop(inputs)
             one_s, exposed_s = self._now_s - begun_s, self._exposed_s - exposed_s
+            offload_s = self._offload_s - offload_s
+            busy_s = {lane: took_s - busy_before.get(lane, 0.0) for lane, took_s in self._busy_s.items()}
             sent = self._sent - before_sent
-        start_s = self._now_s
+        start_s, before_s = self._now_s, self._offload_s
         self._update(buckets, is_first=is_first)
         self._mark("update", start_s)
-        update_s = self._now_s - start_s
+        update_s = self._now_s - start_s - (self._offload_s - before_s)
         more = max(0, job.micro_batches - 2)
         for kind, nbytes in sent.items():
             self._sent[kind] += more * nbytes
@@ -465,12 +575,24 @@ class _Camera:
             self._now_s + more * one_s,
             self._exposed_s + more * exposed_s,
             update_s,
+            self._offload_s + more * offload_s,
+            MappingProxyType({lane: took_s + more * busy_s.get(lane, 0.0) for lane, took_s in self._busy_s.items()}),
+            job.device.is_cpu,
         )
 
     def _make_states(self) -> None:
-        for name, states_bytes, counter_bytes in self._account.states:
+        for name, states_bytes, apart_bytes, memory, counter_bytes in self._account.states:
             self._make(states_bytes, "states", name, "states")
+            self._make(apart_bytes, "states", name, "states", memory=memory)
             self._make(counter_bytes, "padding", name, "counters")
+
+    def _make_staging(self) -> None:
+        """Make the buffers through which offloaded states pass: they stay from the first update on."""
+        job = self._job
+        nbytes = file_staging_bytes(job.units, job.updates)
+        self._make(nbytes, "transient", "", "buffers for files", is_mapped=True, memory="host")
+        nbytes = 0 if job.device.is_cpu else pinned_bytes(job.units)
+        self._make(nbytes, "transient", "", "pinned buffers", is_mapped=True, memory="host")
 
     def _mark(self, name: str, start_s: float) -> None:
         self._phases.append(Phase(name, start_s, self._now_s))
@@ -483,7 +605,7 @@ class _Camera:
         calls = self._job.calls
         order = list(dict.fromkeys(call.unit for call in calls if call.unit != schedule.ROOT))
         requests: list[schedule.Request] = [("gather", unit) for unit in (schedule.ROOT, *order)]
-        self._begin(schedule.Record(tuple(requests), self._pinned()))
+        self._begin(schedule.Record(tuple(requests), self._pinned(), held=self._kept_whole))
         self._need(schedule.ROOT)
         given, self._saved = self._make(0, "activations", "", "inputs"), []
         for call in calls:
@@ -504,9 +626,10 @@ class _Camera:
         }
         missing = {unit: set(names) for unit, names in self._missing.items()}
         needs = Counter(unit for unit, one in script if one.kind == "need")
-        requests: list[schedule.Request] = [("gather", schedule.ROOT)]
+        begin = schedule.Record(carried=self._kept_whole) if is_backward else schedule.Record(held=self._kept_whole)
+        requests: list[schedule.Request] = [("gather", schedule.ROOT)] * (schedule.ROOT not in begin.carried)
         for unit, one in script:
-            if one.kind == "need" and ("gather", unit) not in requests:
+            if one.kind == "need" and unit not in begin.carried and ("gather", unit) not in requests:
                 requests.append(("gather", unit))
             if one.kind == "land" and self._is_last(one.what, missing):
                 requests.append(("reduce", self._places[one.what][1]))
@@ -514,7 +637,7 @@ class _Camera:
         late = [n for n in reversed(self._missing) if self._missing[n] and ("reduce", n) not in requests]
         requests += [("reduce", unit) for unit in late] * is_backward
         pinned = frozenset(unit for unit, count in needs.items() if count > 1)
-        self._begin(schedule.Record(schedule.hoist(requests), pinned))
+        self._begin(replace(begin, requests=schedule.hoist(requests), pinned=pinned))
         self._need(schedule.ROOT)
         for unit, one in script:
             if one.kind == "need":
@@ -556,7 +679,9 @@ class _Camera:
         numel = one.nbytes // itemsize(sizes.param)
         is_taken = one.is_alone and sizes.param == sizes.grad
         if bucket.lands_on_sums:
-            if one.what in self._loose:
+            if bucket.names.index(one.what) < bucket.apart_gradients:
+                self._pass_through(bucket, numel, is_first=one.what not in self._loose, what=one.what)
+            elif one.what in self._loose:
                 pass  # added in place to what earlier micro-batches left
             elif is_taken:
                 self._turn(given, "gradients", bucket.name, one.what)
@@ -579,6 +704,31 @@ class _Camera:
             self._copy_landed(unit, one.nbytes)
             self._do(self._schedule.land(unit))
 
+    def _pass_through(self, bucket: BucketSpec, numel: int, *, is_first: bool, what: str = "") -> None:
+        """Copy one rank's gradient to the host, or add it on the device to what came from there.
+
+        Args:
+            what: the parameter's name, where its memory on the host is made now.
+        """
+        sizes, wide_bytes = bucket.formats, numel * itemsize(bucket.formats.grad)
+        converted = self._make(wide_bytes * (sizes.param != sizes.grad), "transient", bucket.name, "conversion")
+        if is_first:
+            self._make(wide_bytes * bool(what), "gradients", bucket.name, what, memory="host")
+        self._leave_on_host(bucket, wide_bytes, is_first=is_first)
+        self._drop(converted)
+
+    def _leave_on_host(self, bucket: BucketSpec, nbytes: int, *, is_first: bool) -> None:
+        """Move gradients out; what lies there already comes to the device before, and is added to."""
+        what = f"gradients of {bucket.name}"
+        if not is_first and not self._job.device.is_cpu:
+            brought = self._make(nbytes, "transient", bucket.name, "sums of gradients")
+            self._move("back", what, nbytes)
+            self._sent["gradients from the host"] += nbytes
+            self._send_out(what, nbytes)
+            self._drop(brought)
+        else:
+            self._send_out(what, nbytes)
+
     def _begin_local(self, bucket: BucketSpec) -> None:
         """Take the memory that a bucket's gradients land in."""
         if bucket.holds_whole_gradients and bucket.number not in self._summed:
@@ -590,8 +740,7 @@ class _Camera:
     def _end_backward(self) -> None:
         """Close the pass, and wait for its reductions."""
         self._do(self._schedule.close())
-        self._give(self._before)
-        self._before = []
+        self._finish_before()
         self._wait("reductions", self._reduced_s)
 
     def _backward(self) -> None:
@@ -600,8 +749,8 @@ class _Camera:
             return
         calls = list(zip(self._job.calls, self._saved, strict=True))
         last = {call.unit: place for place, (call, _) in enumerate(reversed(calls))}
-        requests: list[schedule.Request] = [("gather", schedule.ROOT)]
-        seen: set[int] = {schedule.ROOT}
+        requests: list[schedule.Request] = [("gather", schedule.ROOT)] * (schedule.ROOT not in self._kept_whole)
+        seen: set[int] = {schedule.ROOT, *self._kept_whole}
         for place, (call, _) in enumerate(reversed(calls)):
             if call.unit not in seen:
                 seen.add(call.unit)
@@ -609,7 +758,7 @@ class _Camera:
             if last[call.unit] == place and call.unit != schedule.ROOT:
                 requests.append(("reduce", call.unit))
         requests.append(("reduce", schedule.ROOT))
-        self._begin(schedule.Record(schedule.hoist(requests), self._pinned()))
+        self._begin(schedule.Record(schedule.hoist(requests), self._pinned(), carried=self._kept_whole))
         self._need(schedule.ROOT)
         given = self._make(0, "activations", "", "the loss's gradient")
         for place, (call, numbers) in enumerate(reversed(calls)):
@@ -630,6 +779,11 @@ class _Camera:
         self._do(self._schedule.land(schedule.ROOT))
         self._end_backward()
 
+    @cached_property
+    def _kept_whole(self) -> frozenset[int]:
+        """Units that stay whole from forward to backward."""
+        return frozenset(unit.number for unit in self._job.units if unit.is_held)
+
     def _begin(self, record: schedule.Record) -> None:
         self._schedule = schedule.Schedule(record, lambda _: False)
 
@@ -641,13 +795,33 @@ class _Camera:
     def _need(self, unit: int) -> None:
         self._do(self._schedule.need(unit) or ())
         if unit in self._whole:
-            self._wait(self._job.units[unit].name or "the root", self._whole[unit].ready_s)
+            name, whole = self._job.units[unit].name or "the root", self._whole[unit]
+            self._wait(f"{name} on the bus", whole.brought_s, is_offload=True)
+            self._wait(name, whole.ready_s)
 
-    def _wait(self, what: str, until_s: float) -> None:
+    def _wait(self, what: str, until_s: float, *, is_offload: bool = False) -> None:
         if until_s > self._now_s:
             self._lanes.append(LaneSpan("compute", self._now_s, until_s, f"wait for {what}", is_exposed=True))
-            self._exposed_s += until_s - self._now_s
+            waited_s = until_s - self._now_s
+            self._exposed_s += waited_s * (not is_offload)
+            self._offload_s += waited_s * is_offload
             self._now_s = until_s
+
+    def _send_out(self, what: str, nbytes: int) -> None:
+        """Copy gradients to the host, in the order of the compute lane."""
+        if not self._job.device.is_cpu and nbytes:
+            self._move("out", what, nbytes)
+            self._sent["gradients to the host"] += nbytes
+
+    def _note_busy(self, lane: str, took_s: float) -> None:
+        self._busy_s[lane] = self._busy_s.get(lane, 0.0) + took_s
+
+    def _move(self, lane: str, what: str, nbytes: int) -> None:
+        start_s = max(self._now_s, self._free_s[lane])
+        stop_s = self._free_s[lane] = start_s + self._job.device.copy_s(nbytes)
+        self._note_busy(lane, stop_s - start_s)
+        self._lanes.append(LaneSpan(lane, start_s, stop_s, what))
+        self._wait(f"{what} on the bus", stop_s, is_offload=True)
 
     def _play(self, number: int, run: Sequence[Instruction], numbers: dict[int, int]) -> int:
         """Play the instructions of a unit; return the storage that is handed on, or one of no bytes."""
@@ -662,6 +836,7 @@ class _Camera:
                 self._compute(one.what, self._kernel_s(one.cost) if one.cost is not None else one.seconds)
             elif one.kind == "land":
                 self._land(number)
+                self._pass_gradient(number, one.nbytes)
             elif one.kind == "exchange" and one.exchange is not None:
                 exchange = one.exchange
                 span = self._job.spans[exchange.axis]
@@ -714,12 +889,55 @@ class _Camera:
             if b.is_gathered and not self._job.wire.is_in_place
         ]
         self._tick("gather", spec.name, spec.sent_bytes("gather"))
-        stop_s = self._exchange("gather", spec.name, [("gather", spec.full_bytes, "shard")])
-        self._whole[spec.number] = _Whole(storages, stop_s)
+        self._await_update(spec)
+        brought_s = self._bring(spec)
+        gather = [("gather", spec.full_bytes, "shard")]
+        stop_s = self._exchange("gather", spec.name, gather, not_before_s=brought_s)
+        self._whole[spec.number] = _Whole(storages, stop_s, brought_s)
 
-    def _exchange(self, lane: str, what: str, works: Iterable[tuple[str, int, str]]) -> float:
+    def _await_update(self, spec: UnitSpec) -> None:
+        """Wait for what the host still updates of a unit, and bring that to the device."""
+        if spec.number in self._updating:
+            self._wait(f"the update of {spec.name}", self._updating.pop(spec.number), is_offload=True)
+            works = [self._work_of(b)._replace(update_s=0.0) for b in spec.buckets if self._is_early(b)]
+            lanes = self._lanes_from(self._now_s)
+            arrived_s = play_update([work for work in works if work.back_s], lanes)
+            self._take_over(lanes)
+            self._wait(f"parameters of {spec.name} on the bus", arrived_s, is_offload=True)
+
+    def _bring(self, spec: UnitSpec) -> float:
+        """Bring parameters that lie elsewhere to their places; return when they are there.
+
+        The program fills two pinned buffers in turn, and issues what comes next when the last one is filled.
+        """
+        job, arrived_s = self._job, 0.0
+        for bucket in () if job.device.is_cpu else spec.buckets:
+            nbytes = (bucket.apart_shard[1] - bucket.apart_shard[0]) * itemsize(bucket.formats.param)
+            if nbytes:
+                lanes = self._lanes_from(self._now_s)
+                filled_s = job.device.host_s(2 * nbytes, job.host_ranks)
+                copies = max(1, -(-nbytes // max(1, bucket.row.parameters.staging_bytes // 2)))
+                work = Work(bucket.name, 0.0, filled_s, job.device.copy_s(nbytes), copies)
+                arrived_s = max(arrived_s, bring(work, 1, lanes, "program"))
+                self._take_over(lanes)
+                self._wait(f"room for the parameters of {spec.name}", lanes.now_s, is_offload=True)
+                self._sent["parameters from the host"] += nbytes
+        return arrived_s
+
+    def _lanes_from(self, start_s: float) -> Lanes:
+        return Lanes(start_s, self._free_s, buffers=self._buffers_s)
+
+    def _take_over(self, lanes: Lanes) -> None:
+        """Keep what ran on lanes beside the computation."""
+        self._lanes += [LaneSpan(lane, *span, what) for (lane, what), span in lanes.spans.items()]
+        for lane, took_s in lanes.busy_s.items():
+            self._note_busy(lane, took_s)
+
+    def _exchange(
+        self, lane: str, what: str, works: Iterable[tuple[str, int, str]], *, not_before_s: float = 0.0
+    ) -> float:
         """Put collectives on a lane, and return when they are done."""
-        start_s = max(self._now_s, self._free_s[lane])
+        start_s = max(self._now_s, self._free_s[lane], not_before_s)
         stop_s = start_s
         for kind, nbytes, axis in works:
             stop_s += self._job.device.collective_s(kind, nbytes, self._job.spans[axis])
@@ -756,6 +974,17 @@ class _Camera:
         if number not in self._landing:
             self._begin_landing(number)
 
+    def _pass_gradient(self, number: int, nbytes: int) -> None:
+        """Have one rank's gradient pass through the device on its way to the host."""
+        for bucket in self._job.units[number].reduced:
+            if bucket.lands_on_sums and bucket.apart_gradients:
+                # Which gradient of a unit it is, a shape does not say; together they are as many as go there.
+                nbytes = nbytes * bucket.layout.owned_numel(*bucket.apart_states) // bucket.layout.numel
+                given = self._make(nbytes, "transient", bucket.name, "gradient on its way")
+                numel = nbytes // itemsize(bucket.formats.param)
+                self._pass_through(bucket, numel, is_first=bucket.number not in self._summed)
+                self._drop(given)
+
     def _hold(self, bucket: BucketSpec) -> None:
         """Take the memory of sums, which stays to the end of the step."""
         if bucket.number not in self._held:
@@ -763,6 +992,7 @@ class _Camera:
             owned, padding = bucket.gradient_bytes
             is_mapped = self._job.wire.is_in_place and bucket.holds_whole_gradients
             self._make(owned, "gradients", bucket.name, "gradients", is_mapped=is_mapped)
+            self._make(bucket.apart_gradient_bytes, "gradients", bucket.name, "gradients", memory="host")
             self._make(padding, "padding", bucket.name, "padding of gradients", is_mapped=is_mapped)
 
     def _is_kept(self, bucket: BucketSpec) -> bool:
@@ -771,9 +1001,9 @@ class _Camera:
 
     def _reduce(self, spec: UnitSpec) -> None:
         taken = self._landing.pop(spec.number, [])
-        self._give(self._before)  # the reduction before this one is finished before this one starts
-        self._before = []
+        self._finish_before()
         works: list[tuple[str, int, str]] = []
+        before = frozenset(self._summed)
         for bucket in spec.reduced:
             if bucket.lands_on_sums and self._job.script is not None:
                 continue
@@ -790,6 +1020,8 @@ class _Camera:
                 shard_bytes = nbytes // bucket.layout.world_size
                 works.append(("all-reduce", shard_bytes, "replicate"))
                 self._sent["replicate all-reduce"] += sent_of("all-reduce", shard_bytes, self._job.spans["replicate"])
+            if bucket.apart_gradients:
+                self._leaving.append((bucket, bucket.number not in before))
         self._tick("reduce", spec.name, spec.sent_bytes("reduce"))
         self._reduced_s = self._exchange("reduce", spec.name, works)
         # Sums of more than two ranks are made apart, a block at a time, as `wire/codec.py` does.
@@ -802,21 +1034,37 @@ class _Camera:
             self._give(taken)
             self._before = []
 
+    def _finish_before(self) -> None:
+        """Finish the reduction before: buffers are free, and what is kept on the host goes there."""
+        self._give(self._before)
+        self._before = []
+        leaving, self._leaving = self._leaving, []
+        if leaving:
+            self._wait("reductions", self._reduced_s)
+        for bucket, is_first in leaving:
+            self._leave_on_host(bucket, bucket.apart_gradient_bytes, is_first=is_first)
+
     def _tick(self, kind: str, unit: str, nbytes: int) -> None:
         self._ticks.append(Tick(self._now_s, kind, unit, nbytes))
         self._sent[f"shard {kind}"] += nbytes
 
     def _update(self, buckets: Sequence[BucketSpec], *, is_first: bool) -> None:
-        job = self._job
-        for wide_bytes, moved_bytes in zip(self._account.wide_bytes, self._account.moved_bytes, strict=True):
+        job, start_s = self._job, self._now_s
+        if is_first:
+            self._make_states()
+            self._make_staging()
+        account = self._account
+        for numbers in zip(account.wide_bytes, account.wide_apart_bytes, account.moved_bytes, strict=True):
+            wide_bytes, wide_apart_bytes, moved_bytes = numbers
             wide = self._make(wide_bytes, "transient", "", "masters in fp32")
-            if is_first:
-                self._make_states()
+            apart = self._make(wide_apart_bytes, "transient", "", "masters in fp32", memory="host")
             kernels = self._make(job.update_bytes, "transient", "", "the optimizer's kernels")
             # The norm of the gradients for clipping reads them once more, and scaling rewrites them.
             self._compute("update", self._kernel_s(Cost(0, float(moved_bytes))))
             self._drop(kernels)
+            self._drop(apart)
             self._drop(wide)
+        self._update_elsewhere(start_s)
         for unit in job.units:
             nbytes = sum(b.layout.full_numel * itemsize(b.formats.param) for b in unit.buckets if b.is_published)
             if nbytes:
@@ -824,12 +1072,86 @@ class _Camera:
                 self._free_s["gather"] = max(self._free_s["gather"], self._now_s)
                 self._wait(unit.name, self._exchange("gather", unit.name, [("gather", nbytes, "shard")]))
         kept = {bucket.name for bucket in buckets if self._is_kept(bucket)}
-        for number, (_, column, name, what, _) in list(self._open.items()):
+        for number, (_, column, name, what, *_) in list(self._open.items()):
             if (column == "gradients" or what == "padding of gradients") and name not in kept:
                 self._drop(number)
         self._held = {bucket.number for bucket in buckets if bucket.number in self._held and bucket.name in kept}
         self._summed.clear()
         self._loose.clear()
+
+    def _update_elsewhere(self, start_s: float) -> None:
+        """Update what is in other memories, beside the update on the device, which began at `start_s`."""
+        job, lanes = self._job, self._lanes_from(start_s)
+        apart = [b for unit in job.units for b in unit.buckets if b.apart and b.is_trained]
+        copied = []
+        for bucket in apart:
+            nbytes = self._copied_bytes(bucket)
+            copied.append(self._make(nbytes, "transient", bucket.name, "gradients for the update", memory="host"))
+            self._sent["gradients to the host"] += nbytes
+            lanes.now_s = lanes.run("out", job.device.copy_s(nbytes), f"gradients of {bucket.name}")
+        # Whether gradients are finite, and the norm that clips them: each reads all of them.
+        read_bytes = 0 if job.device.is_cpu else 2 * sum(b.apart_gradient_bytes for b in apart)
+        lanes.now_s = lanes.run("host", job.device.host_s(read_bytes, job.host_ranks), "norms of gradients")
+        arrived_s = play_update([self._work_of(bucket) for bucket in apart if not self._is_early(bucket)], lanes)
+        for bucket in (b for unit in job.units for b in unit.buckets if b.apart_parameters and b.is_trained):
+            # What was updated here goes back to where it lies between uses.
+            numel = max(0, bucket.apart_shard[1] - max(bucket.apart_shard[0], bucket.apart_states[1]))
+            nbytes = 0 if job.device.is_cpu else numel * itemsize(bucket.formats.param)
+            lanes.now_s = lanes.run("out", job.device.copy_s(nbytes), f"parameters of {bucket.name}")
+        began_s = lanes.now_s
+        for unit in job.units:
+            for bucket in filter(self._is_early, unit.buckets):
+                # In a thread that goes on when the step is over: parameters elsewhere are rounded there.
+                work = self._work_of(bucket, is_there=True)
+                lanes.run("host", work.update_s + work.round_s, f"update of {bucket.name}", not_before_s=began_s)
+                self._updating[unit.number] = self._free_s["host"]
+        self._take_over(lanes)
+        self._wait("the update elsewhere", max(arrived_s, lanes.now_s), is_offload=True)
+        for number in copied:
+            self._drop(number)
+
+    def _copied_bytes(self, bucket: BucketSpec) -> int:
+        """Return the bytes of gradients that lie on the device, and are copied for the update of states elsewhere."""
+        if self._job.device.is_cpu or bucket.apart_gradients:
+            return 0
+        return bucket.layout.owned_numel(*bucket.apart_states) * itemsize(bucket.formats.master)
+
+    def _is_early(self, bucket: BucketSpec) -> bool:
+        """Tell whether the host updates a bucket when the step is over: before each use there is a gather to wait."""
+        is_there = bucket.apart and bucket.apart_gradients and bucket.row.states.memory == "host"
+        is_known = self._job.is_early and bucket.formats.state == bucket.formats.master
+        return bool(is_there and bucket.is_gathered and is_known and not self._job.device.is_cpu)
+
+    def _work_of(self, bucket: BucketSpec, *, is_there: bool | None = None) -> Work:
+        """Return the update of a bucket's part in another memory.
+
+        Args:
+            is_there: round only what lies in that memory between uses; None for all.
+        """
+        job, sizes, cell = self._job, bucket.formats, bucket.row.states
+        start, stop = bucket.apart_states
+        numel, sharing = stop - start, job.host_ranks
+        there = max(0, min(stop, bucket.apart_shard[1]) - max(start, bucket.apart_shard[0]))
+        sent_bytes = 0 if job.device.is_cpu or is_there else (numel - there) * itemsize(sizes.param)
+        self._sent["parameters from the host"] += sent_bytes
+        rounded = (
+            there if is_there else numel - there if self._is_early(bucket) else numel
+        ) - there * bucket.shares_apart
+        rounded_bytes = max(0, rounded) * (itemsize(sizes.master) + itemsize(sizes.param))
+        pieces, moved_bytes = 0, 0
+        if cell.memory == "file":
+            kept = max(one.per_element for one in job.updates)
+            pieces = min(MOST_PIECES, -(-numel // piece_numel(cell.staging_bytes, itemsize(sizes.master), kept)))
+            moved_bytes = numel * (itemsize(sizes.master) + kept * itemsize(sizes.state))
+        return Work(
+            bucket.name,
+            job.device.host_s(self._account.moved_apart_bytes.get(bucket.number, 0), sharing),
+            job.device.host_s(rounded_bytes, sharing),
+            job.device.copy_s(sent_bytes),
+            max(1, -(-sent_bytes // max(1, cell.staging_bytes // 2))),
+            job.device.disk_s(moved_bytes, sharing),
+            pieces,
+        )
 
 
 def sent_of(kind: str, nbytes: int, span: Span) -> int:

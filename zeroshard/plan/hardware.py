@@ -110,6 +110,8 @@ class Device:
         half_bytes: of a rank's part of a collective at which half of the bandwidth is reached.
         context_bytes: what a process takes outside the allocator.
         communicator_bytes: what each group of ranks takes outside the allocator.
+        host_memory_bytes_per_s: that the processors of a node read and write together in an update on the host.
+        disk_bytes_per_s: of the disk of a node that states are offloaded to, in each direction while both are used.
 
     ```python
     import dataclasses, zeroshard as zs
@@ -140,6 +142,8 @@ class Device:
     half_bytes: float = 0.25 * MIB
     context_bytes: int = 600 * MIB
     communicator_bytes: int = 400 * MIB
+    host_memory_bytes_per_s: float = 200 * GB
+    disk_bytes_per_s: float = 3 * GB
 
     def __post_init__(self) -> None:
         if not isinstance(self.peak_flops, Mapping) or "float32" not in self.peak_flops:
@@ -226,6 +230,21 @@ class Device:
         """Return the seconds of a copy to or from the host."""
         return nbytes / (self.host_bytes_per_s * self.link_part) if nbytes else 0.0
 
+    def host_s(self, moved_bytes: float, sharing: int = 1) -> float:
+        """Return the seconds of work on the host.
+
+        Args:
+            moved_bytes: of memory that are read and written.
+            sharing: ranks of the node that do the same at the same time; on a CPU a rank's own rate is what it reaches.
+        """
+        if self.is_cpu:
+            return moved_bytes / (self.memory_bytes_per_s * self.memory_part)
+        return moved_bytes * sharing / self.host_memory_bytes_per_s
+
+    def disk_s(self, nbytes: float, sharing: int = 1) -> float:
+        """Return the seconds of reading or writing so many bytes, of each of some ranks of the node."""
+        return nbytes * sharing / self.disk_bytes_per_s
+
 
 def _preset(
     name: str,
@@ -234,6 +253,7 @@ def _preset(
     rates: tuple[float, float, float, float],
     reached: tuple[int, float, float],
     node_ranks: int = 8,
+    host_memory: float = 200,
 ) -> Device:
     """Return a preset.
 
@@ -242,6 +262,7 @@ def _preset(
         mib: of memory that a process can see.
         rates: in GB/s, of the memory, the links, a node's adapters, and to the host.
         reached: multiprocessors, and the parts of the peak that products and attention reach.
+        host_memory: in GB/s, of an update on the host: a server's, or a desktop's with two channels.
     """
     peaks = dict(zip(("bfloat16", "float16", "float32"), (one * 1e12 for one in tflops), strict=True))
     memory, link, node, host = (one * GB for one in rates)
@@ -258,6 +279,7 @@ def _preset(
         multiprocessors=multiprocessors,
         matmul_part=matmul_part,
         attention_part=attention_part,
+        host_memory_bytes_per_s=host_memory * GB,
     )
 
 
@@ -274,8 +296,8 @@ DEVICES: Final[Mapping[str, Device]] = MappingProxyType(
             _preset("gb200", (2500, 2500, 80), 189471, (8000, 900, 200, 450), (148, 0.73, 0.45), node_ranks=72),
             _preset("mi300x", (1307, 1307, 163), 196592, (5300, 448, 400, 63), (304, 0.51, 0.35)),
             _preset("l40s", (362, 362, 91.6), 45589, (864, 31, 50, 31), (142, 0.7, 0.45)),
-            _preset("rtx4090", (165, 165, 82.6), 24217, (1008, 10, 3, 31), (128, 0.9, 0.6)),
-            _preset("rtx5090", (210, 210, 104.8), 32109, (1792, 10, 3, 63), (170, 0.9, 0.6)),
+            _preset("rtx4090", (165, 165, 82.6), 24217, (1008, 10, 3, 31), (128, 0.9, 0.6), host_memory=60),
+            _preset("rtx5090", (210, 210, 104.8), 32109, (1792, 10, 3, 63), (170, 0.9, 0.6), host_memory=60),
         )
     }
 )  # fmt: skip

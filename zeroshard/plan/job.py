@@ -12,6 +12,8 @@ from numbers import Integral
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
 
+from zeroshard.describe.offload import Offload, row_with
+from zeroshard.describe.parameters import check_patterns
 from zeroshard.describe.treatments import ActivationsLike, activations_of
 from zeroshard.plan.film import Account, Call, Job, account_of
 from zeroshard.plan.hardware import Cost, Device
@@ -27,6 +29,7 @@ from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, r
 from zeroshard.table.wires import SHOWN_NUMEL, HostWire, Messages, Native, Silence, Wire
 
 __all__ = [
+    "FILED",
     "Options",
     "Treatment",
     "activations_of_shape",
@@ -43,6 +46,9 @@ TOKEN_BYTES: Final = 8
 
 
 PLAIN_KERNELS: Final = Kernels()
+
+FILED: Final = ("adamw", "adam", "sgd", "momentum", "adagrad")
+"""Optimizers whose states can be in files, and updates after `step()`: torch's own that are element-wise."""
 
 COUNTS: Final = MappingProxyType(
     {
@@ -80,6 +86,7 @@ class Options:
         zeros: the part of the results of ReLUs that are zero, where activations of modules are compressed; None where
             nobody knows.
         fused: whether the optimizer updates in one kernel, which takes nothing beside its states.
+        offload: what lies elsewhere than on the device.
     """
 
     world_size: int
@@ -97,6 +104,7 @@ class Options:
     shared_memory: bool = True
     zeros: float | None = None
     fused: bool = False
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         # Caches are keyed by these numbers: an integer of numpy equals Python's, and would be kept in its place.
@@ -114,6 +122,21 @@ class Options:
         return self.world_size // self.tensor // self.replicas
 
     @property
+    def node_processes(self) -> int:
+        """Ranks of one node."""
+        return min(self.world_size, self.device.node_ranks)
+
+    @property
+    def placed_row(self) -> Residency:
+        """The row with cells in other memories, as `offload` says."""
+        return row_with(self.row, self.offload, is_alone=self.shard_ranks * self.replicas == 1)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the optimizer updates in one kernel: asked for, or chosen since states are in another memory."""
+        return self.fused or (self.placed_row.states.memory != "device" and OPTIMIZERS[self.optimizer].is_fused)
+
+    @property
     def formats(self) -> Formats:
         """Dtypes by column."""
         return PRECISIONS[self.precision]
@@ -128,7 +151,7 @@ class Options:
         return {
             "ranks": self.world_size,
             "device": self.device.name,
-            "row": name_of_row(dataclasses.replace(self.row, activations=Activations())),
+            "row": name_of_row(dataclasses.replace(self.placed_row, activations=Activations())),
             "activations": str(self.row.activations),
             "precision": self.precision,
             "copies": self.replicas,
@@ -184,6 +207,11 @@ def check_options(options: Options) -> None:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {options.precision!r}.")
     if options.optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {options.optimizer!r}.")
+    if options.placed_row.states.memory == "file" and options.optimizer not in FILED:
+        raise ValueError(
+            f"optimizer={options.optimizer!r} cannot keep its states in files; {', '.join(FILED)} can, and the host "
+            "takes those of any."
+        )
 
 
 class Treatment(NamedTuple):
@@ -241,7 +269,7 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
     check_options(options)
     check_shape(model, options)
     formats, device = options.formats, options.device
-    row = dataclasses.replace(options.row, activations=Activations())
+    row = dataclasses.replace(options.placed_row, activations=Activations())
     sharding = (model, options.tensor, row, formats, options.shard_ranks, options.replicas, rank)
     specs = _specs(*sharding)
     updates, account = _account(options.optimizer, *sharding)
@@ -249,6 +277,7 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
         if not any(fits(unit.name, pattern) for unit in specs):
             names = ", ".join(unit.name for unit in specs if unit.name)
             raise ValueError(f"activations= names {pattern!r}, which fits no unit of {model.name}; units: {names}.")
+    check_patterns(options.row, [unit.name for unit in specs])
     load = load_of(options)
     calls = []
     for unit, kind in _uses(model, specs):
@@ -273,6 +302,8 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
         options.micro_batches,
         2 * load.tokens * TOKEN_BYTES,
         account=account,
+        host_ranks=options.node_processes,
+        is_early=options.optimizer in FILED,
     )
 
 

@@ -237,15 +237,15 @@ MEGATRON: Final = Run(label="Megatron-LM 1.2B", row="baseline", layers=40, hidde
 """Not of the ZeRO paper: the single-device baseline of the program below it, 30% of a peak of 130 teraFLOPS."""
 
 SLIPS: Final = (
-    "Table 4 gives a hidden size of 4096 for 40B to 60B, table 5 gives 6144; only 6144 yields 40B and 60B.",
+    "Table 4 gives a hidden size of 4096 for 40B to 60B, table 5 gives 6144; only 6144 results in 40B and 60B.",
     "Captions in the appendix are shifted: its tables for figures 4, 5, 6 and 7 belong to figures 6, 7, 8 and 4. "
     "The model of 60B is 132 layers of 6144 in one table and 75 of 8192 in another, with 32 or 64 heads.",
-    "Section 3.2 has 60 GB of checkpoints for 100B at a batch of 32, section 6.1 has 33 GB, reduced to 2 GB by P_a, "
-    "also at 32. The formula gives 67.1 GB and 4.2 GB at 32, 33.6 GB and 2.1 GB at 16.",
+    "Section 3.2 has 60 GB of checkpoints for 100B at a batch of 32. Section 6.1 has 33 GB, which P_a reduces to 2 GB, "
+    "also at 32. The formula gives 67.1 GB and 4.2 GB at 32, and 33.6 GB and 2.1 GB at 16.",
     "The caption of table 2 calls P_os ZeRO-OS.",
     "The largest model without model parallelism is 13B; the formula of table 1 allows 15.2B on 128 ranks.",
     "Figure 4 labels the baseline's largest model 1.38B; its 40 layers of 1536 in table 10 make 1.2 billion.",
-    "The text says that figure 4 averages more than 40 teraFLOPS; its nine ZeRO sizes average 39.0, 13B reaches 21.",
+    "The text says that figure 4 averages more than 40 teraFLOPS; its nine ZeRO sizes average 39.0, and 13B reaches 21.",
     "Figure 3 is called super-linear throughout; from 256 to 400 devices it is sub-linear.",
 )
 """Where the paper contradicts itself."""

@@ -22,6 +22,10 @@ from zeroshard.table.trace import Event, event_of
 __all__ = ["Uses", "plain_uses", "step_events"]
 
 
+EMPTY = Record()
+"""The record before the first pass."""
+
+
 @final
 @dataclass(frozen=True)
 class Uses:
@@ -86,14 +90,18 @@ def step_events(
     units = [
         replace(unit, buckets=tuple(replace(b, is_updated=b.number in updated) for b in unit.buckets)) for unit in units
     ]
-    forward = _pass_events(units, uses.forward, uses, "forward", step)
-    whole = _pass_events(units, uses.backward, uses, "backward", step)
-    events = forward * evaluations
+    held = Record(held=frozenset(unit.number for unit in units if unit.is_held))
+    # What a forward has not gathered is not whole in the backward.
+    carried = Record(carried=held.held & {unit for kind, unit in uses.forward if kind == "need"})
+    evaluation = _pass_events(units, uses.forward, uses, "forward", step, Record())
+    forward = _pass_events(units, uses.forward, uses, "forward", step, held)
+    whole = _pass_events(units, uses.backward, uses, "backward", step, carried)
+    events = evaluation * evaluations
     for number in range(1, micro_batches + 1):
         is_reduced = number == micro_batches or not no_sync
         unreduced = [mark for mark in uses.backward if mark[0] != "land"]
         events += forward
-        events += whole if is_reduced else _pass_events(units, unreduced, None, "backward", step)
+        events += whole if is_reduced else _pass_events(units, unreduced, None, "backward", step, carried)
     for numbers in optimizers:
         published = [unit for unit in units if any(b.is_published and b.number in numbers for b in unit.buckets)]
         events += [event_of(unit, step, "step", "publish", Record()) for unit in published]
@@ -102,12 +110,13 @@ def step_events(
 
 
 def _pass_events(
-    units: Sequence[UnitSpec], marks: Sequence[Mark], uses: Uses | None, phase: str, step: int
+    units: Sequence[UnitSpec], marks: Sequence[Mark], uses: Uses | None, phase: str, step: int, begin: Record
 ) -> list[Event]:
     """Return the events of one pass.
 
     Args:
         uses: None where no gradients are reduced.
+        begin: what stays whole beyond the pass, and what is whole when it begins.
     """
     partial = uses.partial if uses is not None and phase == "backward" else frozenset[int]()
     is_sharded = any(not unit.is_whole for unit in units)
@@ -121,32 +130,35 @@ def _pass_events(
     ]
     landed = {unit for kind, unit in due if kind == "land"}
     late = [unit for unit in reversed(range(len(units))) if unit in partial - landed and units[unit].reduced]
-    record, followed = _settle(due, late)
+    record, followed = _settle(due, late, begin)
     return [event_of(units[unit], step, phase, kind, record) for kind, unit in replay(record, followed)]
 
 
-def _settle(marks: Sequence[Mark], late: Sequence[int]) -> tuple[Record, list[Mark]]:
+def _settle(marks: Sequence[Mark], late: Sequence[int], begin: Record = EMPTY) -> tuple[Record, list[Mark]]:
     """Return the record that a pass with these marks leaves as it is, and the marks that count when it is followed.
 
     Args:
         late: units that are reduced when the pass closes.
+        begin: the record before the first pass, without requests.
     """
     record: Record | None = None
     while True:
-        following, followed = _follow(record, marks, late)
+        following, followed = _follow(record, marks, late, begin)
         if following == record:
             return following, followed
         record = following
 
 
-def _follow(record: Record | None, marks: Sequence[Mark], late: Sequence[int]) -> tuple[Record, list[Mark]]:
+def _follow(
+    record: Record | None, marks: Sequence[Mark], late: Sequence[int], begin: Record
+) -> tuple[Record, list[Mark]]:
     """Make one pass; return the record for the next one, and the marks that a rank acts on.
 
     Args:
         record: None in the first pass, in which each request is agreed on.
     """
     landing = {unit for kind, unit in marks if kind == "land"}
-    schedule = Schedule(record or Record(), lambda unit: unit not in landing)
+    schedule = Schedule(record or begin, lambda unit: unit not in landing)
     requests: list[Request] = list(record.requests) if record is not None else []
     pinned = set(record.pinned) if record is not None else set[int]()
     followed: list[Mark] = []
@@ -172,4 +184,5 @@ def _follow(record: Record | None, marks: Sequence[Mark], late: Sequence[int]) -
     if record is None:
         requests += [("reduce", unit) for unit in late]
     ordered = hoist(requests) if record is None else tuple(requests)
-    return Record(ordered, frozenset(pinned), frozenset(schedule.outlasting)), followed
+    outlasting = frozenset(schedule.outlasting)
+    return Record(ordered, frozenset(pinned), outlasting, begin.held, begin.carried), followed

@@ -12,6 +12,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from zeroshard.describe.offload import AUTO, Offload, OffloadLike, choices_for, least_of, offload_of
+from zeroshard.describe.parameters import ParametersLike, row_with_parameters
 from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.plan.allocator import Event as Call
 from zeroshard.plan.allocator import Rules, simulate
@@ -39,6 +41,8 @@ from zeroshard.table.stages import STAGES
 
 __all__ = ["make_plan", "plan_shape", "shape_of"]
 
+PROCESS_BYTES: Final = 3 * 10**9
+"""Of host memory: the interpreter and torch."""
 LISTED: Final = 12
 """Entries of a live set that a plan keeps."""
 SETTLED: Final = 4
@@ -56,6 +60,8 @@ def make_plan(
     residency: Residency | str | None = None,
     precision: str | None = None,
     activations: ActivationsLike = None,
+    offload: OffloadLike = None,
+    parameters: ParametersLike = None,
     mesh: Any = 1,
     tensor: int = 1,
     sequence_parallel: bool = False,
@@ -84,7 +90,8 @@ def make_plan(
             `zeroshard doctor` stored.
         batch: sequences in one micro-batch of one rank.
         seq: tokens of each; the model's longest, at most 4,096, where not said.
-        stage, residency, activations: as `zs.shard` takes them; stage "auto" is the least one whose plan fits, or 3.
+        stage, residency, activations, offload, parameters: as `zs.shard` takes them; stage "auto" is the least one
+            whose plan fits, or 3, and offload "auto" the least whose plan fits, or all.
         precision: "bf16", "fp16", "fp32", or another name in `zeroshard.plan.specs.PRECISIONS`; bf16 where the device
             has it, else fp16, where not said.
         mesh: copies of the sharded state, or the DeviceMesh that `zs.shard` would be given.
@@ -125,6 +132,9 @@ def make_plan(
     if stage == "auto":
         asked = {name: value for name, value in locals().items() if name not in ("model", "stage")}
         return _least_plan(model, asked)
+    if offload == AUTO:
+        asked = {name: value for name, value in locals().items() if name not in ("model", "offload")}
+        return _least_offload(model, row_of(stage, residency, activations), asked)
     preset = device_named(device)
     mesh, tensor = _axes_of(mesh, tensor, world_size)
     model = _module_of(model)
@@ -135,7 +145,7 @@ def make_plan(
         device=preset,
         batch=batch,
         sequence=seq if seq is not None else min(shape.sequence if shape is not None else 4096, 4096),
-        row=row_of(stage, residency, activations),
+        row=row_with_parameters(row_of(stage, residency, activations), parameters),
         precision=precision_for(preset) if precision is None else precision,
         replicas=mesh,
         tensor=tensor,
@@ -145,6 +155,7 @@ def make_plan(
         shared_memory=shared_memory,
         zeros=zeros,
         fused=fused,
+        offload=offload_of(offload),
     )
     check_options(options)
     if shape is None and sequence_parallel:
@@ -165,6 +176,19 @@ def _least_plan(model: Any, asked: Mapping[str, Any]) -> Plan:
         if plan.verdict == "fits":
             break
     return plan
+
+
+def _least_offload(model: Any, row: Residency, asked: Mapping[str, Any]) -> Plan:
+    """Return the plan of the least offload that fits; of the most if none does."""
+
+    @functools.cache
+    def plan(offload: Offload | None) -> Plan:
+        return make_plan(model, offload=offload, **asked)
+
+    if device_named(asked["device"]).is_cpu:  # device and host are one memory
+        return plan(None)
+    chosen, _ = least_of(choices_for(row), lambda offload: plan(offload).verdict == "fits")
+    return plan(chosen)
 
 
 def _axes_of(mesh: Any, tensor: int, world_size: int) -> tuple[int, int]:
@@ -279,12 +303,14 @@ def _plan(
     # The rules are those of the allocator of GPUs; that of a CPU keeps nothing.
     is_cpu = options.device.is_cpu
     steps = chain.from_iterable(_steps(first, film))
-    reserved_bytes = film.peak[0] if is_cpu else simulate(steps, Rules()).peak_reserved_bytes
+    reserved_bytes = film.everywhere_bytes if is_cpu else simulate(steps, Rules()).peak_reserved_bytes
     alone = options.world_size - sum(count for _, count, _ in others)
     name_of_first = "rank 0" if alone == 1 else "each rank"
-    ranks = [RankClass(name_of_first, alone, film.resident_bytes, film.peak[0], reserved_bytes)]
+    most = film.peak[0], reserved_bytes
+    ranks = [RankClass(name_of_first, alone, film.resident_bytes, *most, film.elsewhere_bytes)]
     for title, count, other in others:
-        ranks.append(RankClass(title, count, resident_bytes(other, film), film.peak[0], reserved_bytes))
+        here, elsewhere = resident_bytes(other, film)
+        ranks.append(RankClass(title, count, here, *most, elsewhere))
     return Plan(
         name,
         *numels,
@@ -296,7 +322,8 @@ def _plan(
         first,
         flops,
         save_bytes_of(job),
-        host_bytes_of(options),
+        host_bytes_of(options, film),
+        film.elsewhere_bytes.get("file", 0) * options.node_processes,
         outside_bytes_of(options),
         tuple(notes),
         tuple(unit.numel for unit in job.units),
@@ -349,7 +376,7 @@ def element_bytes_of(job: Job) -> tuple[int, int, int]:
     """Return the bytes of an element: of a parameter, of a held gradient, and of its masters and states."""
     bucket = max((b for unit in job.units for b in unit.buckets), key=lambda b: b.layout.numel)
     formats = bucket.formats
-    most = max(job.updates, key=lambda one: one.numel_bytes())
+    most = max(job.updates, key=lambda one: one.numel_bytes() + one.numel_bytes(is_apart=True))
     states = most.per_element * itemsize(formats.state) + most.element_bytes
     masters = itemsize(formats.master) * (formats.master != formats.param)
     return itemsize(formats.param), itemsize(formats.grad), states + masters
@@ -362,13 +389,16 @@ def save_bytes_of(job: Job) -> int:
         for bucket in unit.buckets:
             start, stop = bucket.states
             total += (stop - start) * itemsize(bucket.formats.master)
-    # What lies packed, in a byte each, is saved as numbers.
-    return total + sum((one.per_element + one.element_bytes) * one.numel_bytes() for one in job.updates)
+    for one in job.updates:
+        # What lies packed, in a byte each, is saved as numbers.
+        numel_bytes = one.numel_bytes() + one.numel_bytes(is_apart=True)
+        total += (one.per_element + one.element_bytes) * numel_bytes
+    return total
 
 
-def host_bytes_of(options: Options) -> int:
-    """Return the bytes of host memory that processes of one node take: the interpreter and torch, about 3 GB each."""
-    return min(options.world_size, options.device.node_ranks) * 3 * 10**9
+def host_bytes_of(options: Options, film: Film) -> int:
+    """Return the bytes of host memory that processes of one node take, what is offloaded to it among them."""
+    return options.node_processes * (PROCESS_BYTES + film.host_peak_bytes)
 
 
 def notes_of(options: Options, *, is_module: bool = False) -> list[str]:

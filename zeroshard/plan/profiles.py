@@ -15,6 +15,8 @@ from zeroshard.plan.hardware import Device, device_named
 __all__ = ["device_for", "host_device", "profile_path", "read_profile", "write_profile"]
 
 VERSION: Final = 1
+LATER: Final = frozenset(["host_memory_bytes_per_s", "disk_bytes_per_s"])
+"""What profiles of earlier releases do not hold; presets' values stand for it."""
 
 
 def profile_path() -> Path:
@@ -88,7 +90,7 @@ def read_profile(path: Path) -> Device:
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a profile of `zeroshard doctor`: {error!r}") from error
     names = {one.name for one in dataclasses.fields(Device)}
-    if version != VERSION or values.keys() != names:
+    if version != VERSION or not names - LATER <= values.keys() <= names:
         raise ValueError(f"{path} is a profile of another version ({version!r}); run `zeroshard doctor` again.")
     try:
         return Device(**values | {"peak_flops": MappingProxyType(values["peak_flops"])})

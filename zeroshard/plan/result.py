@@ -34,6 +34,7 @@ class RankClass:
         resident_bytes: between steps, by column.
         peak_bytes: allocated at most in a steady step.
         reserved_bytes: by torch's allocator at most, over a first and two steady steps.
+        elsewhere_bytes: between steps in other memories, by memory: "host" and "file".
     """
 
     name: str
@@ -41,6 +42,7 @@ class RankClass:
     resident_bytes: Mapping[str, int]
     peak_bytes: int
     reserved_bytes: int
+    elsewhere_bytes: Mapping[str, int]
 
 
 @final
@@ -72,7 +74,8 @@ class Plan:
         film: a steady step of the first rank; `first` its first step.
         flops_per_step: of all ranks: 6 for each parameter and token, and causal attention; no recomputation.
         save_bytes: of host memory that an asynchronous save of a rank takes.
-        host_bytes: of host memory that the processes of a node take.
+        host_bytes: of host memory that the processes of a node take, with what they keep there instead of on devices.
+        file_bytes: of the disk of a node.
         outside_bytes: of the device, outside the allocator.
         notes: what was not predicted, and why.
         units: elements of each unit on this rank's tensor rank, the root first.
@@ -101,6 +104,7 @@ class Plan:
     flops_per_step: float
     save_bytes: int
     host_bytes: int
+    file_bytes: int
     outside_bytes: int
     notes: Sequence[str]
     units: Sequence[int]
@@ -144,7 +148,8 @@ class Plan:
     @property
     def verdict(self) -> Verdict:
         """Whether it fits: "fits" with nine tenths of the known errors on top, "tight" without them, or "no"."""
-        return verdict_of(self.reserved_bytes, self.outside_bytes, self.asked)
+        host_bytes = self.host_bytes * bool(self.film.host_peak_bytes)
+        return verdict_of(self.reserved_bytes, self.outside_bytes, self.asked, host_bytes)
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -190,6 +195,8 @@ class Plan:
                 "total_bytes": self.total_bytes,
                 "device_bytes": self.asked.device.memory_bytes,
                 "host_bytes": self.host_bytes,
+                "file_bytes": self.file_bytes,
+                "offloaded_peak_bytes": self.film.host_peak_bytes,
                 "save_bytes": self.save_bytes,
                 "error": dict(zip(("median", "nine_tenths"), error_of(self.asked), strict=True)),
                 "retries": {"by_step": list(self.retries.by_step), "is_served": self.retries.is_served},
@@ -198,8 +205,9 @@ class Plan:
             "time": {
                 "step_s": self.step_s,
                 "first_step_s": self.first.step_s,
-                "compute_s": self.film.step_s - self.film.exposed_s - self.film.update_s,
+                "compute_s": self.film.compute_s,
                 "exposed_s": self.film.exposed_s,
+                "offload_s": self.film.offload_s,
                 "update_s": self.film.update_s,
                 "allocator_s": self.retries.steady_s,
                 "tokens_per_step": self.asked.tokens_per_step,
@@ -280,10 +288,14 @@ def error_of(options: Options) -> tuple[float, float]:
     return TENSOR_ERROR if options.tensor > 1 else ERROR
 
 
-def verdict_of(reserved_bytes: int, outside_bytes: int, options: Options) -> Verdict:
-    """Return whether the device holds so much, with the known error on what the allocator reserves."""
+def verdict_of(reserved_bytes: int, outside_bytes: int, options: Options, host_bytes: int = 0) -> Verdict:
+    """Return whether the device holds so much, with the known error on what the allocator reserves.
+
+    Args:
+        host_bytes: that the processes of a node take of its memory, where something is offloaded to it.
+    """
     memory_bytes = options.device.memory_bytes
-    if reserved_bytes + outside_bytes > memory_bytes:
+    if reserved_bytes + outside_bytes > memory_bytes or host_bytes > options.device.host_bytes:
         return "no"
     return "fits" if reserved_bytes * (1 + error_of(options)[1]) + outside_bytes <= memory_bytes else "tight"
 
@@ -302,6 +314,33 @@ SAYS: Final = MappingProxyType(
 
 PLAIN: Final = (("copies", 1), ("tensor", 1), ("sequence parallel", "no"), ("micro-batches", 1))
 """Options that need no mention."""
+
+
+def _offloaded(plan: Plan) -> list[str]:
+    """Return a line on what lies in other memories."""
+    kept, lanes = plan.ranks[0].elsewhere_bytes, plan.film.busy_s
+    if not kept:
+        return []
+    places = ", ".join(f"{nbytes / GIB:.2f} GiB {PLACES[memory]}" for memory, nbytes in sorted(kept.items()))
+    host = f"{plan.host_bytes / GIB:.1f} of {plan.asked.device.host_bytes / GIB:.1f} GiB of the node's memory"
+    busy = ", ".join(f"{what} {seconds(lanes[lane])}" for lane, what in LANES.items() if lanes.get(lane))
+    return [
+        f"offloaded           {places}, of a rank; at most {plan.film.host_peak_bytes / GIB:.2f} on the host; {host}",
+        f"beside computing    {busy}",
+    ]
+
+
+PLACES: Final = MappingProxyType({"host": "on the host", "file": "in files"})
+LANES: Final = MappingProxyType(
+    {
+        "out": "bus to the host",
+        "back": "bus to the device",
+        "host": "the host's processors",
+        "read": "disk read",
+        "write": "disk write",
+    }
+)
+"""What each lane of offload is."""
 
 
 def _render(plan: Plan) -> str:
@@ -327,8 +366,9 @@ def _render(plan: Plan) -> str:
         for column, unit, what, nbytes in plan.live[:SHOWN_LIVE]
     ]
     film = plan.film
-    parts = {"computing": film.step_s - film.exposed_s - film.update_s}
-    parts |= {"waiting for others": film.exposed_s, "update": film.update_s}
+    parts = {"computing": film.compute_s, "waiting for others": film.exposed_s, "update": film.update_s}
+    if film.elsewhere_bytes:
+        parts["waiting for offload"] = film.offload_s
     if plan.retries.steady:
         parts["allocator"] = plan.retries.steady_s
     each = plan.tokens_per_s / plan.asked.world_size
@@ -342,6 +382,7 @@ def _render(plan: Plan) -> str:
         + (", ".join(f"{kind} {nbytes / 1e9:,.2f} GB" for kind, nbytes in film.sent_bytes.items()) or "nothing"),
         f"first step          peak {plan.first.peak[0] / GIB:.2f} GiB, {seconds(plan.first.step_s)}",
         f"asynchronous save   {plan.save_bytes / GIB:.2f} GiB of the host's memory for each rank",
+        *_offloaded(plan),
         *[f"allocator           {plan.retries}" for _ in plan.retries.by_step[:1]],
     ]
     if plan.verdict != "fits" and plan.changes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final, final
 
+from zeroshard.describe.offload import with_apart
 from zeroshard.plan.shapes import Parameters, Transformer
 from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency
@@ -52,6 +53,8 @@ class States:
             has beside these at most.
         element_bytes, block_bytes, block_numel: of states that lie packed, as `Updates` has them.
         matrix_numbers: that it keeps for each element of a matrix of a hidden layer, where it treats these otherwise.
+        is_fused: whether torch has a kernel for the host that updates in one pass, which `zs.shard` chooses for states
+            in another memory; it takes nothing beside them.
     """
 
     per_element: int
@@ -61,16 +64,17 @@ class States:
     block_bytes: int = 0
     block_numel: int = 1
     matrix_numbers: int | None = None
+    is_fused: bool = False
 
 
 OPTIMIZERS: Final[Mapping[str, States]] = MappingProxyType(
     {
-        "adamw": States(2, 4, 2),
-        "adam": States(2, 4, 2),
-        "sgd": States(0, 0),
-        "momentum": States(1, 0),
+        "adamw": States(2, 4, 2, is_fused=True),
+        "adam": States(2, 4, 2, is_fused=True),
+        "sgd": States(0, 0, is_fused=True),
+        "momentum": States(1, 0, is_fused=True),
         "lion": States(1, 0),
-        "adagrad": States(1, 4, 1),
+        "adagrad": States(1, 4, 1, is_fused=True),
         "adamw8bit": States(0, 4, element_bytes=2, block_bytes=8, block_numel=256),
         "lamb": States(2, 4, 2),
         "muon": States(2, 4, 2, matrix_numbers=1),
@@ -111,9 +115,9 @@ def specs_of(
     for number, (name, parameters) in enumerate(units.items()):
         layout = plan_layout([numel for _, numel in parameters], itemsize(formats.param), ranks, replicas)
         names = tuple(f"{name}.{key}" if name else key for key, _ in parameters)
-        bucket = BucketSpec(name or "the root", number, names, layout, formats, row, rank, replicas)
+        bucket = BucketSpec(name or "the root", number, names, layout, formats, row.of_unit(name), rank, replicas)
         found.append(UnitSpec(number, name, (bucket,)))
-    return tuple(found)
+    return with_apart(found, row)
 
 
 def updates_of(units: Sequence[UnitSpec], states: States) -> Updates:

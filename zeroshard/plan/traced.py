@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zeroshard.describe.activations import check_activations, recomputed_modules
+from zeroshard.describe.parameters import check_patterns
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.split import local_numel
@@ -25,7 +26,7 @@ from zeroshard.plan.codes import Compresses
 from zeroshard.plan.events import Category, Event, Landed, Phase, Trace
 from zeroshard.plan.fake import on_meta
 from zeroshard.plan.film import Job, Script
-from zeroshard.plan.job import Options, wire_of
+from zeroshard.plan.job import FILED, Options, wire_of
 from zeroshard.plan.kept import Kept, Link, Offloads
 from zeroshard.plan.parted import Parts
 from zeroshard.plan.segments import Segments
@@ -119,8 +120,14 @@ def trace_job(
     copied = on_meta(model, options.formats.param)
     plans = plan_units(model, units)
     check_activations(options.row.activations, plans, options.tensor)
+    check_patterns(options.row, [plan.name for plan in plans])
     specs = describe_units(
-        plans, options.row, precision, shard_size=options.shard_ranks, replicas=options.replicas, numel_of=local_numel
+        plans,
+        options.placed_row,
+        precision,
+        shard_size=options.shard_ranks,
+        replicas=options.replicas,
+        numel_of=local_numel,
     )
     twins = dict(zip(model.modules(), copied.modules(), strict=True))
     treat(plans, twins, options)
@@ -172,6 +179,8 @@ def trace_job(
         by_category[Category.BUFFER],
         script=script,
         update_bytes=_update_bytes(options, updates),
+        host_ranks=options.node_processes,
+        is_early=options.optimizer in FILED,
     )
     flops = sum(cost.flops for order, cost in trace.kernels if trace.phase_at(order) is Phase.FORWARD)
     return Traced(
@@ -187,7 +196,7 @@ def trace_job(
 
 def _update_bytes(options: Options, updates: Sequence[Updates]) -> int:
     """Return what the optimizer's kernels take on a CPU."""
-    is_counted = options.device.is_cpu and not options.fused
+    is_counted = options.device.is_cpu and not options.is_fused
     return kernel_bytes_of(updates, OPTIMIZERS[options.optimizer]) if is_counted else 0
 
 
@@ -200,7 +209,7 @@ def _other_ranks(
     for place in range(1, ranks) if ranks <= SHOWN_RANKS else [1, ranks - 1]:
         specs = describe_units(
             plans,
-            options.row,
+            options.placed_row,
             precision,
             shard_size=ranks,
             shard_rank=place,

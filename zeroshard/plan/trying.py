@@ -48,7 +48,8 @@ class Candidate:
 def candidate_of(shape: Transformer, options: Options) -> Candidate:
     """Simulate a configuration with each unit summed up."""
     film = make_film(job_of_shape(shape, options, is_coarse=True), is_settled=True)
-    verdict = verdict_of(film.peak[0], outside_bytes_of(options), options)
+    host_bytes = options.node_processes * film.host_peak_bytes
+    verdict = verdict_of(film.peak[0], outside_bytes_of(options), options, host_bytes)
     return Candidate(options, film.peak[0], film.step_s, verdict)
 
 

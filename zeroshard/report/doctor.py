@@ -56,6 +56,7 @@ def measure_device() -> Device:
         launch_s=_launch_s(device),
         context_bytes=_context_bytes(device),
         communicator_bytes=Device.communicator_bytes if kind == "cuda" else 0,
+        host_memory_bytes_per_s=_copy_bytes_per_s(torch.device("cpu")) if kind == "cuda" else moved_bytes_per_s,
     )
 
 

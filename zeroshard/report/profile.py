@@ -77,7 +77,7 @@ class Profile:
         self._probe.detach()
 
     def _steps_so_far(self) -> int:
-        return self._engine.order.steps + self._engine.order.has_stepped
+        return self._engine.order.history.made
 
     @property
     def seconds(self) -> Mapping[str, float]:

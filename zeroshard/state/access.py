@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-
 from zeroshard.core.engine import Engine
 from zeroshard.core.frames import Gathered
 from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.slot import slot_of
-from zeroshard.state.gathered import WholeStates
+from zeroshard.state.gathered import WholeStates, parameters_of
 
 __all__ = ["open_states"]
 
@@ -55,10 +53,7 @@ def _whole(engine: Engine, sharded: ShardedOptimizer, *, is_here: bool, writebac
         yield
         return
     engine.leave_passes("state_dict() of an optimizer")
-    parameters: dict[str, nn.Parameter] = {
-        slot.name: p for unit in engine.units for slot, p in zip(unit.slots, unit.parameters, strict=True)
-    }
-    whole, has_finished = WholeStates(engine, sharded, parameters), False
+    whole, has_finished = WholeStates(engine, sharded, parameters_of(engine)), False
     engine.gathered = Gathered(writeback=writeback, states=True)
     try:
         yield

@@ -15,7 +15,7 @@ from zeroshard.core.slot import slot_of
 from zeroshard.core.unit import Unit
 from zeroshard.optim.packed import parts_of
 from zeroshard.state.owned import is_stored
-from zeroshard.table.bytes import Owned, Updates, apart_masters_bytes, kept_bytes, predict, step_bytes
+from zeroshard.table.bytes import Owned, Updates, apart_bytes, kept_bytes, predict, step_bytes
 from zeroshard.table.spec import BucketSpec, itemsize
 from zeroshard.table.trace import Memory
 
@@ -32,7 +32,7 @@ def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
     gradients, more = (sum(column) for column in zip((0, 0), *(b.grads.nbytes for b in buckets), strict=True))
     states, counters, apart = _count_states(optimizers)
     for bucket in buckets:
-        apart[bucket.spec.row.states.memory] += apart_masters_bytes(bucket.spec)
+        apart += apart_bytes(bucket.spec)
         apart["host"] += bucket.grads.apart_bytes
     now = {
         "parameters": parameters,
@@ -43,7 +43,7 @@ def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
     }
     if engine.has_moved_states:
         now["states"], apart["host"] = 0, apart["host"] + now["states"]
-    rows = {cell.memory for bucket in buckets for cell in (bucket.spec.row.states, bucket.spec.row.gradients)}
+    rows = {cell.memory for bucket in buckets for cell in bucket.spec.row.state}
     now |= {memory: apart[memory] for memory in ("file", "host") if memory in rows or apart[memory]}
     now |= {column: engine.ledger.now[column] for column in TREATED if column in engine.ledger.now}
     for column, nbytes in now.items():

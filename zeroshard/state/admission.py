@@ -6,6 +6,7 @@ Owns the list of torch's element-wise optimizers and the trials of any other. No
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -15,7 +16,7 @@ from zeroshard.core.update import Resident, update_in_pieces
 from zeroshard.optim.packed import PackingOptimizer, parts_of
 from zeroshard.optim.whole import Whole
 
-__all__ = ["ELEMENTWISE", "StateShape", "admit", "admit_whole", "state_cost", "whole_costs"]
+__all__ = ["ELEMENTWISE", "StateShape", "admit", "admit_whole", "refuse", "state_cost", "whole_costs"]
 
 Tensor = torch.Tensor
 
@@ -34,6 +35,23 @@ SIZES = ((6, 4, 2, 2), (3, 5, 2, 3))
 """The first dimensions of these are the shapes of whole parameters in a trial."""
 
 Options = Mapping[str, Any]
+
+
+def refuse(optimizer: torch.optim.Optimizer) -> None:
+    """Raise where an optimizer cannot be sharded at any stage, whatever it makes of slices.
+
+    Raises:
+        ValueError: its step evaluates a closure, or takes sparse gradients alone.
+    """
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(_evaluates(name))
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            f"{name} updates sparse gradients alone, and those of a sharded model are dense when they are summed. Use "
+            "torch.optim.Adam, which works with nn.Embedding(sparse=True), too."
+        )
 
 
 def admit(
@@ -72,9 +90,16 @@ def admit(
             f"{cls.__name__} was declared not element-wise (Settings(elementwise=False)), so it cannot be sharded. "
             f"{remedy}"
         )
+    if needed := _arguments(optimizer):
+        raise ValueError(
+            f"{cls.__name__} is not known to be element-wise, and cannot be tried on slices: it is built with "
+            f"{', '.join(needed)}, which its groups do not have. {remedy}"
+        )
     try:
         whole, parts = _probe(optimizer, shape, [24], options), _probe(optimizer, None, [7, 0, 12, 5], options)
     except Exception as error:
+        if _needs_closure(optimizer):
+            raise ValueError(_evaluates(cls.__name__)) from None
         raise ValueError(
             f"{cls.__name__} is not known to be element-wise, and trying it on slices failed with "
             f"{type(error).__name__}: {error}. {remedy}"
@@ -107,6 +132,8 @@ def admit_whole(optimizer: torch.optim.Optimizer, whole: Whole, elementwise: boo
     try:
         at_once, in_turn = (_update(optimizer, taken, is_in_turn=is_in_turn) for is_in_turn in (False, True))
     except Exception as error:
+        if _needs_closure(optimizer):
+            raise ValueError(_evaluates(name)) from None
         raise ValueError(
             f"{name} is to update whole parameters on their owners, and trying it on small ones, one after the other, "
             f"failed with {type(error).__name__}: {error}. Its step() must take no closure, run on any of its "
@@ -247,6 +274,40 @@ def _state_shape(value: Tensor) -> StateShape:
     dims = tuple(PRIMES.index(size) for size in value.shape if size in PRIMES)
     rest = value.numel() // math.prod(PRIMES[dim] for dim in dims)
     return StateShape(dims, rest, 0 if value.dtype == torch.float32 and value.ndim else value.itemsize, not value.ndim)
+
+
+def _evaluates(name: str) -> str:
+    return (
+        f"{name}.step() evaluates a closure: forwards and backwards inside the update, which cannot run while shards "
+        "change. Use an optimizer that updates from gradients alone, such as torch.optim.AdamW or SGD; one that "
+        "evaluates again (LBFGS, SAM) trains a model that is not sharded."
+    )
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a step on a matrix fails without a closure, and calls the one that it is given."""
+    calls: list[int] = []
+    parameter = torch.nn.Parameter(torch.ones(6, 4))
+    parameter.grad = torch.ones(6, 4)
+
+    def closure() -> float:
+        calls.append(1)
+        parameter.grad = torch.ones(6, 4)
+        return 0.0
+
+    with suppress(Exception):
+        _rebuild(optimizer, [{"params": [parameter]}]).step()
+        return False
+    with suppress(Exception):  # whatever it needs besides
+        _rebuild(optimizer, [{"params": [parameter]}]).step(closure)
+    return bool(calls)
+
+
+def _arguments(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return what an optimizer is built with besides parameters and options."""
+    arguments = list(inspect.signature(type(optimizer).__init__).parameters.values())[2:]
+    named = (p for p in arguments if p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD))
+    return [p.name for p in named if p.default is inspect.Parameter.empty and p.name not in optimizer.defaults]
 
 
 def _rebuild(optimizer: torch.optim.Optimizer, parts: list[Any]) -> torch.optim.Optimizer:

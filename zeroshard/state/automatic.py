@@ -1,7 +1,7 @@
-"""Which row of the residency table `stage="auto"` stands for.
+"""What "auto" stands for in `shard(stage=, offload=)`: the least row, and the least offload, that fit a device.
 
-Owns the choice. Activations are not known when a model is sharded, so model states and buffers may take half of the
-device; `zs.plan(stage="auto")` knows activations, too, and reads the whole plan.
+Owns the choices. Activations are not known when a model is sharded, so model states and buffers may take half of the
+device; `zs.plan(stage="auto")` and `zs.plan(offload="auto")` know activations, too, and read the whole plan.
 """
 
 import os
@@ -11,6 +11,8 @@ from typing import Final
 import torch
 from torch import nn
 
+from zeroshard import devices
+from zeroshard.describe.offload import Offload, choices_for, least_of, row_with
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan
@@ -18,16 +20,20 @@ from zeroshard.state.admission import state_cost
 from zeroshard.table.activations import Activations
 from zeroshard.table.bytes import Updates, predict
 from zeroshard.table.cells import Residency
+from zeroshard.table.settings import Settings
 from zeroshard.table.stages import STAGES
 from zeroshard.table.wires import Messages, Silence
+from zeroshard.wire.comm import gather_across_ranks
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["device_bytes", "least_row"]
+__all__ = ["device_bytes", "free_bytes", "least_offload", "least_row"]
 
 STATES_PART: Final = 0.5
 """Of the device that model states and buffers may take; the rest is for activations."""
 USUAL_COST: Final = (2, 4)
 """Of an optimizer that is attached later: AdamW's."""
+ELSEWHERE: Final = ("host", "file")
+MB: Final = 1e6
 
 
 def least_row(
@@ -45,23 +51,94 @@ def least_row(
         cell: of the activations column.
         memory_bytes: of the device.
     """
-    costs = [(state_cost(one) or USUAL_COST, one) for one in optimizers]
     chosen = Residency()
     for row in STAGES.values():
-        units = describe_units(
-            plans, row, precision, shard_size=mesh.shard_size, replicas=mesh.replicas, numel_of=numel_of
-        )
-        places = {name: (b, i) for u in units for b in u.buckets for i, name in enumerate(b.names)}
-        names = {id(p): name for plan in plans for name, p in plan.parameters}
-        updates = [
-            Updates([places[names[id(p)]] for group in one.param_groups for p in group["params"]], *cost)
-            for cost, one in costs
-        ] or [Updates([*places.values()], *USUAL_COST)]
-        wire = Silence() if mesh.shard_size * mesh.replicas == 1 else Messages()
         chosen = Residency(row.states, row.gradients, row.parameters, cell)
-        if sum(predict(units, updates, wire).values()) <= STATES_PART * memory_bytes:
+        if _kept_bytes(chosen, plans, optimizers, precision, mesh, numel_of) <= STATES_PART * memory_bytes:
             break
     return chosen
+
+
+def least_offload(
+    row: Residency,
+    plans: Sequence[UnitPlan],
+    optimizers: Sequence[torch.optim.Optimizer],
+    precision: Precision,
+    mesh: Mesh,
+    numel_of: Callable[[nn.Parameter], int],
+    room_bytes: int | None,
+) -> tuple[Offload | None, str]:
+    """Return the least that must lie on the host, and a line that says why.
+
+    Args:
+        room_bytes: of the device, for all that this rank has there, the same on all ranks; None for no limit.
+
+    Raises:
+        ValueError: not even with all on the host do model states and buffers fit half of the room.
+    """
+    if room_bytes is None:
+        return None, "offload='auto': nothing is moved, since device and host are one memory"
+    is_alone = mesh.shard_size * mesh.replicas == 1
+
+    def bytes_with(offload: Offload | None) -> int:
+        moved = row_with(row, offload, is_alone=is_alone)
+        return _kept_bytes(moved, plans, optimizers, precision, mesh, numel_of)
+
+    most_bytes = int(STATES_PART * room_bytes)
+    chosen, is_fitting = least_of(choices_for(row), lambda one: bytes_with(one) <= most_bytes)
+    all_bytes, kept_bytes = bytes_with(None), bytes_with(chosen)
+    room = f"{most_bytes / MB:,.1f} MB, half of the {room_bytes / MB:,.1f} MB that are free"
+    if not is_fitting:
+        remedy = "More ranks or precision='bf16' need less of each."
+        if not row.cuts_parameters:
+            remedy = f"stage=3 lets parameters lie on the host, too. {remedy}"
+        raise ValueError(
+            f"offload='auto': model states and buffers take {all_bytes / MB:,.1f} MB of a rank's device, and "
+            f"{kept_bytes / MB:,.1f} MB with all on the host that can be; there are {room}. {remedy}"
+        )
+    if chosen is None:
+        return None, f"offload='auto': nothing is moved: {all_bytes / MB:,.1f} MB fit {room}"
+    moved = f"states={chosen.states:g}" + f", parameters={chosen.parameters:g}" * bool(chosen.parameters)
+    return chosen, (
+        f"offload='auto': zs.Offload({moved}) leaves {kept_bytes / MB:,.1f} of {all_bytes / MB:,.1f} MB on the device, "
+        f"where model states may take {room}"
+    )
+
+
+def _kept_bytes(
+    row: Residency,
+    plans: Sequence[UnitPlan],
+    optimizers: Sequence[torch.optim.Optimizer],
+    precision: Precision,
+    mesh: Mesh,
+    numel_of: Callable[[nn.Parameter], int],
+) -> int:
+    """Return the bytes of model states and buffers on the device of the first rank, which has the fewest of padding."""
+    units = describe_units(plans, row, precision, shard_size=mesh.shard_size, replicas=mesh.replicas, numel_of=numel_of)
+    places = {name: (b, i) for u in units for b in u.buckets for i, name in enumerate(b.names)}
+    names = {id(p): name for plan in plans for name, p in plan.parameters}
+    costs = [(state_cost(one) or USUAL_COST, one) for one in optimizers]
+    updates = [
+        Updates([places[names[id(p)]] for group in one.param_groups for p in group["params"]], *cost)
+        for cost, one in costs
+    ] or [Updates([*places.values()], *USUAL_COST)]
+    wire = Silence() if mesh.shard_size * mesh.replicas == 1 else Messages()
+    return sum(nbytes for name, nbytes in predict(units, updates, wire).items() if name not in ELSEWHERE)
+
+
+def free_bytes(mesh: Mesh, settings: Settings, model: nn.Module) -> int | None:
+    """Return what model states and activations may take of each rank's device; None without a limit, as on a CPU.
+
+    Collective: on CUDA devices an all-gather of 8 bytes; every rank must call.
+    """
+    if mesh.device.type == "cpu":
+        return settings.device_bytes
+    free = devices.free_bytes(mesh.device)
+    # What the model has there becomes a part of its states.
+    held = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()  # `describe` refuses others
+    free += sum(one.nbytes for one in held if one.device == mesh.device)
+    least = int(gather_across_ranks(torch.tensor([free], device=mesh.device)).min())
+    return least if settings.device_bytes is None else min(least, settings.device_bytes)
 
 
 def device_bytes(mesh: Mesh) -> int:

@@ -62,19 +62,22 @@ class Edge:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Begin a call: return its inputs, cast if it is the outermost."""
-        while self._calls and not self._calls[-1].is_running():
-            self._calls.pop()  # it ended with an exception
+        self._forget_ended()
         self._calls.append(Call(__name__))
         # What is recomputed in a backward was inside when it ran first.
         return self._in(module, args, kwargs) if len(self._calls) == 1 and graph_task() == -1 else (args, kwargs)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """End a call: return its output, cast if it was the outermost."""
-        while self._calls and not self._calls[-1].is_running():
-            self._calls.pop()
+        self._forget_ended()
         if self._calls:
             self._calls.pop()
         return output if self._calls or graph_task() != -1 else self._out(module, args, kwargs, output)
+
+    def _forget_ended(self) -> None:
+        """Forget calls that ended with an exception."""
+        while self._calls and not self._calls[-1].is_running():
+            self._calls.pop()
 
 
 @final

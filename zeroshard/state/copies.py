@@ -69,14 +69,16 @@ def _copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Iterator[
                 views = zip(bucket.spec.names, bucket.views, strict=True)
                 yield from (Copy(f"parameter '{name}'", view, True) for name, view in views)
             elif has_replicas:
-                yield Copy(f"the shard of {bucket.spec.name}", bucket.shard, False)
+                yield from (Copy(f"the shard of {bucket.spec.name}", part, False) for part in bucket.shards)
     for one in optimizers:
         for master in one.masters:
             slot = slot_of(master)
             is_everywhere = slot.bucket.spec.updates_all
             if not is_everywhere and not has_replicas:
                 continue
-            if slot.bucket.spec.has_masters or slot.index < slot.bucket.spec.apart:
+            spec = slot.bucket.spec
+            # Which ones lie elsewhere differs between ranks, and all must compare as many.
+            if spec.formats.master != spec.formats.param or any(c.memory != "device" for c in spec.row.state):
                 yield Copy(f"the master values of '{slot.name}'", slot.bucket.master(slot.index), is_everywhere)
             if slot.updater is not None:
                 # Owners alone have them, in each copy: one sum, which every rank has.

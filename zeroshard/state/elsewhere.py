@@ -1,6 +1,6 @@
 """The memory beside the device's that a model's states get: made, and its room taken, before anything is changed.
 
-Owns the checks of a folder and the room that a rank needs. It must not know engines. Read `wire/apart.py` first.
+Owns the checks of a folder and the room that a rank needs. It must not know engines. Read `store/apart.py` first.
 """
 
 import warnings
@@ -10,18 +10,19 @@ from typing import Final
 import torch
 
 from zeroshard.core.engine import Engine
-from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.core.optimizer import ShardedOptimizer, Source
+from zeroshard.state import early
 from zeroshard.state.admission import ELEMENTWISE, state_cost
 from zeroshard.state.request import Described
 from zeroshard.state.streamed import Streams
 from zeroshard.store import files
+from zeroshard.store.apart import Apart
 from zeroshard.store.disk import BLOCK_BYTES
 from zeroshard.table.cells import Residency
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
-from zeroshard.wire.apart import Apart
 from zeroshard.wire.transports import MEMORIES
 
-__all__ = ["check_streamed", "make_apart", "reserve", "source_of"]
+__all__ = ["check_streamed", "home_of", "make_apart", "reserve", "source_of"]
 
 IN_MEMORY: Final = ("tmpfs", "ramfs")
 
@@ -55,13 +56,27 @@ def make_apart(described: Described) -> Apart | None:
     return apart
 
 
+def home_of(described: Described, apart: Apart | None) -> Apart | None:
+    """Return the memory that a described model's parameters lie in between uses; None where all are on the device.
+
+    Args:
+        apart: that of the states, which passes its buffers on where it is the same.
+    """
+    cell = described.row.parameters
+    if cell.memory not in MEMORIES:
+        return None
+    if apart is not None and apart.cell.memory == cell.memory:
+        return apart
+    return MEMORIES[cell.memory](described.mesh.device, cell)
+
+
 def reserve(
     apart: Apart | None, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer], *, has_masters: bool
 ) -> None:
     """Take room on the disk for the states of optimizers, if they lie there.
 
     Raises:
-        ValueError: there is no such room; the text says how much there is.
+        ValueError: the host or the disk has less memory than that; the text says how much it has.
     """
     if apart is None or apart.disk is None:
         return
@@ -104,9 +119,12 @@ def check_streamed(row: Residency, units: Sequence[UnitSpec], optimizers: Sequen
         )
 
 
-def source_of(engine: Engine, apart: Apart | None, sharded: ShardedOptimizer) -> Streams | None:
-    """Return what updates an optimizer's entries in files; None where there are none."""
-    if apart is None or apart.disk is None:
+def source_of(engine: Engine, apart: Apart | None, sharded: ShardedOptimizer) -> Source | None:
+    """Return what updates an optimizer's entries in files, or in the background; None where `step()` does it all."""
+    if apart is None:
         return None
+    if apart.disk is None:
+        has_time = early.is_worthwhile(engine.mesh.device) and early.may_be_early(sharded.optimizer)
+        return early.Early(engine) if has_time and sharded.exchange is None else None
     states = sharded.state_cost[0] if sharded.state_cost is not None else 0
     return Streams(engine, apart.disk, states, apart.cell.staging_bytes)

@@ -1,6 +1,6 @@
 """What is said when memory runs out: how much of it this library holds, by column.
 
-Owns which errors mean that, and the words. Must not know who is told: `wire/watchdog.py` tells the other ranks.
+Owns which errors mean that, and the words. Must not know who is told: `watch/watchdog.py` tells the other ranks.
 """
 
 import torch

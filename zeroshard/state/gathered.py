@@ -23,7 +23,7 @@ from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import version_of
 from zeroshard.wire.comm import Tag
 
-__all__ = ["gathered"]
+__all__ = ["WholeStates", "gathered", "parameters_of"]
 
 Tensor = torch.Tensor
 
@@ -39,11 +39,12 @@ def gathered(
     if engine.gathered is not None:
         raise RuntimeError(f"{engine.mesh} gathered() inside gathered(): the parameters are whole already.")
     engine.leave_passes("gathered()")
+    engine.order.let_go()
     # What ranks changed in another way each is rank 0's after writing back; else it is an error here.
     enter = engine.order.barrier if writeback else engine.order.settle
     enter(f"gathered(writeback={writeback}, states={states})")
     number = engine.order.next_number()
-    parameters = {slot.name: p for unit in engine.units for slot, p in zip(unit.slots, unit.parameters, strict=True)}
+    parameters = parameters_of(engine)
     for unit in engine.units:
         if not unit.spec.is_whole:
             unit.start_gather(engine.comm, number, "gathered()", kind="state")
@@ -80,6 +81,11 @@ def gathered(
                 "they are sharded the change is lost, and ranks may differ now where they are not. Use `with "
                 "zero.gathered(writeback=True):` on every rank; rank 0's values then become everybody's."
             )
+
+
+def parameters_of(engine: Engine) -> dict[str, nn.Parameter]:
+    """Return the model's parameters by name."""
+    return {slot.name: p for unit in engine.units for slot, p in zip(unit.slots, unit.parameters, strict=True)}
 
 
 def _versions(parameters: Mapping[str, nn.Parameter], expanded: Sequence["WholeStates"]) -> dict[str, tuple[int, int]]:
@@ -140,9 +146,16 @@ class WholeStates:
             group["params"] = [parameters[slot_of(master).name] for master in group["params"]]
         for name, state in whole.items():
             self._optimizer.state[parameters[name]] = state
+        self._given: dict[str, Any] = {}
+        self._hooks = (
+            self._optimizer.register_load_state_dict_pre_hook(self._note_given),
+            self._optimizer.register_load_state_dict_post_hook(self._widen_loaded),
+        )
 
     def contract(self, *, writeback: bool) -> None:
         """Put the slices back, with the states they had, or with slices of what the whole states are now."""
+        for hook in self._hooks:
+            hook.remove()
         changed = dict(self._optimizer.state)
         self._optimizer.state.clear()
         for group, masters in zip(self._optimizer.param_groups, self._masters, strict=True):
@@ -152,6 +165,21 @@ class WholeStates:
                 elif not writeback and master in self._set_aside:
                     self._optimizer.state[master] = self._set_aside[master]
             group["params"] = masters
+
+    def _note_given(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        self._given = state_dict
+
+    def _widen_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give loaded states the dtype of master weights; torch rounds them to that of the parameters held here."""
+        given, self._given = self._given, {}
+        numbers = [number for group in given["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            dtype = slot_of(parameter).bucket.dtypes.master
+            loaded = optimizer.state.get(parameter, {})
+            for key, value in given["state"].get(number, {}).items():
+                if key != "step" and isinstance(value, Tensor) and parameter.dtype != dtype:
+                    loaded[key] = value.to(dtype=dtype, device=parameter.device, copy=True)
 
     def held(self) -> list[tuple[str, Tensor]]:
         """Return the whole states as they are, with names for messages."""

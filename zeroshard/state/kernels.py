@@ -28,7 +28,8 @@ def choose_kernels(guard: Guard, optimizer: torch.optim.Optimizer) -> list[str]:
     A state that is loaded later brings the choice of the run that saved it, so it is made again then.
     """
     masters = [master for group in optimizer.param_groups for master in group["params"]]
-    is_apart = any(slot_of(master).index < slot_of(master).bucket.spec.apart for master in masters)
+    # Of the row, not of this rank's slices: ranks must choose alike.
+    is_apart = any(slot_of(master).bucket.spec.master_memory != "device" for master in masters)
     if not (guard.is_awaited(optimizer) or is_apart) or type(optimizer) not in FUSED:
         return []
     chosen = [_choose(optimizer, group) for group in [optimizer.defaults | {"params": []}, *optimizer.param_groups]]
@@ -73,6 +74,10 @@ def _choose(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> bool:
     is_damped = group.get("momentum") and group["dampening"]
     devices = {p.device for p in tensors} | {slot_of(p).bucket.master(slot_of(p).index).device for p in tensors}
     if is_damped or not all(p.is_floating_point() for p in tensors) or not all(has_kernel(kernel, d) for d in devices):
+        return False
+    # Adagrad makes its states with the optimizer, of the dtype that parameters had then; fused kernels want one dtype.
+    states = [(tensor, value) for tensor in tensors for value in optimizer.state.get(tensor, {}).values()]
+    if any(isinstance(v, Tensor) and v.ndim and v.dtype != tensor.dtype for tensor, v in states):
         return False
     group["fused"] = True
     for tensor in tensors:

@@ -14,6 +14,7 @@ def follow_masters(engine: Engine) -> None:
     Collective: an all-gather of what is kept whole and updated in parts; every rank must call.
     """
     engine.leave_passes("A change of master values")
+    engine.order.let_go()
     engine.order.barrier("a change of master values")
     number = engine.order.next_number()
     for unit in engine.units:

@@ -6,7 +6,7 @@ not know engines. Read `Request` first, then `describe`.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, final
@@ -19,14 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.slot import Form
 from zeroshard.describe.activations import check_activations
+from zeroshard.describe.ignored import ignored_of
+from zeroshard.describe.offload import AUTO as LEAST
 from zeroshard.describe.offload import OffloadLike, offload_of, row_with
-from zeroshard.describe.precision import Precision, precision_of
+from zeroshard.describe.parameters import ParametersLike, check_patterns, row_with_parameters
+from zeroshard.describe.precision import Chosen, Precision, PrecisionLike, chosen_modules, precision_of
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.treatments import ActivationsLike, activations_of
 from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.optim.whole import whole_of
-from zeroshard.state.admission import admit, admit_whole
-from zeroshard.state.automatic import device_bytes, least_row
+from zeroshard.state.admission import admit, admit_whole, refuse
+from zeroshard.state.automatic import device_bytes, least_offload, least_row
+from zeroshard.state.duplicate import owner_of
 from zeroshard.state.graphs import refuse_graphs
 from zeroshard.state.materialize import InitFn, Weights, check_source
 from zeroshard.state.start import check_seconds
@@ -41,7 +45,7 @@ from zeroshard.wire.transports import MEMORIES
 
 __all__ = ["Described", "Optimizers", "Request", "check_bucket_count", "check_optimizers", "describe", "place_of"]
 
-FormsOf = Callable[[nn.Module, Mesh], Mapping[int, Form]]
+FormsOf = Callable[[nn.Module, Mesh, bool], Mapping[int, Form]]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 AUTO: Final = "auto"
@@ -61,12 +65,16 @@ class Request:
     residency: Residency | str | None = None
     activations: ActivationsLike = None
     offload: OffloadLike = None
-    precision: str | Precision = "fp32"
+    parameters: ParametersLike = None
+    ignored: Sequence[object] = ()
+    precision: PrecisionLike = "fp32"
     units: Sequence[object] | None = None
     mesh: DeviceMesh | int | None = None
     reduction: Literal["mean", "sum"] | float = "mean"
     weights: str | Path | InitFn | None = None
     settings: Settings = field(default_factory=Settings)
+    room_bytes: int | None = None
+    """What `offload="auto"` may take of the device, on each rank; None for no limit."""
 
 
 @final
@@ -80,6 +88,9 @@ class Described:
         units: the same as records: their buckets, as this rank has them.
         forms: what kind of tensor each parameter is, by identity.
         source: where the values of a model on the meta device come from.
+        chosen: a line on what was chosen for the caller, and why.
+        own_precision: modules with a precision of their own.
+        ignored: the names of parameters that are left to the caller, by identity.
     """
 
     model: nn.Module
@@ -93,6 +104,9 @@ class Described:
     forms: Mapping[int, Form]
     source: Weights | InitFn | None
     settings: Settings
+    chosen: str = ""
+    own_precision: Sequence[Chosen] = ()
+    ignored: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def scale(self) -> float:
@@ -129,12 +143,13 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     optimizers = _as_list(request.optimizer)
     if settings.non_finite not in ("raise", "skip"):
         raise ValueError(f"Settings(non_finite=) must be 'raise' or 'skip'; got {settings.non_finite!r}.")
-    _check_model(model, settings.forward_methods, mesh)
-    _check_devices(model, mesh)
+    _check_model(model, settings.forward_methods, mesh, request.ignored)
+    ignored = ignored_of(model, request.ignored)
+    _check_devices(model, mesh, ignored)
     if mesh.device.type == "cuda":
         refuse_graphs(model)
-    plans, source = plan_units(model, request.units), check_source(model, request.weights)
-    forms = forms_of(model, mesh)
+    plans, source = plan_units(model, request.units, ignored), check_source(model, request.weights)
+    forms = forms_of(model, mesh, bool(ignored))
 
     def numel_of(parameter: nn.Parameter) -> int:
         return forms[id(parameter)].part(parameter.detach()).numel()
@@ -144,10 +159,16 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
             raise ValueError(f"Give stage= or residency=, not both; got stage='auto' and {request.residency}.")
         cell = activations_of(request.activations)
         row = least_row(plans, optimizers, precision, mesh, cell, numel_of, device_bytes(mesh))
-    offload = offload_of(request.offload)
+    row = row_with_parameters(row, request.parameters)
+    check_patterns(row, [plan.name for plan in plans])
+    if request.offload == LEAST:
+        offload, chosen = least_offload(row, plans, optimizers, precision, mesh, numel_of, request.room_bytes)
+    else:
+        offload, chosen = offload_of(request.offload), ""
     row = row_with(row, offload, is_alone=mesh.shard_size * mesh.replicas == 1)
     _check_memories(row)
-    check_optimizers(model, optimizers, row, settings.elementwise, is_final=request.optimizer is not None)
+    is_final = request.optimizer is not None
+    check_optimizers(model, optimizers, row, settings.elementwise, is_final=is_final, ignored=ignored)
     check_activations(row.activations, plans, len(mesh.tensor_ranks))
     units = describe_units(
         plans,
@@ -159,7 +180,10 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
         numel_of=numel_of,
     )
     check_bucket_count(units)
-    return Described(model, optimizers, row, precision, mesh, request.reduction, plans, units, forms, source, settings)
+    own, reduction = chosen_modules(model, precision), request.reduction
+    return Described(
+        model, optimizers, row, precision, mesh, reduction, plans, units, forms, source, settings, chosen, own, ignored
+    )
 
 
 def _row(request: Request) -> Residency:
@@ -184,7 +208,7 @@ def _row(request: Request) -> Residency:
 
 
 def _check_memories(row: Residency) -> None:
-    columns = (("states", ("device", *MEMORIES)), ("gradients", ("device", "host")), ("parameters", ("device",)))
+    columns = (("states", ("device", *MEMORIES)), ("gradients", ("device", "host")), ("parameters", ("device", "host")))
     for column, known in columns:
         if (cell := getattr(row, column)).memory not in known:
             raise ValueError(
@@ -207,8 +231,12 @@ def _as_list(optimizers: object) -> list[torch.optim.Optimizer]:
     raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them; got {type(optimizers).__name__}.")
 
 
-def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh) -> None:
-    """Raise where a model cannot be sharded."""
+def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh, asked: Sequence[object]) -> None:
+    """Raise where a model cannot be sharded.
+
+    Args:
+        asked: parameters that are ignored.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
     if isinstance(forward_methods, str):
@@ -223,7 +251,10 @@ def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh) -
         raise TypeError(
             "The model is wrapped in DistributedDataParallel, which zs.shard() replaces. Shard model.module."
         )
+    ignored = ignored_of(model, asked)
     for name, parameter in model.named_parameters():
+        if id(parameter) in ignored:
+            continue
         if isinstance(parameter, ShardedParameter):
             raise ValueError(f"Parameter '{name}' is sharded already; zs.shard() takes a model once.")
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -249,15 +280,15 @@ def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh) -
             )
         if parameter.layout is not torch.strided:
             raise ValueError(f"Parameter '{name}' has layout {parameter.layout}; only dense parameters can be sharded.")
-    if held := [name for name, p in model.named_parameters() if p.grad is not None]:
+    if held := [name for name, p in model.named_parameters() if id(p) not in ignored and p.grad is not None]:
         raise ValueError(
             f"{len(held)} parameter(s) hold a gradient from before zs.shard(), '{held[0]}' first. It is this rank's "
             "own, and would be lost. Use it (optimizer.step()) or clear it (model.zero_grad()) before zs.shard()."
         )
     for path in forward_methods:
-        name, _, method = path.rpartition(".")
         try:
-            is_there = callable(getattr(model.get_submodule(name), method, None))
+            module, method = owner_of(model, path)
+            is_there = callable(getattr(module, method, None))
         except AttributeError:
             is_there = False
         if not is_there:
@@ -269,25 +300,25 @@ def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh) -
 
 def place_of(model: object) -> torch.device | None:
     """Return the device of a model's parameters, where it is one; those without values are nowhere."""
-    places = _places_of(model) if isinstance(model, nn.Module) else {}
+    places = _places_of(model, ()) if isinstance(model, nn.Module) else {}
     return next(iter(places)) if len(places) == 1 else None
 
 
-def _places_of(model: nn.Module) -> dict[torch.device, list[str]]:
+def _places_of(model: nn.Module, ignored: Collection[int]) -> dict[torch.device, list[str]]:
     """Return the devices that a model's parameters have values on, and by device the names of these parameters."""
     places: dict[torch.device, list[str]] = {}
     for name, parameter in model.named_parameters():
-        if not parameter.is_meta:
+        if not parameter.is_meta and id(parameter) not in ignored:
             places.setdefault(parameter.device, []).append(name)
     return places
 
 
-def _check_devices(model: nn.Module, mesh: Mesh) -> None:
+def _check_devices(model: nn.Module, mesh: Mesh, ignored: Collection[int]) -> None:
     """Raise if parameters are on several devices, or on one that this run cannot train on.
 
     A model on one device, the CPU included, is accepted: `shard()` moves it to the rank's device unit by unit.
     """
-    places = _places_of(model)
+    places = _places_of(model, ignored)
     if len(places) > 1:
         held = "; ".join(f"{len(names)} on {device}, '{names[0]}' first" for device, names in places.items())
         raise ValueError(
@@ -368,10 +399,12 @@ def check_optimizers(
     elementwise: bool | None,
     *,
     is_final: bool,
+    ignored: Mapping[int, str],
 ) -> None:
     """Raise where optimizers and model do not belong together, or where an update cannot be cut.
 
     Args:
+        ignored: the names of parameters that are left to the caller, by identity.
         is_final: False while an optimizer may still come (`zero.attach`), so that none is missed yet.
     """
     names = {id(p): name for name, p in model.named_parameters()}
@@ -380,12 +413,19 @@ def check_optimizers(
         kind = type(optimizer).__name__
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them; got {kind}.")
+        refuse(optimizer)
         if (whole := whole_of(optimizer)) is not None:
             admit_whole(optimizer, whole, elementwise, is_cut=row.is_cut)
         elif row.is_cut:
             admit(optimizer, elementwise)
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
+                if id(parameter) in ignored:
+                    raise ValueError(
+                        f"Parameter '{ignored[id(parameter)]}' is ignored (ignored=), and in {kind}, which zeroshard "
+                        "would have update shards. Give ignored parameters an optimizer of their own, and do not hand "
+                        "it over."
+                    )
                 if id(parameter) not in names:
                     raise ValueError(
                         f"Parameter {place} of group {number} of {kind}, shape {tuple(parameter.shape)}, is not in the "
@@ -408,7 +448,8 @@ def check_optimizers(
                         "Use an element-wise optimizer, such as AdamW, with tensor parallelism, or no axis 'tensor'."
                     )
     if is_final:
-        missed = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in taken]
+        known = taken.keys() | ignored.keys()
+        missed = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
         if missed:
             raise ValueError(
                 f"{len(missed)} trainable parameter(s) are in no optimizer, '{missed[0]}' first: gradients would be "

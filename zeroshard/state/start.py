@@ -21,9 +21,9 @@ from zeroshard.state.arrival import Wait, ends_by_signal, open_store
 from zeroshard.state.places import await_places
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import default_store
+from zeroshard.watch.process import is_child_of
 from zeroshard.wire.comm import gather_across_ranks
 from zeroshard.wire.mesh import Launched, Mesh, backend_of, current_mesh, find_launch, read_local_rank
-from zeroshard.wire.process import is_child_of
 
 __all__ = ["accepted_by_all", "check_seconds", "everybody_at", "init", "texts_across_ranks"]
 

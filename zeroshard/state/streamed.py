@@ -27,7 +27,7 @@ from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.slot import slot_of
 from zeroshard.core.update import Piece, Resident
 from zeroshard.store.disk import BLOCK_BYTES, Disk, buffer_of
-from zeroshard.store.stored import StoredTensor
+from zeroshard.store.stored import StoredTensor, is_stored
 
 __all__ = ["Streams"]
 
@@ -243,4 +243,5 @@ class Chunk(Piece):
 
 def _is_apart(master: Tensor) -> bool:
     slot = slot_of(master)
-    return slot.index < slot.bucket.spec.apart and master.numel() > 0  # what has no elements needs no file
+    # What has no elements needs no file, and frozen parameters lie with their masters.
+    return slot.index < slot.bucket.spec.apart and master.numel() > 0 and is_stored(slot.bucket.apart_values())

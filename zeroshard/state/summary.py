@@ -118,18 +118,28 @@ def _judge(units: Sequence[Unit]) -> list[str]:
 
 
 def _offloaded(units: Sequence[Unit]) -> list[str]:
-    """Say which part of the states lies elsewhere: whole slices were moved, so it is not quite what was asked for."""
-    trained = [bucket.spec for unit in units for bucket in unit.buckets if bucket.spec.is_trained]
-    apart = sum(spec.layout.owned_numel(*spec.apart_states) for spec in trained)
-    if not any(spec.apart for spec in trained):
-        return []
-    cell, total = trained[0].row.states, sum(spec.layout.owned_numel(*spec.states) for spec in trained)
-    place = f"in files under {cell.folder}" if cell.folder else "in memory of the host"
-    return [f"offloaded: the states of {apart / max(1, total):.1%} of this rank's elements lie {place}"]
+    """Say which part of a column lies elsewhere: whole slices were moved, so it is not quite what was asked for."""
+    specs = [bucket.spec for unit in units for bucket in unit.buckets]
+    trained, lines = [spec for spec in specs if spec.is_trained], []
+    columns = (
+        ("states of", trained, [(s.row.states, s.apart, s.apart_states, s.states) for s in trained]),
+        ("parameters with", specs, [(s.row.parameters, s.apart_parameters, s.apart_shard, s.shard) for s in specs]),
+    )
+    for what, kept, found in columns:
+        if any(count for _, count, _, _ in found):
+            pairs = [*zip(kept, found, strict=True)]
+            apart = sum(spec.layout.owned_numel(*moved) for spec, (_, _, moved, _) in pairs)
+            total = sum(spec.layout.owned_numel(*all_) for spec, (_, _, _, all_) in pairs)
+            folder = found[0][0].folder
+            place = f"in files under {folder}" if folder else "in memory of the host"
+            lines.append(f"offloaded: the {what} {apart / max(1, total):.1%} of this rank's elements lie {place}")
+    return lines
 
 
 def _is_mostly_whole(units: Sequence[Unit]) -> bool:
-    return _gathered_bytes(units) > WARNED_BYTES and _share(units) > 0.5
+    # What stays whole from forward to backward was asked for.
+    others = [unit for unit in units if not unit.spec.is_held]
+    return _gathered_bytes(others) > WARNED_BYTES and _share(others) > 0.5
 
 
 def _gathered_bytes(units: Sequence[Unit]) -> int:
@@ -143,7 +153,7 @@ def _share(units: Sequence[Unit]) -> float:
 
 def _whole_at_once(units: Sequence[Unit]) -> list[Unit]:
     """Return what is whole throughout a pass, and the two largest of the rest: one in use, one on its way."""
-    kept = [unit for unit in units if unit.number == ROOT or unit.is_read_outside]
+    kept = [unit for unit in units if unit.number == ROOT or unit.is_read_outside or unit.spec.is_held]
     others = sorted((unit for unit in units if unit not in kept), key=lambda unit: -unit.spec.full_bytes)
     return [unit for unit in (*kept, *others[:2]) if unit.spec.full_bytes]
 

@@ -19,22 +19,28 @@ from zeroshard.core.unit import Unit
 from zeroshard.describe.units import UnitPlan
 from zeroshard.state.materialize import materialize
 from zeroshard.state.request import Described
+from zeroshard.store.apart import Apart
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import accept_in_foreach
-from zeroshard.wire.apart import Apart
 from zeroshard.wire.comm import Comm
 
 __all__ = ["build", "move_states", "spread"]
 
 
 def build(
-    described: Described, comm: Comm, ledger: Ledger, treatment: Treatment | None, apart: Apart | None = None
+    described: Described,
+    comm: Comm,
+    ledger: Ledger,
+    treatment: Treatment | None,
+    apart: Apart | None = None,
+    home: Apart | None = None,
 ) -> Engine:
     """Take a model over, unit by unit, and return its engine, which no hook calls yet.
 
     Args:
         apart: the memory for states that are elsewhere.
+        home: the memory for parameters that are elsewhere.
 
     Collective: broadcast of parameters and buffers from rank 0; every rank must call.
     """
@@ -43,7 +49,7 @@ def build(
     accept_in_foreach(LogicalGradient, MasterGradient, MasterSlice)
     model, made = described.model, dict[int, Unit]()
     for number in materialize(model, described.plans, described.mesh, described.source):
-        made[number] = _make_unit(number, described, comm, ledger, apart)
+        made[number] = _make_unit(number, described, comm, ledger, apart, home)
         # Taken over and released before the next is made: never more than one unit is there twice, and of a model that
         # is elsewhere never more than one unit besides the shards is on the rank's device.
         _take_over(made[number], described.plans[number], described.forms, comm)
@@ -53,19 +59,22 @@ def build(
         comm.broadcast(tensor.data, f"buffer '{name}'", "start")
     engine = Engine(described.mesh, comm, [made[number] for number in range(len(made))], ledger, treatment)
     engine.guard.skips = described.settings.non_finite == "skip"
-    engine.take_slots(slot_of(parameter) for parameter in model.parameters())
+    engine.take_slots(slot_of(p) for p in model.parameters() if id(p) not in described.ignored)
     if described.precision.loss_scale is not None:
         engine.use_loss_scale(LossScale(described.precision.loss_scale))
     return engine
 
 
-def _make_unit(number: int, described: Described, comm: Comm, ledger: Ledger, apart: Apart | None) -> Unit:
+def _make_unit(
+    number: int, described: Described, comm: Comm, ledger: Ledger, apart: Apart | None, home: Apart | None
+) -> Unit:
     """Make a described unit, with empty buckets."""
     plan, spec = described.plans[number], described.units[number]
     parameters = {name: described.forms[id(p)].part(p.detach()) for name, p in plan.parameters}
     device = described.mesh.device
     buckets = [
-        Bucket(one, [parameters[name] for name in one.names], comm.pool, ledger, device, apart) for one in spec.buckets
+        Bucket(one, [parameters[name] for name in one.names], comm.pool, ledger, device, apart, home)
+        for one in spec.buckets
     ]
     for bucket in buckets:
         if bucket.flat is not None:

@@ -17,9 +17,12 @@ from torch import nn
 
 from zeroshard.core.engine import Engine
 from zeroshard.core.hooks import Enter, Exit, Hook, Landed, Registered
+from zeroshard.core.norms import IGNORED
+from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.slot import slot_of
-from zeroshard.describe.precision import Precision
+from zeroshard.describe.precision import Chosen, Precision
 from zeroshard.describe.units import UnitPlan
+from zeroshard.state.additions import Additions
 from zeroshard.state.casts import CastIn, CastOut, Edge, EdgeIn, EdgeOut
 from zeroshard.state.duplicate import copy_plain, owner_of
 from zeroshard.state.graphs import RefuseGraphs
@@ -30,7 +33,12 @@ __all__ = ["wire"]
 
 
 def wire(
-    engine: Engine, model: nn.Module, plans: Sequence[UnitPlan], methods: Sequence[str], precision: Precision
+    engine: Engine,
+    model: nn.Module,
+    plans: Sequence[UnitPlan],
+    methods: Sequence[str],
+    precision: Precision,
+    chosen: Sequence[Chosen] = (),
 ) -> dict[nn.Module, tuple[Enter, Exit]]:
     """Hang the hooks: every module whose forward needs units that come and go, and the model itself.
 
@@ -42,7 +50,7 @@ def wire(
         for module, name in plan.entries.items() if engine.has_frames else ():
             known = entries.get(module, ("", ()))[1]
             entries[module] = (name, (*known, unit.number))
-    edge = _hang_casts(engine, model, [module for plan in plans for module in plan.entries], precision)
+    edge = _hang_casts(engine, model, [module for plan in plans for module in plan.entries], precision, chosen)
     return _hang(engine, model, entries, _registered(model), methods, edge)
 
 
@@ -61,25 +69,31 @@ def _hang(
         own: what the model must find unchanged.
         forward_methods: methods that compute as forward does, such as "encoder.encode".
     """
-    hooks = {}
+    hooks, added = {}, Additions(model).first
     for module, (name, units) in entries.items():
-        enter, leave = hooks[module] = Enter(engine, name, units, own if module is model else ()), Exit(engine)
+        checked = (own, added) if module is model else ()
+        enter, leave = hooks[module] = Enter(engine, name, units, *checked), Exit(engine)
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave, with_kwargs=True, always_call=True)
     for path in forward_methods:
         owner, method = owner_of(model, path)
         units = entries.get(owner, ("", ()))[1]
-        owner.__dict__[method] = _wrap(owner, method, Enter(engine, path, units, own), Exit(engine), edge)
+        owner.__dict__[method] = _wrap(owner, method, Enter(engine, path, units, own, added), Exit(engine), edge)
     landed = Landed(engine)
-    for parameter in model.parameters():
+    parameters = [parameter for unit in engine.units for parameter in unit.parameters]
+    for parameter in parameters:
         if not (parameter.is_floating_point() or parameter.is_complex()):
             continue  # it can never be trained
         # torch takes hooks of trainable parameters only; a frozen one may be trained later.
         is_trainable = parameter.requires_grad
         parameter.requires_grad_(True).register_post_accumulate_grad_hook(landed)
         parameter.requires_grad_(is_trainable)
-    if tables := [p for p in model.parameters() if len(slot_of(p).bucket.parameters) == 1]:
+    if tables := [p for p in parameters if len(slot_of(p).bucket.parameters) == 1]:
         model.register_forward_hook(AddInPlace(tables))
+    taken = set(map(id, parameters))
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in taken and parameter.requires_grad and engine.mesh.world_size > 1:
+            parameter.register_post_accumulate_grad_hook(NameGradient(name))
     if engine.mesh.device.type == "cuda":
         # Elsewhere such a mode records nothing, and the forward has no hook for it.
         model.register_forward_pre_hook(RefuseGraphs(), prepend=True)
@@ -92,22 +106,33 @@ def _hang(
     return hooks
 
 
-def _hang_casts(engine: Engine, model: nn.Module, blocks: Iterable[nn.Module], precision: Precision) -> Edge | None:
-    """Cast at the edges of the model, and at those of the modules that keep their own dtype.
+def _hang_casts(
+    engine: Engine, model: nn.Module, blocks: Iterable[nn.Module], precision: Precision, chosen: Iterable[Chosen]
+) -> Edge | None:
+    """Cast at the edges of the model, and at those of the modules that have a precision, or keep a dtype, of their own.
 
     Args:
         blocks: modules that user code may call by themselves.
+        chosen: modules with a precision of their own.
     """
-    if precision.param is None:
-        return None
-    for module in model.modules():
-        if isinstance(module, precision.keep) and (kept := next(module.parameters(False), None)) is not None:
-            module.register_forward_pre_hook(CastIn(kept.dtype), with_kwargs=True)
-            module.register_forward_hook(CastOut(precision.param), with_kwargs=True)
-    edge = Edge(CastIn(precision.param, engine.loss_scale), CastOut(torch.float32, engine.loss_scale))
-    for module in dict.fromkeys((model, *blocks)):
-        module.register_forward_pre_hook(EdgeIn(edge), with_kwargs=True)
-        module.register_forward_hook(EdgeOut(edge), with_kwargs=True)
+    casts = [(one.module, one.inside, one.outside) for one in chosen]
+    edge, edges = None, dict[nn.Module, None]()
+    if precision.param is not None:
+        for module in model.modules():
+            if isinstance(module, precision.keep) and (kept := next(module.parameters(False), None)) is not None:
+                casts.append((module, kept.dtype, precision.param))
+        output = precision.output or torch.float32
+        edge = Edge(CastIn(precision.param, engine.loss_scale), CastOut(output, engine.loss_scale))
+        edges = dict.fromkeys((model, *blocks))
+        for module in edges:
+            module.register_forward_pre_hook(EdgeIn(edge), with_kwargs=True)
+    # Inside the edge, on the way in and out, where a module has both.
+    for module, inside, outside in casts:
+        module.register_forward_pre_hook(CastIn(inside), with_kwargs=True)
+        module.register_forward_hook(CastOut(outside), with_kwargs=True)
+    if edge is not None:
+        for module in edges:
+            module.register_forward_hook(EdgeOut(edge), with_kwargs=True)
     return edge
 
 
@@ -136,7 +161,7 @@ def _registered(model: nn.Module) -> list[Registered]:
     found: dict[str, Registered] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():
-            if parameter is not None:
+            if isinstance(parameter, ShardedParameter):  # others are ignored
                 name = f"{path}.{key}" if path else key
                 found[name] = Registered(name, module._parameters, key, id(parameter))
                 found.update((one.name, one) for one in _way_to(model, path))
@@ -154,6 +179,19 @@ def _way_to(model: nn.Module, path: str) -> Iterator[Registered]:
 
 
 @final
+class NameGradient(Hook):
+    """Of an ignored parameter: marks its gradient, this rank's own, for norms that would mix it with sharded ones."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """Name the gradient."""
+        if parameter.grad is not None:
+            parameter.grad.__dict__[IGNORED] = self._name
+
+
+@final
 class RefuseSave(Hook):
     """Before a module's `state_dict`."""
 
@@ -166,8 +204,8 @@ class RefuseSave(Hook):
         if self._engine.gathered is None and not self._is_whole:
             raise RuntimeError(
                 f"{self._engine.mesh} state_dict() outside gathered() would not hold the whole parameters, which are "
-                "sharded. Use `with zero.gathered():` around it, on every rank, or zero.save(path) for a "
-                "checkpoint."
+                "sharded. Use `with zero.gathered():` around it, on every rank, `for _ in zero.on_first_rank():` in "
+                "the place of `if rank == 0:`, or zero.save(path) for a checkpoint."
             )
 
 

@@ -17,7 +17,7 @@ from zeroshard.table.pool import Buffer, Buffers
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.wires import Wire
 
-__all__ = ["Owned", "Updates", "apart_masters_bytes", "kept_bytes", "predict", "step_bytes"]
+__all__ = ["Owned", "Updates", "apart_bytes", "kept_bytes", "predict", "step_bytes"]
 
 
 @final
@@ -103,16 +103,19 @@ class Updates:
 
 def kept_bytes(buckets: Sequence[BucketSpec]) -> tuple[int, int, int]:
     """Return the bytes that stay on the device between steps: (parameters, masters beside them, padding of both)."""
-    parameters, padding = _owned_bytes((b, b.parameters, b.formats.param) for b in buckets)
+    parameters, padding = _owned_bytes((b, b.here, b.formats.param) for b in buckets)
     here = ((b, (b.apart_states[1], b.states[1]), b.formats.master) for b in buckets if b.has_masters)
     masters, spare = _owned_bytes(here)
     return parameters, masters, padding + spare
 
 
-def apart_masters_bytes(bucket: BucketSpec) -> int:
-    """Return the bytes of master values in the other memory, padding included."""
+def apart_bytes(bucket: BucketSpec) -> Counter[str]:
+    """Return the bytes of parameters and master values in other memories, by memory, padding included."""
+    found, (start, stop) = Counter[str](), bucket.apart_shard
+    found[bucket.row.parameters.memory] += (stop - start) * itemsize(bucket.formats.param)
     start, stop = bucket.apart_states
-    return (stop - start) * itemsize(bucket.formats.master)
+    found[bucket.master_memory] += (stop - start) * itemsize(bucket.formats.master) * (not bucket.shares_apart)
+    return found
 
 
 def _owned_bytes(parts: Iterable[tuple[BucketSpec, tuple[int, int], str]]) -> tuple[int, int]:
@@ -134,10 +137,10 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
     parameters, masters, padding = kept_bytes(buckets)
     gradients, more = (sum(b.gradient_bytes[part] for b in buckets if b.number in reduced) for part in (0, 1))
     states = counters = wide_bytes = 0
-    rows = {cell.memory for b in buckets for cell in (b.row.states, b.row.gradients)} - {"device"}
+    rows = {cell.memory for b in buckets for cell in b.row.state} - {"device"}
     apart, exchanged = Counter[str](), list[list[Owned]]()
     for bucket in buckets:
-        apart[bucket.row.states.memory] += apart_masters_bytes(bucket)
+        apart += apart_bytes(bucket)
         apart[bucket.row.gradients.memory] += bucket.apart_gradient_bytes * (bucket.number in reduced)
     for one in updates:
         wide_bytes = max(wide_bytes, one.numel_bytes(only_wide=True))
@@ -161,8 +164,9 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
 
 def step_bytes(units: Sequence[UnitSpec], updates: Sequence[Updates] = ()) -> int:
     """Return what a rank gathers, reduces, exchanges and publishes in a step with one micro-batch."""
-    gathers = 2 * any(not unit.is_whole for unit in units)
-    sent = sum(u.sent_bytes("gather") * gathers + u.sent_bytes("reduce") + u.sent_bytes("publish") for u in units)
+    sent = sum(
+        u.sent_bytes("gather") * (2 - u.is_held) + u.sent_bytes("reduce") + u.sent_bytes("publish") for u in units
+    )
     return sent + sum(o.sent_bytes for one in updates for o in one.whole)
 
 
@@ -176,8 +180,9 @@ def _transient_bytes(
         exchanged: of each optimizer what goes to owners.
     """
     full = tuple(unit.full_bytes for unit in units)
-    passes = schedule.plain_marks(len(units))
-    whole = max(wide_bytes, *(schedule.peak_units(schedule.replay(record, marks), full) for record, marks in passes))
+    whole = wide_bytes
+    for record, marks in schedule.plain_marks(len(units), frozenset(u.number for u in units if u.is_held)):
+        whole = max(whole, schedule.peak_units(schedule.replay(record, marks), full, record.carried))
     if all(bucket.layout.world_size == 1 for unit in units for bucket in unit.buckets):
         return whole
     pool, root, others = _Counted(), units[0], list(reversed(units[1:]))

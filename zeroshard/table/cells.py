@@ -7,11 +7,11 @@ needs to know a stage or the class of a cell. A new place to live is a new class
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal, final
 
-from zeroshard.table.activations import Activations
+from zeroshard.table.activations import Activations, fits
 from zeroshard.table.layout import Layout, plan_layout
 
 __all__ = ["Cell", "Elsewhere", "Replicated", "Residency", "Sharded"]
@@ -29,6 +29,8 @@ class Cell(ABC):
     """How much of it lies in another memory, and more about that: see `Elsewhere`."""
     moment: Literal["always", "used"] = "always"
     """When what is kept must be on the device: all the time, or while it is used."""
+    until: Literal["use", "backward"] = "use"
+    """How long gathered parameters stay whole: while modules use them, or from a forward to the end of its backward."""
 
     @abstractmethod
     def kept_range(self, layout: Layout, rank: int) -> tuple[int, int]:
@@ -77,20 +79,37 @@ class Replicated(Cell):
 class Sharded(Cell):
     """Every rank keeps its own shard.
 
+    Args:
+        until: of parameters, how long they stay whole once they were gathered: "use" releases them after each use;
+            "backward" keeps what a forward with gradients gathered until its backward has used it, so that each
+            backward gathers nothing, and all of it is whole at once.
+
     ```python
     import zeroshard as zs
 
     assert str(zs.Sharded()) == "sharded"
+    assert str(zs.Sharded(until="backward")) == "sharded, whole until the backward"
     ```
     """
 
+    until: Literal["use", "backward"] = "use"
     word = "sharded"
+
+    def __post_init__(self) -> None:
+        if self.until not in ("use", "backward"):
+            raise ValueError(f"Sharded(until=) must be 'use' or 'backward'; got {self.until!r}.")
 
     def kept_range(self, layout: Layout, rank: int) -> tuple[int, int]:
         """Return the shard of `rank`."""
         return layout.shard_range(rank)
 
-    __str__ = Cell.__str__
+    @property
+    def plain(self) -> Cell:
+        """See `Cell`."""
+        return Sharded()
+
+    def __str__(self) -> str:
+        return self.word if self.until == "use" else f"{self.word}, whole until the backward"
 
 
 @final
@@ -130,9 +149,14 @@ class Elsewhere(Cell):
         return counts
 
     @property
+    def until(self) -> Literal["use", "backward"]:  # type: ignore[override]
+        """See `Cell`."""
+        return self.inner.until
+
+    @property
     def plain(self) -> Cell:
         """See `Cell`."""
-        return self.inner
+        return self.inner.plain
 
     def __str__(self) -> str:
         # Not which folder: ranks may have others each.
@@ -143,6 +167,10 @@ class Elsewhere(Cell):
 @dataclass(frozen=True)
 class Residency:
     """A row of the table: one cell for each column.
+
+    Args:
+        units: pairs of a pattern of unit names, with the wildcards of a shell, and the parameters' cell of these units,
+            where that is another one; the first that fits counts. The root's name is "(root)".
 
     Raises:
         ValueError: a combination that no rank could compute with.
@@ -159,8 +187,13 @@ class Residency:
     gradients: Cell = field(default_factory=Replicated)
     parameters: Cell = field(default_factory=Replicated)
     activations: Activations = field(default_factory=Activations)
+    units: tuple[tuple[str, Cell], ...] = ()
 
     def __post_init__(self) -> None:
+        for pattern, cell in self.units:
+            if not isinstance(pattern, str) or not isinstance(cell, Cell):
+                raise TypeError(f"Residency(units=...) takes pairs of a pattern and a cell; got {(pattern, cell)!r}.")
+            replace(self, parameters=cell, units=())
         columns = (("states", Cell), ("gradients", Cell), ("parameters", Cell), ("activations", Activations))
         for name, kind in columns:
             if not isinstance(cell := getattr(self, name), kind):
@@ -173,6 +206,18 @@ class Residency:
                 "parameter it belongs to. So a column can be sharded only if the columns before it are."
             )
 
+    def of_unit(self, name: str) -> "Residency":
+        """Return the row of a unit, by its name; the root's is "" or, as shown and in patterns, "(root)"."""
+        if not self.units:
+            return self
+        cell = next((cell for pattern, cell in self.units if fits(name, pattern)), self.parameters)
+        return replace(self, parameters=cell, units=())
+
+    @property
+    def state(self) -> tuple[Cell, Cell, Cell]:
+        """The cells of what is kept between steps: states, gradients, parameters."""
+        return self.states, self.gradients, self.parameters
+
     @property
     def is_cut(self) -> bool:
         """Whether a rank may update a part of a parameter."""
@@ -183,10 +228,15 @@ class Residency:
         """Whether a rank keeps a part of each gradient."""
         return self._kept(0)[1] != (0, 2)
 
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether a rank keeps a part of each parameter, so that all are gathered before use and released after."""
+        return self._kept(0)[2] != (0, 2)
+
     def _kept(self, rank: int) -> list[tuple[int, int]]:
         """Return what a rank keeps of a bucket of two elements on two ranks, by column."""
         probe = plan_layout([2], 64, 2)
-        return [cell.kept_range(probe, rank) for cell in (self.states, self.gradients, self.parameters)]
+        return [cell.kept_range(probe, rank) for cell in self.state]
 
 
 def _covers(outer: tuple[int, int], inner: tuple[int, int]) -> bool:

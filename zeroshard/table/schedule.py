@@ -55,6 +55,10 @@ class Record:
     outlasting: frozenset[int] = frozenset()
     """Units that stayed whole on this rank while others came and went: tied and nested ones. They take no room in the
     window, where the next unit would wait for them."""
+    held: frozenset[int] = frozenset()
+    """Units that stay whole beyond the pass: from a forward to its backward."""
+    carried: frozenset[int] = frozenset()
+    """Units that are whole when the pass begins, the same on all ranks: an earlier forward held them."""
 
 
 class Schedule:
@@ -70,12 +74,13 @@ class Schedule:
     def __init__(self, record: Record, is_skipped: Callable[[int], bool]) -> None:
         self._queue, self._is_skipped = list(record.requests), is_skipped
         self._kept = record.pinned | {ROOT}
+        self.held, self.carried = record.held, record.carried
         self._landed: set[int] = set()
         self._recent: tuple[int, ...] = ()
-        self.outlasting = set(record.outlasting)
+        self.outlasting = set(record.outlasting | record.carried)
         self.issued: set[int] = set()
         """Units gathered in this pass: asking for one of them again means that it was released too early."""
-        self.whole: dict[int, bool] = {}
+        self.whole = dict.fromkeys(sorted(record.carried), True)
         """Units gathered and not released, in order of issue; True once this rank needed them."""
 
     @property
@@ -87,7 +92,8 @@ class Schedule:
         """Make `unit` whole: issue what the record has before it, then it, then what fits in the window behind it."""
         if unit not in (*self._kept, *self._recent[-1:]):
             self._recent = (*self._recent[-1:], unit)
-            self.outlasting |= {u for u, is_used in self.whole.items() if is_used} - {*self._recent} - self._kept
+            others = {u for u, is_used in self.whole.items() if is_used} - {*self._recent}
+            self.outlasting |= others - self._kept - self.held
         if unit in self.whole:
             actions = self._pass_over(unit)
             self.whole[unit] = True
@@ -98,8 +104,7 @@ class Schedule:
         while (front := self._queue[0]) != ("gather", unit):
             actions += self._issue_front()
             if front[0] == "gather" and front[1] not in self._kept:
-                del self.whole[front[1]]
-                actions.append(("release", front[1]))
+                actions += self.let_go(front[1])
         actions += self._issue_front()
         self.whole[unit] = True
         return actions + self._ahead()
@@ -111,10 +116,18 @@ class Schedule:
 
     def leave(self, unit: int) -> list[Action]:
         """Release `unit`, unless it stays whole to the end of the pass, and fill the window."""
-        if unit in self._kept or unit not in self.whole:
+        if unit in self._kept or unit in self.held or unit not in self.whole:
             return []
         del self.whole[unit]
         return [("release", unit), *self._ahead()]
+
+    def let_go(self, unit: int) -> list[Action]:
+        """Release `unit`, which this rank does not use now, unless it stays whole beyond the pass."""
+        if unit in self.held:
+            self.whole[unit] = True
+            return []
+        self.whole.pop(unit, None)
+        return [("release", unit)]
 
     def land(self, unit: int) -> list[Action]:
         """Reduce `unit`, whose gradients are all here, once its turn has come; skipped units do not delay it."""
@@ -129,14 +142,13 @@ class Schedule:
         for kind, unit in self._queue:
             actions.append((kind, unit))
             if kind == "gather":
-                actions.append(("release", unit))
+                actions += self.let_go(unit)
         self._queue = []
         return actions
 
     def close(self) -> list[Action]:
         """End the pass: release everything, so that there is room, and issue what is left."""
-        actions: list[Action] = [("release", unit) for unit in self.whole]
-        self.whole = {}
+        actions = [action for unit in [*self.whole] for action in self.let_go(unit)]
         return actions + self.flush()
 
     def _ahead(self) -> list[Action]:
@@ -144,7 +156,10 @@ class Schedule:
         actions: list[Action] = []
         while self._queue:
             kind, unit = self._queue[0]
-            has_room = unit in self._kept or len(self.whole.keys() - self._kept - self.outlasting) < WINDOW
+            taken = self.whole.keys() - self._kept - self.outlasting
+            if self.held:  # what is held takes no more room once it was used: it would never make any
+                taken -= {u for u in self.held if self.whole.get(u)}
+            has_room = unit in self._kept or len(taken) < WINDOW
             if not (has_room if kind == "gather" else unit in self._landed):
                 break
             actions += self._issue_front()
@@ -165,8 +180,7 @@ class Schedule:
             if other == unit:
                 break
             if not is_used and other not in self._kept:
-                del self.whole[other]
-                actions.append(("release", other))
+                actions += self.let_go(other)
         return actions
 
 
@@ -195,24 +209,31 @@ def replay(record: Record, marks: Iterable[Mark]) -> list[Action]:
     return actions
 
 
-def plain_marks(units: int) -> tuple[tuple[Record, list[Mark]], tuple[Record, list[Mark]]]:
+def plain_marks(
+    units: int, held: frozenset[int] = frozenset()
+) -> tuple[tuple[Record, list[Mark]], tuple[Record, list[Mark]]]:
     """Return (record, marks) of a forward and of a backward pass that use `units` units one after the other.
 
     What a model will do before it has run once: the root is open throughout, each other unit is used once.
+
+    Args:
+        held: units that stay whole from forward to backward.
     """
     gathers: list[Request] = [("gather", unit) for unit in range(units)]
     forward: list[Mark] = [("need", ROOT)]
     backward: list[Mark] = [("need", ROOT)]
-    back: list[Request] = [("gather", ROOT)]
+    back: list[Request] = [("gather", ROOT)] * (ROOT not in held)
     for unit in range(1, units):
         forward += [("need", unit), ("leave", unit)]
     for unit in range(units - 1, 0, -1):
         backward += [("need", unit), ("land", unit), ("leave", unit)]
-        back += [("gather", unit), ("reduce", unit)]
+        if unit not in held:
+            back.append(("gather", unit))
+        back.append(("reduce", unit))
     forward.append(("close", ROOT))
     backward += [("land", ROOT), ("close", ROOT)]
-    record = Record(hoist([*back, ("reduce", ROOT)]))
-    return (Record(tuple(gathers)), forward), (record, backward)
+    record = Record(hoist([*back, ("reduce", ROOT)]), carried=held)
+    return (Record(tuple(gathers), held=held), forward), (record, backward)
 
 
 def hoist(requests: Sequence[Request]) -> tuple[Request, ...]:
@@ -232,9 +253,14 @@ def hoist(requests: Sequence[Request]) -> tuple[Request, ...]:
     return tuple(ordered + waiting)
 
 
-def peak_units(actions: Iterable[Action], full_bytes: tuple[int, ...]) -> int:
-    """Return the most bytes of units that are whole at once while `actions` run; `full_bytes` is by unit."""
-    now = peak = 0
+def peak_units(actions: Iterable[Action], full_bytes: tuple[int, ...], carried: Iterable[int] = ()) -> int:
+    """Return the most bytes of units that are whole at once while `actions` run.
+
+    Args:
+        full_bytes: by unit.
+        carried: units that are whole before.
+    """
+    now = peak = sum(full_bytes[unit] for unit in carried)
     for kind, unit in actions:
         now += {"gather": full_bytes[unit], "release": -full_bytes[unit], "reduce": 0}[kind]
         peak = max(peak, now)

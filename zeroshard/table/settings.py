@@ -31,6 +31,8 @@ class Settings:
             by themselves: "features" of the model, "encoder.encode" or "head.forward" of modules in it.
         non_finite: what a gradient that is not finite is, without a loss scale: "raise", an error on all ranks before
             anything is changed, or "skip", a step that all ranks leave out, with a line in rank 0's log.
+        device_bytes: of its device that a rank may take, where `offload="auto"` decides what lies there; None for all
+            that is free, and on a CPU for any amount.
 
     ```python
     import torch, zeroshard as zs
@@ -47,3 +49,4 @@ class Settings:
     wire_bytes: int = WIRE_BYTES
     forward_methods: tuple[str, ...] = ()
     non_finite: Literal["raise", "skip"] = "raise"
+    device_bytes: int | None = None

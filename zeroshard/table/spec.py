@@ -80,6 +80,7 @@ class BucketSpec:
         is_trained: whether a parameter of it wants gradients.
         is_updated: whether an optimizer updates it.
         apart: parameters, from the first on, whose states are in another memory (`Cell.apart`).
+        apart_parameters: parameters, from the first on, whose values this rank keeps in another memory between uses.
     """
 
     name: str
@@ -93,6 +94,7 @@ class BucketSpec:
     is_trained: bool = True
     is_updated: bool = True
     apart: int = 0
+    apart_parameters: int = 0
 
     @cached_property
     def full(self) -> Range:
@@ -122,9 +124,17 @@ class BucketSpec:
     @cached_property
     def apart_states(self) -> Range:
         """The elements that this rank updates in the other memory, the first of `states`; the rest is on the device."""
-        first, last = self.states
-        ends = (first, *self.layout.offsets[1:], last)
-        return first, min(max(first, ends[self.apart]), last)
+        return self._first(self.apart, self.states)
+
+    @cached_property
+    def apart_shard(self) -> Range:
+        """The elements of its shard that this rank keeps in the other memory, the first; the rest is on the device."""
+        return self._first(self.apart_parameters, self.shard)
+
+    @cached_property
+    def here(self) -> Range:
+        """The parameters that this rank keeps on its device between passes."""
+        return (self.apart_shard[1], self.shard[1]) if self.apart_parameters else self.parameters
 
     @cached_property
     def apart_gradients(self) -> int:
@@ -133,8 +143,8 @@ class BucketSpec:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether parameters stay whole, so that nothing is gathered for use."""
-        return self.parameters == self.full
+        """Whether parameters stay whole on the device, so that nothing is gathered or brought for use."""
+        return self.parameters == self.full and not self.apart_parameters
 
     @cached_property
     def holds_whole_gradients(self) -> bool:
@@ -148,8 +158,21 @@ class BucketSpec:
 
     @cached_property
     def has_masters(self) -> bool:
-        """Whether masters are kept beside all parameters, since they have another dtype."""
-        return self.formats.master != self.formats.param
+        """Whether masters are kept on the device beside parameters: of another dtype, or of parameters elsewhere."""
+        reaches_further = self.apart_parameters > 0 and self.apart_shard[1] > self.apart_states[1]
+        return self.formats.master != self.formats.param or reaches_further
+
+    @cached_property
+    def shares_apart(self) -> bool:
+        """Whether masters elsewhere are the parameters that lie there; those of frozen parameters lie with these."""
+        is_reached = self.apart_parameters > 0 and self.apart_shard[1] >= self.apart_states[1]
+        is_alike = self.formats.master == self.formats.param and self.master_memory == self.row.parameters.memory
+        return is_reached and is_alike
+
+    @cached_property
+    def master_memory(self) -> str:
+        """Where masters lie that are elsewhere."""
+        return (self.row.states if self.is_trained else self.row.parameters).memory
 
     @cached_property
     def lands_on_sums(self) -> bool:
@@ -188,6 +211,11 @@ class BucketSpec:
         is_one = len(self.names) == 1 and self.layout.numel == self.layout.full_numel
         return is_one and not self.holds_whole_gradients and self.formats.param == self.formats.grad
 
+    def _first(self, count: int, kept: Range) -> Range:
+        """Return the elements of the first `count` parameters in a range; of all, with the padding behind them."""
+        ends = (kept[0], *self.layout.offsets[1:], kept[1])
+        return kept[0], min(max(kept[0], ends[count]), kept[1])
+
     def bytes_of(self, held: Range, dtype: str) -> tuple[int, int]:
         """Return the bytes of a range of the bucket as (of parameters, padding)."""
         owned = self.layout.owned_numel(*held)
@@ -223,6 +251,11 @@ class UnitSpec:
     def is_whole(self) -> bool:
         """Whether nothing of it is gathered for use."""
         return all(bucket.is_whole for bucket in self.buckets)
+
+    @cached_property
+    def is_held(self) -> bool:
+        """Whether it stays whole from a forward to the end of its backward there."""
+        return any(bucket.is_gathered and bucket.row.parameters.until == "backward" for bucket in self.buckets)
 
     @cached_property
     def full_bytes(self) -> int:

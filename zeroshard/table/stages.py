@@ -59,12 +59,14 @@ def name_of_row(row: Residency) -> str:
     """Return how a row is called: "stage 2", or its cells where no stage has them."""
     columns = {"states": row.states, "gradients": row.gradients, "parameters": row.parameters}
     plain = Residency(row.states.plain, row.gradients.plain, row.parameters.plain)
-    elsewhere = {column: cell for column, cell in columns.items() if cell.memory != "device"}
+    others = {column: cell for column, cell in columns.items() if cell != cell.plain}
     for stage, known in STAGES.items():
         if known == plain:
-            name, columns = f"stage {stage}", elsewhere
+            name, columns = f"stage {stage}", others
             break
     else:
         name = ""
-    name = ", ".join([*filter(None, [name]), *(f"{column} {cell}" for column, cell in columns.items())])
+    words = [f"{column} {cell}" for column, cell in columns.items()]
+    words += [f"parameters of {pattern} {cell}" for pattern, cell in row.units]
+    name = ", ".join([*filter(None, [name]), *words])
     return name if row.activations == Activations() else f"{name}, activations {row.activations}"

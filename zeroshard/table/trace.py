@@ -49,7 +49,7 @@ def event_of(unit: UnitSpec, step: int, phase: str, kind: str, record: Record, n
         record: what the pass followed.
         nbytes: what was sent for it; by default what the unit's layout says.
     """
-    is_pinned = kind == "gather" and (unit.number in record.pinned or unit.number in record.outlasting)
+    is_pinned = kind == "gather" and unit.number in record.pinned | record.outlasting | record.held
     sent = unit.sent_bytes(kind) if nbytes is None else nbytes
     return Event(step, phase, kind, unit.name, sent, is_pinned, unit.wire_dtypes(kind))
 

@@ -10,15 +10,16 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal, Self, final
+from typing import Annotated, Any, Final, Literal, Self, final, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 import zeroshard as zs
 from zeroshard.train.inputs import read_input
-from zeroshard.train.models.gpt import GPTConfig
+from zeroshard.train.models.shape import GPTConfig
 
 __all__ = [
+    "ALIASES",
     "AUTO",
     "Checkpoint",
     "Config",
@@ -28,6 +29,8 @@ __all__ = [
     "Run",
     "Train",
     "Zero",
+    "choices_of",
+    "default_of",
     "differences",
     "load_config",
     "to_toml",
@@ -51,6 +54,19 @@ _SEED: Final = "run.seed"
 _MAX_TOML_BYTES: Final = 1 << 16
 AUTO: Final = "auto"
 """A stage that `planned.py` chooses."""
+ALIASES: Final = MappingProxyType(
+    {
+        "batch_size": "train.batch",
+        "compile": "train.compile_blocks",
+        "gradient_accumulation_steps": "train.accumulation",
+        "lr": "train.learning_rate",
+        "max_steps": "train.steps",
+        "seq_len": "model.context",
+    }
+)
+"""Names that other programs have for settings; a setting's own name does without its section, too."""
+_CPU_RANKS: Final = 2
+_TOKENIZERS: Final = ("tokenizer*", "vocab.*", "*.model", "spiece.*")
 _SHOWN: Final = 200
 """Characters of a wrong value in a message."""
 
@@ -67,7 +83,8 @@ def _known_activations(names: str) -> str:
 
 
 def _known_offload(asked: str) -> str:
-    zs.offload_of(asked or None)
+    if asked != AUTO:
+        zs.offload_of(asked or None)
     return asked
 
 
@@ -75,6 +92,18 @@ def _known_source(source: str) -> str:
     if source != _GPT and not (source.startswith(_HF) and source != _HF):
         raise ValueError(f"must be {_GPT!r}, or {_HF}DIR with the folder of a transformers model")
     return source
+
+
+def _holds_tokenizer(folder: str) -> bool:
+    """Tell whether a model's folder holds the files of a tokenizer, too."""
+    return bool(folder) and any(found for pattern in _TOKENIZERS for found in Path(folder).glob(pattern))
+
+
+def _count_devices() -> int:
+    """Return how many GPUs this process sees."""
+    import torch  # takes its time, which `--help` does not have
+
+    return torch.cuda.device_count()
 
 
 def _plain_name(name: str) -> str:
@@ -122,7 +151,9 @@ class Train(_Section):
     """The loop. `batch` and `learning_rate` follow from the model where they are 0."""
 
     steps: int = Field(default=1500, ge=1, description="updates of the parameters")
-    batch: int = Field(default=0, ge=0, description="windows of a step, over all ranks; 0 follows the model")
+    batch: int = Field(
+        default=0, ge=0, description="windows of a step, over all ranks, at least one a rank; 0 follows the model"
+    )
     accumulation: int = Field(default=1, ge=1, description="micro-batches of a step, on each rank")
     optimizer: Literal["adamw", "muon", "adafactor", "adamw8bit", "sgd", "lion"] = Field(
         default="adamw", description="adamw, muon, adafactor, adamw8bit, sgd or lion"
@@ -133,7 +164,8 @@ class Train(_Section):
     weight_decay: float = Field(default=0.1, ge=0, description="of matrices, embeddings aside")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's and Lion's first, and the momentum of SGD")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's and Lion's second")
-    precision: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="that the model computes in")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="dtype that the model computes in")
+    compile_blocks: bool = Field(default=False, description="compile each block of the model with torch.compile")
     clip: float = Field(default=1.0, ge=0, description="largest 2-norm of the gradients; 0 does not clip")
     eval_every: int = Field(default=250, ge=0, description="steps between evaluations; 0 for one at the end")
     eval_bytes: int = Field(default=131_072, ge=0, description="held-out bytes scored at most; 0 for all")
@@ -150,17 +182,18 @@ class Zero(_Section):
         default="", description="a row of the ZeRO paper by name, instead of zero.stage and zero.activations"
     )
     offload: Annotated[str, AfterValidator(_known_offload)] = Field(
-        default="", description="what lies elsewhere than on the device: host, /folder, or states=0.6,to=/folder"
+        default="", description="what lies elsewhere: host, /folder, states=0.6,parameters=1,to=/folder, or auto"
     )
     activations: Annotated[str, AfterValidator(_known_activations)] = Field(
-        default="keep", description="what happens to activations until backward: keep, recompute, compress, ..., by +"
+        default="keep",
+        description="keep, recompute (activation checkpointing), compress, ..., joined by +: docs/activations.md",
     )
     no_sync: bool = Field(default=False, description="reduce once a step, not at each micro-batch")
     check_every: int = Field(
         default=100, ge=0, description="steps between comparisons of what ranks hold copies of; 0 for none"
     )
     watchdog_s: float = Field(
-        default=600.0, gt=0, description="seconds that a rank waits for the others before it says so"
+        default=600.0, gt=0, description="seconds that a rank waits for the others before it raises"
     )
 
 
@@ -178,18 +211,18 @@ class Run(_Section):
     """Where, how often, and on how many ranks."""
 
     name: Annotated[str, AfterValidator(_plain_name)] = Field(default="default", description="files go to runs/<name>/")
-    folder: str = Field(
-        default="runs", description="where that folder is; a run of the name that is there is gone on with"
+    folder: str = Field(default="runs", description="where that folder is; a run that is there resumes")
+    ranks: int = Field(
+        default=0, ge=0, description="processes; 0 for one a GPU, or 2 on a CPU; torchrun's own number wins"
     )
-    ranks: int = Field(default=2, ge=1, description="processes; torchrun's own number wins where it started them")
-    seed: int = Field(default=1, ge=0, description="of parameters, data order and sample")
+    seed: int = Field(default=1, ge=0, description="seed of parameters, data order and sample")
     profile_steps: int = Field(default=0, ge=0, description="steps to profile, after the first two; 0 for none")
     log_every: int = Field(
         default=50, ge=1, description="steps between lines where there is no terminal for a progress bar"
     )
     prompt: str = Field(default="The ", min_length=1, description="how the sample begins")
     sample_bytes: int = Field(default=400, ge=0, description="bytes of the sample; 0 for none")
-    temperature: float = Field(default=0.7, ge=0, description="of the sample")
+    temperature: float = Field(default=0.7, ge=0, description="temperature of the sample; lower is likelier text")
 
 
 @final
@@ -220,8 +253,8 @@ class Config(_Section):
 
     @property
     def tokenizer(self) -> str:
-        """The tokenizer's file or folder; empty for bytes."""
-        return self.data.tokenizer or self.hf_folder
+        """The tokenizer's file or folder; empty for bytes, as where a model's folder holds no tokenizer."""
+        return self.data.tokenizer or (self.hf_folder if _holds_tokenizer(self.hf_folder) else "")
 
     @property
     def cache(self) -> Path:
@@ -229,21 +262,23 @@ class Config(_Section):
         return Path(self.data.cache) if self.data.cache else Path(self.run.folder, ".cache")
 
     def resolved(self) -> Self:
-        """Return the configuration with every value that follows from the model written out."""
+        """Return the configuration with every value that follows from the model or the machine written out."""
         batch, learning_rate = self.gpt.batch, self.gpt.learning_rate
         if self.hf_folder:
             batch, learning_rate = _HF_BATCH, _HF_LEARNING_RATE
         learning_rate *= LEARNING_RATE_FACTORS[self.train.optimizer]
         derived = {"batch": self.train.batch or batch, "learning_rate": self.train.learning_rate or learning_rate}
-        return self.model_copy(update={"train": self.train.model_copy(update=derived)})
+        run = self.run.model_copy(update={"ranks": self.run.ranks or _count_devices() or _CPU_RANKS})
+        return self.model_copy(update={"train": self.train.model_copy(update=derived), "run": run})
 
     @model_validator(mode="after")
     def _check_batch(self) -> Self:
-        batch, parts = self.resolved().train.batch, self.run.ranks * self.train.accumulation
-        if batch % parts:
+        resolved = self.resolved()
+        batch, ranks, accumulation = resolved.train.batch, resolved.run.ranks, self.train.accumulation
+        if batch < ranks * accumulation:
             raise ValueError(
-                f"train.batch={batch} windows cannot be shared out evenly over run.ranks={self.run.ranks} times "
-                f"train.accumulation={self.train.accumulation}; set train.batch to a multiple of {parts}"
+                f"train.batch={batch} windows are not one for each of run.ranks={ranks} times "
+                f"train.accumulation={accumulation} micro-batches; set train.batch to {ranks * accumulation} or more"
             )
         return self
 
@@ -253,7 +288,8 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
 
     Args:
         path: a TOML file with the sections of `Config`; None for the defaults.
-        overrides: each `section.key=value`; the last one of a key wins. Values are read as TOML; text needs no quotes.
+        overrides: each `section.key=value`, `key=value`, or with a name of `ALIASES`; the last one of a setting wins.
+            Values are read as TOML; text needs no quotes.
 
     Returns:
         The configuration, resolved.
@@ -263,8 +299,8 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
             wrong type or out of its limits.
 
     >>> from zeroshard.train.config import load_config
-    >>> load_config(overrides=["model.depth=2", "run.name=small"]).train.batch
-    4
+    >>> load_config(overrides=["model.depth=2", "lr=0.001"]).train.learning_rate
+    0.001
     """
     settings = {} if path is None else _read_toml(path)
     if isinstance(zero := settings.get("zero"), dict):
@@ -324,6 +360,8 @@ def _check_names(settings: dict[str, Any]) -> None:
             raise ValueError(
                 f"{section}={_shown(values)} stands in no section; write [train], then steps = 100 below it"
             )
+        for key in [key for key in values if ALIASES.get(key, "").startswith(f"{section}.")]:
+            values[ALIASES[key].partition(".")[2]] = values.pop(key)
         _check_known(section, values)
 
 
@@ -340,8 +378,7 @@ def _check_known(section: str, keys: Iterable[str]) -> None:
 
 def _known_names() -> dict[str, list[str]]:
     """Return the keys of each section."""
-    defaults = Config().model_dump()
-    return {section: list(values) for section, values in defaults.items()}
+    return {section: list(type(field.default).model_fields) for section, field in Config.model_fields.items()}
 
 
 def _unknown(kind: str, name: str, names: list[str], *, is_exact: bool = False) -> str:
@@ -353,18 +390,48 @@ def _unknown(kind: str, name: str, names: list[str], *, is_exact: bool = False) 
 
 
 def _apply(settings: dict[str, Any], override: str) -> None:
-    """Set one `section.key=value`."""
+    """Set one `section.key=value`, or `key=value`."""
     name, equals, text = override.partition("=")
-    section, dot, key = name.strip().partition(".")
-    if not (equals and dot and key):
-        raise ValueError(f"an override reads section.key=value, for example train.steps=100; got {override!r}")
+    if not (equals and name.strip()):
+        raise ValueError(f"an override reads key=value, for example train.steps=100 or steps=100; got {override!r}")
+    section, _, key = _full_name(name.strip()).partition(".")
     _check_known(section, [key])
     settings.setdefault(section, {})[key] = _typed(section, key, text.strip())
 
 
+def _full_name(name: str) -> str:
+    """Return `section.key` of a setting that is named by its key alone, or as other programs name it."""
+    names = [f"{section}.{key}" for section, keys in _known_names().items() for key in keys]
+    section, dot, key = name.partition(".")
+    if dot:
+        alias = ALIASES.get(key, "")
+        return alias if alias.startswith(f"{section}.") else name
+    namesakes = [full for full in names if full.endswith(f".{name}")]
+    if name in ALIASES or len(namesakes) == 1:
+        return ALIASES.get(name) or namesakes[0]
+    short = {full.partition(".")[2]: full for full in names} | ALIASES
+    raise ValueError(_unknown("setting", name, list(short)))
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """Return the values that `section.key` can have, where there are few; else nothing."""
+    annotation = _field_of(name).annotation
+    return tuple(str(one) for one in get_args(annotation)) if get_origin(annotation) is Literal else ()
+
+
+def default_of(name: str) -> Any:
+    """Return the value that `section.key` has where nothing sets it."""
+    return _field_of(name).default
+
+
+def _field_of(name: str) -> Any:
+    section, _, key = name.partition(".")
+    return type(Config.model_fields[section].default).model_fields[key]
+
+
 def _typed(section: str, key: str, text: str) -> Any:
     """Read the text of an override: as it stands where text is wanted, else as TOML."""
-    wants_text = isinstance(Config().model_dump()[section][key], str)
+    wants_text = isinstance(default_of(f"{section}.{key}"), str)
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):

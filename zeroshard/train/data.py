@@ -6,7 +6,8 @@ size are plain arguments. Read `training_batch` first, then `heldout_batches`.
 Note: data order
     The global batch of a step is a pure function of the seed and the step, and a rank reads its contiguous part. So a
     run sees the same data in the same order at any rank count, any accumulation and any stage, and any step can be
-    repeated without those before it.
+    repeated without those before it. Where the ranks do not divide the batch, some read one window more than others,
+    and the loop weighs each micro-batch by its windows.
 
 Note: packing
     Windows are cut from all documents side by side, wherever they begin and end, so no place in a batch is empty. A
@@ -34,17 +35,18 @@ def training_batch(
         tokens: (numel,), any integer dtype.
         seed: chooses the order of the data.
         step: counts from 0.
-        batch: windows of the global batch, divisible by `world_size`.
+        batch: windows of the global batch, at least `world_size`.
         context: tokens of a window.
         rank: the part to return.
         world_size: the number of parts.
 
     Returns:
-        Inputs and targets, each (batch / world_size, context), int64; a target is the token after its input.
+        Inputs and targets, each (share, context), int64; a target is the token after its input. The shares of ranks
+        differ by one window at most.
     """
-    per_rank = batch // world_size
+    first, last = (batch * part // world_size for part in (rank, rank + 1))
     draw = np.random.default_rng([seed, step])
-    starts = draw.integers(0, tokens.numel() - context, size=batch)[rank * per_rank : (rank + 1) * per_rank]
+    starts = draw.integers(0, tokens.numel() - context, size=batch)[first:last]
     windows = torch.stack([tokens[start : start + context + 1].long() for start in starts.tolist()])
     return windows[:, :-1], windows[:, 1:]
 

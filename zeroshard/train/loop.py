@@ -172,8 +172,11 @@ def _step(
 def _backward(run: Run) -> Tensor:
     """Accumulate the gradients of this rank's part of the global batch.
 
+    Each micro-batch counts by its windows, so that the mean over ranks is the mean over all windows, also where ranks
+    have more or fewer of them.
+
     Returns:
-        The mean loss of that part in nats, 0-d.
+        The loss of that part in nats, 0-d; its mean over ranks is that of the global batch.
     """
     train, mesh = run.config.train, run.mesh
     inputs, targets = training_batch(
@@ -186,12 +189,14 @@ def _backward(run: Run) -> Tensor:
         world_size=mesh.world_size,
     )
     total = torch.zeros((), device=mesh.device)
-    micro_batches = zip(inputs.chunk(train.accumulation), targets.chunk(train.accumulation), strict=True)
+    parts = train.accumulation
+    micro_batches = zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)
     for number, (micro_inputs, micro_targets) in enumerate(micro_batches, start=1):
         with _reduction(run, is_last=number == train.accumulation):
             loss = run.language.compute_loss(micro_inputs.to(mesh.device), micro_targets.to(mesh.device))
-            (loss / train.accumulation).backward()
-        total += loss.detach() / train.accumulation
+            loss = loss / (train.batch / (len(micro_inputs) * mesh.world_size))
+            loss.backward()
+        total += loss.detach()
     return total
 
 
@@ -212,16 +217,16 @@ def _clip(run: Run) -> Tensor:
 def _count(run: Run, before: Counter[str], loss: float, step_s: float, memory: zs.Memory) -> None:
     """Add one step to the tally."""
     tally = run.tally
-    follows_eval = tally.last_eval is not None and tally.last_eval.step == tally.steps
     tally.steps += 1
     tally.losses.append(loss)
     tally.train_s += step_s
     tally.memory = memory
     tally.sent_bytes += Counter(run.zero.traffic().sent_bytes) - before
-    if tally.predicted_step_bytes is None and not follows_eval:
+    if tally.predicted_step_bytes is None and not tally.follows_pass:
         tally.predicted_step_bytes = Counter()
         for event in run.zero.trace.predicted():
             tally.predicted_step_bytes["reduce" if event.kind == "reduce" else "gather"] += event.nbytes
+    tally.follows_pass = False
 
 
 def _evaluate_if_due(run: Run, tell: Reporters) -> None:
@@ -231,6 +236,7 @@ def _evaluate_if_due(run: Run, tell: Reporters) -> None:
     is_done = tally.last_eval is not None and tally.last_eval.step == tally.steps
     if tally.steps and is_due and not is_done:
         tally.last_eval = _evaluate(run)
+        tally.follows_pass = True
         tell.evaluated(tally.last_eval)
 
 

@@ -13,9 +13,10 @@ import torch
 import zeroshard as zs
 from zeroshard.train.config import AUTO, Config
 from zeroshard.train.models.gpt import GPT
+from zeroshard.train.text import open_source
 from zeroshard.train.tokenizer import load_tokenizer
 
-__all__ = ["choose_stage", "compare_plan", "describe_plan", "plan_run"]
+__all__ = ["choose_offload", "choose_stage", "compare_plan", "describe_plan", "describe_text", "plan_run"]
 
 UNTIMED: Final = "no profile of this machine is stored, so time is not predicted; `zeroshard doctor` measures it"
 MB: Final = 1e6
@@ -34,7 +35,7 @@ def plan_run(config: Config) -> tuple[zs.Plan, bool]:
     if device.is_cpu:  # the ranks of a host share its memory
         device = replace(device, memory_bytes=device.memory_bytes // config.run.ranks)
     train, zero = config.train, config.zero
-    batch = train.batch // config.run.ranks // train.accumulation
+    batch = -(-train.batch // (config.run.ranks * train.accumulation))  # of the rank with the most windows
     inputs: Any = None
     if config.hf_folder:
         if not (Path(config.hf_folder) / "config.json").is_file():
@@ -55,6 +56,7 @@ def plan_run(config: Config) -> tuple[zs.Plan, bool]:
         seq=config.model.context,
         **({"residency": zero.residency} if zero.residency else row),
         precision=train.precision,
+        offload=zero.offload or None,
         micro_batches=train.accumulation,
         inputs=inputs,
         optimizer="momentum" if train.optimizer == "sgd" and train.beta1 else train.optimizer,
@@ -75,13 +77,55 @@ def choose_stage(config: Config) -> Config:
         return config
     for stage in range(4):
         chosen = config.model_copy(update={"zero": config.zero.model_copy(update={"stage": stage})})
+        # What is to be offloaded is chosen for the stage, and no stage for that.
+        resident = {} if config.zero.offload != AUTO else {"offload": ""}
         try:
-            plan, _ = plan_run(chosen)
+            plan, _ = plan_run(chosen.model_copy(update={"zero": chosen.zero.model_copy(update=resident)}))
         except (TypeError, RuntimeError, ImportError, OSError) as error:
             raise ValueError(f"zero.stage=auto: {str(error).splitlines()[0]} Give a stage.") from error
         if plan.verdict == "fits":
             break
     return chosen
+
+
+def describe_text(config: Config) -> str:
+    """Return the text of a run and its size in one line."""
+    source = open_source(config.data.path, config.data.column)
+    if not source.files:
+        return f"data: {source.name}, {sum(map(len, source.documents())):,} bytes"
+    nbytes = sum(size for _, size in source.layout())
+    return f"data: {source.name}, {nbytes:,} bytes in {len(source.files):,} file(s)"
+
+
+def choose_offload(config: Config) -> Config:
+    """Return the settings with what `zero.offload=auto` stands for: the least whose plan fits this machine.
+
+    Every rank chooses for itself, and alike, as in `choose_stage`.
+
+    Raises:
+        ValueError: there is no plan of this model, or nothing that fits.
+    """
+    if config.zero.offload != AUTO:
+        return config
+    try:
+        plan, _ = plan_run(config)
+    except (TypeError, RuntimeError, ImportError, OSError) as error:
+        raise ValueError(f"zero.offload=auto: {str(error).splitlines()[0]} Say what lies elsewhere.") from error
+    chosen = plan.asked.offload
+    if chosen is not None and plan.verdict == "no":
+        raise ValueError(
+            f"zero.offload=auto: with {_text_of(chosen)} a rank takes {plan.total_bytes / MB:,.0f} MB of a device of "
+            f"{plan.asked.device.memory_bytes / MB:,.0f} MB, and a host {plan.host_bytes / MB:,.0f} of "
+            f"{plan.asked.device.host_bytes / MB:,.0f} MB. Take more ranks, stage 3, a smaller batch, or recompute."
+        )
+    text = "" if chosen is None else _text_of(chosen)
+    return config.model_copy(update={"zero": config.zero.model_copy(update={"offload": text})})
+
+
+def _text_of(offload: zs.Offload) -> str:
+    """Return what `zs.offload_of` reads as this."""
+    parts = {"states": offload.states, "parameters": offload.parameters}
+    return ",".join([*(f"{name}={part:g}" for name, part in parts.items()), f"to={offload.to}"])
 
 
 def describe_plan(config: Config) -> Sequence[str]:
@@ -92,6 +136,7 @@ def describe_plan(config: Config) -> Sequence[str]:
         return [f"plan: none, since {str(error).splitlines()[0]}"]
     held = ", ".join(f"{name} {nbytes / MB:,.1f}" for name, nbytes in plan.resident_bytes.items() if nbytes)
     lines = [
+        f"model: {plan.parameters_numel:,} parameters, {4 * plan.parameters_numel:,} bytes in fp32",
         f"plan of a rank, MB: {held}",
         f"at most {plan.allocated_bytes / MB:,.1f} from torch's allocator ({plan.film.peak_phase})"
         + f", {plan.mapped_bytes / MB:,.1f} in memory that the ranks share" * bool(plan.mapped_bytes),
@@ -113,12 +158,13 @@ def compare_plan(
         plan, is_timed = plan_run(config)
     except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
         return {"problem": str(error).splitlines()[0]}
+    kept = {**plan.resident_bytes, **plan.ranks[0].elsewhere_bytes}
     return {
         "device": plan.asked.device.name,
         "predicted": {
             "step_s": plan.step_s if is_timed else None,
             "tokens_per_s": plan.tokens_per_s if is_timed else None,
-            "resident_bytes": {name: plan.resident_bytes[name] for name in resident_bytes},
+            "resident_bytes": {name: kept.get(name, 0) for name in resident_bytes},
             "peak_bytes": plan.allocated_bytes,
             "mapped_bytes": plan.mapped_bytes,
         },

@@ -8,6 +8,7 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, Final, final
 
 import torch
@@ -16,13 +17,13 @@ import zeroshard as zs
 from zeroshard.train.config import Config
 from zeroshard.train.corpus import Corpus, open_corpus, prepare_corpus
 from zeroshard.train.metrics import EvalRecord, RunFiles
-from zeroshard.train.models.hf import check_hf, load_hf
+from zeroshard.train.models.hf import check_causal, check_folder, check_hf, load_hf
 from zeroshard.train.models.language import LanguageModel, make_gpt
 from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.text import DEFAULT_NAME, open_source
 from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Run", "Tally", "check_equal", "check_files", "learning_rate_factor", "prepare"]
+__all__ = ["Run", "Tally", "check_equal", "check_files", "check_paths", "learning_rate_factor", "prepare"]
 
 _FINAL_STEPS: Final = 50
 
@@ -34,10 +35,20 @@ def prepare(config: Config) -> None:
         ValueError: the text, the tokenizer or the model is missing or does not fit.
         ImportError: an extra is missing.
     """
+    check_paths(config)
     tokenizer = load_tokenizer(config.tokenizer)
     if config.hf_folder:
         check_hf(config.hf_folder, context=config.model.context, vocabulary=tokenizer.vocabulary)
     _open(config, _prepare_corpus(config, tokenizer))
+
+
+def check_paths(config: Config) -> None:
+    """Raise ValueError where the model's folder, the tokenizer or the text that the settings name is not there."""
+    if config.hf_folder:
+        check_folder(config.hf_folder)
+    if config.data.tokenizer and not Path(config.data.tokenizer).exists():
+        load_tokenizer(config.data.tokenizer)
+    open_source(config.data.path, config.data.column)
 
 
 def check_equal(config: Config, mesh: zs.Mesh) -> None:
@@ -77,7 +88,7 @@ class Run:
         self.tokenizer = load_tokenizer(config.tokenizer)
         self.corpus = _share_corpus(config, self.tokenizer, mesh)
         self.language = _make_model(config, self.tokenizer)
-        self.model = self.language.module.to(mesh.device)
+        self.model = self.language.module
         self.parameters_numel = sum(p.numel() for p in self.model.parameters())
         self.optimizer = make_optimizer(config.train, self.language)
         self.zero = zs.shard(
@@ -85,11 +96,17 @@ class Run:
             self.optimizer,
             **_row(config),
             precision=config.train.precision,
+            weights=self.language.weights,
             settings=zs.Settings(watchdog_s=config.zero.watchdog_s),
         )
+        if config.train.compile_blocks:
+            _compile_blocks(self.model)
         self.profile = self.zero.profile()
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._factor)
         self.tally = Tally()
+        if config.hf_folder:
+            check_causal(self.language, config.hf_folder, mesh.device, is_half=config.train.precision != "fp32")
+            self.tally.follows_pass = True
 
     def _factor(self, step: int) -> float:
         train = self.config.train
@@ -99,6 +116,16 @@ class Run:
             warmup_fraction=train.warmup_fraction,
             final_fraction=train.final_fraction,
         )
+
+
+def _compile_blocks(model: torch.nn.Module) -> None:
+    """Have torch compile each block of a model when it is first called; equal blocks share their code."""
+    if isinstance(model, torch.nn.ModuleList):
+        for block in model:
+            block.compile()
+        return
+    for child in model.children():
+        _compile_blocks(child)
 
 
 def _row(config: Config) -> dict[str, Any]:
@@ -120,7 +147,8 @@ class Tally:
         train_s: spent in them.
         earlier_s: all that earlier starts took, up to the checkpoint that was gone on from.
         resumed_at: steps that were made when the run was gone on with, once for each time.
-        predicted_step_bytes: None until a step was made that did not follow an evaluation, which would count as its.
+        predicted_step_bytes: None until a step was made that did not follow another pass, which would count as its.
+        follows_pass: whether a pass that is no step's, such as an evaluation, came after the last step.
     """
 
     steps: int = 0
@@ -130,6 +158,7 @@ class Tally:
     resumed_at: list[int] = field(default_factory=list)
     sent_bytes: Counter[str] = field(default_factory=Counter)
     predicted_step_bytes: Counter[str] | None = None
+    follows_pass: bool = False
     memory: zs.Memory | None = None
     last_eval: EvalRecord | None = None
 
@@ -156,10 +185,11 @@ def learning_rate_factor(step: int, *, steps: int, warmup_fraction: float, final
 
 
 def _make_model(config: Config, tokenizer: Tokenizer) -> LanguageModel:
-    """Make the model for the tokenizer's vocabulary."""
+    """Make the model for the tokenizer's vocabulary, without values: `zs.shard` gives it those unit by unit."""
     if config.hf_folder:
         return load_hf(config.hf_folder, context=config.model.context, vocabulary=tokenizer.vocabulary)
-    return make_gpt(replace(config.gpt, vocabulary=tokenizer.vocabulary))
+    with torch.device("meta"):
+        return make_gpt(replace(config.gpt, vocabulary=tokenizer.vocabulary))
 
 
 def _share_corpus(config: Config, tokenizer: Tokenizer, mesh: zs.Mesh) -> Corpus:

@@ -74,8 +74,8 @@ class ByteTokenizer:
         return [(content, np.arange(1, content.size + 1)) for content in contents]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes; what is no character becomes the replacement character."""
-        return bytes(tokens).decode(errors="replace")
+        """Return the text of bytes; others, as a model with more tokens may draw, become the replacement character."""
+        return bytes(min(token, self.end) for token in tokens).decode(errors="replace")
 
 
 @final

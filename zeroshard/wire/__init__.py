@@ -1,3 +1,3 @@
-"""How bytes move between ranks: one interface, its transports, and what notices that a rank is gone."""
+"""How bytes move between ranks: one interface and its transports."""
 
 __all__: list[str] = []

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from zeroshard import devices
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import default_store, own_client_of
+from zeroshard.watch.process import is_child_of, keep_for_good, tell_forks
+from zeroshard.watch.watchdog import Watchdog
 from zeroshard.wire.board import Meeting
 from zeroshard.wire.mesh import Mesh
-from zeroshard.wire.process import is_child_of, keep_for_good, tell_forks
-from zeroshard.wire.watchdog import Watchdog
 
 __all__ = ["CONTROL", "HOST_PART", "Links", "PART"]
 

@@ -33,8 +33,8 @@ from typing import Any, Final, final
 import torch
 
 from zeroshard.table.spec import Range
+from zeroshard.watch.process import tell_forks
 from zeroshard.wire.board import BOARD_BYTES, Board, is_supported
-from zeroshard.wire.process import tell_forks
 
 __all__ = ["HostMemory", "Memory", "OwnMemory"]
 

@@ -9,11 +9,11 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
+from zeroshard.store.apart import Apart, FileApart, HostApart
 from zeroshard.table.cells import Cell
 from zeroshard.table.settings import Settings
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Messages
-from zeroshard.wire.apart import Apart, FileApart, HostApart
 from zeroshard.wire.codec import Codec, Rounded
 from zeroshard.wire.comm import Comm, SoloComm
 from zeroshard.wire.gloo import GlooComm

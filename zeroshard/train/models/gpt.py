@@ -1,7 +1,7 @@
 """A small GPT, to be read in one sitting: plain torch, nothing about ranks, shards or stages.
 
-Owns the model and the one dial, `depth`, from which everything else about it follows. Must not know the engine:
-sharding happens to a model, it is not part of one. Read `GPTConfig`, then `GPT.forward`, then `Block`.
+Owns the model; its sizes are those of `shape.py`. Must not know the engine: sharding happens to a model, it is not part
+of one. Read `GPTConfig`, then `GPT.forward`, then `Block`.
 
 Note: what was chosen, and why
     By bits per byte after one minute on one core, at depth 4: tied head 2.07, head of its own 2.26 at best; rotary
@@ -11,68 +11,18 @@ Note: what was chosen, and why
     steps.
 """
 
-from dataclasses import dataclass
 from typing import Final, cast, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Block", "GPT", "GPTConfig"]
+from zeroshard.train.models.shape import HEAD_WIDTH, GPTConfig
+
+__all__ = ["Block", "GPT", "GPTConfig", "initialize"]
 
 _ROTARY_BASE: Final = 10_000.0
-_WIDTH_PER_LAYER: Final = 32
-_HEAD_WIDTH: Final = 32
 _EMBEDDING_STD: Final = 0.05
-_LEARNING_RATE: Final = 3e-3
-_LEARNING_RATE_WIDTH: Final = 128
-
-
-@final
-@dataclass(frozen=True)
-class GPTConfig:
-    """The shape of a GPT and how fast to train it, from one dial.
-
-    Args:
-        depth: number of blocks.
-        context: longest input, in tokens.
-        vocabulary: number of tokens; 256 for bytes.
-
-    Raises:
-        ValueError: an argument is less than 1.
-    """
-
-    depth: int
-    context: int = 128
-    vocabulary: int = 256
-
-    def __post_init__(self) -> None:
-        for name in ("depth", "context", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"GPTConfig.{name} must be at least 1, got {getattr(self, name)}")
-
-    @property
-    def width(self) -> int:
-        """32 per block: models of one family keep one ratio of width to depth, and so one ratio of costs."""
-        return _WIDTH_PER_LAYER * self.depth
-
-    @property
-    def heads(self) -> int:
-        """One head for each 32 of width, hence one for each block."""
-        return self.width // _HEAD_WIDTH
-
-    @property
-    def batch(self) -> int:
-        """Windows of a step: two per block, since the batch that still pays grows as the loss falls.
-
-        Rounded up to fours, so that 1, 2 and 4 ranks can share it out.
-        """
-        return 4 * -(-self.depth // 2)
-
-    @property
-    def learning_rate(self) -> float:
-        """Of AdamW at its highest: by one over the square root of the width, as wider sums add up to larger updates."""
-        return _LEARNING_RATE * float((_LEARNING_RATE_WIDTH / self.width) ** 0.5)
 
 
 @final
@@ -145,10 +95,9 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width, bias=False)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.head.weight = self.embedding.weight
-        cosine, sine = _rotary_tables(config)
-        self.register_buffer("cosine", cosine, persistent=False)
-        self.register_buffer("sine", sine, persistent=False)
-        self._initialize()
+        for name in ("cosine", "sine"):
+            self.register_buffer(name, torch.empty(config.context, HEAD_WIDTH // 2), persistent=False)
+        self.apply(initialize)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the logits of the next token, or with targets the mean loss.
@@ -169,15 +118,30 @@ class GPT(nn.Module):
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
-    def _initialize(self) -> None:
-        """Start with blocks that change nothing, and with logits near 0."""
-        nn.init.normal_(self.embedding.weight, std=_EMBEDDING_STD)
-        for block in self.blocks:
-            block = cast(Block, block)
-            for entering in (block.attention.qkv, block.mlp.up):
-                nn.init.normal_(entering.weight, std=self.config.width**-0.5)
-            for leaving in (block.attention.out, block.mlp.down):
-                nn.init.zeros_(leaving.weight)
+
+@torch.no_grad()
+def initialize(module: nn.Module) -> None:
+    """Write the first values of one module of a GPT: blocks that change nothing, and logits near 0.
+
+    `zs.shard(model, weights=initialize)` gives a model on the meta device the values that `GPT(config)` has.
+
+    >>> import torch
+    >>> from zeroshard.train.models.gpt import GPT, GPTConfig, initialize
+    >>> model = GPT(GPTConfig(depth=1)).apply(initialize)
+    >>> bool(model.blocks[0].mlp.down.weight.any())
+    False
+    """
+    if isinstance(module, Attention | MLP):
+        entering, leaving = (module.qkv, module.out) if isinstance(module, Attention) else (module.up, module.down)
+        nn.init.normal_(entering.weight, std=entering.in_features**-0.5)
+        nn.init.zeros_(leaving.weight)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=_EMBEDDING_STD)
+    elif isinstance(module, nn.LayerNorm):
+        module.reset_parameters()
+    elif isinstance(module, GPT):
+        for buffer, table in zip((module.cosine, module.sine), _rotary_tables(module.config), strict=True):
+            buffer.copy_(table)
 
 
 def _rotary_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
@@ -185,7 +149,7 @@ def _rotary_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equation 15.
     """
-    half = _HEAD_WIDTH // 2
+    half = HEAD_WIDTH // 2
     frequencies = _ROTARY_BASE ** (-torch.arange(half, dtype=torch.float32) / half)
     angles = torch.outer(torch.arange(config.context, dtype=torch.float32), frequencies)
     return angles.cos(), angles.sin()

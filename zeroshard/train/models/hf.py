@@ -2,6 +2,11 @@
 
 Owns loading it and how it is called. The model itself stays unmodified. Must not know the engine, and reaches no
 network. Needs transformers (the extra `zeroshard[transformers]`). Read `load_hf` first.
+
+Note: one unit at a time
+    A model is built on the meta device, and `zs.shard` gives it values unit by unit: drawn, or read from its folder, as
+    far as the files hold the model's own tensors under their own names. Where they do not (files of a base model, or of
+    experts one by one, which transformers joins), transformers loads the whole model on each rank.
 """
 
 from collections.abc import Callable
@@ -17,10 +22,25 @@ from zeroshard.train.extras import need
 from zeroshard.train.inputs import check_entries
 from zeroshard.train.models.language import LanguageModel
 
-__all__ = ["check_hf", "load_hf"]
+__all__ = ["check_causal", "check_folder", "check_hf", "load_hf"]
 
 _CAUSAL_TOLERANCE: Final = 1e-5
+_CAUSAL_TOLERANCE_HALF: Final = 1e-2
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth")
+
+
+def check_folder(folder: str) -> None:
+    """Raise ValueError unless a folder holds a `config.json`, and no weights but safetensors."""
+    if not Path(folder).is_dir():
+        raise ValueError(f"model.source: there is no folder {folder!r}; give one that save_pretrained() wrote")
+    if not Path(folder, "config.json").is_file():
+        raise ValueError(f"model.source: there is no {folder}/config.json; give a folder that save_pretrained() wrote")
+    if not _has_weights(folder) and any(found for pattern in _PICKLED for found in Path(folder).glob(pattern)):
+        raise ValueError(
+            f"model.source: the weights in {folder!r} are pickled, and reading those can run anybody's code; "
+            "save them as safetensors, or take them away to start from the configuration alone"
+        )
+    check_entries(folder, "model.source")
 
 
 def check_hf(folder: str, *, context: int, vocabulary: int) -> Any:
@@ -38,15 +58,8 @@ def check_hf(folder: str, *, context: int, vocabulary: int) -> Any:
         ValueError: there is no model, its weights are not safetensors, or it is too small.
         ImportError: transformers is missing.
     """
+    check_folder(folder)
     transformers = need("transformers", "transformers", f"model.source=hf:{folder}")
-    if not Path(folder, "config.json").is_file():
-        raise ValueError(f"model.source: there is no {folder}/config.json; give a folder that save_pretrained() wrote")
-    if not _has_weights(folder) and any(found for pattern in _PICKLED for found in Path(folder).glob(pattern)):
-        raise ValueError(
-            f"model.source: the weights in {folder!r} are pickled, and reading those can run anybody's code; "
-            "save them as safetensors, or take them away to start from the configuration alone"
-        )
-    check_entries(folder, "model.source")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of a file that is not what it should be: KeyError, TypeError, RecursionError, others
@@ -59,7 +72,10 @@ def check_hf(folder: str, *, context: int, vocabulary: int) -> Any:
 
 
 def load_hf(folder: str, *, context: int, vocabulary: int) -> LanguageModel:
-    """Load a model in fp32: with its weights where the folder has them, else initialized from torch's generator.
+    """Make a model in fp32, on the meta device where its values can be had unit by unit.
+
+    `weights` of what is returned is the folder, where it has weights, or None: `zs.shard` then initializes the model
+    as transformers does, from torch's generator.
 
     Args:
         folder: with a `config.json`, and weights as safetensors or none.
@@ -72,20 +88,22 @@ def load_hf(folder: str, *, context: int, vocabulary: int) -> LanguageModel:
     """
     config = check_hf(folder, context=context, vocabulary=vocabulary)
     transformers = need("transformers", "transformers", f"model.source=hf:{folder}")
-    make = transformers.AutoModelForCausalLM
-    if _has_weights(folder):
-        transformers.utils.logging.disable_progress_bar()
-        model = _load_weights(make, folder)
-        origin = "weights from"
-    else:
+    make, weights = transformers.AutoModelForCausalLM, None
+    with torch.device("meta"):
         model = make.from_config(config, dtype=torch.float32, trust_remote_code=False)
-        origin = "initialized from"
+    origin = "initialized from"
+    if _has_weights(folder):
+        origin = "weights from"
+        if _has_own_names(model, folder):
+            weights = Path(folder)
+        else:
+            transformers.utils.logging.disable_progress_bar()
+            model = _load_weights(make, folder)
     model.config.use_cache = False
-    _check_causal(model, folder)
     model.train()
     numel = sum(p.numel() for p in model.parameters())
     description = f"{type(model).__name__}, {origin} {folder}: {numel:,} parameters"
-    return LanguageModel(model, description, context, _loss_of(model), _logits_of(model))
+    return LanguageModel(model, description, context, _loss_of(model), _logits_of(model), weights)
 
 
 def _load_weights(make: Any, folder: str) -> Any:
@@ -111,12 +129,39 @@ def _load_weights(make: Any, folder: str) -> Any:
     return model
 
 
+def _has_own_names(model: torch.nn.Module, folder: str) -> bool:
+    """Tell whether the files hold every tensor of a model under one of its names, and no other tensor."""
+    held: set[str] = set()
+    try:
+        for path in Path(folder).glob("*.safetensors"):
+            with safetensors.safe_open(path, framework="pt") as file:
+                held |= set(file.keys())
+    except (OSError, safetensors.SafetensorError):
+        return False  # transformers says what is wrong
+    names: dict[int, set[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), set()).add(name)
+    return held <= set().union(*names.values()) and all(held & known for known in names.values())
+
+
 @torch.no_grad()
-def _check_causal(model: Any, folder: str) -> None:
-    """Raise where a token sees the one after it, as an encoder's do: it would read what it is to predict."""
-    model.eval()
-    logits = model(input_ids=torch.tensor([[0, 1], [0, 2]])).logits[:, 0]
-    if (logits[0] - logits[1]).abs().max() > _CAUSAL_TOLERANCE * logits.abs().max():
+def check_causal(language: LanguageModel, folder: str, device: torch.device, *, is_half: bool) -> None:
+    """Raise where a token sees the one after it, as an encoder's do: it would read what it is to predict.
+
+    Args:
+        language: a model that has its values; it may be sharded.
+        is_half: whether it computes in half precision.
+
+    Raises:
+        ValueError: on every rank alike.
+
+    Collective: a forward pass; every rank must call.
+    """
+    language.module.eval()
+    logits = language.compute_logits(torch.tensor([[0, 1], [0, 2]], device=device))[:, 0]
+    language.module.train()
+    tolerance = _CAUSAL_TOLERANCE_HALF if is_half else _CAUSAL_TOLERANCE
+    if (logits[0] - logits[1]).abs().max() > tolerance * logits.abs().max():
         raise ValueError(
             f"model.source: in {folder!r} a token sees those after it, so it has nothing to predict; if the "
             "architecture can be a decoder, set is_decoder in its config.json"

@@ -5,12 +5,13 @@ Owns what the loop may ask of a model. Must not know the engine, the loop or the
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast, final
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.train.models.gpt import GPT, GPTConfig
+from zeroshard.train.models.gpt import GPT, GPTConfig, initialize
 
 __all__ = ["LanguageModel", "generate", "make_gpt"]
 
@@ -26,6 +27,8 @@ class LanguageModel:
         context: longest input, in tokens.
         compute_loss: from tokens and targets, each (batch, time), int64, to the mean loss in nats a token, 0-d.
         compute_logits: from tokens, (batch, time), int64, to the next tokens' logits, (batch, time, vocabulary), fp32.
+        weights: what `zs.shard(weights=)` needs for a module on the meta device: a function that initializes one
+            module, a folder of safetensors, or None.
     """
 
     module: nn.Module
@@ -33,6 +36,7 @@ class LanguageModel:
     context: int
     compute_loss: Callable[[Tensor, Tensor], Tensor]
     compute_logits: Callable[[Tensor], Tensor]
+    weights: Callable[[nn.Module], object] | Path | None = None
 
     def decayed(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that weight decay suits, in order: matrices, but no embedding and no head tied to it."""
@@ -49,11 +53,12 @@ class LanguageModel:
 
 
 def make_gpt(config: GPTConfig) -> LanguageModel:
-    """Make a GPT, initialized from torch's generator."""
+    """Make a GPT: initialized from torch's generator, or under `torch.device("meta")` without values."""
     model = GPT(config)
     numel = sum(p.numel() for p in model.parameters())
     description = f"GPT, depth {config.depth}, width {config.width}, {config.heads} heads: {numel:,} parameters"
-    return LanguageModel(model, description, config.context, model, model)
+    weights = initialize if model.embedding.weight.is_meta else None
+    return LanguageModel(model, description, config.context, model, model, weights)
 
 
 @torch.no_grad()

@@ -5,6 +5,8 @@ CPU both are one memory: then a copy changes no bit, and nothing waits.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
@@ -15,13 +17,29 @@ from zeroshard.store.disk import Disk
 from zeroshard.store.stored import StoredTensor, is_stored
 from zeroshard.table.cells import Cell
 
-__all__ = ["Apart", "FileApart", "HostApart", "Landing"]
+__all__ = ["Apart", "Arrival", "FileApart", "HostApart", "Landing", "beside"]
 
 Tensor = torch.Tensor
 
 
+def beside(parts: Sequence[Tensor], values: Tensor, start: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Return the stretch of a flat tensor that `values` stand for, part by part, each with its values.
+
+    Args:
+        parts: what the flat tensor lies in, one behind the other.
+        start: its element that the first value is for.
+    """
+    found, first = [], 0
+    for part in parts:
+        a, b = max(first, start), min(first + part.numel(), start + values.numel())
+        if a < b:
+            found.append((part[a - first : b - first], values[a - start : b - start]))
+        first += part.numel()
+    return found
+
+
 class Apart(ABC):
-    """A memory for master values and optimizer states between updates.
+    """A memory for parameters between uses, and for master values and optimizer states between updates.
 
     What goes to a device passes through two pinned buffers, whatever its size.
 
@@ -64,6 +82,35 @@ class Apart(ABC):
             piece.copy_(values)  # rounded here, so that the bus moves what the device keeps
             to.copy_(piece, non_blocking=True)
             self._buffers.append((buffer, devices.mark(target.device)))
+
+
+@final
+class Arrival:
+    """Values of another memory on their way to the device, ahead of their use: begun, then waited for.
+
+    Args:
+        apart: the memory.
+        target: where they come to lie, on the device.
+        source: where they lie.
+    """
+
+    def __init__(self, apart: Apart, target: Tensor, source: Tensor) -> None:
+        self._apart, self._target, self._source = apart, target, source
+        self._event: devices.Mark | None = None
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Begin; what is begun inside, such as the gather that reads them, follows them without a wait."""
+        with devices.ahead(self._target.device):
+            self._apart.bring(self._target, self._source)
+            yield
+            self._event = None if self._target.device.type == "cpu" else devices.mark(self._target.device)
+
+    def wait(self) -> None:
+        """Have what the device is told next follow them."""
+        event, self._event = self._event, None
+        if event is not None:
+            event.wait()
 
 
 @final

@@ -1,7 +1,7 @@
 """Who waits for what, who lives, who is slow, and what failed first: told by every rank, so that each can name it.
 
 Owns two daemon threads per sharded model. One looks after this rank and the others of its host, by memory alone
-(`wire/pages.py`); the other one speaks to the process group's store, which may keep it waiting. It must not know what
+(`watch/pages.py`); the other one speaks to the process group's store, which may keep it waiting. It must not know what
 is waited for: callers say it in words.
 
 Note: how a rank learns of a failure
@@ -41,9 +41,9 @@ from typing import Final, final
 
 from torch.distributed import Store
 
-from zeroshard.wire.last_words import ErrorHook
-from zeroshard.wire.pages import Pages
-from zeroshard.wire.process import is_child_of
+from zeroshard.watch.last_words import ErrorHook
+from zeroshard.watch.pages import Pages
+from zeroshard.watch.process import is_child_of
 
 __all__ = ["Watchdog"]
 

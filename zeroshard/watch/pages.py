@@ -1,6 +1,6 @@
 """What the ranks of one host tell one another: a page of shared memory for each, which all of them read.
 
-Owns the pages, and the question which ranks share a host. It must not know what is told. `wire/watchdog.py` writes the
+Owns the pages, and the question which ranks share a host. It must not know what is told. `watch/watchdog.py` writes the
 pages, so that one rank of each host speaks to the store for all, and no rank needs a socket for it.
 
 Note: which ranks share a host

@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, final
 
-from zeroshard.wire.process import is_child_of
+from zeroshard.watch.process import is_child_of
 
 __all__ = ["ErrorHook"]
 

@@ -1,0 +1,76 @@
+"""Plans of runs with offload: bytes of device, host and files, and the schedule of bus, host and disk.
+
+Owns what a plan says of other memories beside what real runs hold there; `benchmarks/predicted.py` has peaks.
+"""
+
+import tempfile
+
+import pytest
+import torch
+
+import zeroshard as zs
+from tests import models
+from tests.oracle import STAGES_AT, WATCHDOG_S, run_cases
+
+CPU = zs.Device("cpu", {"float32": 1e11}, 8 * 10**9, 1e10, 1e10, 1e10, 1e10, multiprocessors=1)
+STAGING_BYTES = 1 << 16
+COLUMNS = ("parameters", "gradients", "states", "padding", "transient", "host", "file")
+
+
+def offload_at(states: float, parameters: float, place: str, folder: str) -> zs.Offload:
+    to = folder if place == "file" else "host"
+    return zs.Offload(states=states, parameters=parameters, to=to, staging_bytes=STAGING_BYTES)
+
+
+def cases_at(world: int) -> list[tuple[int, float, float, str, str]]:
+    """Return the cases of a number of ranks: (stage, states, parameters, place, precision)."""
+    found = [(stage, states, 0.0, "host", "fp32") for stage in STAGES_AT[world] for states in (0.3, 1.0)]
+    found += [(min(STAGES_AT[world]), 0.0, 0.0, "host", "fp32"), (min(STAGES_AT[world]), 0.3, 0.0, "file", "bf16")]
+    found += [(3, 1.0, 0.0, "file", "fp32"), (3, 1.0, 0.0, "host", "bf16")]
+    return [*found, (3, 1.0, 0.3, "host", "bf16"), (3, 0.3, 1.0, "file", "fp32"), (3, 0.0, 0.5, "host", "fp32")]
+
+
+def hold(stage: int, states: float, parameters: float, place: str, precision: str) -> dict[str, int]:
+    """Train two steps; return what lies where between steps. Runs on a rank."""
+    model = models.build(models.Stack, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with tempfile.TemporaryDirectory() as folder:
+        zero = zs.shard(
+            model,
+            optimizer,
+            stage=stage,
+            precision=precision,
+            offload=offload_at(states, parameters, place, folder),
+            settings=zs.Settings(watchdog_s=WATCHDOG_S),
+        )
+        for step in range(2):
+            models.stack_loss(model, step, zero.mesh.rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        held = zero.memory().resident_bytes
+    return {column: held.get(column, 0) for column in COLUMNS}
+
+
+def plan_at(world: int, stage: int, states: float, parameters: float, place: str, precision: str) -> zs.Plan:
+    with torch.device("meta"):
+        model = models.Stack(2)
+    return zs.plan(
+        model,
+        world_size=world,
+        stage=stage,
+        precision=precision,
+        device=CPU,
+        offload=offload_at(states, parameters, place, "/states"),
+        inputs=[models.features(0, 0)],
+        loss=lambda out: out.square().mean(),
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_resident_bytes_of_each_memory_are_those_of_a_run(world: int) -> None:
+    cases = cases_at(world)
+    for case, by_rank in run_cases(hold, world, cases).items():
+        classes = [one for one in plan_at(world, *case).ranks for _ in range(one.count)]
+        for rank, (held, planned) in enumerate(zip(by_rank, classes, strict=True)):
+            said = {**planned.resident_bytes, **planned.elsewhere_bytes}
+            assert held == {column: said.get(column, 0) for column in COLUMNS}, f"{case}, rank {rank} of {world}"

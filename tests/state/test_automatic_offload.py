@@ -1,0 +1,82 @@
+"""offload="auto": the least that must leave the device, chosen alike on all ranks, and said."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from tests.oracle import run_cases
+from zeroshard.state.automatic import STATES_PART
+from zeroshard.train.config import load_config
+from zeroshard.train.planned import choose_offload, choose_stage
+
+WIDTH, DEPTH = 64, 16
+NUMEL = DEPTH * WIDTH * WIDTH
+
+
+def sharded(stage: int, bytes_per_parameter: float | None, precision: str = "fp32") -> zs.Zero:
+    """Shard a model whose states may take so many bytes a parameter of the device; None for a CPU as it is."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+    room_bytes = None if bytes_per_parameter is None else int(bytes_per_parameter * NUMEL / STATES_PART)
+    settings, optimizer = zs.Settings(device_bytes=room_bytes), torch.optim.AdamW(model.parameters())
+    return zs.shard(model, optimizer, stage=stage, precision=precision, offload="auto", settings=settings)
+
+
+def kept(zero: zs.Zero) -> int:
+    return sum(nbytes for name, nbytes in zero.memory().predicted_bytes.items() if name not in ("host", "file"))
+
+
+@pytest.mark.parametrize(("bytes_per_parameter", "states"), [(None, 0.0), (17, 0.0), (12, 1 / 3), (9, 0.6), (4.5, 1.0)])
+def test_only_what_does_not_fit_is_moved(bytes_per_parameter: float | None, states: float) -> None:
+    zero = sharded(0, bytes_per_parameter)
+    # One rank in fp32: 4 bytes stay, and of 12 bytes of states and gradients a part goes, in whole matrices.
+    assert abs(zero.residency.states.fraction * (zero.residency.states.memory == "host") - states) <= 1.5 / DEPTH
+    if bytes_per_parameter is not None:
+        assert kept(zero) <= bytes_per_parameter * NUMEL
+    assert zero.residency.parameters.memory == "device"
+    assert "offload='auto': " + ("zs.Offload(" if states else "nothing is moved") in zero.summary()
+
+
+def test_parameters_follow_at_stage_3_where_states_are_not_enough(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="zeroshard"):
+        zero = sharded(3, 3.0)
+    assert (zero.residency.states.fraction, zero.residency.parameters.memory) == (1.0, "host")
+    assert kept(zero) <= 3 * NUMEL
+    assert [one.message for one in caplog.records if "offload='auto'" in one.message] == [
+        line for line in zero.summary().splitlines() if "offload='auto'" in line
+    ]
+
+
+def test_where_nothing_fits_the_error_has_the_numbers() -> None:
+    with pytest.raises(ValueError, match=r"take 1\.\d MB of a rank's device, and 0\.\d MB .* stage=3 lets parameters"):
+        sharded(0, 1.0)
+    with pytest.raises(ValueError, match=r"there are 0\.0 MB, half of the 0\.0 MB that are free\. More ranks"):
+        sharded(3, 0.01)
+
+
+def chosen(stage: int, bytes_per_parameter: float) -> str:
+    return str(sharded(stage, bytes_per_parameter, "bf16").residency)
+
+
+def test_all_ranks_choose_the_same() -> None:
+    cases = [(1, 9.0), (2, 8.0), (3, 5.0), (3, 12.0)]
+    for case, found in run_cases(chosen, 3, cases).items():
+        assert len(set(found)) == 1, case
+
+
+def test_a_plan_moves_the_least_that_fits() -> None:
+    asked = {"world_size": 1, "seq": 1024, "activations": "recompute", "stage": 0}
+    plan = zs.plan("gpt2-large", device="v100-32", offload="auto", **asked)
+    assert plan.asked.offload is None and plan.verdict == "fits"
+    small = zs.plan("gpt2-xl", device="rtx4090", offload="auto", **asked)
+    assert small.verdict == "fits" and small.asked.offload is not None
+    less = zs.Offload(states=small.asked.offload.states - 0.01)
+    assert zs.plan("gpt2-xl", device="rtx4090", offload=less, **asked).verdict != "fits"
+
+
+def test_a_training_on_a_cpu_moves_nothing() -> None:
+    config = load_config(None, ["zero.stage=auto", "zero.offload=auto", "run.ranks=2"])
+    resolved = choose_offload(choose_stage(config))
+    assert resolved.zero.offload == "" and resolved.zero.stage in range(4)

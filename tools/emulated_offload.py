@@ -1,0 +1,331 @@
+"""A device, its bus, its host's processors and a disk in emulation: sleeps on threads of their own, under the engine.
+
+Owns the clocks of an offloaded step: what the engine begins and waits for is the engine's own code, and only how long
+it takes is emulated. It must not know plans. Read `Machine` first.
+
+Note: what is emulated
+    The program is the compute stream, too: a kernel is a sleep of the program. A copy is a sleep on the bus's thread
+    for its direction, after those that were issued before; the program waits for it where the engine's stream would.
+    An update, and rounding, are sleeps on the host's thread. A read and a write of a file are made, and sleep then, one
+    after the other in each direction of the disk. Values are those of a run without emulation.
+Note: two memories
+    Both are the host's. What the engine asks a memory beside the device's for is noted, so that a copy to it is known
+    from one to the device.
+Note: moments, not durations
+    All threads sleep until moments that follow from one another: work begins at the moment of its issue, or when its
+    lane is free. So a thread that the scheduler of this host wakes late makes nothing late behind it, as long as there
+    is something to sleep for. What a step took is read from the host's clock.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.core.buffer import Bucket
+from zeroshard.state import early
+from zeroshard.state.streamed import Chunk
+from zeroshard.store.apart import Apart, Arrival, HostApart, Landing
+from zeroshard.store.disk import BLOCK_BYTES, Disk
+
+__all__ = ["Block", "Machine", "emulated"]
+
+BUFFERS = 2
+
+
+def sleep_until(moment_s: float) -> None:
+    """Sleep until a moment of `time.perf_counter`."""
+    if (rest_s := moment_s - time.perf_counter()) > 0:
+        time.sleep(rest_s)
+
+
+class Ticket(NamedTuple):
+    """Work on a lane, and the moment that it is done."""
+
+    sleeping: "Future[None]"
+    done_s: float
+
+
+@final
+class Lane:
+    """Something that does one thing after the other, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._pool, self._free_s = ThreadPoolExecutor(1), 0.0
+
+    def reserve(self, now_s: float, took_s: float) -> float:
+        """Return the moment at which work issued now ends, after the work that is queued before it."""
+        self._free_s = max(now_s, self._free_s) + took_s
+        return self._free_s
+
+    def begin(self, now_s: float, took_s: float) -> Ticket:
+        """Sleep for work on this lane's thread."""
+        done_s = self.reserve(now_s, took_s)
+        return Ticket(self._pool.submit(sleep_until, done_s), done_s)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown()
+
+
+@final
+@dataclass(eq=False)
+class Machine:
+    """The rates of a machine, in bytes a second, and its lanes.
+
+    Args:
+        bus: of each direction.
+        host: that updates and rounding read and write.
+        disk: of each direction.
+    """
+
+    bus: float
+    host: float
+    disk: float
+    computed_s: float = 0.0
+    lanes: dict[str, Lane] = field(default_factory=dict)
+    _buffers: list[Ticket | None] = field(default_factory=lambda: [None] * BUFFERS)
+    _stream: Ticket | None = None
+    """The last copy that the compute stream runs behind."""
+
+    _clock: threading.local = field(default_factory=threading.local)
+    _memory: set[int] = field(default_factory=set)
+    """Storages beside the device's."""
+
+    def __post_init__(self) -> None:
+        self.lanes = {name: Lane() for name in ("out", "back", "host", "program", "read", "write")}
+
+    @property
+    def now_s(self) -> float:
+        """The moment that this thread of the program is at."""
+        return float(getattr(self._clock, "now_s", 0.0))
+
+    @now_s.setter
+    def now_s(self, moment_s: float) -> None:
+        self._clock.now_s = moment_s
+
+    def note(self, memory: Tensor) -> Tensor:
+        """Note memory beside the device's, and return it."""
+        self._memory.add(memory.untyped_storage().data_ptr())
+        return memory
+
+    def is_beside(self, memory: Tensor) -> bool:
+        """Tell whether memory is beside the device's."""
+        return memory.untyped_storage().data_ptr() in self._memory
+
+    def start(self) -> float:
+        """Begin to measure, and return the moment."""
+        self.now_s = time.perf_counter()
+        return self.now_s
+
+    def compute(self, seconds: float) -> None:
+        """Run a kernel, behind copies of the same stream."""
+        self.follow()
+        self.computed_s += seconds
+        self.now_s += seconds
+        sleep_until(self.now_s)
+
+    def follow(self) -> None:
+        """Wait for copies of the compute stream."""
+        if self._stream is not None:
+            self._wait(self._stream)
+            self._stream = None
+
+    def follow_to(self, moment_s: float) -> None:
+        """Be at that moment, if this thread is before it."""
+        self.now_s = max(self.now_s, moment_s)
+
+    def _wait(self, ticket: Ticket) -> None:
+        ticket.sleeping.result()
+        self.follow_to(ticket.done_s)
+
+    def _run(self, lane: str, took_s: float) -> None:
+        self._wait(self.lanes[lane].begin(self.now_s, took_s))
+
+    def work(self, nbytes: float) -> None:
+        """Have the host read and write so many bytes, and wait."""
+        self._run("host", nbytes / self.host)
+
+    def put(self, target: Tensor, values: Tensor) -> None:
+        """Copy gradients to the host, in the order of the compute stream."""
+        target.copy_(values)
+        self._run("out", values.nbytes / self.bus)
+
+    def add(self, target: Tensor, values: Tensor, scale: float) -> None:
+        """Bring gradients of the host, add to them, and put them back, in the order of the compute stream."""
+        self._run("back", values.nbytes / self.bus)
+        target.add_(values, alpha=scale)
+        self._run("out", values.nbytes / self.bus)
+
+    def bring(self, target: Tensor, source: Tensor, staging_bytes: int) -> None:
+        """Round values on the host, and copy them to the device, if the target is there; the stream follows."""
+        if self.is_beside(target):
+            target.copy_(source)
+            self.work(source.nbytes + target.nbytes)
+        else:
+            self._stream = self._fill(target, source, staging_bytes, "host")
+
+    def begin_arrival(self, arrival: Arrival) -> None:
+        """Bring parameters ahead of use; the compute stream follows where it waits."""
+        staging_bytes = arrival._apart.cell.staging_bytes
+        arrival.__dict__["ticket"] = self._fill(arrival._target, arrival._source, staging_bytes, "program")
+
+    def end_arrival(self, arrival: Arrival) -> None:
+        """Wait for parameters that were brought ahead of use."""
+        if (ticket := arrival.__dict__.pop("ticket", None)) is not None:
+            self._wait(ticket)
+
+    def _fill(self, target: Tensor, source: Tensor, staging_bytes: int, lane: str) -> Ticket | None:
+        last: Ticket | None = None
+        step = max(1, staging_bytes // BUFFERS // target.itemsize)
+        for to, values in zip(target.split(step), source.split(step), strict=True):
+            before = self._buffers.pop(0)
+            if before is not None:
+                self._wait(before)
+            self._run(lane, (values.nbytes + to.nbytes) / self.host)
+            to.copy_(values)
+            last = self.lanes["back"].begin(self.now_s, to.nbytes / self.bus)
+            self._buffers.append(last)
+        return last
+
+    def submit(self, begin: Callable[..., "Future[Any]"], move: Callable[..., Any], *args: Any) -> "Future[Any]":
+        """Have a thread of the disk read or write a stretch of an array, and sleep until it is done."""
+        start, stop, _, writes = args
+        nbytes = -(-(stop - start) * move.__self__.dtype.itemsize // BLOCK_BYTES) * BLOCK_BYTES  # type: ignore[attr-defined]
+        done_s = self.lanes["write" if writes else "read"].reserve(self.now_s, nbytes / self.disk)
+
+        def run() -> None:
+            move(*args)
+            sleep_until(done_s)
+
+        made = begin(run)
+        made.__dict__["done_s"] = done_s
+        return made
+
+    def close(self) -> None:
+        """End the lanes."""
+        for lane in self.lanes.values():
+            lane.close()
+
+
+@contextmanager
+def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
+    """Give the engine of this process this machine.
+
+    Args:
+        bytes_per_element: that an update of AdamW reads and writes.
+    """
+    functional, submit, wait = sys.modules[torch.optim.Adam.__module__], Disk.submit, Chunk._wait
+    adam = functional.adam  # torch.optim hides its modules
+    zeros, begin, update_unit, wait_unit = HostApart.zeros, early._Run.begin, early._Run._update, early.Early._wait_for
+
+    def update(params: list[Tensor], *args: Any, **options: Any) -> None:
+        adam(params, *args, **options)
+        machine.work(bytes_per_element * sum(one.numel() for one in params))
+
+    def put(landing: Landing, target: Tensor, values: Tensor) -> None:
+        machine.put(target, values)
+
+    def add(landing: Landing, target: Tensor, values: Tensor, scale: float = 1.0) -> None:
+        machine.add(target, values, scale)
+
+    def bring(apart: Apart, target: Tensor, source: Tensor) -> None:
+        machine.bring(target, source, apart.cell.staging_bytes)
+
+    def submit_to(disk: Disk, move: Callable[..., Any], *args: Any) -> "Future[Any]":
+        return machine.submit(lambda run: submit(disk, run), move, *args)
+
+    def wait_for(chunk: Chunk) -> None:
+        moving = list(chunk._moving)
+        wait(chunk)
+        for one in moving:
+            machine.follow_to(one.__dict__["done_s"])
+
+    def host_zeros(apart: HostApart, numel: int, dtype: torch.dtype) -> Tensor:
+        return machine.note(zeros(apart, numel, dtype))
+
+    def follow_apart(bucket: Bucket, *, is_on_device: bool | None = None) -> None:
+        with torch.no_grad():
+            for part, masters in bucket._rounded(False):
+                if is_on_device is None or is_on_device is not machine.is_beside(part):
+                    bucket._bring(part, masters)
+
+    @contextmanager
+    def begun(arrival: Arrival) -> Iterator[None]:
+        machine.begin_arrival(arrival)
+        yield
+
+    def begin_run(run: Any, *args: Any) -> None:
+        run.moments = {"begun": machine.now_s}
+        begin(run, *args)
+
+    def update_late(run: Any, unit: int, entries: Any) -> None:
+        machine.follow_to(run.moments["begun"])
+        update_unit(run, unit, entries)
+        run.moments[unit] = machine.now_s
+
+    def wait_late(one: early.Early, run: Any, future: Any) -> None:
+        wait_unit(one, run, future)
+        machine.follow_to(run.moments[run._units[run.futures.index(future)][0]])
+
+    with ExitStack() as stack:
+        stack.callback(machine.close)
+        stack.enter_context(patch.object(functional, "adam", update))
+        stack.enter_context(patch.object(Landing, "put", put))
+        stack.enter_context(patch.object(Landing, "add", add))
+        stack.enter_context(patch.object(Apart, "bring", bring))
+        stack.enter_context(patch.object(Disk, "submit", submit_to))
+        stack.enter_context(patch.object(Chunk, "_wait", wait_for))
+        stack.enter_context(patch.object(HostApart, "zeros", host_zeros))
+        stack.enter_context(patch.object(Bucket, "follow_apart", follow_apart))
+        stack.enter_context(patch.object(Arrival, "begun", begun))
+        stack.enter_context(patch.object(Arrival, "wait", lambda arrival: machine.end_arrival(arrival)))
+        stack.enter_context(patch.object(early, "is_worthwhile", lambda device: True))
+        stack.enter_context(patch.object(early._Run, "begin", begin_run))
+        stack.enter_context(patch.object(early._Run, "_update", update_late))
+        stack.enter_context(patch.object(early.Early, "_wait_for", wait_late))
+        yield machine
+
+
+class Kernel(torch.autograd.Function):
+    """A kernel of a forward, and one of its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, machine: Machine, forward_s: float, backward_s: float) -> Tensor:  # type: ignore[override]
+        """Compute."""
+        ctx.machine, ctx.backward_s = machine, backward_s
+        machine.compute(forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        """Compute."""
+        ctx.machine.compute(ctx.backward_s)
+        return grad, None, None, None
+
+
+@final
+class Block(nn.Module):
+    """A product whose forward and backward take as long as they are told.
+
+    Args:
+        width: of the matrix.
+    """
+
+    def __init__(self, width: int, machine: Machine, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.product = nn.Linear(width, width, bias=False)
+        self._machine, self._forward_s, self._backward_s = machine, forward_s, backward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute."""
+        found: Tensor = Kernel.apply(self.product(x), self._machine, self._forward_s, self._backward_s)
+        return found
