@@ -276,7 +276,7 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
     for pattern, _ in options.row.activations.units:
         if not any(fits(unit.name, pattern) for unit in specs):
             names = ", ".join(unit.name for unit in specs if unit.name)
-            raise ValueError(f"activations= names {pattern!r}, which fits no unit of {model.name}; units: {names}.")
+            raise ValueError(f"activations= names {pattern!r}, which matches no unit of {model.name}; units: {names}.")
     check_patterns(options.row, [unit.name for unit in specs])
     load = load_of(options)
     calls = []
