@@ -3,10 +3,11 @@
 Owns the plan of an exchange, in integers and costs. It must not know tensors or transports. `core/exchange.py` runs the
 plan.
 
-Note: balance Costs are balanced over all matrices of an optimizer, by the better of two known heuristics. Longest
-    first: the next largest cost goes to the rank with the smallest load. Multifit: each matrix goes to the first rank
-    with room below a limit, with bisection for the smallest limit. The mean and the largest cost are lower bounds.
-    Every rank computes the plan, so the plan depends only on its arguments.
+Note: balance
+    Costs are balanced over all matrices of an optimizer, by the better of two known heuristics. Longest first: the next
+    largest cost goes to the rank with the smallest load. Multifit: each matrix goes to the first rank with room below a
+    limit, with bisection for the smallest limit. The mean and the largest cost are lower bounds. Every rank computes
+    the plan, so the plan depends only on its arguments.
 
 Source: Coffman, Garey, Johnson 1978, "An application of bin-packing to multiprocessor scheduling".
 """

@@ -3,10 +3,10 @@
 Owns the single fork handler of a process, for all sharded models. It must not know what the objects do: it calls
 `after_fork` of each in the child, before any other code of the program.
 
-Note: what a forked child is Most often a DataLoader worker. It has a copy of the rank's memory, none of its threads,
-    and the same descriptors, and therefore the same connections and store. It may read and write its copy of the
-    memory, but must not touch anything that ranks still use: it sends no messages, and destroys no object that waits
-    for a thread.
+Note: what a forked child is
+    Most often a DataLoader worker. It has a copy of the rank's memory, none of its threads, and the same descriptors,
+    and therefore the same connections and store. It may read and write its copy of the memory, but must not touch
+    anything that ranks still use: it sends no messages, and destroys no object that waits for a thread.
 """
 
 import ctypes
