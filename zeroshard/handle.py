@@ -144,7 +144,7 @@ def shard(
             a mapping from patterns of unit names to these, such as {"head": "replicated"}.
         ignored: parameters, modules or patterns of parameter names that are left to the caller: each rank keeps its
             own values and gradients of them, and updates them with an optimizer that is not handed over. Checkpoints
-            and norms leave them out.
+            and norms leave them out. Those on the meta device begin with rank 0's values.
         precision: "fp32" (all as it is), "bf16", "fp16" (with a dynamic loss scale), or a `Precision`. Or a mapping
             from module classes and patterns of module names to these, with the model's own under "", such as
             {"": "bf16", "blocks.*.router": "fp32"}.
@@ -158,9 +158,9 @@ def shard(
         reduction: "mean" over ranks, as data parallelism does, "sum", for losses weighted by tokens, or a number that
             the sum is divided by.
         weights: where the values of a model on the meta device come from: a function that initializes the tensors of
-            one module, or a directory of safetensors under the model's own names, which every rank must see, and rank 0
-            reads, slice by slice. By default Transformers' `_init_weights` initializes its models, and each module's
-            `reset_parameters` others.
+            one module, or a directory of safetensors, which every rank must see, and rank 0 reads, slice by slice. The
+            files have the model's own names or, for a model of Transformers, those of its published files. By default
+            Transformers' `_init_weights` initializes its models, and each module's `reset_parameters` others.
         settings: limits of waits, transports, and what the caller vouches for.
 
     Returns: the handle.
