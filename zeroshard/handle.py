@@ -142,7 +142,7 @@ def shard(
             cell, or a mapping from patterns of unit names to these, such as {"head": "replicated"}.
         ignored: parameters, modules or patterns of parameter names that zeroshard does not manage: each rank keeps its
             own values and gradients, and updates them with an optimizer that is not passed to `shard`. Checkpoints and
-            gradient norms exclude them.
+            gradient norms exclude them. Ignored parameters on the meta device start with the values of rank 0.
         precision: "fp32" (no dtype changes), "bf16", "fp16" (with a dynamic loss scale), a `Precision`, or a mapping
             from module classes and patterns of module names to these, with the model's own under "", such as {"":
             "bf16", "blocks.*.router": "fp32"}.
@@ -156,9 +156,10 @@ def shard(
         reduction: how gradients are reduced over ranks: "mean", as in data parallelism, "sum", for losses weighted by
             tokens, or a divisor of the sum.
         weights: the source of values for a model on the meta device: a function that initializes the tensors of one
-            module, or a directory of safetensors files with the model's parameter names. Every rank must see the
-            directory; rank 0 reads it slice by slice. By default, `_init_weights` initializes models of Transformers,
-            and `reset_parameters` of each module initializes other models.
+            module, or a directory of safetensors files with the model's parameter names or, for a model of
+            Transformers, the names of its published files. Every rank must see the directory; rank 0 reads it slice by
+            slice. By default, `_init_weights` initializes models of Transformers, and `reset_parameters` of each module
+            initializes other models.
         settings: timeouts, transports and assurances of the caller; see `Settings`.
 
     Returns: the handle.
