@@ -14,6 +14,7 @@ from torch import nn
 import zeroshard as zs
 from tests.contract.source import REPOSITORY
 from zeroshard.describe.precision import precision_of
+from zeroshard.optim.keeps import state_cost
 from zeroshard.plan.allocator import Rules, simulate
 from zeroshard.plan.hardware import DEVICES
 from zeroshard.plan.job import Options, row_of
@@ -22,7 +23,6 @@ from zeroshard.plan.result import ERROR, TENSOR_ERROR, Plan, verdict_of
 from zeroshard.plan.retries import NO_RETRIES, Retries
 from zeroshard.plan.shapes import SHAPES, read_config
 from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS
-from zeroshard.state.admission import state_cost
 
 BLOCKED = """
 import sys
