@@ -110,9 +110,10 @@ def test_bytes_of_states_are_those_of_the_optimizers() -> None:
     shape = SHAPES["llama-3-8b"]
     numel = shape.numel()
     ends = 2 * 128_256 * 4096
+    factors = 32 * (6144 + 5 * 4096 + 3 * (14336 + 4096)) + 2 * (128_256 + 4096) + 4096
     known = {
         "sgd": 4 * numel, "momentum": 8 * numel, "lion": 8 * numel, "adamw": 12 * numel, "lamb": 12 * numel,
-        "adamw8bit": (6 + 8 / 256) * numel, "muon": 8 * (numel - ends) + 12 * ends, "adafactor": 4 * numel,
+        "adamw8bit": (6 + 8 / 256) * numel, "muon": 8 * (numel - ends) + 12 * ends, "adafactor": 4 * (numel + factors),
     }  # fmt: skip
     for name, nbytes in known.items():
         plan = make_plan("llama-3-8b", world_size=1, precision="bf16", optimizer=name)

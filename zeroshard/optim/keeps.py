@@ -5,7 +5,7 @@ Owns these trials alone. It must not know shards: `state/accounting.py` and plan
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -14,7 +14,7 @@ import torch
 from zeroshard.optim.packed import PackingOptimizer, parts_of
 from zeroshard.optim.whole import Whole
 
-__all__ = ["NOT_OPTIONS", "StateShape", "is_taken", "rebuild", "state_cost", "whole_costs"]
+__all__ = ["NOT_OPTIONS", "StateShape", "is_taken", "rebuild", "state_cost", "whole_bytes", "whole_costs"]
 
 Tensor = torch.Tensor
 Options = Mapping[str, Any]
@@ -74,6 +74,17 @@ class StateShape:
     def of(self, shape: tuple[int, ...]) -> tuple[int, int, bool]:
         """Return its elements for a shape, the bytes of each (0: as masters have), and whether it is a counter."""
         return self.rest * math.prod(shape[dim] for dim in self.dims), self.itemsize, self.is_counter
+
+
+def whole_bytes(kept: Sequence[StateShape], shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """Return the bytes that an optimizer keeps for a parameter of a shape, as (of elements, of counters).
+
+    Args:
+        itemsize: of what has the dtype of the masters.
+    """
+    found = [one.of(shape) for one in kept]
+    stored = sum(numel * (each or itemsize) for numel, each, is_counter in found if not is_counter)
+    return stored, sum(numel * (each or itemsize) for numel, each, is_counter in found if is_counter)
 
 
 def whole_costs(optimizer: torch.optim.Optimizer, whole: Whole) -> dict[tuple[int, int], tuple[StateShape, ...]]:
