@@ -33,11 +33,11 @@ from zeroshard.describe.offload import OffloadLike
 from zeroshard.describe.parameters import ParametersLike
 from zeroshard.describe.precision import PrecisionLike
 from zeroshard.describe.treatments import ActivationsLike
+from zeroshard.optim.keeps import state_cost, whole_costs
 from zeroshard.optim.whole import whole_of
 from zeroshard.report.profile import Profile
 from zeroshard.state import accounting
 from zeroshard.state.access import open_states
-from zeroshard.state.admission import state_cost, whole_costs
 from zeroshard.state.automatic import free_bytes
 from zeroshard.state.average import Average, count_averages
 from zeroshard.state.copies import check_copies
