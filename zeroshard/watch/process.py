@@ -1,7 +1,7 @@
 """The forks of a process, told to what must not be shared with a child.
 
-Owns the one handler that a process registers for forks, however many models it shards. It must not know what they do:
-each says so in `after_fork`, which runs in the child, before anything else of the program does.
+Owns the handlers that a process registers for forks, however many models it shards. It must not know what they do:
+each says so in `after_fork`, which runs in the child, before anything else of the program does, or in `before_fork`.
 
 Note: what a forked child is
     A DataLoader's worker, most often. It has the memory of the rank as it was, and none of its threads; descriptors,
@@ -17,7 +17,7 @@ import sys
 import weakref
 from typing import Protocol
 
-__all__ = ["end_with", "is_child_of", "keep_for_good", "tell_forks"]
+__all__ = ["end_with", "is_child_of", "keep_for_good", "tell_forks", "wait_before_forks"]
 
 
 class Forked(Protocol):
@@ -27,9 +27,21 @@ class Forked(Protocol):
         """Let go, in the child, of what the parent still uses."""
 
 
+class Threaded(Protocol):
+    """What has threads, which a child would not have."""
+
+    def before_fork(self) -> None:
+        """Wait for them, and let them go, in the parent."""
+
+
 def tell_forks(one: Forked) -> None:
     """Call `one.after_fork()` in each child that is forked from this process, for as long as `one` lives."""
     _told().add(one)
+
+
+def wait_before_forks(one: Threaded) -> None:
+    """Call `one.before_fork()` before each fork of this process, for as long as `one` lives."""
+    _awaited().add(one)
 
 
 def is_child_of(process: int) -> bool:
@@ -64,3 +76,15 @@ def _told() -> "weakref.WeakSet[Forked]":
 
     os.register_at_fork(after_in_child=tell)
     return told
+
+
+@functools.cache
+def _awaited() -> "weakref.WeakSet[Threaded]":
+    awaited: weakref.WeakSet[Threaded] = weakref.WeakSet()
+
+    def wait() -> None:
+        for one in list(awaited):
+            one.before_fork()
+
+    os.register_at_fork(before=wait)
+    return awaited
