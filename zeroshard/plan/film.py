@@ -9,11 +9,11 @@ Note: lanes
     from when it was issued. The compute lane waits where a unit is not whole yet, and at the end of a pass for its
     reductions; what it waits is exposed. Exchanges along the tensor axis are part of an operation, so compute waits;
     for copies of activations to the host and back it waits, too.
-    With offload there are "out" and "back", the two directions of the bus, "host", its processors, "program", which
-    fills pinned buffers, and "read" and "write" of a disk. Gradients go out in the order of the compute lane, which so
-    waits for each. It waits for the update elsewhere as a whole where the step does, and else, unit by unit, in the
-    next forward (`carried`), and for parameters that lie elsewhere where they are used. These waits are `offload_s`,
-    and no part of `exposed_s`.
+    With offload there are "out" and "back", the two directions of the bus, "host", its processors, "copier", the thread
+    that fills pinned buffers ahead of use, and "read" and "write" of a disk. Gradients go out in the order of the
+    compute lane, which so waits for each. It waits for the update elsewhere as a whole where the step does, and else,
+    unit by unit, in the next forward (`carried`), and for parameters that lie elsewhere where they are used. These
+    waits are `offload_s`, and no part of `exposed_s`.
 """
 
 from bisect import bisect_right
@@ -428,7 +428,7 @@ class _Camera:
         self._lanes: list[LaneSpan] = []
         self._ticks: list[Tick] = []
         self._phases: list[Phase] = []
-        self._free_s = dict.fromkeys(("gather", "reduce", "out", "back", "host", "program", "read", "write"), 0.0)
+        self._free_s = dict.fromkeys(("gather", "reduce", "out", "back", "host", "copier", "read", "write"), 0.0)
         self._sent: Counter[str] = Counter()
         self._open: dict[int, tuple[int, str, str, str, bool, str]] = {}
         self._next = 0
@@ -917,9 +917,9 @@ class _Camera:
             self._wait(f"parameters of {spec.name} on the bus", arrived_s, is_offload=True)
 
     def _bring(self, spec: UnitSpec) -> float:
-        """Bring parameters that lie elsewhere to their places; return when they are there.
+        """Begin to bring parameters that lie elsewhere to their places; return when they are there.
 
-        The program fills two pinned buffers in turn, and issues what comes next when the last one is filled.
+        A thread fills two pinned buffers in turn, while the program goes on.
         """
         job, arrived_s = self._job, 0.0
         for bucket in () if job.device.is_cpu else spec.buckets:
@@ -929,9 +929,8 @@ class _Camera:
                 filled_s = job.device.host_s(2 * nbytes, job.host_ranks)
                 copies = max(1, -(-nbytes // max(1, bucket.row.parameters.staging_bytes // 2)))
                 work = Work(bucket.name, 0.0, filled_s, job.device.copy_s(nbytes), copies)
-                arrived_s = max(arrived_s, bring(work, 1, lanes, "program"))
+                arrived_s = max(arrived_s, bring(work, 1, lanes, "copier"))
                 self._take_over(lanes)
-                self._wait(f"room for the parameters of {spec.name}", lanes.now_s, is_offload=True)
                 self._sent["parameters from the host"] += nbytes
         return arrived_s
 

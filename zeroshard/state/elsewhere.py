@@ -40,7 +40,7 @@ def make_apart(described: Described) -> Apart | None:
     if cell.memory not in MEMORIES:
         return None
     try:
-        apart = MEMORIES[cell.memory](described.mesh.device, cell)
+        apart = MEMORIES[cell.memory](described.mesh.device, cell, str(described.mesh))
     except OSError as error:
         raise ValueError(
             f"offload to '{cell.folder}': no file can be made there ({error}). Give a folder that exists, on a disk of "
@@ -68,7 +68,7 @@ def home_of(described: Described, apart: Apart | None) -> Apart | None:
         return None
     if apart is not None and apart.cell.memory == cell.memory:
         return apart
-    return MEMORIES[cell.memory](described.mesh.device, cell)
+    return MEMORIES[cell.memory](described.mesh.device, cell, str(described.mesh))
 
 
 def reserve(
