@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, Final, final
 
 from zeroshard.table.cells import Cell, Elsewhere, Residency
 from zeroshard.table.spec import BucketSpec, Range, UnitSpec
@@ -18,6 +18,8 @@ __all__ = ["AUTO", "Offload", "OffloadLike", "choices_for", "least_of", "offload
 
 AUTO = "auto"
 HOST = "host"
+STEP: Final = "step"
+IN_BACKWARD: Final = "in-backward"
 PARTS = 100
 """Into how many a column is cut for `offload="auto"`."""
 STAGING_BYTES = 16 << 20
@@ -40,6 +42,10 @@ class Offload:
             with the process; gradients lie on the host then.
         staging_bytes: of the memory through which everything passes, in pieces, whatever the size of a model.
         update: "step": `optimizer.step()` makes the update, or begins it where a device can compute meanwhile.
+            "in-backward": a copy of the states on the host is updated while the backward runs, unit by unit;
+            `optimizer.step()` takes what it would have computed itself, and makes the rest of the update.
+        max_norm: with "in-backward", `step()` clips the 2-norm of all gradients to it, as `clip_grad_norm_` would; None
+            does not clip. `clip_grad_norm_` and `clip_grad_value_` raise then.
 
     Raises:
         ValueError, TypeError: a value that is none of these.
@@ -61,7 +67,8 @@ class Offload:
     parameters: float = 0.0
     to: str | PathLike[str] = HOST
     staging_bytes: int = STAGING_BYTES
-    update: str = "step"
+    update: str = STEP
+    max_norm: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "to", fspath(self.to))
@@ -77,11 +84,7 @@ class Offload:
                 f"Offload(gradients={self.gradients}) with states={self.states}: gradients lie where their states do. "
                 "Leave gradients= out, or write gradients=0 to keep them on the device until the update."
             )
-        if self.update != "step":
-            raise ValueError(
-                f"Offload(update={self.update!r}): updates during backward are not there yet, and 'step' is the only "
-                "value. optimizer.step() returns while states on the host are updated; see docs/offload.md."
-            )
+        self._check_update()
         if isinstance(self.staging_bytes, bool) or not isinstance(self.staging_bytes, int):
             raise TypeError(f"Offload(staging_bytes=) takes a number of bytes; got {self.staging_bytes!r}.")
         if self.staging_bytes < LEAST_STAGING_BYTES:
@@ -95,9 +98,33 @@ class Offload:
                 "ranks may run in different folders."
             )
 
+    def _check_update(self) -> None:
+        is_ahead = self.update == IN_BACKWARD
+        if self.update not in (STEP, IN_BACKWARD):
+            raise ValueError(f"Offload(update=) must be 'step' or 'in-backward'; got {self.update!r}.")
+        if is_ahead and (self.to != HOST or not self.states or self.gradients == 0):
+            raise ValueError(
+                f"Offload(update='in-backward') updates states in memory of the host with gradients that come there; "
+                f"got to={self.to!r}, states={self.states:g} and gradients={self.gradients}. Leave to= and gradients= "
+                "out, and give states= above 0; or write update='step'."
+            )
+        if self.max_norm is None:
+            return
+        is_number = isinstance(self.max_norm, int | float) and not isinstance(self.max_norm, bool)
+        if not is_number or not 0 < self.max_norm < math.inf:
+            raise ValueError(f"Offload(max_norm=) takes a norm above 0, such as 1.0, or None; got {self.max_norm!r}.")
+        if not is_ahead:
+            raise ValueError(
+                f"Offload(max_norm={self.max_norm:g}) is for update='in-backward', where step() clips. With "
+                "update='step' call torch.nn.utils.clip_grad_norm_() before optimizer.step()."
+            )
 
-NUMBERS = MappingProxyType({"states": float, "gradients": float, "parameters": float, "staging_bytes": int})
-"""What a text may give beside `to`."""
+
+NUMBERS = MappingProxyType(
+    {"states": float, "gradients": float, "parameters": float, "staging_bytes": int, "max_norm": float}
+)
+"""What a text may give beside `TEXTS`."""
+TEXTS = ("to", "update")
 
 OffloadLike = Offload | str | PathLike[str] | None
 """What the caller of `shard()` may write."""
@@ -156,11 +183,11 @@ def least_of(choices: Sequence[Offload | None], fits: Callable[[Offload | None],
 def _value_of(part: str) -> tuple[str, Any]:
     """Return a name and a value of "states=0.6,to=/scratch"."""
     name, _, text = (one.strip() for one in part.partition("="))
-    if name not in NUMBERS and name != "to":
+    if name not in NUMBERS and name not in TEXTS:
         raise ValueError(
-            f"offload=: '{part}' is none of {', '.join([*NUMBERS, 'to'])}, as in 'states=0.6,to=/scratch'."
+            f"offload=: '{part}' is none of {', '.join([*NUMBERS, *TEXTS])}, as in 'states=0.6,to=/scratch'."
         )
-    if name == "to":
+    if name in TEXTS:
         return name, text
     try:
         return name, NUMBERS[name](text)
@@ -175,7 +202,8 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
         is_alone: whether one rank keeps everything, so that no gradient is whole for others' sake.
 
     Raises:
-        ValueError: parameters are to be elsewhere, and are used where they lie.
+        ValueError: parameters are to be elsewhere, and are used where they lie; states are to be updated in the
+            backward, and gradients do not come to them there.
     """
     if offload is None:
         return row
@@ -191,9 +219,22 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
     if not offload.states:
         return row
     folder = "" if offload.to == HOST else str(offload.to)
-    states = Elsewhere(row.states, "file" if folder else "host", offload.states, folder, offload.staging_bytes)
+    states = Elsewhere(
+        row.states,
+        "file" if folder else "host",
+        offload.states,
+        folder,
+        offload.staging_bytes,
+        IN_BACKWARD if offload.update == IN_BACKWARD else STEP,
+        offload.max_norm,
+    )
     moves = offload.gradients is None and (is_alone or row.cuts_gradients)
     moves |= bool(offload.gradients)
+    if states.spares and not (is_alone or row.cuts_gradients):
+        raise ValueError(
+            f"Offload(update='in-backward') with gradients {row.gradients}: they stay whole on the device until the "
+            "update, so none comes to the host while the backward runs. Write stage=2 or stage=3; or update='step'."
+        )
     gradients = Elsewhere(row.gradients, "host", offload.states) if moves else row.gradients
     return replace(row, states=states, gradients=gradients)
 

@@ -45,7 +45,7 @@ from zeroshard.torch_private import NoSubclasses, body_of
 from zeroshard.tree import find
 from zeroshard.watch.process import end_with, is_child_of
 
-__all__ = ["Early", "is_worthwhile", "may_be_early"]
+__all__ = ["Early", "Waiting", "is_worthwhile", "may_be_early", "twin_of", "wait_before_forks"]
 
 Tensor = torch.Tensor
 
@@ -82,6 +82,11 @@ class Early:
         """See `Source`: an exception before the thread began is the optimizer's own."""
         return False
 
+    spare_bytes = 0
+
+    def begin(self) -> None:
+        """See `Source`: what reads states has waited."""
+
     def check(self) -> None:
         """See `Source`. Collective: where an update has ended since ranks last agreed, as `_agree`."""
         self._agree()
@@ -106,7 +111,7 @@ class Early:
         # On every rank, also where it has nothing to update.
         self._is_agreed, engine.order.check_update = False, self._agree
         if run is not None:
-            _wait_before_forks().add(self)
+            wait_before_forks().add(self)
             self._pool = self._pool or ThreadPoolExecutor(1, "zeroshard-update", _begin_on, (self._device,))
             run.begin(self._pool, self._wait_for)
             engine.end_update = self.end
@@ -176,7 +181,7 @@ class _Run:
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> None:
         self._optimizer, self._states = optimizer, optimizer.state
         self._process = os.getpid()
-        self._twin = _twin_of(optimizer)
+        self._twin = twin_of(optimizer)
         self.error: BaseException | None = None
         self.futures: list[Future[None]] = []
         self._masters = [master for group in groups for master in group]
@@ -328,7 +333,7 @@ def _is_early(slot: Slot) -> bool:
     return is_there and spec.is_gathered and slot.updater is None and not slot.bucket.dtypes.is_stochastic
 
 
-def _twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer with the same options, which nobody changes, and without entries and states."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
@@ -341,9 +346,10 @@ def _twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 @functools.cache
-def _wait_before_forks() -> "weakref.WeakSet[Early]":
+def wait_before_forks() -> "weakref.WeakSet[Any]":
+    """Return the set of those whose `before_fork` is called before this process forks."""
     # A handler cannot be taken back, so there is one.
-    running: weakref.WeakSet[Early] = weakref.WeakSet()
+    running: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def end_all() -> None:
         for one in list(running):

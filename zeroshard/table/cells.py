@@ -27,6 +27,9 @@ class Cell(ABC):
     folder: str = ""
     staging_bytes: int = 0
     """How much of it lies in another memory, and more about that: see `Elsewhere`."""
+    update: Literal["step", "in-backward"] = "step"
+    max_norm: float | None = None
+    """When states are updated, and what clips the gradients then: see `Elsewhere`."""
     moment: Literal["always", "used"] = "always"
     """When what is kept must be on the device: all the time, or while it is used."""
     until: Literal["use", "backward"] = "use"
@@ -48,6 +51,11 @@ class Cell(ABC):
     def plain(self) -> "Cell":
         """The cell that keeps the same elements on the device."""
         return self
+
+    @property
+    def spares(self) -> int:
+        """How often masters and states in another memory are kept a second time, for an update ahead of `step()`."""
+        return int(self.update == "in-backward")
 
     def __str__(self) -> str:
         return self.word
@@ -123,6 +131,8 @@ class Elsewhere(Cell):
         fraction: of the elements of a rank that lie there, as nearly as whole slices of parameters allow.
         folder: where files are made; "" for other memories.
         staging_bytes: of the memory through which all of it passes in pieces.
+        update: of states: "in-backward" updates a copy of what lies there while the backward runs; `step()` takes it.
+        max_norm: the largest 2-norm of all gradients with that; None does not clip.
     """
 
     inner: Cell
@@ -130,6 +140,8 @@ class Elsewhere(Cell):
     fraction: float = 1.0
     folder: str = ""
     staging_bytes: int = 16 << 20
+    update: Literal["step", "in-backward"] = "step"
+    max_norm: float | None = None
     moment = "used"
 
     def kept_range(self, layout: Layout, rank: int) -> tuple[int, int]:
@@ -161,7 +173,9 @@ class Elsewhere(Cell):
     def __str__(self) -> str:
         # Not which folder: ranks may have others each.
         place = {"host": "on the host", "file": "in files"}[self.memory]
-        return f"{self.inner}, {f'{self.fraction:.0%} ' * (self.fraction < 1)}{place}"
+        clipped = "" if self.max_norm is None else f", max_norm={self.max_norm:g}"
+        ahead = f", updated in the backward{clipped}" * self.spares
+        return f"{self.inner}, {f'{self.fraction:.0%} ' * (self.fraction < 1)}{place}{ahead}"
 
 
 @dataclass(frozen=True)
