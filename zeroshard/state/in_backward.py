@@ -58,7 +58,7 @@ _CLIP = "step() clips in this mode: write zs.Offload(update='in-backward', max_n
 _SCALER = "precision='fp16' has a loss scale of its own that works with it"
 REFUSED: Mapping[CodeType, tuple[str, str]] = MappingProxyType(
     {
-        inspect.unwrap(function).__code__: (function.__name__, remedy)
+        inspect.unwrap(function).__code__: (function.__qualname__, remedy)
         for function, remedy in (
             (torch.nn.utils.clip_grad_norm_, f"{_CLIP}, and read the norm with zero.grad_norm()"),
             (torch.nn.utils.clip_grads_with_norm_, _CLIP),
@@ -125,6 +125,16 @@ class InBackward:
     def spare_bytes(self) -> int:
         """See `Source`."""
         return sum(spare.nbytes for spare in self._spares.values())
+
+    def describe(self) -> str:
+        """Return a line on what came of the updates so far, and what the copies take."""
+        counts = self.counts
+        others = counts["begun"] - sum(counts[what] for what in ("taken", "clipped", "late"))
+        return (
+            f"updated in the backward: {counts['taken']:,} of {counts['begun']:,} updates of buckets on this rank; "
+            f"step() made {counts['clipped']:,} again for clipping, {counts['late']:,} that had not begun, and "
+            f"{others:,} that were skipped, failed or met a change; copies on the host {self.spare_bytes:,} bytes"
+        )
 
     def check(self) -> None:
         """See `Source`: nothing is lost."""
@@ -489,9 +499,9 @@ class _Job:
         for _, master, slot in beside:
             master.data = self.bucket.entry(slot.index)
         for (_, master, _), state, made in zip(self.members, self._states, self._results, strict=True):
-            if state is None:
+            if state is None and made:
                 state = self._all_states[master] = {}
-            for key, value in made.items():
+            for key, value in made.items() if state is not None else ():
                 before = state.get(key)
                 if self._spare.has(master, key, value):
                     # The optimizer's tensors stay the same objects.
