@@ -499,19 +499,21 @@ class _Job:
         for _, master, slot in beside:
             master.data = self.bucket.entry(slot.index)
         for (_, master, _), state, made in zip(self.members, self._states, self._results, strict=True):
-            if state is None and made:
-                state = self._all_states[master] = {}
-            for key, value in made.items() if state is not None else ():
-                before = state.get(key)
-                if self._spare.has(master, key, value):
-                    # The optimizer's tensors stay the same objects.
-                    held = before.data
-                    before.data, value.data = value.data, held
-                elif isinstance(value, Tensor) and isinstance(before, Tensor):
-                    before.copy_(value)
-                else:
-                    state[key] = value
+            if made:
+                self._take_states(master, self._all_states.setdefault(master, {}) if state is None else state, made)
         return True
+
+    def _take_states(self, master: Tensor, state: dict[str, Any], made: Mapping[str, Any]) -> None:
+        for key, value in made.items():
+            before = state.get(key)
+            if before is not None and self._spare.has(master, key, value):
+                # The optimizer's tensors stay the same objects.
+                held = before.data
+                before.data, value.data = value.data, held
+            elif isinstance(value, Tensor) and isinstance(before, Tensor):
+                before.copy_(value)
+            else:
+                state[key] = value
 
 
 @final
