@@ -4,8 +4,9 @@ Owns arguments and output. The commands themselves are in `zeroshard/train`, `ze
 `zeroshard/checkpoint`. Needs typer, rich and pydantic (the extra `zeroshard[cli]`), and names the extra if they are
 missing. Read `train` first, then `Terminal`.
 
-Note: untrusted text Control characters in names of files, folders and models, and in generated text, are printed as
-    escapes, and such text is never parsed as rich markup: `[bold]` in a name is printed literally.
+Note: untrusted text
+    Control characters in names of files, folders and models, and in generated text, are printed as escapes, and such
+    text is never parsed as rich markup: `[bold]` in a name is printed literally.
 """
 
 from __future__ import annotations

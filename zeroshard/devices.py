@@ -5,8 +5,8 @@ to emulate a GPU. It must not know ranks, models or collectives.
 """
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, final
 
 import torch
@@ -18,6 +18,8 @@ __all__ = [
     "Mark",
     "ahead",
     "alone",
+    "begin_thread",
+    "behind",
     "choose",
     "count",
     "current",
@@ -25,6 +27,7 @@ __all__ = [
     "identity",
     "is_capturing",
     "mark",
+    "mark_on",
     "order_after",
     "pinned",
     "stream_of",
@@ -118,23 +121,46 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
-def ahead(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context for copies ahead of their use.
+def mark_on(device: torch.device) -> Mark | None:
+    """Mark the work that is queued on the current stream of a CUDA device; None on a CPU, where work runs at once."""
+    return None if device.type == "cpu" else mark(device)
 
-    On CUDA, the copies run after the work that is queued on the current stream, and in parallel with later work. On a
-    CPU, they run immediately.
+
+def ahead(device: torch.device, after: Mark | None) -> AbstractContextManager[Any]:
+    """Return a context for copies ahead of their use, on a stream of their own.
+
+    Args:
+        after: the mark that the copies follow; None on a CPU, where copies run at once.
     """
-    if device.type == "cpu":
-        return nullcontext()
-    beside = _beside(device)
-    beside.wait_stream(torch.cuda.current_stream(device))
-    return torch.cuda.stream(beside)
+    return nullcontext() if after is None else _on(_stream_for(device, "copies"), after)
+
+
+def behind(device: torch.device, after: Mark | None) -> AbstractContextManager[Any]:
+    """Return a context in which what is begun follows a mark alone, and nothing that was begun since.
+
+    Args:
+        after: None leaves the current stream.
+    """
+    return nullcontext() if after is None else _on(_stream_for(device, "what reads copies"), after)
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream, after: Mark) -> Iterator[None]:
+    with torch.cuda.stream(stream):
+        after.wait()
+        yield
 
 
 @functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of a device for copies ahead of their use."""
+def _stream_for(device: torch.device, what: str) -> torch.cuda.Stream:
+    """Return a stream of a device beside the program's stream."""
     return torch.cuda.Stream(device)
+
+
+def begin_thread(device: torch.device) -> None:
+    """Begin a thread: what torch asks of CUDA there must not be asked of another rank's device."""
+    if device.type == "cuda":
+        use(device)
 
 
 def pinned(values: torch.Tensor) -> torch.Tensor:

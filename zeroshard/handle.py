@@ -33,15 +33,15 @@ from zeroshard.describe.offload import OffloadLike
 from zeroshard.describe.parameters import ParametersLike
 from zeroshard.describe.precision import PrecisionLike
 from zeroshard.describe.treatments import ActivationsLike
+from zeroshard.optim.keeps import state_cost, whole_costs
 from zeroshard.optim.whole import whole_of
 from zeroshard.report.profile import Profile
 from zeroshard.state import accounting
 from zeroshard.state.access import open_states
-from zeroshard.state.admission import state_cost, whole_costs
 from zeroshard.state.automatic import free_bytes
 from zeroshard.state.average import Average, count_averages
 from zeroshard.state.copies import check_copies
-from zeroshard.state.elsewhere import check_streamed, home_of, make_apart, reserve, source_of
+from zeroshard.state.elsewhere import check_updates, home_of, make_apart, reserve, source_of
 from zeroshard.state.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
 from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
@@ -142,7 +142,7 @@ def shard(
             cell, or a mapping from patterns of unit names to these, such as {"head": "replicated"}.
         ignored: parameters, modules or patterns of parameter names that zeroshard does not manage: each rank keeps its
             own values and gradients, and updates them with an optimizer that is not passed to `shard`. Checkpoints and
-            gradient norms exclude them.
+            gradient norms exclude them. Ignored parameters on the meta device start with the values of rank 0.
         precision: "fp32" (no dtype changes), "bf16", "fp16" (with a dynamic loss scale), a `Precision`, or a mapping
             from module classes and patterns of module names to these, with the model's own under "", such as {"":
             "bf16", "blocks.*.router": "fp32"}.
@@ -156,9 +156,10 @@ def shard(
         reduction: how gradients are reduced over ranks: "mean", as in data parallelism, "sum", for losses weighted by
             tokens, or a divisor of the sum.
         weights: the source of values for a model on the meta device: a function that initializes the tensors of one
-            module, or a directory of safetensors files with the model's parameter names. Every rank must see the
-            directory; rank 0 reads it slice by slice. By default, `_init_weights` initializes models of Transformers,
-            and `reset_parameters` of each module initializes other models.
+            module, or a directory of safetensors files with the model's parameter names or, for a model of
+            Transformers, the names of its published files. Every rank must see the directory; rank 0 reads it slice by
+            slice. By default, `_init_weights` initializes models of Transformers, and `reset_parameters` of each module
+            initializes other models.
         settings: timeouts, transports and assurances of the caller; see `Settings`.
 
     Returns: the handle.
@@ -357,7 +358,7 @@ class Zero:
         try:
             row, is_known = self.residency, self._elementwise
             check_optimizers(self._model, [optimizer], row, is_known, is_final=False, ignored=self._ignored)
-            check_streamed(self.residency, self._specs, [optimizer])
+            check_updates(self.residency, self._specs, [*self.optimizers, optimizer])
             reserve(self._apart, self._specs, [optimizer], has_masters=False)
         except (TypeError, ValueError) as error:
             tell_refusal(engine.mesh, engine.comm, error)

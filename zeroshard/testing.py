@@ -3,17 +3,19 @@
 Owns the rank processes: how they start, report, fail and end. It must not know the engine: any test of
 `torch.distributed` code can use it. Read `run_ranks` first.
 
-Note: the life of a rank process Ranks are forked from a server process that has imported torch, `zeroshard.handle` and
-    torch's compiler (which the first optimizer of a process imports). The imports take seconds once per test process; a
-    rank then starts in hundredths of a second. Plain fork hangs after a parallel region in the parent, and a new
-    interpreter would import torch each time. Two restrictions follow: a rank sees the environment of the first call,
-    and its target must be importable, that is, a function at the top level of a module. The ranks use a file store,
-    which survives the end of any rank; torch's TCP store would also ask the name server for the name of each address. A
-    rank that raises reports and exits immediately. Its sockets close, and its peers fail as under torchrun. A rank is
-    finished when its process has ended, so a thread that the target leaves running is also a failure.
+Note: the life of a rank process
+    Ranks are forked from a server process that has imported torch, `zeroshard.handle` and torch's compiler (which the
+    first optimizer of a process imports). The imports take seconds once per test process; a rank then starts in
+    hundredths of a second. Plain fork hangs after a parallel region in the parent, and a new interpreter would import
+    torch each time. Two restrictions follow: a rank sees the environment of the first call, and its target must be
+    importable, that is, a function at the top level of a module. The ranks use a file store, which survives the end of
+    any rank; torch's TCP store would also ask the name server for the name of each address. A rank that raises reports
+    and exits immediately. Its sockets close, and its peers fail as under torchrun. A rank is finished when its process
+    has ended, so a thread that the target leaves running is also a failure.
 
-Note: by value torch makes multiprocessing send tensors as handles of shared memory, which become invalid when the rank
-    ends. This module sends the bytes; tensors arrive contiguous on the CPU (parameters as plain parameters).
+Note: by value
+    torch makes multiprocessing send tensors as handles of shared memory, which become invalid when the rank ends. This
+    module sends the bytes; tensors arrive contiguous on the CPU (parameters as plain parameters).
 """
 
 import dataclasses

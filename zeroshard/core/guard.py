@@ -118,9 +118,7 @@ class Guard(ABC):
 
     @abstractmethod
     def is_fine(self, optimizer: Optimizer, masters: Sequence[Tensor], scale: LossScale | None) -> bool:
-        """Return this rank's vote:
-
-        False if the host knows of a gradient that is not finite.
+        """Return this rank's vote: False if the host knows of a gradient that is not finite.
 
         Args:
             scale: the engine's loss scale; with it, the results of `look` decide, because user code may change

@@ -19,6 +19,7 @@ Note: one sum a pass The bits of a sum depend on the order of its additions. So 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, final
 
@@ -30,6 +31,7 @@ from zeroshard.core.grads import FlatGradients, Local
 from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Own, Presence, Scope
+from zeroshard.store.ahead import Waitable
 from zeroshard.table.spec import UnitSpec
 from zeroshard.torch_private import NoSubclasses, accumulator_of, is_profiling, profiled, will_run
 from zeroshard.wire.comm import Comm, Pending, Tag
@@ -85,6 +87,8 @@ class Reduction:
             grads.scope = scope
             grads.add_reduced(local, own)
             tails += self.unit.complete_sum(bucket, grads, own, self._comm, self._number, self._what)
+        if tails is not None and self.unit.after_sum is not None:
+            self.unit.after_sum(self.unit)
         return tails
 
 
@@ -106,7 +110,7 @@ class Unit:
         self._gathered = [bucket for bucket in buckets if bucket.spec.is_gathered]
         self._known: tuple[list[tuple[bool, bool]], UnitSpec] = [], spec
         self.presence = Presence.WHOLE
-        self._pending: list[Pending] = []
+        self._pending: list[Waitable] = []
         self.calls = 0
         """Number of calls with gradients whose backward has not ended."""
         self.users = 0
@@ -119,6 +123,8 @@ class Unit:
         """Whether code outside its modules has read its parameters, which keeps it gathered to the end of the pass."""
         self.has_end_hint = False
         self.is_recomputed = False
+        self.after_sum: Callable[[Unit], None] | None = None
+        """Told that the sums of its gradients of a backward are there, or on their way to another memory."""
         self.loss_scale: LossScale | None = None
         self.look: Callable[[Iterable[Tensor]], list[Any]]
         """Checks sums of gradients for a loss scale."""
@@ -198,8 +204,7 @@ class Unit:
                 bucket.await_update()
                 bucket.open()
             tag = Tag(number, bucket.number, f"the gather of {self} in {where}")
-            with bucket.brought():
-                self._pending.append(comm.gather(bucket.full, tag, kind))
+            self._pending.append(bucket.brought(partial(comm.gather, bucket.full, tag, kind), self.name))
         self.presence = Presence.COMING if self._pending else Presence.WHOLE
 
     def wait(self) -> None:
@@ -213,7 +218,6 @@ class Unit:
                     self._pending[0].wait()
                 self._pending.pop(0)  # an interrupted wait is repeated
             for bucket in self._gathered:
-                bucket.arrive()
                 bucket.changes.restore()
             self.let_read(Presence.WHOLE)
 

@@ -7,9 +7,10 @@ Note: the rule
     least 8 equal blocks. A block is a member of a container (ModuleList, Sequential, ModuleDict, also nested) or of a
     class that Transformers names in `_no_split_modules`. Blocks stay whole otherwise, so that a compiled block is one
     graph. Small neighbours that `describe/units.py` joins are the exception.
-Note: exclusions A module that is never called cannot be a block, because the call of a module gathers its unit:
-    containers, the projection in torch's MultiheadAttention, the modules of a parametrization. Their parameters would
-    stay gathered until the end of the pass.
+Note: exclusions
+    A module that is never called cannot be a block, because the call of a module gathers its unit: containers, the
+    projection in torch's MultiheadAttention, the modules of a parametrization. Their parameters would stay gathered
+    until the end of the pass.
 """
 
 from collections import Counter

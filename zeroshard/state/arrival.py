@@ -3,9 +3,10 @@
 Owns the detection and reporting of missing ranks, and the handling of signals. It must not know the purpose of the
 wait.
 
-Note: signals Python's signal handlers do not run inside waits of torch's store and of gloo, which may last until the
-    watchdog's limit. A rank that waits here has nothing to save, so SIGINT and SIGTERM have their default disposition,
-    and end it at once. The handlers are restored when all ranks have arrived.
+Note: signals
+    Python's signal handlers do not run inside waits of torch's store and of gloo, which may last until the watchdog's
+    limit. A rank that waits here has nothing to save, so SIGINT and SIGTERM have their default disposition, and end it
+    at once. The handlers are restored when all ranks have arrived.
 """
 
 import logging

@@ -3,27 +3,41 @@
 Owns the plan of an exchange, in integers and costs. It must not know tensors or transports. `core/exchange.py` runs the
 plan.
 
-Note: balance Costs are balanced over all matrices of an optimizer, by the better of two known heuristics. Longest
-    first: the next largest cost goes to the rank with the smallest load. Multifit: each matrix goes to the first rank
-    with room below a limit, with bisection for the smallest limit. The mean and the largest cost are lower bounds.
-    Every rank computes the plan, so the plan depends only on its arguments.
+Note: balance
+    Costs are balanced over all matrices of an optimizer, by the better of two known heuristics. Longest first: the next
+    largest cost goes to the rank with the smallest load. Multifit: each matrix goes to the first rank with room below a
+    limit, with bisection for the smallest limit. The mean and the largest cost are lower bounds. Every rank computes
+    the plan, so the plan depends only on its arguments.
 
 Source: Coffman, Garey, Johnson 1978, "An application of bin-packing to multiprocessor scheduling".
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
-__all__ = ["PIECE_NUMEL", "Round", "plan_owners", "plan_rounds"]
+__all__ = ["PIECE_NUMEL", "Round", "newton_schulz_cost", "plan_owners", "plan_rounds"]
 
 PIECE_NUMEL = 1 << 20
 """Elements of small matrices that an owner receives in one round; a larger matrix has its own round."""
 HALVINGS = 16
 GAIN = 1.01
 """The required advantage of first fit, which leaves the last ranks with little work and less state."""
+
+
+def newton_schulz_cost(shape: Sequence[int]) -> float:
+    """Return the relative time to orthogonalize a matrix of m rows and n columns, m <= n: 2 m^2 n + m^3.
+
+    That is what the products of one iteration take. Of more than two dimensions the first ones are taken as a stack of
+    matrices.
+    """
+    if len(shape) < 2 or not math.prod(shape):
+        return float(math.prod(shape))
+    small, large = sorted(shape[-2:])
+    return math.prod(shape) * small * (2 + small / large)
 
 
 def plan_owners(

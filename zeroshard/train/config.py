@@ -195,7 +195,8 @@ class Zero(_Section):
         default="", description="configuration of the ZeRO paper; replaces zero.stage and zero.activations"
     )
     offload: Annotated[str, AfterValidator(_known_offload)] = Field(
-        default="", description="offload: host, /folder, states=0.6,parameters=1,to=/folder, or auto"
+        default="",
+        description="offload: host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, or auto",
     )
     activations: Annotated[str, AfterValidator(_known_activations)] = Field(
         default="keep",

@@ -207,8 +207,8 @@ def _reduction(run: Run, *, is_last: bool) -> contextlib.AbstractContextManager[
 
 def _clip(run: Run) -> Tensor:
     """Clip the gradients, if requested, and return their previous 2-norm, 0-d."""
-    if run.config.train.clip:
-        return torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.train.clip)
+    if run.clip:
+        return torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.clip)
     return run.zero.grad_norm()
 
 

@@ -67,9 +67,9 @@ class StepRecord:
 @final
 @dataclass(frozen=True)
 class EvalRecord:
-    """One evaluation on held-out text, after `step` steps:
+    """One evaluation on held-out text, after `step` steps.
 
-    `loss` in nats per token, and bits per byte. Seconds are the mean over all ranks.
+    `loss` is in nats per token. Seconds are the mean over all ranks.
     """
 
     step: int

@@ -3,9 +3,10 @@
 Owns the pages, and the detection of ranks that share a host. It must not know the content. `watch/watchdog.py` writes
 the pages; one rank of each host talks to the store for all of them.
 
-Note: which ranks share a host Ranks share a host if they can open each other's pages through /proc, and use the same
-    network namespace: a rank in a separate namespace can lose its network alone, which shared memory does not show. If
-    one of the ranks cannot open a page, each of them counts as a separate host.
+Note: which ranks share a host
+    Ranks share a host if they can open each other's pages through /proc, and use the same network namespace: a rank in
+    a separate namespace can lose its network alone, which shared memory does not show. If one of the ranks cannot open
+    a page, each of them counts as a separate host.
 """
 
 import mmap

@@ -1,12 +1,13 @@
 """Notification of forks, for objects that a child must not share.
 
-Owns the single fork handler of a process, for all sharded models. It must not know what the objects do: it calls
-`after_fork` of each in the child, before any other code of the program.
+Owns the fork handlers of a process, for all sharded models. It must not know what the objects do: it calls
+`before_fork` of each in the parent, before the fork, and `after_fork` in the child, before any other code of the
+program.
 
-Note: what a forked child is Most often a DataLoader worker. It has a copy of the rank's memory, none of its threads,
-    and the same descriptors, and therefore the same connections and store. It may read and write its copy of the
-    memory, but must not touch anything that ranks still use: it sends no messages, and destroys no object that waits
-    for a thread.
+Note: what a forked child is
+    Most often a DataLoader worker. It has a copy of the rank's memory, none of its threads, and the same descriptors,
+    and therefore the same connections and store. It may read and write its copy of the memory, but must not touch
+    anything that ranks still use: it sends no messages, and destroys no object that waits for a thread.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ import sys
 import weakref
 from typing import Protocol
 
-__all__ = ["end_with", "is_child_of", "keep_for_good", "tell_forks"]
+__all__ = ["end_with", "is_child_of", "keep_for_good", "tell_forks", "wait_before_forks"]
 
 
 class Forked(Protocol):
@@ -26,9 +27,21 @@ class Forked(Protocol):
         """Detach the child from resources that the parent still uses."""
 
 
+class Threaded(Protocol):
+    """What has threads, which a child would not have."""
+
+    def before_fork(self) -> None:
+        """Wait for them, and let them go, in the parent."""
+
+
 def tell_forks(one: Forked) -> None:
     """Call `one.after_fork()` in each forked child of this process while `one` is alive."""
     _told().add(one)
+
+
+def wait_before_forks(one: Threaded) -> None:
+    """Call `one.before_fork()` before each fork of this process, for as long as `one` lives."""
+    _awaited().add(one)
 
 
 def is_child_of(process: int) -> bool:
@@ -63,3 +76,15 @@ def _told() -> "weakref.WeakSet[Forked]":
 
     os.register_at_fork(after_in_child=tell)
     return told
+
+
+@functools.cache
+def _awaited() -> "weakref.WeakSet[Threaded]":
+    awaited: weakref.WeakSet[Threaded] = weakref.WeakSet()
+
+    def wait() -> None:
+        for one in list(awaited):
+            one.before_fork()
+
+    os.register_at_fork(before=wait)
+    return awaited

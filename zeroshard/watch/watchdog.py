@@ -4,26 +4,28 @@ Owns two daemon threads per sharded model. One observes the ranks of this host t
 the other talks to the process group's store, which may block. It must not know the meaning of operations: callers
 describe them in words.
 
-Note: how a rank learns of a failure A process that ends closes its connections, so a wait for it fails at once. The
-    error text gets the cause from here: the report of the first failed rank. If a process ended without a report, the
-    ranks of its host publish that. A stopped process, or a process on an unreachable host, keeps its connections open,
-    and gloo cannot cancel a wait. After `heartbeat_s` without a heartbeat, observed by a rank of its host or by the
-    preceding host, every waiting rank prints the cause and ends its process with status 1. Ranks that cannot reach the
-    store for that time end with that as their cause.
-Note: requests to the store Each rank writes several heartbeats a second to its page. Eight times per heartbeat limit,
-    the first living rank of a host writes the status of all its ranks to the store, and reads the status of the next
-    host and the cause: two requests. While a rank waits for others, or the next host misses heartbeats, it reads twice
-    a second.
+Note: how a rank learns of a failure
+    A process that ends closes its connections, so a wait for it fails at once. The error text gets the cause from here:
+    the report of the first failed rank. If a process ended without a report, the ranks of its host publish that. A
+    stopped process, or a process on an unreachable host, keeps its connections open, and gloo cannot cancel a wait.
+    After `heartbeat_s` without a heartbeat, observed by a rank of its host or by the preceding host, every waiting rank
+    prints the cause and ends its process with status 1. Ranks that cannot reach the store for that time end with that
+    as their cause.
+Note: requests to the store
+    Each rank writes several heartbeats a second to its page. Eight times per heartbeat limit, the first living rank of
+    a host writes the status of all its ranks to the store, and reads the status of the next host and the cause: two
+    requests. While a rank waits for others, or the next host misses heartbeats, it reads twice a second.
 Note: waits of a device
     On a GPU a wait for a collective blocks the device's stream, and the host continues to queue kernels. If a peer is
     missing, the host hangs only later, when it reads a number from the device. Therefore the engine records a mark (an
     event) in the stream behind the last wait of each pass, and a thread here polls the mark. A rank whose device has
     not reached a mark for `heartbeat_s` counts as waiting. If another rank failed, such a rank ends its process as soon
     as a rank whose host waits does.
-Note: slow ranks A step takes the same time on all ranks, because they wait for the slowest. The pace of a rank is the
-    time that it did not wait. The median over the last steps excludes occasional work of one rank, such as writing a
-    file. The lower median over ranks identifies the slower of two ranks. A slow device is not detected, because waits
-    of devices take no time on the host.
+Note: slow ranks
+    A step takes the same time on all ranks, because they wait for the slowest. The pace of a rank is the time that it
+    did not wait. The median over the last steps excludes occasional work of one rank, such as writing a file. The lower
+    median over ranks identifies the slower of two ranks. A slow device is not detected, because waits of devices take
+    no time on the host.
 """
 
 import logging

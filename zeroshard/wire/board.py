@@ -3,12 +3,13 @@
 Owns the places of meetings and the wait for them. It must not know the purpose of a meeting: callers number the places,
 and ensure that numbers are read before they are overwritten.
 
-Note: order of writes A rank that reads the word of another rank must also see everything that the other wrote before
-    the word. x86 preserves the order of stores and of loads. Nothing here orders them on other processors:
-    `is_supported` is False there.
-Note: waits A rank polls for some microseconds, because the others usually arrive within that time, and then with
-    growing pauses that leave them the processor. A pidfd shows the end of a process, even before its parent has waited
-    for it.
+Note: order of writes
+    A rank that reads the word of another rank must also see everything that the other wrote before the word. x86
+    preserves the order of stores and of loads. Nothing here orders them on other processors: `is_supported` is False
+    there.
+Note: waits
+    A rank polls for some microseconds, because the others usually arrive within that time, and then with growing pauses
+    that leave them the processor. A pidfd shows the end of a process, even before its parent has waited for it.
 """
 
 import os

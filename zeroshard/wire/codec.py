@@ -3,9 +3,10 @@
 Owns the interface of codecs, rounding, and the order of additions, which makes all stages bitwise equal. It must not
 know transports. `table/spec.py` has the sizes; `wire/transports.py` finds a codec by name.
 
-Note: blocks Each block of BLOCK_NUMEL elements is encoded separately, whatever part of a gradient a transport handles
-    at a time. Messages and shared memory therefore give the same bits, and sums stay in the cache. The message for
-    several blocks is the concatenation of the messages for each block.
+Note: blocks
+    Each block of BLOCK_NUMEL elements is encoded separately, whatever part of a gradient a transport handles at a time.
+    Messages and shared memory therefore give the same bits, and sums stay in the cache. The message for several blocks
+    is the concatenation of the messages for each block.
 """
 
 from abc import ABC, abstractmethod

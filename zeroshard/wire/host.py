@@ -3,11 +3,12 @@
 Owns the exchange over the board and the shared memory. It must not know units, passes or parameters. Read
 `wire/comm.py`, `wire/memory.py` and `wire/board.py` first.
 
-Note: the host Ranks of one replica of the state on one host exchange through shared memory (`wire/memory.py`). They
-    meet to publish offsets (`wire/board.py`), read each other's values, and meet again: a collective ends when no rank
-    reads any more. Tensors outside shared memory pass through a pooled buffer, part by part. Only parameters at stage 3
-    are read in place while they are gathered; they change after a barrier that each rank enters when its passes are
-    over. Tags, waits and errors are those of gloo.
+Note: the host
+    Ranks of one replica of the state on one host exchange through shared memory (`wire/memory.py`). They meet to
+    publish offsets (`wire/board.py`), read each other's values, and meet again: a collective ends when no rank reads
+    any more. Tensors outside shared memory pass through a pooled buffer, part by part. Only parameters at stage 3 are
+    read in place while they are gathered; they change after a barrier that each rank enters when its passes are over.
+    Tags, waits and errors are those of gloo.
 """
 
 from collections import Counter

@@ -3,10 +3,10 @@
 Owns the process groups and the watchdog. It must not know the content of messages: transports start collectives and
 messages on the groups, and wait here.
 
-Note: two waits `wait` blocks the host until messages of gloo and meetings on the board are done, or raises an error
-    that names the missing ranks. `wait_on_stream` orders the current stream after NCCL's collectives without blocking
-    the host; the watchdog observes the stream. NCCL's own wait would block the host, with pauses, if it had a limit, so
-    it has none.
+Note: two waits
+    `wait` blocks the host until messages of gloo and meetings on the board are done, or raises an error that names the
+    missing ranks. `wait_on_stream` orders the current stream after NCCL's collectives without blocking the host; the
+    watchdog observes the stream. NCCL's own wait would block the host, with pauses, if it had a limit, so it has none.
 """
 
 import os

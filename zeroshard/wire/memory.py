@@ -3,13 +3,15 @@
 Owns anonymous files (memfd) and their mappings. It must not know their content, nor when another rank may read it:
 `wire/host.py` orders reads, and `core/buffer.py` chooses the memory of each tensor.
 
-Note: nothing to clean up The files are in memory and have no name; the kernel frees them with the last process that
-    maps them, however it ends. Another rank opens a file as /proc/PID/fd/N. If that is impossible (another host, user
-    or container, or another system than Linux), `join` returns False, and ranks use messages instead.
-Note: the common file Gathered parameters are stored once per host, in a file that all ranks map. Each rank writes its
-    own shard through a shared mapping, and reads all shards through a private mapping: it sees the writes of the
-    others, but a page that it writes itself becomes private until it is dropped. So a change in place stays on this
-    rank, and disappears with the release, as in private memory.
+Note: nothing to clean up
+    The files are in memory and have no name; the kernel frees them with the last process that maps them, however it
+    ends. Another rank opens a file as /proc/PID/fd/N. If that is impossible (another host, user or container, or
+    another system than Linux), `join` returns False, and ranks use messages instead.
+Note: the common file
+    Gathered parameters are stored once per host, in a file that all ranks map. Each rank writes its own shard through a
+    shared mapping, and reads all shards through a private mapping: it sees the writes of the others, but a page that it
+    writes itself becomes private until it is dropped. So a change in place stays on this rank, and disappears with the
+    release, as in private memory.
 Note: forked children
     A shared mapping stays shared over a fork, so a DataLoader worker that writes to a parameter would change the
     training of all ranks. Each child replaces its shared mappings with private mappings of the same files at the same

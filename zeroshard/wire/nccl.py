@@ -2,18 +2,21 @@
 
 Owns the collectives. It must not know units, passes or parameters. Read `wire/comm.py` first.
 
-Note: NCCL Collectives are in place and asynchronous. A wait orders the current stream after the collective; buffers
-    need no separate stream, and the host does not block. NCCL chooses the order of its sums. Tensors in host memory are
-    sent by gloo, as bytes: AdamW's `step`, buffers of modules, and all texts.
-Note: communicators Collectives on one communicator run in sequence. In a backward, the next unit is gathered while the
-    last unit is reduced, so gathers and reductions have separate communicators: on a common one, an urgent gather would
-    wait for a reduction. Norms have a third communicator, with broadcasts and gathers over all ranks: a rank may take a
-    norm before it has read the request of another rank for a gather in the previous backward (`core/votes.py`), and on
-    a common communicator ranks would issue the two in different orders. Other axes of the mesh have their own
+Note: NCCL
+    Collectives are in place and asynchronous. A wait orders the current stream after the collective; buffers need no
+    separate stream, and the host does not block. NCCL chooses the order of its sums. Tensors in host memory are sent by
+    gloo, as bytes: AdamW's `step`, buffers of modules, and all texts.
+Note: communicators
+    Collectives on one communicator run in sequence. In a backward, the next unit is gathered while the last unit is
+    reduced, so gathers and reductions have separate communicators: on a common one, an urgent gather would wait for a
+    reduction. Norms have a third communicator, with broadcasts and gathers over all ranks: a rank may take a norm
+    before it has read the request of another rank for a gather in the previous backward (`core/votes.py`), and on a
+    common communicator ranks would issue the two in different orders. Other axes of the mesh have their own
     communicators.
-Note: scales NCCL scales during the reduction, without a further kernel. Elements that are converted for a message are
-    scaled in the same kernel, before rounding. So sums in fp16 do not overflow, and the factor is not rounded to a low
-    precision, unlike the factor of an average in NCCL.
+Note: scales
+    NCCL scales during the reduction, without a further kernel. Elements that are converted for a message are scaled in
+    the same kernel, before rounding. So sums in fp16 do not overflow, and the factor is not rounded to a low precision,
+    unlike the factor of an average in NCCL.
 """
 
 from collections.abc import Callable, Sequence

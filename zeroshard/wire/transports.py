@@ -28,7 +28,9 @@ __all__ = ["MEMORIES", "codec_of", "make_comm"]
 CODECS: Mapping[str, type[Codec]] = MappingProxyType({})
 """The codecs besides dtypes; `table/spec.py` has the sizes of each."""
 
-MEMORIES: Mapping[str, Callable[[torch.device, Cell], Apart]] = MappingProxyType({"host": HostApart, "file": FileApart})
+MEMORIES: Mapping[str, Callable[[torch.device, Cell, str], Apart]] = MappingProxyType(
+    {"host": HostApart, "file": FileApart}
+)
 """Memory for data that only this rank reads, by the name in a cell."""
 
 
