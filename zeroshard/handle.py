@@ -42,7 +42,7 @@ from zeroshard.state.access import open_states
 from zeroshard.state.automatic import free_bytes
 from zeroshard.state.average import Average, count_averages
 from zeroshard.state.copies import check_copies
-from zeroshard.state.elsewhere import check_streamed, home_of, make_apart, reserve, source_of
+from zeroshard.state.elsewhere import check_updates, home_of, make_apart, reserve, source_of
 from zeroshard.state.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
 from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
@@ -364,7 +364,7 @@ class Zero:
         try:
             row, is_known = self.residency, self._elementwise
             check_optimizers(self._model, [optimizer], row, is_known, is_final=False, ignored=self._ignored)
-            check_streamed(self.residency, self._specs, [optimizer])
+            check_updates(self.residency, self._specs, [*self.optimizers, optimizer])
             reserve(self._apart, self._specs, [optimizer], has_masters=False)
         except (TypeError, ValueError) as error:
             tell_refusal(engine.mesh, engine.comm, error)

@@ -87,6 +87,8 @@ class Reduction:
             grads.scope = scope
             grads.add_reduced(local, own)
             tails += self.unit.complete_sum(bucket, grads, own, self._comm, self._number, self._what)
+        if tails is not None and self.unit.after_sum is not None:
+            self.unit.after_sum(self.unit)
         return tails
 
 
@@ -121,6 +123,8 @@ class Unit:
         """Whether code outside its modules has read its parameters, which keeps it whole to the end of that pass."""
         self.has_end_hint = False
         self.is_recomputed = False
+        self.after_sum: Callable[[Unit], None] | None = None
+        """Told that the sums of its gradients of a backward are there, or on their way to another memory."""
         self.loss_scale: LossScale | None = None
         self.look: Callable[[Iterable[Tensor]], list[Any]]
         """Returns what a loss scale has to know of sums of gradients."""

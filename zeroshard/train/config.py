@@ -182,7 +182,8 @@ class Zero(_Section):
         default="", description="a row of the ZeRO paper by name, instead of zero.stage and zero.activations"
     )
     offload: Annotated[str, AfterValidator(_known_offload)] = Field(
-        default="", description="what lies elsewhere: host, /folder, states=0.6,parameters=1,to=/folder, or auto"
+        default="",
+        description="what lies elsewhere: host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, or auto",
     )
     activations: Annotated[str, AfterValidator(_known_activations)] = Field(
         default="keep",
