@@ -162,7 +162,21 @@ class Oracle(Job):
     def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
         self.model, self.optimizers = build()
         self.model.to(self.dtype)
+        self._clip_at_steps()
         return self.model, self.optimizers
+
+    def _clip_at_steps(self) -> None:
+        """Clip as `step()` does with updates in the backward, if the program asks for these."""
+        offload = zs.offload_of(self.options.get("offload"))
+        if offload is None or offload.max_norm is None:
+            return
+        limit = offload.max_norm
+
+        def clip(*_: Any) -> None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(clip)
 
     def resume(self, build: Build, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
         return self.model, self.optimizers
@@ -216,6 +230,7 @@ class RoundedOracle(Oracle):
             return values.float(), [side.float() for side in sides]
 
         self.model.forward = forward
+        self._clip_at_steps()
         return self.model, self.optimizers
 
     def _adder(self, master: nn.Parameter) -> Callable[[Tensor], None]:
