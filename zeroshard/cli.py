@@ -93,7 +93,8 @@ def train(
         _setting("zero.activations", "keep, recompute (activation checkpointing), compress, ..., joined by +."),
     ] = None,
     offload: Annotated[
-        str | None, _setting("zero.offload", "host, /folder, states=0.6,parameters=1,to=/folder, auto.")
+        str | None,
+        _setting("zero.offload", "host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, auto."),
     ] = None,
     precision: Annotated[str | None, _setting("train.precision", "The model computes in it.")] = None,
     optimizer: Annotated[str | None, _setting("train.optimizer", "The learning rate follows.")] = None,
