@@ -294,7 +294,7 @@ ENGINE = (
     Bug(
         "a gather sends nothing",
         "core/unit.py",
-        "self._pending.append(comm.gather(bucket.full, tag, kind))",
+        "self._pending.append(bucket.brought(partial(comm.gather, bucket.full, tag, kind), self.name))",
         "self._pending.append(Pending(lambda: None))",
         _PLANNED,
     ),
@@ -558,8 +558,8 @@ ENGINE = (
     Bug(
         "parameters elsewhere are not brought before the gather",
         "core/buffer.py",
-        "return nullcontext() if self.arrival is None else self.arrival.begun()",
-        "return nullcontext()",
+        "return begin() if self._home is None else",
+        "return begin() if True else",
         f"{_ENGINE}/test_offload_parameters.py::{_ELSEWHERE}[accumulates-2-host]",
     ),
     Bug(

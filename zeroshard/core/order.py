@@ -81,6 +81,8 @@ class Order:
         self.votes = Votes(comm)
         self.check_update: Callable[[], None] = lambda: None
         """Raises on all ranks if one failed to update in the background. Collective: all-reduce of 8 bytes."""
+        self.launch: Callable[[], None] = lambda: None
+        """Launches gathers that wait for values of another memory (`store/ahead.py`); later collectives follow them."""
         self._ended: list[Pass] = []
         """Passes whose last vote this rank has not read."""
         self._calm: Counter[Hashable] = Counter()
@@ -444,7 +446,8 @@ class Order:
                 self._finish_all()
 
     def _finish_all(self) -> None:
-        """Finish the reductions under way."""
+        """Finish the reductions under way, and launch what is due before what comes next."""
+        self.launch()
         while self._in_flight:
             self._finish(self._in_flight.pop(0))
 

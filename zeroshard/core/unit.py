@@ -19,6 +19,7 @@ Note: one sum a pass
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, final
 
@@ -30,6 +31,7 @@ from zeroshard.core.grads import FlatGradients, Local
 from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Own, Presence, Scope
+from zeroshard.store.ahead import Waitable
 from zeroshard.table.spec import UnitSpec
 from zeroshard.torch_private import NoSubclasses, accumulator_of, is_profiling, profiled, will_run
 from zeroshard.wire.comm import Comm, Pending, Tag
@@ -108,7 +110,7 @@ class Unit:
         self._gathered = [bucket for bucket in buckets if bucket.spec.is_gathered]
         self._known: tuple[list[tuple[bool, bool]], UnitSpec] = [], spec
         self.presence = Presence.WHOLE
-        self._pending: list[Pending] = []
+        self._pending: list[Waitable] = []
         self.calls = 0
         """Calls with gradients whose backward has not come to its end."""
         self.users = 0
@@ -202,8 +204,7 @@ class Unit:
                 bucket.await_update()
                 bucket.open()
             tag = Tag(number, bucket.number, f"the gather of {self} in {where}")
-            with bucket.brought():
-                self._pending.append(comm.gather(bucket.full, tag, kind))
+            self._pending.append(bucket.brought(partial(comm.gather, bucket.full, tag, kind), self.name))
         self.presence = Presence.COMING if self._pending else Presence.WHOLE
 
     def wait(self) -> None:
@@ -217,7 +218,6 @@ class Unit:
                     self._pending[0].wait()
                 self._pending.pop(0)  # one that is interrupted is awaited again
             for bucket in self._gathered:
-                bucket.arrive()
                 bucket.changes.restore()
             self.let_read(Presence.WHOLE)
 

@@ -43,9 +43,9 @@ from zeroshard.core.update import Piece, Resident
 from zeroshard.state.admission import ELEMENTWISE
 from zeroshard.torch_private import NoSubclasses, body_of
 from zeroshard.tree import find
-from zeroshard.watch.process import end_with, is_child_of
+from zeroshard.watch.process import end_with, is_child_of, wait_before_forks
 
-__all__ = ["Early", "Waiting", "is_worthwhile", "may_be_early", "twin_of", "wait_before_forks"]
+__all__ = ["Early", "Waiting", "is_worthwhile", "may_be_early", "twin_of"]
 
 Tensor = torch.Tensor
 
@@ -111,8 +111,8 @@ class Early:
         # On every rank, also where it has nothing to update.
         self._is_agreed, engine.order.check_update = False, self._agree
         if run is not None:
-            wait_before_forks().add(self)
-            self._pool = self._pool or ThreadPoolExecutor(1, "zeroshard-update", _begin_on, (self._device,))
+            wait_before_forks(self)
+            self._pool = self._pool or ThreadPoolExecutor(1, "zeroshard-update", devices.begin_thread, (self._device,))
             run.begin(self._pool, self._wait_for)
             engine.end_update = self.end
             run.hide(weakref.WeakMethod(self.end))
@@ -320,12 +320,6 @@ class Waiting(MutableMapping[Any, Any]):
         return self._now().__reduce_ex__(protocol)
 
 
-def _begin_on(device: torch.device) -> None:
-    """Begin a thread: what torch asks of CUDA there must not be asked of another rank's device."""
-    if device.type == "cuda":
-        devices.use(device)
-
-
 def _is_early(slot: Slot) -> bool:
     """Tell whether a parameter is gathered for use, and has states, and a gradient of its own, on the host."""
     spec = slot.bucket.spec
@@ -343,17 +337,3 @@ def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         for group in optimizer.param_groups
     ]
     return twin
-
-
-@functools.cache
-def wait_before_forks() -> "weakref.WeakSet[Any]":
-    """Return the set of those whose `before_fork` is called before this process forks."""
-    # A handler cannot be taken back, so there is one.
-    running: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def end_all() -> None:
-        for one in list(running):
-            one.before_fork()
-
-    os.register_at_fork(before=end_all)
-    return running

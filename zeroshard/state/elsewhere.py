@@ -11,8 +11,9 @@ import torch
 
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer, Source
+from zeroshard.optim.keeps import state_cost
 from zeroshard.state import early
-from zeroshard.state.admission import ELEMENTWISE, state_cost
+from zeroshard.state.admission import ELEMENTWISE
 from zeroshard.state.in_backward import InBackward
 from zeroshard.state.request import Described
 from zeroshard.state.streamed import Streams
@@ -40,7 +41,7 @@ def make_apart(described: Described) -> Apart | None:
     if cell.memory not in MEMORIES:
         return None
     try:
-        apart = MEMORIES[cell.memory](described.mesh.device, cell)
+        apart = MEMORIES[cell.memory](described.mesh.device, cell, str(described.mesh))
     except OSError as error:
         raise ValueError(
             f"offload to '{cell.folder}': no file can be made there ({error}). Give a folder that exists, on a disk of "
@@ -68,7 +69,7 @@ def home_of(described: Described, apart: Apart | None) -> Apart | None:
         return None
     if apart is not None and apart.cell.memory == cell.memory:
         return apart
-    return MEMORIES[cell.memory](described.mesh.device, cell)
+    return MEMORIES[cell.memory](described.mesh.device, cell, str(described.mesh))
 
 
 def reserve(

@@ -45,9 +45,10 @@ from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Scope
 from zeroshard.core.unit import Unit
 from zeroshard.core.update import Piece, Resident
-from zeroshard.state.early import Waiting, twin_of, wait_before_forks
+from zeroshard.state.early import Waiting, twin_of
 from zeroshard.torch_private import NoSubclasses, body_of, version_of
 from zeroshard.tree import find
+from zeroshard.watch.process import wait_before_forks
 
 __all__ = ["InBackward"]
 
@@ -205,8 +206,8 @@ class InBackward:
                 continue
             self._hide()
             if self._pool is None:
-                wait_before_forks().add(self)
-                self._pool = ThreadPoolExecutor(1, "zeroshard-update", _begin_on, (self._device,))
+                wait_before_forks(self)
+                self._pool = ThreadPoolExecutor(1, "zeroshard-update", devices.begin_thread, (self._device,))
             states = self._states
             job = _Job(bucket, members, self._optimizer, states, self._spare(number))
             job.begin(self._pool)
@@ -588,9 +589,3 @@ def _is_as_seen(state: Mapping[str, Any], seen: Mapping[str, tuple[Any, int]]) -
         now is then and version_of(now) == at if isinstance(now, Tensor) else _are_equal(now, then)
         for now, then, at in pairs
     )
-
-
-def _begin_on(device: torch.device) -> None:
-    """Begin a thread: what torch asks of CUDA there must not be asked of another rank's device."""
-    if device.type == "cuda":
-        devices.use(device)

@@ -4,7 +4,8 @@ Owns the steps from a description to units. `state/request.py` has checked every
 ranks, so that a refusal leaves the model as it was.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -19,10 +20,11 @@ from zeroshard.core.unit import Unit
 from zeroshard.describe.units import UnitPlan
 from zeroshard.state.materialize import materialize
 from zeroshard.state.request import Described
+from zeroshard.store.ahead import Waitable
 from zeroshard.store.apart import Apart
 from zeroshard.table.schedule import ROOT
-from zeroshard.table.trace import Ledger
-from zeroshard.torch_private import accept_in_foreach
+from zeroshard.table.trace import Ledger, Trace
+from zeroshard.torch_private import NoFunctionTransforms, accept_in_foreach
 from zeroshard.wire.comm import Comm
 
 __all__ = ["build", "move_states", "spread"]
@@ -48,21 +50,37 @@ def build(
     # hold types only, and adding twice changes nothing.
     accept_in_foreach(LogicalGradient, MasterGradient, MasterSlice)
     model, made = described.model, dict[int, Unit]()
-    for number in materialize(model, described.plans, described.mesh, described.source):
+    unset = [(name, p) for name, p in model.named_parameters() if id(p) in described.ignored and p.is_meta]
+    for number in materialize(model, described.plans, described.mesh, described.source, described.ignored):
         made[number] = _make_unit(number, described, comm, ledger, apart, home)
         # Taken over and released before the next is made: never more than one unit is there twice, and of a model that
         # is elsewhere never more than one unit besides the shards is on the rank's device.
         _take_over(made[number], described.plans[number], described.forms, comm)
+    for name, parameter in unset:
+        comm.broadcast(parameter.data, f"the ignored parameter '{name}'", "start")
     for name, tensor in model.named_buffers():
         if tensor.device != described.mesh.device:
             tensor.data = tensor.data.to(described.mesh.device)
         comm.broadcast(tensor.data, f"buffer '{name}'", "start")
     engine = Engine(described.mesh, comm, [made[number] for number in range(len(made))], ledger, treatment)
+    if home is not None:
+        engine.order.launch = home.ahead.launch
+        home.ahead.around = partial(_launch, comm, engine.order.history.trace)
     engine.guard.skips = described.settings.non_finite == "skip"
     engine.take_slots(slot_of(p) for p in model.parameters() if id(p) not in described.ignored)
     if described.precision.loss_scale is not None:
         engine.use_loss_scale(LossScale(described.precision.loss_scale))
     return engine
+
+
+def _launch(comm: Comm, trace: Trace, name: str, begin: Callable[[], Waitable]) -> Waitable:
+    """Begin the gather of a unit that waited for values of another memory; its event counts what it sends."""
+    before = comm.sent_bytes["gather"]
+    # Where a transform of torch.func is under way, as in `Order`.
+    with NoFunctionTransforms():
+        begun = begin()
+    trace.add_sent("gather", name, comm.sent_bytes["gather"] - before)
+    return begun
 
 
 def _make_unit(
