@@ -3,6 +3,7 @@
     python -m benchmarks.predicted
     python -m benchmarks.predicted --part tensor
     python -m benchmarks.predicted --part offload
+    python -m benchmarks.predicted --part owners
 
 Owns the matrix of configurations and the comparison. `benchmarks/peaks.py` measures: each rank adds up the profiler's
 memory events, so nothing of what is judged comes from the engine's own count. Resident bytes are those of the tensors
@@ -58,6 +59,11 @@ ZEROS = 0.5
 """The part of a ReLU's results that are zero at the start, where what it is given is as often below zero as above."""
 LOST_BYTES = 1 << 14
 STEP, END = "step", "between steps"
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters()),
+    "muon": lambda model: zs.optim.Muon(zs.optim.muon_groups(model)),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
+}
 
 
 @final
@@ -67,6 +73,7 @@ class Case:
 
     Args:
         offloaded: the fraction of states in another memory, `place`: "host" or "file".
+        optimizer: a key of `OPTIMIZERS`.
     """
 
     stage: int = 3
@@ -83,6 +90,7 @@ class Case:
     is_sequence_parallel: bool = False
     offloaded: float = 0.0
     place: str = "host"
+    optimizer: str = "adamw"
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}", f"{self.ranks} ranks", self.activations]
@@ -91,6 +99,7 @@ class Case:
         parts += [f"{self.replicas} copies"] * (self.replicas > 1)
         parts += ["memory of the host" if self.shared_memory else "messages"] * (self.ranks > 1)
         parts += [self.precision] * (self.precision != "fp32")
+        parts += [self.optimizer] * (self.optimizer != "adamw")
         parts += [f"{self.offloaded:.0%} of the states in the {self.place}"] * (self.offloaded > 0)
         return ", ".join(parts + [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1))
 
@@ -232,7 +241,7 @@ def train(case: Case, resident: dict[str, int]) -> list[Any]:
     mesh = mesh_of(case)
     if mesh is not None and case.tensor > 1:
         splitting(case)(model, mesh["tensor"])
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = OPTIMIZERS[case.optimizer](model)
     zero = zs.shard(
         model,
         optimizer,
@@ -299,6 +308,7 @@ def predict(case: Case) -> list[Found]:
         units=[Block],
         mesh=case.replicas,
         offload=offload_of(case, "/states"),
+        optimizer=case.optimizer,
         tensor=case.tensor,
         parallelize=splitting(case) if case.tensor > 1 else None,
     )
@@ -367,8 +377,19 @@ def offload_matrix() -> Iterator[Case]:
             yield Case(stage, ranks, "recompute", micro_batches=2, offloaded=1.0, place=place, shared_memory=False)
 
 
+def owners_matrix() -> Iterator[Case]:
+    """Yield all configurations with optimizers that need whole matrices."""
+    for optimizer in ("muon", "adafactor"):
+        yield Case(0, 1, optimizer=optimizer)
+        for ranks in (2, 3):
+            for stage in (0, 1, 2, 3):
+                yield Case(stage, ranks, optimizer=optimizer, shared_memory=stage % 2 == 0)
+        yield Case(3, 2, "recompute", precision="bf16", optimizer=optimizer, shared_memory=False)
+
+
 PARTS = {
     "data": (matrix, RESULTS / "predicted.json"),
+    "owners": (owners_matrix, RESULTS / "predicted_owners.json"),
     "offload": (offload_matrix, RESULTS / "predicted_offload.json"),
     "tensor": (split_matrix, RESULTS / "predicted_tensor.json"),
 }
@@ -394,7 +415,7 @@ def main() -> None:
     for name, default in asdict(Case()).items():
         kind = (lambda text: text != "False") if isinstance(default, bool) else type(default)
         parser.add_argument(f"--{name}", type=kind, help="one configuration alone")
-    parser.add_argument("--part", choices=PARTS, default="data", help="configurations without or with a tensor axis")
+    parser.add_argument("--part", choices=PARTS, default="data", help="which configurations")
     asked = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
     cases, result = PARTS[asked.pop("part")]
     rows = []

@@ -39,9 +39,9 @@ LAYERS = (
 )
 # The planner runs without an engine: it reads the table that the engine runs on and the description of a model that the
 # engine is built from, and traces with torch's fake tensors.
-PLAN_READS = ("table", "tree", "torch_private", "describe", "plan")
-# Optimizers are torch's, and work without the engine.
-OPTIM_READS = ("torch_private", "optim")
+PLAN_READS = ("table", "tree", "torch_private", "describe", "optim", "plan")
+# Optimizers are torch's, and work without the engine; the costs that owners are balanced by are the table's.
+OPTIM_READS = ("table", "torch_private", "optim")
 # The product does not use its test helper.
 TEST_ONLY = "testing"
 # The main job is a program like any user's: it imports the names that the package exports, and itself.

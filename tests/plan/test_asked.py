@@ -115,7 +115,7 @@ def test_what_is_not_planned_is_said(name: str, asked: dict[str, Any], said: str
 def test_segments_and_unknown_units_are_refused() -> None:
     with pytest.raises(ValueError, match="segments of several modules"):
         planned(activations="recompute-sqrt")
-    with pytest.raises(ValueError, match=r"'blocks\.\*', which fits no unit of gpt2; units: transformer\.wte"):
+    with pytest.raises(ValueError, match=r"'blocks\.\*', which matches no unit of gpt2; units: transformer\.wte"):
         planned(activations={"blocks.*": "recompute"})
 
 

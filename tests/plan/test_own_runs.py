@@ -30,6 +30,8 @@ CASES = [
     {"stage": 0, "ranks": 1, "offloaded": 0.3},
     {"stage": 2, "ranks": 2, "offloaded": 1.0, "place": "file", "micro_batches": 2, "shared_memory": False},
     {"stage": 3, "ranks": 3, "offloaded": 0.3, "precision": "bf16", "shared_memory": False},
+    {"stage": 1, "ranks": 2, "optimizer": "muon", "shared_memory": False},
+    {"stage": 3, "ranks": 2, "optimizer": "adafactor", "shared_memory": False},
     {"stage": 2, "ranks": 2, "tensor": 2, "is_sequence_parallel": True, "shared_memory": False},
 ]
 

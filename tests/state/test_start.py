@@ -180,7 +180,7 @@ def test_what_one_rank_refuses_all_refuse() -> None:
             assert re.match(pattern, text, re.DOTALL), f"{name}: {text}"
         if action not in EVERYWHERE:
             told = first[name][1]
-            assert re.match(r"RankMismatchError: \[rank 0/2\] zs.shard\(\) was refused on 1 of 2", told), told
+            assert re.match(r"RankMismatchError: \[rank 0/2\] zs.shard\(\) was rejected on 1 of 2", told), told
             assert re.search(rf"rank 1: {pattern}", told, re.DOTALL), f"{name}: {told}"
 
 

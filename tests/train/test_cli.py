@@ -366,8 +366,8 @@ def test_what_the_command_line_says_of_a_run_that_is_there(tmp_path, monkeypatch
     status, out, err = _main(monkeypatch, capsys, *command)
     assert (status, err) == (0, "")
     assert out == (
-        "runs/default is complete: all of its 2 steps are made. More of them (--steps) go on with it, another --name "
-        "starts anew.\n"
+        "runs/default is complete: all 2 steps are done. Continue with more --steps, or start a new run with another "
+        "--name.\n"
     )
     for extra, text in (
         (["--fresh"], "zeroshard: --fresh: runs/default holds a run, and nothing is overwritten; give another --name"),

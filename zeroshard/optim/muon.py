@@ -21,7 +21,8 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from zeroshard.optim.arguments import check_betas, check_not_negative, loss_of
-from zeroshard.optim.whole import Whole, newton_schulz_cost
+from zeroshard.optim.whole import Whole
+from zeroshard.table.owners import newton_schulz_cost
 from zeroshard.torch_private import muon_step
 
 __all__ = ["Muon", "muon_groups"]

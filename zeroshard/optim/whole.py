@@ -17,7 +17,9 @@ from typing import TypeVar, final
 
 import torch
 
-__all__ = ["Whole", "is_matrix", "newton_schulz_cost", "whole_matrix", "whole_of"]
+from zeroshard.table.owners import newton_schulz_cost
+
+__all__ = ["Whole", "is_matrix", "whole_matrix", "whole_of"]
 
 Shape = tuple[int, ...]
 Optimized = TypeVar("Optimized", bound=torch.optim.Optimizer)
@@ -89,18 +91,6 @@ def whole_of(optimizer: torch.optim.Optimizer) -> Whole | None:
 def is_matrix(shape: Shape) -> bool:
     """Tell whether a shape has exactly two dimensions."""
     return len(shape) == 2
-
-
-def newton_schulz_cost(shape: Shape) -> float:
-    """Return the relative time to orthogonalize a matrix of m rows and n columns, m <= n: 2 m^2 n + m^3.
-
-    That is what the products of one iteration take. Of more than two dimensions the first ones are taken as a stack of
-    matrices.
-    """
-    if len(shape) < 2 or not math.prod(shape):
-        return float(math.prod(shape))
-    small, large = sorted(shape[-2:])
-    return math.prod(shape) * small * (2 + small / large)
 
 
 def _is_any(shape: Shape) -> bool:

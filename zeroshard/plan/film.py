@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Final, NamedTuple, final
@@ -28,10 +28,11 @@ from typing import Final, NamedTuple, final
 from zeroshard.plan import rules
 from zeroshard.plan.elsewhere import PINNED, Lanes, Work, bring, play_update
 from zeroshard.plan.hardware import Cost, Device, Span
+from zeroshard.plan.owners import Hands, Turn, play
 from zeroshard.plan.staging import file_staging_bytes, piece_numel, pinned_bytes
 from zeroshard.plan.tape import GIVEN, INPUT, Instruction, Parts
 from zeroshard.table import schedule
-from zeroshard.table.bytes import Updates
+from zeroshard.table.bytes import Owned, Updates
 from zeroshard.table.pool import Buffer, Buffers
 from zeroshard.table.spec import BLOCK_NUMEL, BucketSpec, UnitSpec, itemsize
 from zeroshard.table.wires import Wire
@@ -164,6 +165,7 @@ def account_of(updates: Sequence[Updates]) -> Account:
             bucket, of_bucket = places[0][0], replace(one, parameters=places, whole=())
             kept_bytes = of_bucket.state_bytes(), of_bucket.state_bytes(is_apart=True)
             states.append((bucket.name, *kept_bytes, bucket.row.states.memory, one.counter_bytes * len(places)))
+        states += [_states_of(owned) for owned in one.whole if owned.is_kept and owned.bucket.is_trained]
     return Account(
         tuple(states),
         tuple(one.numel_bytes(only_wide=True) for one in updates),
@@ -171,6 +173,13 @@ def account_of(updates: Sequence[Updates]) -> Account:
         tuple(one.numel_bytes(only_wide=True, is_apart=True) for one in updates),
         MappingProxyType(dict(moved_apart)),
     )
+
+
+def _states_of(one: Owned) -> tuple[str, int, int, str, int]:
+    """Return the states of a parameter that this rank updates whole, as in `Account`."""
+    is_apart, memory = one.index < one.bucket.apart, one.bucket.row.states.memory
+    here = (0, one.state_bytes) if is_apart else (one.state_bytes, 0)
+    return one.bucket.name, *here, memory, one.counter_bytes
 
 
 @final
@@ -197,6 +206,7 @@ class Job:
         account: of the updates, where it is known already.
         host_ranks: ranks of a node, which share its processors and its disk.
         is_early: whether the optimizer is one whose update on the host may go on after `step()`.
+        turns: of each of `updates`, how what is updated whole is exchanged and updated; none where nothing is.
     """
 
     units: Sequence[UnitSpec]
@@ -216,6 +226,7 @@ class Job:
     account: Account | None = None
     host_ranks: int = 1
     is_early: bool = False
+    turns: Sequence[Sequence[Turn]] = ()
 
     @property
     def is_repeated(self) -> bool:
@@ -1053,14 +1064,13 @@ class _Camera:
             self._make_states()
             self._make_staging()
         account = self._account
-        for numbers in zip(account.wide_bytes, account.wide_apart_bytes, account.moved_bytes, strict=True):
-            wide_bytes, wide_apart_bytes, moved_bytes = numbers
+        columns = account.wide_bytes, account.wide_apart_bytes, account.moved_bytes
+        for place, (wide_bytes, wide_apart_bytes, moved_bytes) in enumerate(zip(*columns, strict=True)):
             wide = self._make(wide_bytes, "transient", "", "masters in fp32")
             apart = self._make(wide_apart_bytes, "transient", "", "masters in fp32", memory="host")
-            kernels = self._make(job.update_bytes, "transient", "", "the optimizer's kernels")
-            # The norm of the gradients for clipping reads them once more, and scaling rewrites them.
-            self._compute("update", self._kernel_s(Cost(0, float(moved_bytes))))
-            self._drop(kernels)
+            turns = job.turns[place] if job.turns else ()
+            play(turns, self._hands, partial(self._update_slices, moved_bytes))
+            self._sent["shard update"] += sum(turn.sent_bytes for turn in turns)
             self._drop(apart)
             self._drop(wide)
         self._update_elsewhere(start_s)
@@ -1077,6 +1087,32 @@ class _Camera:
         self._held = {bucket.number for bucket in buckets if bucket.number in self._held and bucket.name in kept}
         self._summed.clear()
         self._loose.clear()
+
+    def _update_slices(self, moved_bytes: int) -> None:
+        """Update what is on the device, but for what is updated whole."""
+        kernels = self._make(self._job.update_bytes, "transient", "", "the optimizer's kernels")
+        # The norm of the gradients for clipping reads them once more, and scaling rewrites them.
+        self._compute("update", self._kernel_s(Cost(0, float(moved_bytes))))
+        self._drop(kernels)
+
+    @cached_property
+    def _hands(self) -> Hands:
+        """What updates of whole matrices do."""
+
+        def send(what: str, messages: Sequence[int], not_before_s: float) -> float:
+            works = [("all-to-all", nbytes, "shard") for nbytes in messages]
+            return self._exchange("gather", what, works, not_before_s=not_before_s)
+
+        return Hands(
+            lambda numel, dtype: self._take(numel, dtype, "", "matrices on their way"),
+            self._give,
+            lambda nbytes: self._make(nbytes, "transient", "", "the optimizer's kernels"),
+            self._drop,
+            self._compute,
+            self._wait,
+            send,
+            lambda: self._now_s,
+        )
 
     def _update_elsewhere(self, start_s: float) -> None:
         """Update what is in other memories, beside the update on the device, which began at `start_s`."""

@@ -200,8 +200,9 @@ class Device:
         """Return the seconds of one collective.
 
         Args:
-            kind: "gather", "reduce" (a reduce-scatter), "all-reduce" or "send".
-            nbytes: of the whole: what every rank has after a gather, or before a reduction.
+            kind: "gather", "reduce" (a reduce-scatter), "all-reduce", "send" or "all-to-all".
+            nbytes: of the whole: what every rank has after a gather, or before a reduction. Of "send" and "all-to-all",
+                the most that one rank sends or receives.
         """
         if span.ranks <= 1 or nbytes <= 0:
             return 0.0
@@ -213,6 +214,11 @@ class Device:
         if kind == "send":
             return hop_s + nbytes / link
         hops = span.ranks - 1
+        if kind == "all-to-all":
+            # Each node's adapters carry what its ranks send to other nodes, all at the same time.
+            outside = nbytes * (span.ranks - span.per_node) / hops * span.per_node / link
+            inside = nbytes * (span.per_node - 1) / hops / (self.link_bytes_per_s * self.link_part)
+            return hop_s + max(inside, outside)
         moved_s = nbytes * hops / span.ranks / link * (1 + self.half_bytes * span.ranks / nbytes)
         # An all-reduce is a reduce-scatter and a gather; along trees it takes a third of their hops.
         return 2 * moved_s + 2 / 3 * hops * hop_s if kind == "all-reduce" else moved_s + hops * hop_s

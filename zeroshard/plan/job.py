@@ -17,8 +17,9 @@ from zeroshard.describe.parameters import check_patterns
 from zeroshard.describe.treatments import ActivationsLike, activations_of
 from zeroshard.plan.film import Account, Call, Job, account_of
 from zeroshard.plan.hardware import Cost, Device
+from zeroshard.plan.owners import Turn, own, turns_of
 from zeroshard.plan.shapes import Transformer
-from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS, all_updates_of, own_units, specs_of
+from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS, States, matrices_of, own_units, specs_of, updates_of
 from zeroshard.plan.tape import Parts, coarse, instructions
 from zeroshard.plan.transformer import Kernels, Workload, cached_tapes
 from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
@@ -47,7 +48,10 @@ TOKEN_BYTES: Final = 8
 
 PLAIN_KERNELS: Final = Kernels()
 
-FILED: Final = ("adamw", "adam", "sgd", "momentum", "adagrad")
+FILED: Final = (
+    *("adamw", "adam", "sgd", "momentum", "adagrad"),
+    *("adadelta", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop"),
+)
 """Optimizers whose states can be in files, and updates after `step()`: torch's own that are element-wise."""
 
 COUNTS: Final = MappingProxyType(
@@ -78,7 +82,8 @@ class Options:
         replicas: copies of the sharded state.
         tensor: ranks that products are split over.
         is_sequence_parallel: whether the rest is split by tokens over them.
-        optimizer: a name in `OPTIMIZERS`.
+        optimizer: a name in `OPTIMIZERS`, or the names of the classes of `optimizers`, joined by "+".
+        optimizers: of a module, over its parameters.
         micro_batches: of a step.
         kernels: of the program.
         shared_memory: whether ranks of a CPU read each other's memory where all are on one host, as
@@ -105,6 +110,7 @@ class Options:
     zeros: float | None = None
     fused: bool = False
     offload: Offload | None = None
+    optimizers: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         # Caches are keyed by these numbers: an integer of numpy equals Python's, and would be kept in its place.
@@ -134,7 +140,17 @@ class Options:
     @property
     def is_fused(self) -> bool:
         """Whether the optimizer updates in one kernel: asked for, or chosen since states are in another memory."""
-        return self.fused or (self.placed_row.states.memory != "device" and OPTIMIZERS[self.optimizer].is_fused)
+        return self.fused or (self.placed_row.states.memory != "device" and self.states.is_fused)
+
+    @property
+    def states(self) -> States:
+        """What the optimizer keeps, by its name; of several that of the first one that has a name."""
+        return next((OPTIMIZERS[name] for name in self.optimizer.split("+") if name in OPTIMIZERS), States(0, 0))
+
+    @property
+    def is_filed(self) -> bool:
+        """Whether states can be in files, and updates on the host go on after `step()`."""
+        return all(name in FILED for name in self.optimizer.split("+"))
 
     @property
     def formats(self) -> Formats:
@@ -205,9 +221,14 @@ def check_options(options: Options) -> None:
         )
     if options.precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {options.precision!r}.")
-    if options.optimizer not in OPTIMIZERS:
+    if options.optimizer not in OPTIMIZERS and not options.optimizers:
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {options.optimizer!r}.")
-    if options.placed_row.states.memory == "file" and options.optimizer not in FILED:
+    if options.states.whole is not None and options.tensor > 1:
+        raise ValueError(
+            f"optimizer={options.optimizer!r} needs whole matrices, and tensor={options.tensor} splits them. Use an "
+            "element-wise optimizer, such as adamw, with tensor parallelism, or tensor=1."
+        )
+    if options.placed_row.states.memory == "file" and not options.is_filed:
         raise ValueError(
             f"optimizer={options.optimizer!r} cannot keep its states in files; {', '.join(FILED)} can, and the host "
             "takes those of any."
@@ -272,11 +293,11 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
     row = dataclasses.replace(options.placed_row, activations=Activations())
     sharding = (model, options.tensor, row, formats, options.shard_ranks, options.replicas, rank)
     specs = _specs(*sharding)
-    updates, account = _account(options.optimizer, *sharding)
+    updates, account, turns = _account(options.optimizer, device, *sharding)
     for pattern, _ in options.row.activations.units:
         if not any(fits(unit.name, pattern) for unit in specs):
             names = ", ".join(unit.name for unit in specs if unit.name)
-            raise ValueError(f"activations= names {pattern!r}, which fits no unit of {model.name}; units: {names}.")
+            raise ValueError(f"activations= names {pattern!r}, which matches no unit of {model.name}; units: {names}.")
     check_patterns(options.row, [unit.name for unit in specs])
     load = load_of(options)
     calls = []
@@ -303,7 +324,8 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
         2 * load.tokens * TOKEN_BYTES,
         account=account,
         host_ranks=options.node_processes,
-        is_early=options.optimizer in FILED,
+        is_early=options.is_filed,
+        turns=turns,
     )
 
 
@@ -366,9 +388,14 @@ def _specs(
 
 
 @lru_cache(256)
-def _account(optimizer: str, *sharding: Any) -> tuple[Sequence[Updates], Account]:
-    updates = all_updates_of(_specs(*sharding), OPTIMIZERS[optimizer])
-    return updates, account_of(updates)
+def _account(
+    optimizer: str, device: Device, model: Transformer, *sharding: Any
+) -> tuple[Sequence[Updates], Account, Sequence[Sequence[Turn]]]:
+    states, specs = OPTIMIZERS[optimizer], _specs(model, *sharding)
+    matrices = [] if states.whole is None else matrices_of(specs, states.whole, model.sides_of)
+    owned = own(matrices, specs[0].buckets[0].layout.world_size) if matrices else []
+    updates = [updates_of(specs, states, owned)]
+    return updates, account_of(updates), [turns_of(matrices, owned, device)] if matrices else ()
 
 
 @lru_cache(1024)

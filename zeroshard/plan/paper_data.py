@@ -245,7 +245,8 @@ SLIPS: Final = (
     "The caption of table 2 calls P_os ZeRO-OS.",
     "The largest model without model parallelism is 13B; the formula of table 1 allows 15.2B on 128 ranks.",
     "Figure 4 labels the baseline's largest model 1.38B; its 40 layers of 1536 in table 10 make 1.2 billion.",
-    "The text says that figure 4 averages more than 40 teraFLOPS; its nine ZeRO sizes average 39.0, and 13B reaches 21.",
+    "The text says that figure 4 averages more than 40 teraFLOPS; its nine ZeRO sizes average 39.0, "
+    "and 13B reaches 21.",
     "Figure 3 is called super-linear throughout; from 256 to 400 devices it is sub-linear.",
 )
 """Where the paper contradicts itself."""

@@ -30,9 +30,11 @@ from zeroshard.plan.job import (
     row_of,
     treatment_of,
 )
+from zeroshard.plan.owners import owned_bytes, shown_ranks
 from zeroshard.plan.result import Plan, RankClass
 from zeroshard.plan.retries import NO_RETRIES, Retries, play_steps
 from zeroshard.plan.shapes import SHAPES, Transformer, read_config, shape_named
+from zeroshard.plan.specs import OPTIMIZERS
 from zeroshard.plan.trying import changes_of
 from zeroshard.table.activations import Compressed, Offloaded, Partitioned
 from zeroshard.table.cells import Residency
@@ -65,7 +67,7 @@ def make_plan(
     mesh: Any = 1,
     tensor: int = 1,
     sequence_parallel: bool = False,
-    optimizer: str = "adamw",
+    optimizer: Any = "adamw",
     micro_batches: int = 1,
     shared_memory: bool = True,
     zeros: float | None = None,
@@ -98,7 +100,9 @@ def make_plan(
         tensor: ranks that products are split over; a mesh with an axis "tensor" says it, too. Parameters of a module
             are split then by `parallelize`, or are DTensors already.
         sequence_parallel: whether the rest of a shape is split by tokens over these ranks; a module says itself.
-        optimizer: a name in `zeroshard.plan.specs.OPTIMIZERS`.
+        optimizer: a name in `zeroshard.plan.specs.OPTIMIZERS`; of a module also what `zs.shard` would be given: an
+            optimizer of its parameters, or several. "muon" and "adafactor" have the groups of `zs.optim.muon_groups`,
+            and all parameters.
         micro_batches: of a step.
         shared_memory: whether ranks on a CPU, all on one host, read each other's memory, as
             `zs.Settings(shared_memory=)` says.
@@ -140,6 +144,7 @@ def make_plan(
     model = _module_of(model)
     is_module = hasattr(model, "named_parameters")
     shape = None if is_module else shape_of(model)
+    name, optimizers = _optimizers_of(optimizer, model if is_module else None)
     options = Options(
         world_size=world_size,
         device=preset,
@@ -150,12 +155,13 @@ def make_plan(
         replicas=mesh,
         tensor=tensor,
         is_sequence_parallel=sequence_parallel,
-        optimizer=optimizer,
+        optimizer=name,
         micro_batches=micro_batches,
         shared_memory=shared_memory,
         zeros=zeros,
         fused=fused,
         offload=offload_of(offload),
+        optimizers=optimizers,
     )
     check_options(options)
     if shape is None and sequence_parallel:
@@ -189,6 +195,26 @@ def _least_offload(model: Any, row: Residency, asked: Mapping[str, Any]) -> Plan
         return plan(None)
     chosen, _ = least_of(choices_for(row), lambda offload: plan(offload).verdict == "fits")
     return plan(chosen)
+
+
+def _optimizers_of(asked: Any, model: Any) -> tuple[str, tuple[Any, ...]]:
+    """Return the name of what updates a model, and the optimizers of a module that say it themselves.
+
+    Args:
+        model: a module; None for a shape.
+
+    Raises:
+        TypeError: neither a name nor optimizers; optimizers of a shape.
+        ValueError: optimizers of other parameters than the module's.
+    """
+    if model is None and not isinstance(asked, str):
+        raise TypeError(f"optimizer= of a shape takes a name, one of {', '.join(OPTIMIZERS)}; got {asked!r}.")
+    if model is None:
+        return asked, ()
+    from zeroshard.plan.updates import name_of, optimizers_of  # torch is needed for modules only
+
+    found = optimizers_of(asked, model)
+    return asked if isinstance(asked, str) else name_of(found), found
 
 
 def _axes_of(mesh: Any, tensor: int, world_size: int) -> tuple[int, int]:
@@ -256,12 +282,13 @@ def plan_module(
 
     given = inputs if inputs is not None else language_inputs(model, options.batch, options.sequence)
     personality = "cpu" if options.device.is_cpu else "cuda"
+    homes = {id(parameter): name for name, parameter in model.named_parameters()}
     with ExitStack() as stack:
         if parallelize is not None:
             from zeroshard.plan.splitting import split
 
             model, units = split(model, options.tensor, parallelize, units, stack)
-        traced = trace_job(model, options, given, loss, units=units, personality=personality, reads=reads)
+        traced = trace_job(model, options, given, loss, units=units, personality=personality, reads=reads, homes=homes)
     if inputs is not None:
         options = dataclasses.replace(options, batch=traced.tokens, sequence=1)
     numel = traced.parameters_numel
@@ -273,10 +300,10 @@ def plan_module(
 def plan_shape(shape: Transformer, options: Options) -> Plan:
     """Return the plan of a shape."""
     flops = flops_of(shape, options) * options.tokens_per_step
-    others = _other_ranks(shape, options) if options.shard_ranks > 1 else []
     numels = shape.numel(), shape.used_numel()
     kept = activations_of_shape(shape, options)
     job = job_of_shape(shape, options)
+    others = _other_ranks(shape, options, job) if options.shard_ranks > 1 else []
     return _plan(shape.name, numels, options, job, flops, kept, others, notes_of(options))
 
 
@@ -306,11 +333,10 @@ def _plan(
     reserved_bytes = film.everywhere_bytes if is_cpu else simulate(steps, Rules()).peak_reserved_bytes
     alone = options.world_size - sum(count for _, count, _ in others)
     name_of_first = "rank 0" if alone == 1 else "each rank"
-    most = film.peak[0], reserved_bytes
-    ranks = [RankClass(name_of_first, alone, film.resident_bytes, *most, film.elsewhere_bytes)]
-    for title, count, other in others:
-        here, elsewhere = resident_bytes(other, film)
-        ranks.append(RankClass(title, count, here, *most, elsewhere))
+    ranks = [
+        RankClass(name_of_first, alone, film.resident_bytes, film.peak[0], reserved_bytes, film.elsewhere_bytes),
+        *(_class_of(title, count, other, film, reserved_bytes) for title, count, other in others),
+    ]
     return Plan(
         name,
         *numels,
@@ -330,7 +356,24 @@ def _plan(
         element_bytes_of(job),
         activations,
         retries=_retries_of(first, film, reserved_bytes, options),
+        owned_bytes=tuple(owned_bytes(job.updates, options.shard_ranks)),
     )
+
+
+def _class_of(title: str, count: int, other: Job, film: Film, reserved_bytes: int) -> RankClass:
+    """Return what another rank holds.
+
+    Args:
+        film: of the first rank's steady step.
+        reserved_bytes: of the first rank.
+    """
+    if not any(turn.numels for turns in other.turns for turn in turns):
+        here, elsewhere = resident_bytes(other, film)
+        return RankClass(title, count, here, film.peak[0], reserved_bytes, elsewhere)
+    # Ranks that own other matrices have other states, and other buffers in the exchange.
+    own = make_film(other, is_settled=True)
+    more = own.everywhere_bytes - film.everywhere_bytes
+    return RankClass(title, count, own.resident_bytes, own.peak[0], reserved_bytes + more, own.elsewhere_bytes)
 
 
 def _retries_of(first: Film, film: Film, reserved_bytes: int, options: Options) -> Retries:
@@ -341,10 +384,13 @@ def _retries_of(first: Film, film: Film, reserved_bytes: int, options: Options) 
     return play_steps(_steps(first, film, SETTLED), Rules(device_bytes=room_bytes), options.device)
 
 
-def _other_ranks(shape: Transformer, options: Options) -> list[tuple[str, int, Job]]:
-    """Return the classes of the other ranks: shards are equal, and differ in how much of them is padding."""
-    end = options.world_size // options.shard_ranks
+def _other_ranks(shape: Transformer, options: Options, job: Job) -> list[tuple[str, int, Job]]:
+    """Return the classes of the other ranks: shards differ in how much of them is padding, and in what owners keep."""
+    end, owned = options.world_size // options.shard_ranks, owned_bytes(job.updates, options.shard_ranks)
     others = [("the others", options.world_size - 1 - end, 0), ("the last shard", end, options.shard_ranks - 1)]
+    if len({*owned}) > 1:
+        shown = shown_ranks(options.shard_ranks, owned, 1)
+        return [(title, n * end, job_of_shape(shape, options, rank=rank)) for title, n, rank in shown]
     return [
         (title, count, job_of_shape(shape, options, is_coarse=True, rank=rank))
         for title, count, rank in others
@@ -376,8 +422,12 @@ def element_bytes_of(job: Job) -> tuple[int, int, int]:
     """Return the bytes of an element: of a parameter, of a held gradient, and of its masters and states."""
     bucket = max((b for unit in job.units for b in unit.buckets), key=lambda b: b.layout.numel)
     formats = bucket.formats
-    most = max(job.updates, key=lambda one: one.numel_bytes() + one.numel_bytes(is_apart=True))
-    states = most.per_element * itemsize(formats.state) + most.element_bytes
+    most = max(job.updates, key=lambda one: one.numel_bytes() + one.numel_bytes(is_apart=True) + len(one.whole))
+    whole = sum(one.state_bytes for one in most.whole)
+    if whole:  # of what is updated whole, the mean
+        states = round(whole / sum(one.bucket.layout.numels[one.index] for one in most.whole))
+    else:
+        states = most.per_element * itemsize(formats.state) + most.element_bytes
     masters = itemsize(formats.master) * (formats.master != formats.param)
     return itemsize(formats.param), itemsize(formats.grad), states + masters
 
@@ -390,6 +440,7 @@ def save_bytes_of(job: Job) -> int:
             start, stop = bucket.states
             total += (stop - start) * itemsize(bucket.formats.master)
     for one in job.updates:
+        total += sum(owned.state_bytes for owned in one.whole if owned.is_kept)
         # What lies packed, in a byte each, is saved as numbers.
         numel_bytes = one.numel_bytes() + one.numel_bytes(is_apart=True)
         total += (one.per_element + one.element_bytes) * numel_bytes

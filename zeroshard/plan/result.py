@@ -82,6 +82,7 @@ class Plan:
         element_bytes: of a parameter, of a gradient that is held, and of masters and states.
         activations: bytes that a block keeps for each token, the number of blocks, and what the rest keeps for a token.
         changes: what would lower memory, each with its price, fastest first.
+        owned_bytes: of states of matrices that one rank of a copy updates whole, by rank; they are among its states.
         retries: of the allocator, on a device that has room for what is allocated but not for all that is reserved.
 
     ```python
@@ -112,6 +113,7 @@ class Plan:
     activations: tuple[float, int, float]
     changes: Sequence[Change] = ()
     retries: Retries = NO_RETRIES
+    owned_bytes: Sequence[int] = ()
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -198,6 +200,7 @@ class Plan:
                 "file_bytes": self.file_bytes,
                 "offloaded_peak_bytes": self.film.host_peak_bytes,
                 "save_bytes": self.save_bytes,
+                "owned_bytes": list(self.owned_bytes),
                 "error": dict(zip(("median", "nine_tenths"), error_of(self.asked), strict=True)),
                 "retries": {"by_step": list(self.retries.by_step), "is_served": self.retries.is_served},
             },

@@ -161,6 +161,14 @@ class Transformer:
             names += [(f"{m}.weight", h * inner // tensor) for m in _GATED]
         return tuple(names)
 
+    def sides_of(self, name: str, numel: int) -> tuple[int, ...]:
+        """Return the shape of a parameter by its name, up to the order of its sides."""
+        if name.endswith(".bias") or "norm" in name or ".ln_" in name:
+            return (numel,)
+        ranks = {"q_b": self.latent[0], "kv_b": self.latent[1]} if self.latent else {}
+        side = ranks.get(name.removesuffix(".weight").rpartition(".")[2], self.hidden)
+        return numel // side, side
+
     def _norm(self, name: str) -> Parameters:
         both = (("weight", self.hidden), ("bias", self.hidden))
         return tuple((f"{name}.{key}", numel) for key, numel in both[: 2 if self.block == "gpt2" else 1])

@@ -3,30 +3,35 @@
 Owns the names that a plan is asked with. Must not know memory over time (`film.py`). Needs no torch.
 """
 
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, final
 
 from zeroshard.describe.offload import with_apart
+from zeroshard.plan.owners import Matrix
 from zeroshard.plan.shapes import Parameters, Transformer
-from zeroshard.table.bytes import Updates
+from zeroshard.table.bytes import Owned, Updates
 from zeroshard.table.cells import Residency
 from zeroshard.table.layout import plan_layout
+from zeroshard.table.owners import newton_schulz_cost
 from zeroshard.table.spec import BucketSpec, Formats, UnitSpec, itemsize
 
 __all__ = [
     "OPTIMIZERS",
     "PRECISIONS",
     "States",
-    "all_updates_of",
+    "Whole",
     "kernel_bytes_of",
+    "matrices_of",
     "own_units",
     "specs_of",
     "updates_of",
 ]
 
+Shape = tuple[int, ...]
 _WIDE: Final = "float32"
 PRECISIONS: Final[Mapping[str, Formats]] = MappingProxyType(
     {
@@ -52,7 +57,7 @@ class States:
         passing: numbers for each element of one parameter that torch's loop over parameters, its default on a CPU,
             has beside these at most.
         element_bytes, block_bytes, block_numel: of states that lie packed, as `Updates` has them.
-        matrix_numbers: that it keeps for each element of a matrix of a hidden layer, where it treats these otherwise.
+        whole: what it updates whole, on owners; None where slices are enough.
         is_fused: whether torch has a kernel for the host that updates in one pass, which `zs.shard` chooses for states
             in another memory; it takes nothing beside them.
     """
@@ -63,8 +68,42 @@ class States:
     element_bytes: int = 0
     block_bytes: int = 0
     block_numel: int = 1
-    matrix_numbers: int | None = None
+    whole: "Whole | None" = None
     is_fused: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What an optimizer updates whole.
+
+    Args:
+        takes: whether it updates a parameter so, by name and shape.
+        cost: of an update by shape, as owners are balanced.
+        keeps: elements of states by shape.
+        counter_bytes: that it keeps for each parameter beside.
+        kind: of the update, a key of `plan.owners.KINDS`.
+    """
+
+    takes: Callable[[str, Shape], bool]
+    cost: Callable[[Shape], float]
+    keeps: Callable[[Shape], int]
+    counter_bytes: int
+    kind: str
+
+
+_NOT_HIDDEN: Final = re.compile(r"norm|bias|\bln_|\bw[tp]e\b|embed|head")
+"""Names of parameters that are no matrices of hidden layers, or that Muon leaves to AdamW."""
+
+
+def _is_hidden(name: str, shape: Shape) -> bool:
+    return len(shape) > 1 and not _NOT_HIDDEN.search(name)
+
+
+def _factors(shape: Shape) -> int:
+    """Return the elements of Adafactor's second moments: of rows and columns, or of all elements of a vector."""
+    *stack, rows, columns = shape if len(shape) > 1 else (*shape, 1, 0)
+    return math.prod(stack) * (rows + columns)
 
 
 OPTIMIZERS: Final[Mapping[str, States]] = MappingProxyType(
@@ -77,17 +116,11 @@ OPTIMIZERS: Final[Mapping[str, States]] = MappingProxyType(
         "adagrad": States(1, 4, 1, is_fused=True),
         "adamw8bit": States(0, 4, element_bytes=2, block_bytes=8, block_numel=256),
         "lamb": States(2, 4, 2),
-        "muon": States(2, 4, 2, matrix_numbers=1),
-        "adafactor": States(0, 4, 1),
+        "muon": States(2, 4, 2, whole=Whole(_is_hidden, newton_schulz_cost, math.prod, 0, "newton-schulz")),
+        "adafactor": States(0, 4, 1, whole=Whole(lambda *_: True, math.prod, _factors, 4, "adafactor")),
     }
 )
-"""Optimizers by name, as torch and `zs.optim` keep their states.
-
-Of Adafactor the statistics of rows and columns are left out: 4 (n + m) bytes of a matrix of n rows and m columns.
-"""
-
-_NOT_HIDDEN: Final = re.compile(r"norm|bias|\bln_|\bw[tp]e\b|embed|head")
-"""Names of parameters that are no matrices of hidden layers, or that Muon leaves to AdamW."""
+"""Optimizers by name, as torch and `zs.optim` keep their states."""
 
 
 def own_units(model: Transformer, tensor: int = 1, expert_ranks: int = 1) -> Mapping[str, Parameters]:
@@ -120,23 +153,33 @@ def specs_of(
     return with_apart(found, row)
 
 
-def updates_of(units: Sequence[UnitSpec], states: States) -> Updates:
-    """Return what one optimizer of all parameters updates and keeps."""
-    buckets = [bucket for unit in units for bucket in unit.buckets]
-    places = [(bucket, index) for bucket in buckets for index in range(len(bucket.names))]
+def updates_of(units: Sequence[UnitSpec], states: States, owned: Sequence[Owned] = ()) -> Updates:
+    """Return what one optimizer of all parameters updates and keeps.
+
+    Args:
+        owned: what it updates whole.
+    """
+    buckets, taken = [bucket for unit in units for bucket in unit.buckets], {(o.bucket.number, o.index) for o in owned}
+    places = [(b, index) for b in buckets for index in range(len(b.names)) if (b.number, index) not in taken]
     packed = (states.element_bytes, states.block_bytes, states.block_numel)
-    return Updates(places, states.per_element, states.counter_bytes, *packed)
+    return Updates(places, states.per_element, states.counter_bytes, *packed, whole=owned)
 
 
-def all_updates_of(units: Sequence[UnitSpec], states: States) -> list[Updates]:
-    """Return what one optimizer of all parameters updates and keeps, matrices of hidden layers apart where they are."""
-    whole = updates_of(units, states)
-    if states.matrix_numbers is None:
-        return [whole]
-    hidden = [place for place in whole.parameters if not _NOT_HIDDEN.search(place[0].names[place[1]])]
-    rest = [place for place in whole.parameters if _NOT_HIDDEN.search(place[0].names[place[1]])]
-    matrices = replace(whole, parameters=hidden, per_element=states.matrix_numbers, counter_bytes=0)
-    return [matrices, replace(whole, parameters=rest)]
+def matrices_of(units: Sequence[UnitSpec], whole: Whole, shape_of: Callable[[str, int], Shape]) -> list[Matrix]:
+    """Return the parameters that an optimizer updates whole.
+
+    Args:
+        shape_of: of a parameter by its name and elements.
+    """
+    found = []
+    for bucket in (bucket for unit in units for bucket in unit.buckets):
+        for index, (name, numel) in enumerate(zip(bucket.names, bucket.layout.numels, strict=True)):
+            shape = shape_of(name, numel)
+            if whole.takes(name, shape):
+                nbytes = whole.keeps(shape) * itemsize(bucket.formats.state)
+                cost = float(whole.cost(shape))
+                found.append(Matrix(bucket, index, shape, cost, nbytes, whole.counter_bytes, whole.kind))
+    return found
 
 
 def kernel_bytes_of(updates: Sequence[Updates], states: States) -> int:

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
@@ -26,14 +27,16 @@ from zeroshard.plan.codes import Compresses
 from zeroshard.plan.events import Category, Event, Landed, Phase, Trace
 from zeroshard.plan.fake import on_meta
 from zeroshard.plan.film import Job, Script
-from zeroshard.plan.job import FILED, Options, wire_of
+from zeroshard.plan.job import Options, wire_of
 from zeroshard.plan.kept import Kept, Link, Offloads
+from zeroshard.plan.owners import owned_bytes, shown_ranks
 from zeroshard.plan.parted import Parts
 from zeroshard.plan.segments import Segments
-from zeroshard.plan.specs import OPTIMIZERS, all_updates_of, kernel_bytes_of
+from zeroshard.plan.specs import kernel_bytes_of
 from zeroshard.plan.splitting import check_split
 from zeroshard.plan.tape import Instruction
 from zeroshard.plan.tracer import trace_step
+from zeroshard.plan.updates import updates_and_turns
 from zeroshard.table.activations import PRODUCTS, Compressed, Offloaded, Partitioned, Treated
 from zeroshard.table.bytes import Updates
 from zeroshard.table.schedule import ROOT
@@ -100,6 +103,7 @@ def trace_job(
     units: Sequence[object] | None = None,
     personality: str = "cuda",
     reads: Callable[[Tensor], bool | int | float] | None = None,
+    homes: Mapping[int, str] = MappingProxyType({}),
 ) -> Traced:
     """Trace a step of a model, and return what one rank does in it. The model stays as it is.
 
@@ -109,6 +113,7 @@ def trace_job(
         units: as `zs.shard` takes them.
         personality: whose kernels run, "cuda" or "cpu".
         reads: answers what the model reads of tensors, as in `trace_step`.
+        homes: the names of the parameters of `options.optimizers`, by identity.
 
     Raises:
         TypeError: inputs without tensors, or a loss without a graph.
@@ -160,7 +165,7 @@ def trace_job(
     )
     by_category = _before(trace)
     script = Script(_stream(trace, names, Phase.FORWARD), _stream(trace, names, Phase.BACKWARD))
-    updates = all_updates_of(specs, OPTIMIZERS[options.optimizer])
+    updates, turns = updates_and_turns(specs, options, homes)
     spans = {
         "shard": options.device.spread(options.shard_ranks, options.tensor),
         "replicate": options.device.spread(options.replicas, options.tensor * options.shard_ranks),
@@ -180,7 +185,8 @@ def trace_job(
         script=script,
         update_bytes=_update_bytes(options, updates),
         host_ranks=options.node_processes,
-        is_early=options.optimizer in FILED,
+        is_early=options.is_filed,
+        turns=turns,
     )
     flops = sum(cost.flops for order, cost in trace.kernels if trace.phase_at(order) is Phase.FORWARD)
     return Traced(
@@ -190,23 +196,23 @@ def trace_job(
         trace.saved_bytes(),
         tokens,
         [BOUNDED] * any(one.has_bounds for one in compressions) + list(_not_counted(trace)),
-        _other_ranks(job, options, plans, precision),
+        _other_ranks(job, options, plans, precision, homes),
     )
 
 
 def _update_bytes(options: Options, updates: Sequence[Updates]) -> int:
     """Return what the optimizer's kernels take on a CPU."""
     is_counted = options.device.is_cpu and not options.is_fused
-    return kernel_bytes_of(updates, OPTIMIZERS[options.optimizer]) if is_counted else 0
+    return kernel_bytes_of(updates, options.states) if is_counted else 0
 
 
 def _other_ranks(
-    job: Job, options: Options, plans: Sequence[UnitPlan], precision: Precision
+    job: Job, options: Options, plans: Sequence[UnitPlan], precision: Precision, homes: Mapping[int, str]
 ) -> Sequence[tuple[str, int, Job]]:
-    """Return the jobs of ranks with other shards than the first: each on its own, or the last one of many."""
+    """Return the jobs of ranks with other shards than the first: each on its own, or two of many."""
     ranks = options.shard_ranks
     found = []
-    for place in range(1, ranks) if ranks <= SHOWN_RANKS else [1, ranks - 1]:
+    for name, count, place in shown_ranks(ranks, owned_bytes(job.updates, ranks), SHOWN_RANKS):
         specs = describe_units(
             plans,
             options.placed_row,
@@ -216,12 +222,9 @@ def _other_ranks(
             replicas=options.replicas,
             numel_of=local_numel,
         )
-        count = ranks - 2 if ranks > SHOWN_RANKS and place == 1 else 1
-        updates = all_updates_of(specs, OPTIMIZERS[options.optimizer])
-        other = dataclasses.replace(job, units=specs, updates=updates)
-        found.append(
-            (f"rank {place}" if count == 1 else "the others", count * options.replicas * options.tensor, other)
-        )
+        updates, turns = updates_and_turns(specs, options, homes)
+        other = dataclasses.replace(job, units=specs, updates=updates, turns=turns)
+        found.append((name, count * options.replicas * options.tensor, other))
     return found
 
 

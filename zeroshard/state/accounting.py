@@ -13,6 +13,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.slot import slot_of
 from zeroshard.core.unit import Unit
+from zeroshard.optim.keeps import whole_bytes
 from zeroshard.optim.packed import parts_of
 from zeroshard.state.owned import is_stored
 from zeroshard.table.bytes import Owned, Updates, apart_bytes, kept_bytes, predict, step_bytes
@@ -66,11 +67,9 @@ def _updates(optimizer: ShardedOptimizer) -> Updates:
                 sliced.append((spec, index))
             else:
                 shape = slot.bucket.places.shapes[index]
-                kept = [one.of(shape) for one in optimizer.whole_costs.get((place, len(shape)), ())]
-                unit = itemsize(spec.formats.state)
-                stored = sum(numel * (each or unit) for numel, each, is_counter in kept if not is_counter)
-                counters = sum(numel * (each or unit) for numel, each, is_counter in kept if is_counter)
-                whole.append(Owned(spec, index, slot.updater, stored, counters))
+                kept = optimizer.whole_costs.get((place, len(shape)), ())
+                nbytes = whole_bytes(kept, shape, itemsize(spec.formats.state))
+                whole.append(Owned(spec, index, slot.updater, *nbytes))
     return Updates(sliced, *(optimizer.state_cost or (0, 0)), whole=whole)
 
 

@@ -1,22 +1,22 @@
-"""Which optimizers may be cut into slices, or run one whole parameter after the other, and what they keep.
+"""Which optimizers may be cut into slices, or run one whole parameter after the other.
 
 Owns the list of torch's element-wise optimizers and the trials of any other. Nothing here communicates.
+`optim/keeps.py` tries what an optimizer keeps.
 """
 
 import inspect
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 
 from zeroshard.core.update import Resident, update_in_pieces
-from zeroshard.optim.packed import PackingOptimizer, parts_of
+from zeroshard.optim.keeps import NOT_OPTIONS, is_taken, rebuild
 from zeroshard.optim.whole import Whole
 
-__all__ = ["ELEMENTWISE", "StateShape", "admit", "admit_whole", "refuse", "state_cost", "whole_costs"]
+__all__ = ["ELEMENTWISE", "admit", "admit_whole", "refuse"]
 
 Tensor = torch.Tensor
 
@@ -29,8 +29,6 @@ SLICED = frozenset(["AdamW8bit", "Lamb", "Lion"])
 
 
 STEPS = 3
-NOT_OPTIONS = frozenset(["params", "param_names", "initial_lr"])
-"""What groups hold besides the options that a class is built with."""
 SIZES = ((6, 4, 2, 2), (3, 5, 2, 3))
 """The first dimensions of these are the shapes of whole parameters in a trial."""
 
@@ -127,8 +125,8 @@ def admit_whole(optimizer: torch.optim.Optimizer, whole: Whole, elementwise: boo
     name, taken, left = type(optimizer).__name__, list[tuple[Options, int]](), list[tuple[Options, int]]()
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        for ndim, is_taken in sorted({(p.ndim, _is_taken(whole, group, p)) for p in group["params"]}):
-            (taken if is_taken else left).append((options, min(ndim, len(SIZES[0]))))
+        for ndim, is_whole in sorted({(p.ndim, is_taken(whole, group, p)) for p in group["params"]}):
+            (taken if is_whole else left).append((options, min(ndim, len(SIZES[0]))))
     try:
         at_once, in_turn = (_update(optimizer, taken, is_in_turn=is_in_turn) for is_in_turn in (False, True))
     except Exception as error:
@@ -150,10 +148,6 @@ def admit_whole(optimizer: torch.optim.Optimizer, whole: Whole, elementwise: boo
         admit(optimizer, elementwise, shape=(6, 4) if ndim > 1 else (24,), options=chosen)
 
 
-def _is_taken(whole: Whole, group: Options, parameter: Tensor) -> bool:
-    return bool(group.get("whole", True)) and whole.takes(tuple(parameter.shape))
-
-
 def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[tuple[Options, int]], *, is_in_turn: bool) -> Tensor:
     """Run some steps of a fresh optimizer on two parameters of each kind; return their elements.
 
@@ -169,7 +163,7 @@ def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[tuple[Options, int
         made = [torch.nn.Parameter(torch.linspace(-1.0, 2.0, math.prod(one)).view(one)) for one in shapes]
         groups.append({**chosen, "params": made})
     parts: list[Tensor] = [part for group in groups for part in group["params"]]
-    fresh = _rebuild(optimizer, groups)
+    fresh = rebuild(optimizer, groups)
     for step in range(STEPS):
         for place, part in enumerate(parts):
             part.grad = torch.sin(torch.arange(float(part.numel())) * (step + 1) + place).view_as(part)
@@ -192,88 +186,13 @@ def _probe(
     parts = [
         torch.nn.Parameter((part.reshape(shape) if shape else part).clone()) for part in values.split(list(numels))
     ]
-    fresh = _rebuild(optimizer, [{**(options or {}), "params": parts}])
+    fresh = rebuild(optimizer, [{**(options or {}), "params": parts}])
     for step in range(STEPS):
         grads = torch.sin(torch.arange(24.0) * (step + 1)).split(list(numels))
         for part, grad in zip(parts, grads, strict=True):
             part.grad = grad.reshape(part.shape).clone()
         fresh.step()
     return torch.cat([part.detach().flatten() for part in parts])
-
-
-def state_cost(optimizer: torch.optim.Optimizer) -> tuple[int, ...] | None:
-    """Return what an optimizer keeps, found by a step, or None: the fields of `Updates` behind its parameters.
-
-    These are state elements for each element and bytes of counters for each parameter, and, of states that lie packed,
-    bytes for each element, bytes for each block and elements of a block.
-    """
-    part = torch.nn.Parameter(torch.zeros(3))
-    try:
-        fresh = _rebuild(optimizer, [part])
-        part.grad = torch.ones(3)
-        fresh.step()
-    except Exception:  # a prediction is not worth an error: the caller says that it has none
-        return None
-    parts = parts_of(fresh, state := fresh.state[part])
-    values = [value for key, value in state.items() if isinstance(value, Tensor) and key not in parts]
-    numbers, counter_bytes = sum(v.numel() == 3 for v in values), sum(v.nbytes for v in values if v.numel() != 3)
-    if not isinstance(fresh, PackingOptimizer):
-        return numbers, counter_bytes
-    packed = fresh.packed_bytes
-    return numbers, counter_bytes, packed.element_bytes, packed.block_bytes, packed.block_numel
-
-
-PRIMES = (3, 5, 7, 11, 13, 17)
-"""Sizes of dimensions that are told apart in the shapes of states."""
-
-
-@final
-@dataclass(frozen=True)
-class StateShape:
-    """What a tensor that an optimizer keeps for a parameter depends on.
-
-    Args:
-        dims: dimensions of the parameter that it has, too.
-        rest: its elements for each of theirs.
-        itemsize: in bytes; 0 where it has the dtype of the masters.
-        is_counter: whether it has no dimensions.
-    """
-
-    dims: tuple[int, ...]
-    rest: int
-    itemsize: int
-    is_counter: bool
-
-    def of(self, shape: tuple[int, ...]) -> tuple[int, int, bool]:
-        """Return its elements for a shape, the bytes of each (0: as masters have), and whether it is a counter."""
-        return self.rest * math.prod(shape[dim] for dim in self.dims), self.itemsize, self.is_counter
-
-
-def whole_costs(optimizer: torch.optim.Optimizer, whole: Whole) -> dict[tuple[int, int], tuple[StateShape, ...]]:
-    """Return what an optimizer keeps for parameters that it updates whole, by place of group and by dimensions.
-
-    It is found by a step on parameters whose dimensions are prime numbers; nothing, where that fails.
-    """
-    found: dict[tuple[int, int], tuple[StateShape, ...]] = {}
-    for place, group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        for ndim in {p.ndim for p in group["params"] if _is_taken(whole, group, p) and p.ndim <= len(PRIMES)}:
-            part = torch.nn.Parameter(torch.ones(PRIMES[:ndim]))
-            part.grad = torch.ones_like(part)
-            try:
-                fresh = _rebuild(optimizer, [{**options, "params": [part]}])
-                fresh.step()
-            except Exception:  # a prediction is not worth an error
-                continue
-            tensors = [value for value in fresh.state[part].values() if isinstance(value, Tensor)]
-            found[place, ndim] = tuple(map(_state_shape, tensors))
-    return found
-
-
-def _state_shape(value: Tensor) -> StateShape:
-    dims = tuple(PRIMES.index(size) for size in value.shape if size in PRIMES)
-    rest = value.numel() // math.prod(PRIMES[dim] for dim in dims)
-    return StateShape(dims, rest, 0 if value.dtype == torch.float32 and value.ndim else value.itemsize, not value.ndim)
 
 
 def _evaluates(name: str) -> str:
@@ -296,10 +215,10 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
         return 0.0
 
     with suppress(Exception):
-        _rebuild(optimizer, [{"params": [parameter]}]).step()
+        rebuild(optimizer, [{"params": [parameter]}]).step()
         return False
     with suppress(Exception):  # whatever it needs besides
-        _rebuild(optimizer, [{"params": [parameter]}]).step(closure)
+        rebuild(optimizer, [{"params": [parameter]}]).step(closure)
     return bool(calls)
 
 
@@ -308,12 +227,3 @@ def _arguments(optimizer: torch.optim.Optimizer) -> list[str]:
     arguments = list(inspect.signature(type(optimizer).__init__).parameters.values())[2:]
     named = (p for p in arguments if p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD))
     return [p.name for p in named if p.default is inspect.Parameter.empty and p.name not in optimizer.defaults]
-
-
-def _rebuild(optimizer: torch.optim.Optimizer, parts: list[Any]) -> torch.optim.Optimizer:
-    """Return a new optimizer of the same class and hyper-parameters on other parameters, or groups of them."""
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    # Some classes put more into their defaults than their constructor takes (AdamW: decoupled_weight_decay).
-    defaults = {key: value for key, value in optimizer.defaults.items() if takes_all or key in accepted}
-    return type(optimizer)(parts, **defaults)

@@ -16,7 +16,7 @@ from zeroshard.describe.offload import Offload, choices_for, least_of, row_with
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan
-from zeroshard.state.admission import state_cost
+from zeroshard.optim.keeps import state_cost
 from zeroshard.table.activations import Activations
 from zeroshard.table.bytes import Updates, predict
 from zeroshard.table.cells import Residency

@@ -11,8 +11,9 @@ import torch
 
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer, Source
+from zeroshard.optim.keeps import state_cost
 from zeroshard.state import early
-from zeroshard.state.admission import ELEMENTWISE, state_cost
+from zeroshard.state.admission import ELEMENTWISE
 from zeroshard.state.request import Described
 from zeroshard.state.streamed import Streams
 from zeroshard.store import files

@@ -148,7 +148,8 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     _check_devices(model, mesh, ignored)
     if mesh.device.type == "cuda":
         refuse_graphs(model)
-    plans, source = plan_units(model, request.units, ignored), check_source(model, request.weights)
+    plans = plan_units(model, request.units, ignored)
+    source = check_source(model, request.weights, compares=mesh.rank == 0)
     forms = forms_of(model, mesh, bool(ignored))
 
     def numel_of(parameter: nn.Parameter) -> int:

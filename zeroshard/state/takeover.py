@@ -50,11 +50,14 @@ def build(
     # hold types only, and adding twice changes nothing.
     accept_in_foreach(LogicalGradient, MasterGradient, MasterSlice)
     model, made = described.model, dict[int, Unit]()
-    for number in materialize(model, described.plans, described.mesh, described.source):
+    unset = [(name, p) for name, p in model.named_parameters() if id(p) in described.ignored and p.is_meta]
+    for number in materialize(model, described.plans, described.mesh, described.source, described.ignored):
         made[number] = _make_unit(number, described, comm, ledger, apart, home)
         # Taken over and released before the next is made: never more than one unit is there twice, and of a model that
         # is elsewhere never more than one unit besides the shards is on the rank's device.
         _take_over(made[number], described.plans[number], described.forms, comm)
+    for name, parameter in unset:
+        comm.broadcast(parameter.data, f"the ignored parameter '{name}'", "start")
     for name, tensor in model.named_buffers():
         if tensor.device != described.mesh.device:
             tensor.data = tensor.data.to(described.mesh.device)

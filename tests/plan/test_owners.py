@@ -1,0 +1,160 @@
+"""Plans of optimizers that need whole matrices: states by owner, the exchange, and its time, beside real runs."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from tests import models
+from tests.oracle import STAGES, WATCHDOG_S, run_cases
+from zeroshard.plan.film import Job, make_film
+from zeroshard.plan.hardware import DEVICES
+from zeroshard.plan.job import row_of
+from zeroshard.plan.owners import KINDS, Matrix, own, turns_of
+from zeroshard.plan.specs import PRECISIONS, specs_of
+from zeroshard.table.bytes import Updates
+from zeroshard.table.spec import UnitSpec
+from zeroshard.table.wires import Native
+
+FP32 = PRECISIONS["fp32"]
+CPU = zs.Device("cpu", {"float32": 1e11}, 8 * 10**9, 1e10, 1e10, 1e10, 1e10, multiprocessors=1)
+COLUMNS = ("parameters", "gradients", "states", "padding", "transient")
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return torch's Muon for the matrices inside, and AdamW for the rest."""
+    inside, rest = zs.optim.muon_groups(model)
+    return [torch.optim.Muon(inside["params"], lr=0.02), torch.optim.AdamW(rest["params"])]
+
+
+def adam_of_matrices(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that is marked by hand, with a group of slices."""
+    groups = [{"params": [*model.parameters()][2:]}, {"params": [*model.parameters()][:2], "whole": False}]
+    return zs.optim.whole_matrix(torch.optim.Adam(groups), takes=lambda shape: len(shape) == 2)
+
+
+MAKES: dict[str, Callable[[nn.Module], Any]] = {
+    "muon": lambda model: zs.optim.Muon(zs.optim.muon_groups(model)),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
+    "torch's Muon": muon_and_adamw,
+    "Adafactor with a moment": lambda model: zs.optim.Adafactor(model.parameters(), beta1=0.9),
+    "whole_matrix": adam_of_matrices,
+}
+NAMED = ("muon", "adafactor")
+
+
+def cases_at(world: int) -> list[tuple[str, int, str, bool]]:
+    """Return (optimizer, stage, precision, shared memory): names at each stage, and each optimizer itself at one."""
+    found = [(name, stage, "fp32", bool(stage % 2)) for name in NAMED for stage in STAGES]
+    others = {
+        1: ("whole_matrix",),
+        2: ("torch's Muon", "Adafactor with a moment", "whole_matrix"),
+        3: ("torch's Muon",),
+    }
+    return [*found, *((name, world % 3 + 1, "bf16", False) for name in others[world])]
+
+
+def hold(name: str, stage: int, precision: str, shared_memory: bool) -> tuple[dict[str, int], int]:
+    """Train two steps; return what lies where between steps, and what the last update sent. Runs on a rank."""
+    model = models.build(models.GPT, 3)
+    optimizer = MAKES[name](model)
+    settings = zs.Settings(watchdog_s=WATCHDOG_S, shared_memory=shared_memory)
+    zero = zs.shard(model, optimizer, stage=stage, precision=precision, settings=settings)
+    for step in range(3):
+        before = zero.traffic().sent_bytes.get("update", 0)
+        models.gpt_loss(model, step, zero.mesh.rank).backward()
+        for one in zero.optimizers:
+            one.step()
+            one.zero_grad()
+    held = zero.memory().resident_bytes
+    return {column: held[column] for column in COLUMNS}, zero.traffic().sent_bytes.get("update", 0) - before
+
+
+def plan_at(world: int, name: str, stage: int, precision: str, shared_memory: bool) -> zs.Plan:
+    with torch.device("meta"):
+        model = models.GPT(3)
+    return zs.plan(
+        model,
+        world_size=world,
+        stage=stage,
+        precision=precision,
+        device=CPU,
+        optimizer=name if precision == "fp32" else MAKES[name](model),
+        shared_memory=shared_memory,
+        inputs=[models.tokens(0, 0)[:, :-1]],
+        loss=lambda out: torch.nn.functional.cross_entropy(out.flatten(0, 1), torch.zeros(16, dtype=torch.int64)),
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_resident_bytes_of_each_rank_are_those_of_a_run(world: int) -> None:
+    cases = cases_at(world)
+    for case, by_rank in run_cases(hold, world, cases).items():
+        plan = plan_at(world, *case)
+        classes = [one for one in plan.ranks for _ in range(one.count)]
+        for rank, ((held, _), planned) in enumerate(zip(by_rank, classes, strict=True)):
+            assert held == {column: planned.resident_bytes[column] for column in COLUMNS}, f"{case}, rank {rank}"
+        assert by_rank[0][1] == plan.film.sent_bytes.get("shard update", 0), case
+
+
+def test_a_plan_of_many_ranks_takes_seconds() -> None:
+    start_s = time.perf_counter()
+    zs.plan("llama-3-70b", world_size=64, stage=3, optimizer="muon", seq=4096, activations="recompute")
+    assert time.perf_counter() - start_s < 20
+
+
+def test_a_plan_says_what_each_rank_owns() -> None:
+    plan = zs.plan("gpt2", world_size=5, stage=2, optimizer="muon", seq=256, precision="fp32")
+    assert len(plan.owned_bytes) == 5
+    hidden = 12 * (768 * 3 * 768 + 768 * 768 + 2 * 768 * 3072)
+    assert sum(plan.owned_bytes) == 4 * hidden
+    # Beside it a rank has AdamW's states of about a fifth of the rest.
+    slices = plan.resident_bytes["states"] - plan.owned_bytes[0]
+    assert slices == pytest.approx(8 * (plan.parameters_numel - hidden) / 5, rel=0.01)
+    assert sum(one.count for one in plan.ranks) == 5
+    assert plan.reserved_bytes == max(one.reserved_bytes for one in plan.ranks)
+
+
+def test_all_ranks_wait_for_the_slowest_owner() -> None:
+    """One matrix of many ranks: the step takes as long as its owner, which computes what one rank alone does."""
+    device = DEVICES["h100-80"]
+    unit = UnitSpec(0, "", tuple(specs_of({"": (("weight", 4096 * 4096),)}, row_of(3, None, None), FP32, 4)[0].buckets))
+    (bucket,) = unit.buckets
+    matrix = Matrix(bucket, 0, (4096, 4096), 1.0, 0, 0, "newton-schulz")
+    owned = own([matrix], 4)
+    (turn,) = turns_of([matrix], owned, device)
+    alone_s = sum(device.kernel_s(cost, "bfloat16") for cost in KINDS["newton-schulz"].kernels((4096, 4096)))
+    assert sorted(turn.update_s) == [0, 0, 0, pytest.approx(alone_s)]
+    assert alone_s > 5 * 6 * 4096**3 / device.peak_flops["bfloat16"]
+    updates = [Updates([], 0, 0, whole=owned)]
+    spans = {"shard": device.spread(4)}
+    films = []
+    for rank in range(4):
+        seen = dataclasses.replace(turn, rank=rank)
+        job = Job([unit], (), updates, Native(), device, "float32", spans, turns=[[seen]])
+        films.append(make_film(job))
+    sent_s = [device.collective_s("all-to-all", turn.most_numel * 4, spans["shard"])] * 3
+    for film in films:
+        assert film.update_s == pytest.approx(alone_s + sum(sent_s), rel=0.01)
+        assert film.sent_bytes["shard update"] == turn.sent_bytes
+    waited = [film.exposed_s for film in films]
+    assert waited[1] == pytest.approx(waited[0] + alone_s, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "said"),
+    [
+        ("gpt2", {"optimizer": "muon", "tensor": 2}, "optimizer='muon' needs whole matrices, and tensor=2 splits them"),
+        ("gpt2", {"optimizer": [1]}, "optimizer= of a shape takes a name"),
+        (nn.Linear(4, 4), {"optimizer": 3}, "optimizer= takes a name, one of adamw"),
+        (nn.Linear(4, 4), {"optimizer": torch.optim.SGD(nn.Linear(4, 4).parameters())}, "that is not in the module"),
+    ],
+)
+def test_optimizers_that_cannot_be_planned_are_refused(model: Any, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        zs.plan(model, world_size=2, **asked, **({} if model == "gpt2" else {"inputs": [torch.ones(2, 4)]}))

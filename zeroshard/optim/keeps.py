@@ -1,0 +1,123 @@
+"""What an optimizer keeps, found by a step of another one of its class on small parameters.
+
+Owns these trials alone. It must not know shards: `state/accounting.py` and plans multiply by what a rank updates.
+"""
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from zeroshard.optim.packed import PackingOptimizer, parts_of
+from zeroshard.optim.whole import Whole
+
+__all__ = ["NOT_OPTIONS", "StateShape", "is_taken", "rebuild", "state_cost", "whole_bytes", "whole_costs"]
+
+Tensor = torch.Tensor
+Options = Mapping[str, Any]
+
+NOT_OPTIONS = frozenset(["params", "param_names", "initial_lr"])
+"""What groups hold besides the options that a class is built with."""
+
+
+def is_taken(whole: Whole, group: Options, parameter: Tensor) -> bool:
+    """Tell whether an optimizer updates a parameter of a group whole."""
+    return bool(group.get("whole", True)) and whole.takes(tuple(parameter.shape))
+
+
+def state_cost(optimizer: torch.optim.Optimizer) -> tuple[int, ...] | None:
+    """Return what an optimizer keeps, found by a step, or None: the fields of `Updates` behind its parameters.
+
+    These are state elements for each element and bytes of counters for each parameter, and, of states that lie packed,
+    bytes for each element, bytes for each block and elements of a block.
+    """
+    part = torch.nn.Parameter(torch.zeros(3))
+    try:
+        fresh = rebuild(optimizer, [part])
+        part.grad = torch.ones(3)
+        fresh.step()
+    except Exception:  # a prediction is not worth an error: the caller says that it has none
+        return None
+    parts = parts_of(fresh, state := fresh.state[part])
+    values = [value for key, value in state.items() if isinstance(value, Tensor) and key not in parts]
+    numbers, counter_bytes = sum(v.numel() == 3 for v in values), sum(v.nbytes for v in values if v.numel() != 3)
+    if not isinstance(fresh, PackingOptimizer):
+        return numbers, counter_bytes
+    packed = fresh.packed_bytes
+    return numbers, counter_bytes, packed.element_bytes, packed.block_bytes, packed.block_numel
+
+
+PRIMES = (3, 5, 7, 11, 13, 17)
+"""Sizes of dimensions that are told apart in the shapes of states."""
+
+
+@final
+@dataclass(frozen=True)
+class StateShape:
+    """What a tensor that an optimizer keeps for a parameter depends on.
+
+    Args:
+        dims: dimensions of the parameter that it has, too.
+        rest: its elements for each of theirs.
+        itemsize: in bytes; 0 where it has the dtype of the masters.
+        is_counter: whether it has no dimensions.
+    """
+
+    dims: tuple[int, ...]
+    rest: int
+    itemsize: int
+    is_counter: bool
+
+    def of(self, shape: tuple[int, ...]) -> tuple[int, int, bool]:
+        """Return its elements for a shape, the bytes of each (0: as masters have), and whether it is a counter."""
+        return self.rest * math.prod(shape[dim] for dim in self.dims), self.itemsize, self.is_counter
+
+
+def whole_bytes(kept: Sequence[StateShape], shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """Return the bytes that an optimizer keeps for a parameter of a shape, as (of elements, of counters).
+
+    Args:
+        itemsize: of what has the dtype of the masters.
+    """
+    found = [one.of(shape) for one in kept]
+    stored = sum(numel * (each or itemsize) for numel, each, is_counter in found if not is_counter)
+    return stored, sum(numel * (each or itemsize) for numel, each, is_counter in found if is_counter)
+
+
+def whole_costs(optimizer: torch.optim.Optimizer, whole: Whole) -> dict[tuple[int, int], tuple[StateShape, ...]]:
+    """Return what an optimizer keeps for parameters that it updates whole, by place of group and by dimensions.
+
+    It is found by a step on parameters whose dimensions are prime numbers; nothing, where that fails.
+    """
+    found: dict[tuple[int, int], tuple[StateShape, ...]] = {}
+    for place, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+        for ndim in {p.ndim for p in group["params"] if is_taken(whole, group, p) and p.ndim <= len(PRIMES)}:
+            part = torch.nn.Parameter(torch.ones(PRIMES[:ndim]))
+            part.grad = torch.ones_like(part)
+            try:
+                fresh = rebuild(optimizer, [{**options, "params": [part]}])
+                fresh.step()
+            except Exception:  # a prediction is not worth an error
+                continue
+            tensors = [value for value in fresh.state[part].values() if isinstance(value, Tensor)]
+            found[place, ndim] = tuple(map(_state_shape, tensors))
+    return found
+
+
+def _state_shape(value: Tensor) -> StateShape:
+    dims = tuple(PRIMES.index(size) for size in value.shape if size in PRIMES)
+    rest = value.numel() // math.prod(PRIMES[dim] for dim in dims)
+    return StateShape(dims, rest, 0 if value.dtype == torch.float32 and value.ndim else value.itemsize, not value.ndim)
+
+
+def rebuild(optimizer: torch.optim.Optimizer, parts: list[Any]) -> torch.optim.Optimizer:
+    """Return a new optimizer of the same class and hyper-parameters on other parameters, or groups of them."""
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    # Some classes put more into their defaults than their constructor takes (AdamW: decoupled_weight_decay).
+    defaults = {key: value for key, value in optimizer.defaults.items() if takes_all or key in accepted}
+    return type(optimizer)(parts, **defaults)
