@@ -19,7 +19,7 @@ import torch
 
 from zeroshard.callers import remedy_for
 from zeroshard.core import gradient
-from zeroshard.core.slot import Form, slot_of
+from zeroshard.core.slot import Form, Slot, slot_of
 from zeroshard.torch_private import DisabledFunction, NoSubclasses, raw_data
 from zeroshard.tree import find
 
@@ -104,13 +104,13 @@ class ShardedParameter(torch.nn.Parameter):
         is_like = (value.shape, value.dtype, value.device) == (self.shape, self.dtype, self.device)
         if value is self or (is_like and self.device.type == "cpu" and torch.equal(value, raw_data(self))):
             return  # model.to() assigns the same tensor if nothing changes; to("cpu:0") assigns a copy
-        name = slot_of(self).name
+        slot = slot_of(self)
         raise RuntimeError(
-            f"The data of the sharded parameter '{name}' cannot be replaced (got {tuple(value.shape)}, {value.dtype}, "
-            f"{value.device}): it is a view of its unit's bucket. model.to(), half(), resize_token_embeddings() and "
-            "assignments to p.data replace it. Convert, move and resize the model before zs.shard(), and build the "
-            "optimizer after that; to change values, use `with zero.gathered(writeback=True):` and an in-place "
-            "operation such as p.copy_(...) under torch.no_grad()."
+            f"{_place_of(slot)} The data of the sharded parameter '{slot.name}' cannot be replaced (got "
+            f"{tuple(value.shape)}, {value.dtype}, {value.device}): it is a view of its unit's bucket. model.to(), half(), "
+            "resize_token_embeddings() and assignments to p.data replace it. Convert, move and resize the model before "
+            "zs.shard(), and build the optimizer after that; to change values, use `with "
+            "zero.gathered(writeback=True):` and an in-place operation such as p.copy_(...) under torch.no_grad()."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -166,11 +166,16 @@ def demand(parameter: Tensor, what: str) -> None:
     slot = slot_of(parameter)
     owner = slot.owner()
     if owner is None or not owner.demand(slot.unit):
-        where = owner.mesh if owner is not None else "[its engine is gone]"
         raise RuntimeError(
-            f"{where} Parameter '{slot.name}' {tuple(parameter.shape)} is sharded and released here, so `{what}` "
-            f"cannot read its values. {remedy_for(parameter, slot.name, what)}"
+            f"{_place_of(slot)} Parameter '{slot.name}' {tuple(parameter.shape)} is sharded and released here, so "
+            f"`{what}` cannot read its values. {remedy_for(parameter, slot.name, what)}"
         )
+
+
+def _place_of(slot: Slot) -> str:
+    """Return the rank as errors name it."""
+    owner = slot.owner()
+    return str(owner.mesh) if owner is not None else "[its engine is gone]"
 
 
 def _plain_copy(parameter: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         residency: Annotated[str | None, typer.Option(help="Configuration of the ZeRO paper, C1 to C5.")] = None,
         activations: Annotated[str | None, typer.Option(help="recompute, recompute-rest, ..., joined by +.")] = None,
         offload: Annotated[
-            str | None, typer.Option(help="host, /folder, states=0.6,parameters=1,to=/folder, auto.")
+            str | None,
+            typer.Option(help="host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, auto."),
         ] = None,
         precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, or paper (the paper's).")] = None,
         mesh: Annotated[int, typer.Option(help="Replicas of the sharded state.")] = 1,

@@ -28,6 +28,7 @@ from zeroshard.describe.specs import describe_units
 from zeroshard.describe.treatments import ActivationsLike, activations_of
 from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.optim.whole import whole_of
+from zeroshard.peers import ARGUMENTS
 from zeroshard.state.admission import admit, admit_whole, refuse
 from zeroshard.state.automatic import device_bytes, least_offload, least_row
 from zeroshard.state.duplicate import owner_of
@@ -231,7 +232,12 @@ def _as_list(optimizers: object) -> list[torch.optim.Optimizer]:
         return [] if optimizers is None else [optimizers]
     if isinstance(optimizers, Sequence):
         return list(optimizers)
-    raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them; got {type(optimizers).__name__}.")
+    hint = ""
+    if isinstance(optimizers, Mapping):
+        hint = f" If these are settings of DeepSpeed: {ARGUMENTS['config']}."
+    raise TypeError(
+        f"optimizer must be a torch.optim.Optimizer or a list of them; got {type(optimizers).__name__}.{hint}"
+    )
 
 
 def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh, asked: Sequence[object]) -> None:

@@ -218,7 +218,8 @@ class RefuseDDP(Hook):
             "DistributedDataParallel around a model of zs.shard() would reduce its gradients twice: remove it. With "
             "Accelerate, prepare the optimizer and the data loader, but not the model: `optimizer, loader = "
             "accelerator.prepare(optimizer, loader)`; with Fabric, `fabric.setup_optimizers(optimizer)` and "
-            "`fabric.setup_dataloaders(loader)`."
+            "`fabric.setup_dataloaders(loader)`. The Trainer of Transformers wraps the model by itself wherever there "
+            "are several ranks or torchrun: it works on one process, without a launcher."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

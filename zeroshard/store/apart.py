@@ -7,7 +7,8 @@ CPU both are one memory: then a copy changes no bit, and nothing waits.
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
