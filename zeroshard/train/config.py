@@ -183,7 +183,7 @@ class Zero(_Section):
     )
     offload: Annotated[str, AfterValidator(_known_offload)] = Field(
         default="",
-        description="what lies elsewhere: host, /folder, states=0.6,parameters=1,update=in-backward, or auto",
+        description="offloaded state: host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, or auto",
     )
     activations: Annotated[str, AfterValidator(_known_activations)] = Field(
         default="keep",
