@@ -212,6 +212,11 @@ class Bucket:
         if self.spec.has_masters:
             self._masters[1] = move(self._masters[1])
 
+    def put_apart(self, masters: Tensor) -> Tensor:
+        """Put other masters in the place of those in another memory; return what was there. Entries do not follow."""
+        before, self._masters[0] = self._masters[0], masters
+        return before
+
     def follow_part(self, start: int, values: Tensor) -> None:
         """Round updated masters into parameters: those in the other memory, from the `start`-th of them on."""
         with torch.no_grad():

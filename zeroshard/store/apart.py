@@ -7,7 +7,8 @@ CPU both are one memory: then a copy changes no bit, and nothing waits.
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
@@ -190,6 +191,15 @@ class Landing:
         total = target.to(self._device, non_blocking=True).add_(values, alpha=scale)
         if self._is_far:
             self.put(target, total)
+
+    @contextmanager
+    def unread(self) -> Iterator[devices.Mark | None]:
+        """Let gradients be taken inside without a wait; yields what has to be waited for before they are read."""
+        event, self._event = self._event, None
+        try:
+            yield event
+        finally:
+            self._event = event
 
     def wait(self) -> None:
         """Return when all that was begun is there."""

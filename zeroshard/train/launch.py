@@ -71,7 +71,7 @@ def _end_without(launcher: int) -> None:
 
 
 def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> tuple[int, str]:
-    """Run `zeroshard` with these arguments once for each rank, and wait for all of them.
+    """Run `zeroshard` with these arguments once for each rank, and wait for all ranks.
 
     Each rank uses one thread unless OMP_NUM_THREADS is set, because the ranks of a host share its cores.
 

@@ -51,7 +51,7 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
         The summary, on every rank.
 
     Raises:
-        ValueError: the text or the model does not fit the configuration; the folder is in use, or holds a run with
+        ValueError: the text or the model does not match the configuration, or the folder is in use, or has a run with
             other settings.
         CheckpointError: the run cannot be saved, or all of its checkpoints are damaged.
         RankMismatchError: settings differ between ranks, or a rank failed.

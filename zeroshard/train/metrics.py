@@ -69,7 +69,7 @@ class StepRecord:
 class EvalRecord:
     """One evaluation on held-out text after `step` steps: `loss` in nats per token, and bits per byte of the text.
 
-    Seconds are the mean over all ranks.
+    `loss` is in nats per token. Seconds are the mean over all ranks.
     """
 
     step: int

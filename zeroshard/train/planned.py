@@ -32,7 +32,7 @@ def plan_run(config: Config) -> tuple[zs.Plan, bool]:
         device, is_timed = zs.device_for("this"), True
     except ValueError:
         device, is_timed = zs.host_device(), False
-    if device.is_cpu:  # the ranks of a host share its memory
+    if device.is_cpu:  # ranks of a host share its memory
         device = replace(device, memory_bytes=device.memory_bytes // config.run.ranks)
     train, zero = config.train, config.zero
     batch = -(-train.batch // (config.run.ranks * train.accumulation))  # on the rank with the most windows

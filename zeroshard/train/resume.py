@@ -166,7 +166,7 @@ class Saver:
         return is_late or is_lost or (bool(wanted.every_steps) and step % wanted.every_steps == 0)
 
     def save(self) -> None:
-        """Save the run as it is now.
+        """Save the run.
 
         Raises:
             RuntimeError: on every rank, if the files of the run cannot be written: a resume from this checkpoint would
