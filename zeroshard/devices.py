@@ -122,26 +122,26 @@ def mark(device: torch.device) -> Mark:
 
 
 def mark_on(device: torch.device) -> Mark | None:
-    """Mark the work that is queued on the current stream of a CUDA device; None on a CPU, where work runs at once."""
+    """Record an event on the current stream of a CUDA device; return None on a CPU, which has no streams."""
     return None if device.type == "cpu" else mark(device)
 
 
 def ahead(device: torch.device, after: Mark | None) -> AbstractContextManager[Any]:
-    """Return a context for copies ahead of their use, on a stream of their own.
+    """Return a context for copies ahead of their use, on a separate stream.
 
     Args:
-        after: the mark that the copies follow; None on a CPU, where copies run at once.
+        after: the copies run after this event; None on a CPU, where they run immediately.
     """
     return nullcontext() if after is None else _on(_stream_for(device, "copies"), after)
 
 
 def behind(device: torch.device, after: Mark | None) -> AbstractContextManager[Any]:
-    """Return a context in which what is begun follows a mark alone, and nothing that was begun since.
+    """Return a context for work that follows one event, and no copies that were launched after the event.
 
     Args:
-        after: None leaves the current stream.
+        after: the event; None keeps the current stream.
     """
-    return nullcontext() if after is None else _on(_stream_for(device, "what reads copies"), after)
+    return nullcontext() if after is None else _on(_stream_for(device, "readers"), after)
 
 
 @contextmanager
@@ -152,13 +152,13 @@ def _on(stream: torch.cuda.Stream, after: Mark) -> Iterator[None]:
 
 
 @functools.cache
-def _stream_for(device: torch.device, what: str) -> torch.cuda.Stream:
-    """Return a stream of a device beside the program's stream."""
+def _stream_for(device: torch.device, use: str) -> torch.cuda.Stream:
+    """Return a separate stream of a device for one use."""
     return torch.cuda.Stream(device)
 
 
 def begin_thread(device: torch.device) -> None:
-    """Begin a thread: what torch asks of CUDA there must not be asked of another rank's device."""
+    """Make the device of the rank the current one of a new thread."""
     if device.type == "cuda":
         use(device)
 

@@ -29,9 +29,7 @@ LEAST_STAGING_BYTES = 1 << 16
 @final
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """The state that is stored in host memory or in files instead of on the device:
-
-    `zs.shard(offload=)`.
+    """The state that is stored in host memory or in files instead of on the device, for `zs.shard(offload=)`.
 
     Args:
         states: fraction of a rank's optimizer states and master weights, from 0 to 1. Only whole slices of parameters
@@ -135,9 +133,7 @@ OffloadLike = Offload | str | PathLike[str] | None
 
 
 def offload_of(asked: OffloadLike) -> Offload | None:
-    """Return the `Offload` of an argument:
-
-    None, "host", a folder, "states=0.6,to=/scratch", or an `Offload`.
+    """Return the offload for None, "host", a folder, "states=0.6,to=/scratch", or an `Offload`.
 
     Raises:
         ValueError, TypeError: the argument is none of these.

@@ -1,21 +1,21 @@
-"""Copies to the device ahead of use, made by a thread of their own, and what waits for them.
+"""Copies of parameters to the device ahead of use, by a thread.
 
-Owns the thread, and the order of what is begun behind its copies. It must not know which values are copied
-(`apart.py`), nor what reads them.
+Owns the thread, and the order of the gathers that read the copied values. It must not know which values are copied
+(`apart.py`).
 
 Note: who launches what
-    The program hands a copy to the thread and goes on to launch kernels. The thread fills staging buffers, waits where
-    one is still in use, and launches the copies on a stream of their own. What reads the values, such as an all-gather,
-    cannot be launched by the thread: ranks launch collectives in one order. The program launches it when the thread has
-    launched the last copy: at the latest when it waits for the values, and before any later collective (`launch`). So
-    the order is the same on all ranks, whatever time the copies take.
+    The program hands a copy to the thread and continues to launch kernels. The thread fills staging buffers, waits for
+    buffers that are still in use, and launches the copies on a separate stream. The thread cannot launch the all-gather
+    that reads the values, because all ranks must launch collectives in the same order. The program launches the
+    all-gather after the thread has launched the last copy: when the program waits for the values, and before any later
+    collective (`launch`). So the order is the same on all ranks, however long copies take.
 Note: order on the device
-    The memory that a copy fills may have been read by kernels that are still queued. So the thread's stream first
-    waits for what the program's stream had been told when the copy was handed over. What reads the values is launched
-    on a stream that waits for their last copy alone, since the thread may be at the next one already.
-Note: copies that fail
-    The error is raised where the program waits for the values, each time, and names the rank and the values. Nothing
-    that reads them is launched.
+    Queued kernels may still read the memory that a copy fills. So the copies follow an event that the program records
+    when it hands the copy over. The all-gather is launched on another stream, which follows the event of the last copy:
+    the stream of the copies may already have later ones.
+Note: failed copies
+    The error is raised where the program waits for the values, each time. The message names the rank and the unit, and
+    the all-gather is not launched.
 """
 
 import weakref
@@ -33,20 +33,20 @@ __all__ = ["Ahead", "Late", "Waitable"]
 
 
 class Waitable(Protocol):
-    """What is under way."""
+    """An operation that is under way."""
 
     def wait(self) -> bool:
-        """Return when it is done."""
+        """Return when the operation is complete."""
 
 
 @final
 class Late:
-    """What is begun behind a copy of the thread.
+    """A gather that starts after the thread has launched a copy.
 
     Args:
-        copy: launches the copy; None where nothing is copied.
-        begin: begins what reads the values.
-        name: of the unit whose parameters they are.
+        copy: the copy in the thread; None if the rank has nothing to copy.
+        begin: starts the gather.
+        name: the name of the unit.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Late:
         self._begun: Waitable | None = None
 
     def start(self) -> None:
-        """Wait until the copy is launched, and begin what reads the values."""
+        """Wait until the copy is launched, and start the gather."""
         if self._copy is not None:
             try:
                 self._arrived = self._copy.result()
@@ -71,7 +71,7 @@ class Late:
             self._begun = self._ahead.around(self._name, self._begin)
 
     def wait(self) -> bool:
-        """Have what the device is told next follow the values, and what reads them; see `Pending`."""
+        """Make later work of the device follow the copy and the gather; see `Pending`."""
         self._ahead.launch(self)
         assert self._begun is not None, "launched above"
         is_ready = self._begun.wait()
@@ -82,44 +82,46 @@ class Late:
 
 @final
 class Ahead:
-    """Copies ahead of use, in the order in which they were handed over.
+    """The thread for copies ahead of use, and the gathers that have not started.
 
     Args:
-        device: where the values are copied to.
+        device: the device of the rank.
         where: the rank, for messages.
     """
 
     def __init__(self, device: torch.device, where: str = "") -> None:
         self.device, self.where = device, where
         self.around: Callable[[str, Callable[[], Waitable]], Waitable] = lambda name, begin: begin()
-        """Begins what reads the values of a unit."""
+        """Starts the gather of a unit, by the name of the unit."""
         self._late: deque[Late] = deque()
-        """What is not begun yet."""
+        """Gathers that have not started, in order."""
         self._pool: ThreadPoolExecutor | None = None
         self._copies: set[Future[devices.Mark | None]] = set()
 
     def begin(self, copy: Callable[[], None] | None, begin: Callable[[], Waitable], name: str) -> Late:
-        """Have the thread copy values, and begin what reads them behind that.
+        """Copy values in the thread, and start a gather after the copy.
 
         Args:
-            copy: launches the copies; None where there is nothing to copy, but what was begun before goes first.
+            copy: launches the copy; None if there is nothing to copy. The gather then only follows earlier gathers.
+            begin: starts the gather.
+            name: the name of the unit.
         """
         late = Late(self, None if copy is None else self._submit(copy), begin, name)
         self._late.append(late)
         return late
 
     def launch(self, last: Late | None = None) -> None:
-        """Begin what waits for copies, in order, up to `last` or all of it.
+        """Start the gathers that wait for copies, in order: up to `last`, or all.
 
         Raises:
             RuntimeError: a copy failed; see `Late`.
         """
         while self._late and (last is None or last in self._late):
             self._late[0].start()
-            self._late.popleft()  # one that is interrupted is waited for again
+            self._late.popleft()  # after an interrupt, the next call waits again
 
     def before_fork(self) -> None:
-        """Wait, and let the thread go: a child would have none."""
+        """Wait for the copies, and release the thread, which a child would not have."""
         wait(self._copies)
         self._pool = None
 
@@ -128,7 +130,6 @@ class Ahead:
             self._pool = ThreadPoolExecutor(1, "zeroshard-copies", devices.begin_thread, (self.device,))
             weakref.finalize(self, self._pool.shutdown, wait=False)
             wait_before_forks(self)
-        # The program's stream may still be told to read the memory that is filled; the thread's waits for that alone.
         handed_over = devices.mark_on(self.device)
         future = self._pool.submit(self._run, copy, handed_over)
         self._copies.add(future)

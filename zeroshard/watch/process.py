@@ -1,8 +1,8 @@
 """Notification of forks, for objects that a child must not share.
 
 Owns the fork handlers of a process, for all sharded models. It must not know what the objects do: it calls
-`before_fork` of each in the parent, before the fork, and `after_fork` in the child, before any other code of the
-program.
+`before_fork` of objects with threads in the parent, and `after_fork` of objects in the child, before any other code of
+the program.
 
 Note: what a forked child is
     Most often a DataLoader worker. It has a copy of the rank's memory, none of its threads, and the same descriptors,
@@ -28,10 +28,10 @@ class Forked(Protocol):
 
 
 class Threaded(Protocol):
-    """What has threads, which a child would not have."""
+    """An object with threads, which do not exist in a forked child."""
 
     def before_fork(self) -> None:
-        """Wait for them, and let them go, in the parent."""
+        """Wait for the threads and release them, in the parent."""
 
 
 def tell_forks(one: Forked) -> None:
@@ -40,7 +40,7 @@ def tell_forks(one: Forked) -> None:
 
 
 def wait_before_forks(one: Threaded) -> None:
-    """Call `one.before_fork()` before each fork of this process, for as long as `one` lives."""
+    """Call `one.before_fork()` before each fork of this process while `one` is alive."""
     _awaited().add(one)
 
 
