@@ -107,8 +107,8 @@ class ShardedParameter(torch.nn.Parameter):
         raise RuntimeError(
             f"{_place_of(slot)} The data of the sharded parameter '{slot.name}' cannot be replaced (got "
             f"{tuple(value.shape)}, {value.dtype}, {value.device}): it is a view of its unit's bucket. model.to(), "
-            "half(), resize_token_embeddings() and assignments to p.data replace it. Convert, move and resize the model "
-            "before zs.shard(), and build the optimizer after that; to change values, use `with "
+            "half(), resize_token_embeddings() and assignments to p.data replace it. Convert, move and resize the "
+            "model before zs.shard(), and build the optimizer after that; to change values, use `with "
             "zero.gathered(writeback=True):` and an in-place operation such as p.copy_(...) under torch.no_grad()."
         )
 
