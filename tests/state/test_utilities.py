@@ -92,7 +92,7 @@ def clip_values(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 HABITS = (average, average_gathered, norm, vector, same_type, other_type, set_states, clip_values)
 RELEASED = {
-    average: "AveragedModel keeps whole copies of parameters. zero.ema(decay) keeps a sharded average",
+    average: "AveragedModel keeps full copies of parameters. zero.ema(decay) keeps a sharded average",
     norm: "so `norm` cannot read its values. Use `with zero.gathered():`",
     vector: "so `view` cannot read its values. Use `with zero.gathered():`",
     other_type: "so `type` cannot read its values. Move and convert the model before zs.shard()",

@@ -3,9 +3,10 @@
 Owns streams, events and pinned memory, and an emulation for machines without a device. It must not know what is copied,
 or why. Read `Bus` first.
 
-Note: order of transfers Each direction is a lane. Transfers of one lane run in sequence, in the order of issue. A
-    transfer begins after the work that is queued on the caller's stream; the caller's stream waits for it only in
-    `Bus.wait`. On a GPU, these waits are between streams: the host never waits.
+Note: order of transfers
+    Each direction is a lane. Transfers of one lane run in sequence, in the order of issue. A transfer begins after the
+    work that is queued on the caller's stream; the caller's stream waits for it only in `Bus.wait`. On a GPU, these
+    waits are between streams: the host never waits.
 """
 
 import math

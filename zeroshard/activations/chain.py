@@ -3,10 +3,11 @@
 Owns the order of links, and the start of slow restorations ahead of use. `core/saved.py` calls it after the forward of
 a unit; each link is a class in a module of `activations/`.
 
-Note: ahead of use Tensors saved by one forward of a unit (a batch) are used together, and backward then uses the
-    previous batch. So the first request of a batch starts the last link of the batch two before it, and the second-last
-    link of the batch before it. In a chain of two links, such as parts in host memory, one batch is copied from the
-    host while the previous batch is gathered from the other ranks.
+Note: ahead of use
+    Tensors saved by one forward of a unit (a batch) are used together, and backward then uses the previous batch. So
+    the first request of a batch starts the last link of the batch two before it, and the second-last link of the batch
+    before it. In a chain of two links, such as parts in host memory, one batch is copied from the host while the
+    previous batch is gathered from the other ranks.
 """
 
 import weakref

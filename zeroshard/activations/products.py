@@ -4,9 +4,10 @@ Owns the pair of contexts that `torch.utils.checkpoint` enters around a forward 
 stored through `core/saved.py`, so that they are counted and treated by later links. `table/activations.py` lists the
 operations.
 
-Note: missing results A recomputation runs an operation again if its result was changed in place, or was used by a
-    backward without a retained graph. So every graph supports a second backward with `retain_graph=True`, and a graph
-    that is used once frees memory early. torch's own contexts (`create_selective_checkpoint_contexts`) support neither.
+Note: missing results
+    A recomputation runs an operation again if its result was changed in place, or was used by a backward without a
+    retained graph. So every graph supports a second backward with `retain_graph=True`, and a graph that is used once
+    frees memory early. torch's own contexts (`create_selective_checkpoint_contexts`) support neither.
 """
 
 from collections import Counter

@@ -3,24 +3,26 @@
 Owns the state of one sharded model, and serves its hooks (`core/hooks.py`) and parameters (`core/parameter.py`). It
 maps each call to the current pass, which `core/order.py` executes. Read `core/order.py` and `core/unit.py` first.
 
-Note: a step Forward. The entry of the model (`Engine.enter`) completes passes that an exception interrupted, posts a
-    vote, and opens a pass. The entry of a module gathers its unit (`Order.need`), and issues the next gathers within
-    the window; its exit releases the unit (`Order.leave`). Saved tensors of autograd go through `core/saved.py`.
-    Backward. Its first event (`_enter_backward`) opens a pass, and a callback of autograd closes it. Unpacking a saved
-    parameter gathers its unit again. Autograd passes each gradient to `Engine.landed`, which moves it into its bucket
+Note: a step
+    Forward. The entry of the model (`Engine.enter`) completes passes that an exception interrupted, posts a vote, and
+    opens a pass. The entry of a module gathers its unit (`Order.need`), and issues the next gathers within the window;
+    its exit releases the unit (`Order.leave`). Saved tensors of autograd go through `core/saved.py`. Backward. Its
+    first event (`_enter_backward`) opens a pass, and a callback of autograd closes it. Unpacking a saved parameter
+    gathers its unit again. Autograd passes each gradient to `Engine.landed`, which moves it into its bucket
     (`Gradients.land`). After the last gradient of a unit, `Order.land` reduces the unit in its recorded order
     (`Unit.start_reduction`). `Order.close` reduces the other units, and votes on the parameters that this rank used.
     Update. Each rank reads the votes of past passes, and ranks vote on the update (`Order.settle`). The user's
     optimizer then updates this rank's slices, unless `core/guard.py` prevents it, and `ShardedOptimizer` gathers
     replicated parameters (`Order.publish`). `zero_grad` drops the gradients (`Gradients.clear`).
-Note: threads Autograd runs the backward of each device's nodes on a thread of that device, and CPU nodes on the
-    caller's thread. A model that uses several devices (for example, with a loss on the CPU) has hooks called from
-    several threads. All ranks follow one sequence of actions, so hooks are serialized: `alone`. A thread that waits for
-    a collective blocks the others, whose requests come later in the sequence anyway.
-Note: hints Hooks on the gradients of a unit's outputs and inputs signal the begin and end of its backward. They are
-    hints: a loss from inside a unit, or an in-place change of a returned view, bypasses them. Correctness does not
-    depend on them: unpacking a saved tensor gathers its unit, and the end of the pass releases and reduces the other
-    units.
+Note: threads
+    Autograd runs the backward of each device's nodes on a thread of that device, and CPU nodes on the caller's thread.
+    A model that uses several devices (for example, with a loss on the CPU) has hooks called from several threads. All
+    ranks follow one sequence of actions, so hooks are serialized: `alone`. A thread that waits for a collective blocks
+    the others, whose requests come later in the sequence anyway.
+Note: hints
+    Hooks on the gradients of a unit's outputs and inputs signal the begin and end of its backward. They are hints: a
+    loss from inside a unit, or an in-place change of a returned view, bypasses them. Correctness does not depend on
+    them: unpacking a saved tensor gathers its unit, and the end of the pass releases and reduces the other units.
 """
 
 import sys

@@ -3,12 +3,12 @@
 Owns the tensor classes of `p.grad` for gradients that no rank keeps in full, and the single collective of all norms. It
 must not know hooks or passes. Read `core/buffer.py` ("the life of a gradient") first.
 
-Note: two views of one gradient `parameter.grad` is a `LogicalGradient`, with the parameter's global shape and no
-    storage. It supports the operations of clipping and `zero_grad`; every function outside the lists below raises an
-    error with its name. It is never in autograd's own slot, where the next backward would add to it. The optimizer's
-    slice has a `MasterGradient` as `.grad`: this rank's elements, on which the update runs as on any tensor. Its norms
-    are global, because clipping by the optimizer's parameters must not be silently local; other reductions to a single
-    number raise an error.
+Note: two views of one gradient
+    `parameter.grad` is a `LogicalGradient`, with the parameter's global shape and no storage. It supports the
+    operations of clipping and `zero_grad`; every function outside the lists below raises an error with its name. It is
+    never in autograd's own slot, where the next backward would add to it. The optimizer's slice has a `MasterGradient`
+    as `.grad`: this rank's elements, on which the update runs as on any tensor. Its norms are global, because clipping
+    by the optimizer's parameters must not be silently local; other reductions to a single number raise an error.
 """
 
 import sys

@@ -3,18 +3,20 @@
 Owns the check of gradients before an update, and the prevention of an update. It must not know passes, or what follows
 an update. See also `core/optimizer.py`.
 
-Note: two guards In host memory, the check needs no wait: `HostGuard` has the result before ranks vote, and includes it
-    in the vote. A device would have to finish all queued work before the host could read the result, and would then be
-    idle until the host launches the update. So `DeviceGuard` keeps the result on the device: a flag for each parameter,
-    reduced with a maximum over ranks. torch's fused kernels take the flag (`found_inf`), and change nothing if it is 1.
-    An asynchronous copy of the flags, with an event before the update, lets the host read them while the update runs.
-    Code that reads states, changes gradients or ends the program reads the flags first (`Engine.learn`). The flags
-    identify parameters, so the error needs no collective, and each rank may read them at any time. For an optimizer
-    without a flag, the host reads the flags before the update, which is a wait in each step.
-Note: the first step of SGD torch's fused SGD allocates its momentum buffers in the first step with undefined content,
-    which a skipped kernel does not overwrite. So buffers are created before, filled with -0.0: momentum * buffer + g is
-    then g, bit for bit, as in torch's first step. With dampening this does not hold, so the host reads the flags first.
-    On any device, torch's fused SGD also does not support a mix of parameters with and without a buffer.
+Note: two guards
+    In host memory, the check needs no wait: `HostGuard` has the result before ranks vote, and includes it in the vote.
+    A device would have to finish all queued work before the host could read the result, and would then be idle until
+    the host launches the update. So `DeviceGuard` keeps the result on the device: a flag for each parameter, reduced
+    with a maximum over ranks. torch's fused kernels take the flag (`found_inf`), and change nothing if it is 1. An
+    asynchronous copy of the flags, with an event before the update, lets the host read them while the update runs. Code
+    that reads states, changes gradients or ends the program reads the flags first (`Engine.learn`). The flags identify
+    parameters, so the error needs no collective, and each rank may read them at any time. For an optimizer without a
+    flag, the host reads the flags before the update, which is a wait in each step.
+Note: the first step of SGD
+    torch's fused SGD allocates its momentum buffers in the first step with undefined content, which a skipped kernel
+    does not overwrite. So buffers are created before, filled with -0.0: momentum * buffer + g is then g, bit for bit,
+    as in torch's first step. With dampening this does not hold, so the host reads the flags first. On any device,
+    torch's fused SGD also does not support a mix of parameters with and without a buffer.
 """
 
 import atexit

@@ -4,23 +4,27 @@ Owns the current pass, the records of past passes, and the rounds in which ranks
 actions into calls on units and events of the trace. It must not know hooks, parameters or the optimizer. Read
 `table/schedule.py` first.
 
-Note: rounds Each pass ends with a vote (`core/votes.py`). A rank that follows the record to the end of the pass
-    requests nothing. A rank that needs a unit outside the record posts the vote earlier, with its request as a number,
-    and reads the minimum. Numbers of gathers are smaller than numbers of reductions. All ranks serve the smallest
-    request together and vote again in rounds, until no rank has a request.
-Note: leaving the record A rank that needs a unit outside the record first issues the rest of the record, so that no
-    rank waits for it, and then requests the unit in rounds. The other ranks follow the record to its end and serve the
-    requests when they read the vote there. The pass is slow but correct, and the next record includes the requests.
-    After such a forward pass, ranks agree on the backward in rounds from its beginning, so that no rank has to keep
-    gradients while another catches up.
-Note: when the vote at the end of a pass is read A forward pass reads its vote before the forward returns: user code may
-    then wait for other ranks, and one of them may still have a request. A backward pass that follows its record does
-    not read its vote. The vote says which parameters some rank used, and whether some rank has gradients outside the
-    record; the optimizer's step is usually the first to need this. Earlier readers (`catch_up`) are a gradient that
-    this rank did not compute, the next pass, and a norm unless `is_sure` proves that no rank can have a request.
-Note: one sum a pass A reduction may be due before the gradients of a rank are complete, if it uses units in another
-    order. The rank reports that it is not ready. All ranks keep their gradients of the unit, and reduce them once all
-    are ready, at the latest when the pass closes (`core/unit.py`). The next record has the reduction at that place.
+Note: rounds
+    Each pass ends with a vote (`core/votes.py`). A rank that follows the record to the end of the pass requests
+    nothing. A rank that needs a unit outside the record posts the vote earlier, with its request as a number, and reads
+    the minimum. Numbers of gathers are smaller than numbers of reductions. All ranks serve the smallest request
+    together and vote again in rounds, until no rank has a request.
+Note: leaving the record
+    A rank that needs a unit outside the record first issues the rest of the record, so that no rank waits for it, and
+    then requests the unit in rounds. The other ranks follow the record to its end and serve the requests when they read
+    the vote there. The pass is slow but correct, and the next record includes the requests. After such a forward pass,
+    ranks agree on the backward in rounds from its beginning, so that no rank has to keep gradients while another
+    catches up.
+Note: when the vote at the end of a pass is read
+    A forward pass reads its vote before the forward returns: user code may then wait for other ranks, and one of them
+    may still have a request. A backward pass that follows its record does not read its vote. The vote says which
+    parameters some rank used, and whether some rank has gradients outside the record; the optimizer's step is usually
+    the first to need this. Earlier readers (`catch_up`) are a gradient that this rank did not compute, the next pass,
+    and a norm unless `is_sure` proves that no rank can have a request.
+Note: one sum a pass
+    A reduction may be due before the gradients of a rank are complete, if it uses units in another order. The rank
+    reports that it is not ready. All ranks keep their gradients of the unit, and reduce them once all are ready, at the
+    latest when the pass closes (`core/unit.py`). The next record has the reduction at that place.
 """
 
 import logging

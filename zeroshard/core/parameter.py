@@ -4,11 +4,12 @@ Owns the two classes of a sharded parameter. It must not know passes: it request
 `core/slot.py`, `core/buffer.py` (where the bytes are) and `core/gradient.py` (what
 `.grad` is) first.
 
-Note: two classes While gathered, a parameter is a `ShardedParameter`: `__torch_function__` is disabled, so operations
-    run as on any parameter; only `grad` and `data` are Python properties. While the storage is empty, it is a
-    `ReleasedParameter`: every operation that would read values first gathers them (inside a pass) or raises. Changing
-    the class of an object keeps its identity, so references in optimizers, hooks and user code stay valid. Reading a
-    tensor without storage crashes the process on a CPU, so no operation may reach it in that state.
+Note: two classes
+    While gathered, a parameter is a `ShardedParameter`: `__torch_function__` is disabled, so operations run as on any
+    parameter; only `grad` and `data` are Python properties. While the storage is empty, it is a `ReleasedParameter`:
+    every operation that would read values first gathers them (inside a pass) or raises. Changing the class of an object
+    keeps its identity, so references in optimizers, hooks and user code stay valid. Reading a tensor without storage
+    crashes the process on a CPU, so no operation may reach it in that state.
 """
 
 from collections.abc import Callable

@@ -2,8 +2,9 @@
 
 Owns the state of a pass. It knows units only by number, and not how ranks agree (`core/order.py`).
 
-Note: requests In rounds, a request for a unit is a number; numbers of gathers are smaller than numbers of reductions.
-    All ranks serve the smallest number, and derive its meaning from the number and the pass.
+Note: requests
+    In rounds, a request for a unit is a number; numbers of gathers are smaller than numbers of reductions. All ranks
+    serve the smallest number, and derive its meaning from the number and the pass.
 """
 
 import zlib

@@ -5,9 +5,10 @@ innermost. A tensor saved from a bucket is packed with its unit, and unpacking g
 any graph, unlike hooks on gradients. Other tensors are stored in boxes, which a treatment processes after the forward
 that saved them. These hooks disable autograd's own version check, so boxes contain the versions for a check here.
 
-Note: derivatives of derivatives A backward with `create_graph=True` also saves tensors, and begins outside the hooks of
-    modules. So a node that unpacks a tensor of a bucket sets these hooks for the tensors that it saves: autograd resets
-    the hooks of its thread for each node, so they end with the node. No other node saves a tensor of a bucket.
+Note: derivatives of derivatives
+    A backward with `create_graph=True` also saves tensors, and begins outside the hooks of modules. So a node that
+    unpacks a tensor of a bucket sets these hooks for the tensors that it saves: autograd resets the hooks of its thread
+    for each node, so they end with the node. No other node saves a tensor of a bucket.
 """
 
 from abc import ABC, abstractmethod

@@ -11,10 +11,10 @@ Note: the life of a unit at stage 3
     5. In backward, the same again, while gradients arrive in each bucket, local to this rank.
     6. `Reduction`, and with the next unit's reduction or at the end of the pass (at once in shared memory),
         `Reduction.finish`: adds this rank's shard of the sum to the held gradients.
-Note: one sum a pass The bits of a sum depend on the order of its additions. So each unit is reduced once per pass, when
-    the gradients of all ranks are complete, whatever the order in which ranks use units. A rank whose gradients are
-    incomplete reports that it is not ready; then every rank keeps its gradients, and the unit is reduced when the pass
-    closes.
+Note: one sum a pass
+    The bits of a sum depend on the order of its additions. So each unit is reduced once per pass, when the gradients of
+    all ranks are complete, whatever the order in which ranks use units. A rank whose gradients are incomplete reports
+    that it is not ready; then every rank keeps its gradients, and the unit is reduced when the pass closes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

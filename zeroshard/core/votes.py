@@ -3,12 +3,14 @@
 Owns the posted and unread votes of this rank, and the errors for ranks at different places, or with results that were
 computed too early. It must not know passes or units: `core/order.py` defines content and consequences.
 
-Note: posted and read Each rank posts a vote at the same places of the program: the beginning of a forward, the end of
-    each pass, a norm, a step. It reads votes in order, as late as possible; meanwhile the queued kernels of a device
-    run, and every action must be valid for any outcome. Reading early is always allowed. A rank serves a request when
-    it reads the vote, so it reads all posted votes before its host waits for other ranks in any other way.
-Note: rounds After a vote with a request, all ranks that have read it vote in rounds, in a separate channel, and read
-    each vote at once. So later votes that a rank has already posted stay valid.
+Note: posted and read
+    Each rank posts a vote at the same places of the program: the beginning of a forward, the end of each pass, a norm,
+    a step. It reads votes in order, as late as possible; meanwhile the queued kernels of a device run, and every action
+    must be valid for any outcome. Reading early is always allowed. A rank serves a request when it reads the vote, so
+    it reads all posted votes before its host waits for other ranks in any other way.
+Note: rounds
+    After a vote with a request, all ranks that have read it vote in rounds, in a separate channel, and read each vote
+    at once. So later votes that a rank has already posted stay valid.
 """
 
 import weakref

@@ -3,16 +3,17 @@
 Owns the presets, and the formulas that convert work into seconds. It must not know models or schedules. Each number of
 a preset is a vendor's figure or a public measurement; none comes from a run that `scorecard.py` compares with.
 
-Note: what bounds a kernel The time of a kernel is the maximum of its arithmetic, its memory traffic and its launch.
-    Matrix products reach a measured fraction of the vendor's peak (`Device.matmul_part`), and less if tiles of 128 x
-    256 do not fill the result, or the last wave of tiles does not fill the device.
-Note: what bounds a collective A ring sends (N - 1) / N of the bytes through the slowest link, and adds a latency for
-    each of its N - 1 hops. Within a node, the links are those between devices; between nodes, its ranks share the
-    node's adapters.
+Note: what bounds a kernel
+    The time of a kernel is the maximum of its arithmetic, its memory traffic and its launch. Matrix products reach a
+    measured fraction of the vendor's peak (`Device.matmul_part`), and less if tiles of 128 x 256 do not fill the
+    result, or the last wave of tiles does not fill the device.
+Note: what bounds a collective
+    A ring sends (N - 1) / N of the bytes through the slowest link, and adds a latency for each of its N - 1 hops.
+    Within a node, the links are those between devices; between nodes, its ranks share the node's adapters.
 
-Note: what a retry of the caching allocator costs The driver frees memory only when the device is idle, so the host
-    loses its lead: the device is idle until all calls to the driver are done and the next kernel is launched. The
-    driver clears freed memory before it allocates it again.
+Note: what a retry of the caching allocator costs
+    The driver frees memory only when the device is idle, so the host loses its lead: the device is idle until all calls
+    to the driver are done and the next kernel is launched. The driver clears freed memory before it allocates it again.
 
 Source: vendors' data sheets; ml-engineering (S. Bekman), "Maximum Achievable Matmul FLOPS"; the Ultra-Scale Playbook's
 measurements of collectives on 8 to 512 H100.

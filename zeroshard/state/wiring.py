@@ -3,8 +3,9 @@
 Owns the registration, and the hooks that reject state dicts outside `gathered()`; `core/hooks.py` has the other hooks.
 Read it first.
 
-Note: order The pre-hook is prepended, so that the user's hooks see gathered parameters. The post-hook is registered
-    last with `always_call=True`, so that it runs after the user's hooks, and when forward raises.
+Note: order
+    The pre-hook is prepended, so that the user's hooks see gathered parameters. The post-hook is registered last with
+    `always_call=True`, so that it runs after the user's hooks, and when forward raises.
 """
 
 import functools

@@ -3,15 +3,16 @@
 Owns the child processes of `--ranks`, their environment, and signals. It must not know what the ranks do: they run the
 same command, and detect that they were launched. Read `launch_ranks` first, then `StopSignal`.
 
-Note: Ctrl-C The launcher starts each rank in a separate session, so the terminal's signal reaches only the launcher. It
-    forwards the signal and waits; the ranks finish their step, agree to stop, save and end. The limit is the time that
-    a rank waits for others (`zero.watchdog_s`). A second signal ends the ranks at once. A rank that is still starting
-    has nothing to save, and ends at once. A stopped rank is continued, because otherwise it would not receive the
-    signal.
-Note: network Ranks of one host need no network: the launcher's store and gloo's connections use the loopback interface,
-    which no other host can reach.
-Note: no orphans A killed launcher cannot forward a signal. So a rank watches the process that started it, and ends with
-    it.
+Note: Ctrl-C
+    The launcher starts each rank in a separate session, so the terminal's signal reaches only the launcher. It forwards
+    the signal and waits; the ranks finish their step, agree to stop, save and end. The limit is the time that a rank
+    waits for others (`zero.watchdog_s`). A second signal ends the ranks at once. A rank that is still starting has
+    nothing to save, and ends at once. A stopped rank is continued, because otherwise it would not receive the signal.
+Note: network
+    Ranks of one host need no network: the launcher's store and gloo's connections use the loopback interface, which no
+    other host can reach.
+Note: no orphans
+    A killed launcher cannot forward a signal. So a rank watches the process that started it, and ends with it.
 """
 
 import logging

@@ -4,9 +4,10 @@ Owns the order of the operations of a run. It must not know the terminal (it cal
 (`launch.py`), or the meaning of a stage: the model, the optimizer and the loop are those of one process, and a single
 call of `zs.shard` shards them. Read `train` first, then `_step`.
 
-Note: what ranks agree on A signal reaches the ranks at different times, and their clocks differ. So after each step,
-    ranks agree whether any rank must stop or save, and all do so after the same step. A file that rank 0 cannot write
-    also triggers a checkpoint, and ranks agree on such files before each checkpoint.
+Note: what ranks agree on
+    A signal reaches the ranks at different times, and their clocks differ. So after each step, ranks agree whether any
+    rank must stop or save, and all do so after the same step. A file that rank 0 cannot write also triggers a
+    checkpoint, and ranks agree on such files before each checkpoint.
 """
 
 import contextlib

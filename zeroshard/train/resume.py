@@ -3,10 +3,11 @@
 Owns the names of a run's checkpoints and the content of their `extra`. It must not know the loop (`loop.py`) or the
 format (`zeroshard/checkpoint`). Read `resume` first, then `Saver`.
 
-Note: exact resumption The batch of a step is a function of seed and step, so the data's position is the number of
-    steps. Parameters, states, the loss scale and each rank's random generators are in the checkpoint; `extra` has the
-    rest. So a resumed run has the same bits as an uninterrupted run, on the same number of ranks at the same stage;
-    otherwise its sums have another order.
+Note: exact resumption
+    The batch of a step is a function of seed and step, so the data's position is the number of steps. Parameters,
+    states, the loss scale and each rank's random generators are in the checkpoint; `extra` has the rest. So a resumed
+    run has the same bits as an uninterrupted run, on the same number of ranks at the same stage; otherwise its sums
+    have another order.
 """
 
 import os
