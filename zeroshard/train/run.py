@@ -135,14 +135,13 @@ def _compile_blocks(model: torch.nn.Module) -> None:
 
 def _row(config: Config) -> dict[str, Any]:
     """Return the arguments of `zs.shard` that place the training state."""
-    offload = config.zero.offload or None
     if config.zero.residency:
         return {"residency": config.zero.residency}
     return {"stage": config.zero.stage, "activations": config.zero.activations}
 
 
 def _offload(config: Config) -> zs.Offload | str | None:
-    """Return what lies elsewhere; where updates in the backward leave clipping to the step, with its limit."""
+    """Return the argument `offload` of `zs.shard`; for updates in the backward, `step()` clips to the setting."""
     if config.zero.offload == AUTO:
         return AUTO
     offload = zs.offload_of(config.zero.offload or None)
