@@ -3,10 +3,10 @@
 Owns a hook on the model's outputs. It must not know units or passes.
 
 Note: a third table
-    Autograd adds the gradients of a parameter's uses in place if no other tensor shares the memory of the first one. The
-    gradient of a linear layer is a view, whose base stays alive, so the sum would need new memory: with both gradients,
-    three times the size of the table, at the peak of the step. A plain tensor on the same memory permits the addition
-    in place, with the same bits.
+    Autograd adds the gradients of a parameter's uses in place if no other tensor shares the memory of the first
+    gradient. The gradient of a linear layer is a view, whose base stays alive, so the sum would need new memory: with
+    both gradients, three times the size of the table, at the peak of the step. A plain tensor on the same memory
+    permits the addition in place, with the same bits.
 """
 
 from collections import deque

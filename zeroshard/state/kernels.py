@@ -75,7 +75,7 @@ def _choose(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> bool:
     devices = {p.device for p in tensors} | {slot_of(p).bucket.master(slot_of(p).index).device for p in tensors}
     if is_damped or not all(p.is_floating_point() for p in tensors) or not all(has_kernel(kernel, d) for d in devices):
         return False
-    # Adagrad creates its states in its constructor, in the parameters' dtype at that time; fused kernels need one dtype.
+    # Adagrad creates its states in its constructor, in the parameters' dtype then; fused kernels need one dtype.
     states = [(tensor, value) for tensor in tensors for value in optimizer.state.get(tensor, {}).values()]
     if any(isinstance(v, Tensor) and v.ndim and v.dtype != tensor.dtype for tensor, v in states):
         return False

@@ -272,9 +272,9 @@ class _Work:
                     source = "weights=" if callable(self.source) else "its initializer"
                     raise ValueError(
                         f"{self.mesh} '{key}' of {_where(name, module)}, {tuple(tensor.shape)}, was on the "
-                        f"meta device, and {source} did not write all its elements. Every parameter and buffer needs "
-                        "values: extend the function (module.reset_parameters() is torch's own for most modules), or give "
-                        "weights= a directory."
+                        f"meta device, and {source} did not write all its elements. Every parameter and buffer "
+                        "needs values: extend the function (module.reset_parameters() is torch's own for most "
+                        "modules), or give weights= a directory."
                     )
 
     def lock(self, number: int) -> None:

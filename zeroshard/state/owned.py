@@ -72,8 +72,8 @@ def _described(one: ShardedOptimizer, masters: Sequence[Tensor]) -> list[Any] | 
                 pairs.append((key, "", None, value))
             else:
                 return (
-                    f"The state {key!r} of '{slot_of(master).name}' is a {type(value).__name__}, but its owner can send "
-                    "only tensors, numbers and strings to other ranks. Use one of these types for the state."
+                    f"The state {key!r} of '{slot_of(master).name}' is a {type(value).__name__}, but its owner can "
+                    "send only tensors, numbers and strings to other ranks. Use one of these types for the state."
                 )
         if pairs:
             found.append((slot_of(master).name, pairs))
