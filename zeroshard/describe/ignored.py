@@ -16,11 +16,12 @@ from torch import nn
 __all__ = ["ignored_of"]
 
 
-def ignored_of(model: nn.Module, asked: Sequence[object]) -> Mapping[int, str]:
+def ignored_of(model: nn.Module, asked: Sequence[object], *, is_planned: bool = False) -> Mapping[int, str]:
     """Return the names of the ignored parameters, by identity.
 
     Args:
         asked: parameters, modules with all their parameters, or patterns of parameter names.
+        is_planned: whether no parameter needs a value, since the model is described alone.
 
     Raises:
         ValueError: something that is not in the model; a parameter without values.
@@ -48,7 +49,11 @@ def ignored_of(model: nn.Module, asked: Sequence[object]) -> Mapping[int, str]:
                 f"{', '.join(list(names.values())[:8])}, ..."
             )
         found |= {key: names[key] for key in chosen}
-    if found and (empty := [name for name, parameter in model.named_parameters() if parameter.is_meta]):
+    if (
+        found
+        and not is_planned
+        and (empty := [name for name, parameter in model.named_parameters() if parameter.is_meta])
+    ):
         raise ValueError(
             f"ignored= with a model on the meta device ('{empty[0]}' first): initializing its modules would overwrite "
             "ignored parameters. Give the model values before zs.shard(), or leave ignored= out."
