@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -90,18 +91,18 @@ def test_a_search_as_json() -> None:
 
 # -- offload ----------------------------------------------------------------------------------------------------------
 
-ONE = {"world_size": 1, "seq": 2048, "batches": (1, 4), "tensors": (1,), "activations": ("recompute",)}
+ONE: dict[str, Any] = {"world_size": 1, "seq": 2048, "batches": (1, 4), "tensors": (1,), "activations": ("recompute",)}
 
 
 def test_offload_is_the_best_where_nothing_fits_without() -> None:
     """The fastest of all offloads of all configurations, by brute force in tenths, is not faster."""
-    found = zs.search("llama-3.2-3b", device="rtx5090", stages=(2, 3), **ONE)  # type: ignore[arg-type]
+    found = zs.search("llama-3.2-3b", device="rtx5090", stages=(2, 3), **ONE)
     best = found.best[1]
     assert best is not None
     assert best.verdict == "fits"
     assert found.reasons == {1: "nothing fits without offload"}
     assert "; nothing fits without offload" in str(found)
-    assert zs.search("llama-3.2-3b", device="rtx5090", stages=(2, 3), offload=(), **ONE).best == {1: None}  # type: ignore[arg-type]
+    assert zs.search("llama-3.2-3b", device="rtx5090", stages=(2, 3), offload=(), **ONE).best == {1: None}
     tries = [
         candidate_of(found.model, dataclasses.replace(one.options, offload=offload))
         for one in found.candidates
@@ -117,10 +118,10 @@ def test_offload_is_the_best_where_nothing_fits_without() -> None:
 
 def test_offload_is_taken_where_it_is_faster() -> None:
     """Without offload only the whole recomputation fits, or so."""
-    sizes = {"world_size": 8, "seq": 4096, "tensors": (1,), "batches": (1, 2), "stages": (2, 3)}
+    sizes: dict[str, Any] = {"world_size": 8, "seq": 4096, "tensors": (1,), "batches": (1, 2), "stages": (2, 3)}
     device = dataclasses.replace(DEVICES["a100-40"], host_bytes_per_s=450 * 10**9)  # a fast bus
-    found = zs.search("llama-3-8b", device=device, **sizes)  # type: ignore[arg-type]
-    without = zs.search("llama-3-8b", device=device, offload=(), **sizes)  # type: ignore[arg-type]
+    found = zs.search("llama-3-8b", device=device, **sizes)
+    without = zs.search("llama-3-8b", device=device, offload=(), **sizes)
     best, resident = found.best[8], without.best[8]
     assert best is not None
     assert resident is not None
@@ -132,17 +133,17 @@ def test_offload_is_taken_where_it_is_faster() -> None:
 
 def test_a_folder_is_taken_where_the_host_is_too_small() -> None:
     small = dataclasses.replace(DEVICES["rtx5090"], host_bytes=25 * 10**9)
-    assert zs.search("llama-3.2-3b", device=small, stages=(2,), **ONE).best == {1: None}  # type: ignore[arg-type]
-    asked = {"device": small, "stages": (2,), "offload": ("host", "/scratch"), **ONE}
-    best = zs.search("llama-3.2-3b", **asked).best[1]  # type: ignore[arg-type]
+    assert zs.search("llama-3.2-3b", device=small, stages=(2,), **ONE).best == {1: None}
+    asked: dict[str, Any] = {"device": small, "stages": (2,), "offload": ("host", "/scratch"), **ONE}
+    best = zs.search("llama-3.2-3b", **asked).best[1]
     assert best is not None
     assert best.asked.offload is not None
     assert best.asked.offload.to == "/scratch"
-    assert zs.search("llama-3.2-3b", optimizer="lion", **asked).best == {1: None}  # type: ignore[arg-type]
+    assert zs.search("llama-3.2-3b", optimizer="lion", **asked).best == {1: None}
 
 
 def test_places_are_checked() -> None:
     with pytest.raises(TypeError, match=r"search\(offload=\) takes a list of places"):
-        zs.search("gpt2", offload="host", **ONE)  # type: ignore[arg-type]
+        zs.search("gpt2", offload="host", **ONE)
     with pytest.raises(ValueError, match="write 'host', or a folder"):
-        zs.search("gpt2", offload=["disk"], **ONE)  # type: ignore[arg-type]
+        zs.search("gpt2", offload=["disk"], **ONE)

@@ -326,9 +326,10 @@ def _precision(formats: Formats) -> Precision:
 def hang_casts(model: nn.Module, twins: Mapping[nn.Module, nn.Module], precision: Precision) -> None:
     """Have modules of the copy that keep a dtype, or have a precision of their own, cast as those of the model do."""
     casts = [(one.module, one.inside, one.outside) for one in chosen_modules(model, precision)]
-    for module in model.modules() if precision.param is not None else ():
-        if isinstance(module, precision.keep) and (kept := next(module.parameters(False), None)) is not None:
-            casts.append((module, kept.dtype, precision.param))
+    for module in model.modules():
+        is_kept = precision.param is not None and isinstance(module, precision.keep)
+        if is_kept and (own := next(module.parameters(False), None)) is not None:
+            casts.append((module, own.dtype, precision.param or own.dtype))
     for module, inside, outside in casts:
         twins[module].register_forward_pre_hook(functools.partial(_cast_in, inside), with_kwargs=True)
         twins[module].register_forward_hook(functools.partial(_cast_out, outside))
