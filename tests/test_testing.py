@@ -285,7 +285,7 @@ def test_ranks_die_with_a_killed_caller(tmp_path: Path) -> None:
 
 
 def test_bad_arguments_are_refused_before_any_process_starts() -> None:
-    with pytest.raises(TypeError, match="top of a module"):
+    with pytest.raises(TypeError, match="top level of a module"):
         run_ranks(lambda: None, 1)
     with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
         run_ranks(leave_early, 0)

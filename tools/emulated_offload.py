@@ -7,7 +7,8 @@ Note: what is emulated
     The program is the compute stream, too: a kernel is a sleep of the program. A copy is a sleep on the bus's thread
     for its direction, after those that were issued before; the program waits for it where the engine's stream would.
     An update, and rounding, are sleeps on the host's thread. A read and a write of a file are made, and sleep then, one
-    after the other in each direction of the disk. Values are those of a run without emulation.
+    after the other in each direction of the disk. The engine's thread for copies ahead of use fills buffers as the
+    program does, and is at a moment of its own. Values are those of a run without emulation.
 Note: two memories
     Both are the host's. What the engine asks a memory beside the device's for is noted, so that a copy to it is known
     from one to the device.
@@ -22,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 from unittest.mock import patch
@@ -30,10 +31,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from zeroshard import devices
 from zeroshard.core.buffer import Bucket
 from zeroshard.state import early
 from zeroshard.state.streamed import Chunk
-from zeroshard.store.apart import Apart, Arrival, HostApart, Landing
+from zeroshard.store.ahead import Late
+from zeroshard.store.apart import Apart, HostApart, Landing
 from zeroshard.store.disk import BLOCK_BYTES, Disk
 
 __all__ = ["Block", "Machine", "emulated"]
@@ -52,6 +55,22 @@ class Ticket(NamedTuple):
 
     sleeping: "Future[None]"
     done_s: float
+
+
+@final
+@dataclass
+class Mark:
+    """What stands for an event: the moment at which a thread marked its stream, and the last copy before the mark."""
+
+    machine: "Machine"
+    marked_s: float
+    copy: Ticket | None
+
+    def wait(self) -> None:
+        """Wait for the copy, and be at the moment of the mark."""
+        self.machine.follow_to(self.marked_s)
+        if self.copy is not None:
+            self.machine.await_copy(self.copy)
 
 
 @final
@@ -97,11 +116,13 @@ class Machine:
     """The last copy that the compute stream runs behind."""
 
     _clock: threading.local = field(default_factory=threading.local)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Of the buffers."""
     _memory: set[int] = field(default_factory=set)
     """Storages beside the device's."""
 
     def __post_init__(self) -> None:
-        self.lanes = {name: Lane() for name in ("out", "back", "host", "program", "read", "write")}
+        self.lanes = {name: Lane() for name in ("out", "back", "host", "copier", "read", "write")}
 
     @property
     def now_s(self) -> float:
@@ -136,19 +157,20 @@ class Machine:
     def follow(self) -> None:
         """Wait for copies of the compute stream."""
         if self._stream is not None:
-            self._wait(self._stream)
+            self.await_copy(self._stream)
             self._stream = None
 
     def follow_to(self, moment_s: float) -> None:
         """Be at that moment, if this thread is before it."""
         self.now_s = max(self.now_s, moment_s)
 
-    def _wait(self, ticket: Ticket) -> None:
+    def await_copy(self, ticket: Ticket) -> None:
+        """Sleep until work on a lane is done."""
         ticket.sleeping.result()
         self.follow_to(ticket.done_s)
 
     def _run(self, lane: str, took_s: float) -> None:
-        self._wait(self.lanes[lane].begin(self.now_s, took_s))
+        self.await_copy(self.lanes[lane].begin(self.now_s, took_s))
 
     def work(self, nbytes: float) -> None:
         """Have the host read and write so many bytes, and wait."""
@@ -170,30 +192,39 @@ class Machine:
         if self.is_beside(target):
             target.copy_(source)
             self.work(source.nbytes + target.nbytes)
+        elif self.is_ahead:
+            self._clock.copy = self._fill(target, source, staging_bytes, "copier")
         else:
             self._stream = self._fill(target, source, staging_bytes, "host")
 
-    def begin_arrival(self, arrival: Arrival) -> None:
-        """Bring parameters ahead of use; the compute stream follows where it waits."""
-        staging_bytes = arrival._apart.cell.staging_bytes
-        arrival.__dict__["ticket"] = self._fill(arrival._target, arrival._source, staging_bytes, "program")
+    @property
+    def is_ahead(self) -> bool:
+        """Whether this is the engine's thread for copies ahead of use."""
+        return bool(getattr(self._clock, "is_ahead", False))
 
-    def end_arrival(self, arrival: Arrival) -> None:
-        """Wait for parameters that were brought ahead of use."""
-        if (ticket := arrival.__dict__.pop("ticket", None)) is not None:
-            self._wait(ticket)
+    @contextmanager
+    def ahead(self, after: Mark) -> Iterator[None]:
+        """Have the thread begin at the moment at which copies were handed over."""
+        self._clock.is_ahead, self._clock.copy = True, None
+        after.wait()
+        yield
+
+    def mark(self) -> Mark:
+        """Mark the stream of this thread."""
+        return Mark(self, self.now_s, self._clock.copy if self.is_ahead else None)
 
     def _fill(self, target: Tensor, source: Tensor, staging_bytes: int, lane: str) -> Ticket | None:
         last: Ticket | None = None
         step = max(1, staging_bytes // BUFFERS // target.itemsize)
         for to, values in zip(target.split(step), source.split(step), strict=True):
-            before = self._buffers.pop(0)
-            if before is not None:
-                self._wait(before)
-            self._run(lane, (values.nbytes + to.nbytes) / self.host)
-            to.copy_(values)
-            last = self.lanes["back"].begin(self.now_s, to.nbytes / self.bus)
-            self._buffers.append(last)
+            with self._lock:
+                before = self._buffers.pop(0)
+                if before is not None:
+                    self.await_copy(before)
+                self._run(lane, (values.nbytes + to.nbytes) / self.host)
+                to.copy_(values)
+                last = self.lanes["back"].begin(self.now_s, to.nbytes / self.bus)
+                self._buffers.append(last)
         return last
 
     def submit(self, begin: Callable[..., "Future[Any]"], move: Callable[..., Any], *args: Any) -> "Future[Any]":
@@ -227,6 +258,8 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
     adam = functional.adam  # torch.optim hides its modules
     zeros, begin, update_unit, wait_unit = HostApart.zeros, early._Run.begin, early._Run._update, early.Early._wait_for
 
+    start = Late.start
+
     def update(params: list[Tensor], *args: Any, **options: Any) -> None:
         adam(params, *args, **options)
         machine.work(bytes_per_element * sum(one.numel() for one in params))
@@ -258,10 +291,13 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
                 if is_on_device is None or is_on_device is not machine.is_beside(part):
                     bucket._bring(part, masters)
 
-    @contextmanager
-    def begun(arrival: Arrival) -> Iterator[None]:
-        machine.begin_arrival(arrival)
-        yield
+    def ahead(device: torch.device, after: Any) -> AbstractContextManager[None]:
+        return machine.ahead(after)
+
+    def start_late(late: Late) -> None:
+        start(late)
+        if late._arrived is not None:
+            machine.follow_to(late._arrived.marked_s)  # type: ignore[attr-defined]
 
     def begin_run(run: Any, *args: Any) -> None:
         run.moments = {"begun": machine.now_s}
@@ -286,8 +322,11 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
         stack.enter_context(patch.object(Chunk, "_wait", wait_for))
         stack.enter_context(patch.object(HostApart, "zeros", host_zeros))
         stack.enter_context(patch.object(Bucket, "follow_apart", follow_apart))
-        stack.enter_context(patch.object(Arrival, "begun", begun))
-        stack.enter_context(patch.object(Arrival, "wait", lambda arrival: machine.end_arrival(arrival)))
+        stack.enter_context(patch.object(Apart, "takes_time", True))
+        stack.enter_context(patch.object(devices, "ahead", ahead))
+        stack.enter_context(patch.object(devices, "behind", lambda device, after: nullcontext()))
+        stack.enter_context(patch.object(devices, "mark_on", lambda device: machine.mark()))
+        stack.enter_context(patch.object(Late, "start", start_late))
         stack.enter_context(patch.object(early, "is_worthwhile", lambda device: True))
         stack.enter_context(patch.object(early._Run, "begin", begin_run))
         stack.enter_context(patch.object(early._Run, "_update", update_late))

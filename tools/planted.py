@@ -294,7 +294,7 @@ ENGINE = (
     Bug(
         "a gather sends nothing",
         "core/unit.py",
-        "self._pending.append(comm.gather(bucket.full, tag, kind))",
+        "self._pending.append(bucket.brought(partial(comm.gather, bucket.full, tag, kind), self.name))",
         "self._pending.append(Pending(lambda: None))",
         _PLANNED,
     ),
@@ -558,8 +558,8 @@ ENGINE = (
     Bug(
         "parameters elsewhere are not brought before the gather",
         "core/buffer.py",
-        "return nullcontext() if self.arrival is None else self.arrival.begun()",
-        "return nullcontext()",
+        "return begin() if self._home is None else",
+        "return begin() if True else",
         f"{_ENGINE}/test_offload_parameters.py::{_ELSEWHERE}[accumulates-2-host]",
     ),
     Bug(
@@ -589,6 +589,27 @@ ENGINE = (
         "value.clone() if isinstance(value, Tensor) else value",
         "value",
         f"{_ENGINE}/test_offload_early.py::test_rates_that_change_afterwards_count_from_the_next_step_on",
+    ),
+    Bug(
+        "an update ahead is taken though gradients have changed",
+        "state/in_backward.py",
+        "version_of(one) != at for",
+        "False for",
+        f"{_ENGINE}/test_offload_in_backward.py::test_what_happens_between_a_backward_and_its_step_counts[1]",
+    ),
+    Bug(
+        "an update ahead is taken though rates have changed",
+        "state/in_backward.py",
+        "return all(_are_equal(self._options[n], _options_of(optimizer.param_groups[n])) for n in numbers)",
+        "return True",
+        f"{_ENGINE}/test_offload_in_backward.py::test_what_happens_between_a_backward_and_its_step_counts[2]",
+    ),
+    Bug(
+        "a step with an update ahead does not clip",
+        "state/in_backward.py",
+        "if bool(self._max_norm / (total + 1e-6) >= 1.0):",
+        "if self._max_norm:",
+        f"{_ENGINE}/test_offload_in_backward.py::test_updates_in_the_backward_are_the_same[1]",
     ),
     # Whole matrices.
     Bug(

@@ -1,8 +1,8 @@
 """zeroshard: train PyTorch models that do not fit, by ZeRO, in one call.
 
-`zs.shard(model, optimizer)` replaces the copies that data parallelism keeps by shards; the training loop stays as it
-is. Start with `shard` and `Zero`; `docs/design.md` explains the whole. Names are imported when they are first used, so
-that the planner can read `zeroshard.table` where there is no torch.
+`zs.shard(model, optimizer)` replaces the copies that data parallelism keeps with shards; the training loop does not
+change. Start with `shard` and `Zero`; `docs/design.md` explains the design. Public names are imported on first use,
+because the planner reads `zeroshard.table` without torch.
 """
 
 import importlib
@@ -132,14 +132,16 @@ _MODULES = MappingProxyType(
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from where it is defined."""
+    """Import a public name from the module that defines it."""
     if name == "__version__":
         value = importlib.import_module("zeroshard.core.version").VERSION
     elif name in _MODULES:
         module = importlib.import_module(_MODULES[name])
         value = getattr(module, name, module)  # `plan` is a package that can be called
     else:
-        raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")
+        functions = importlib.import_module("zeroshard.peers").FUNCTIONS
+        hint = f". Write {functions[name]}" if name in functions else ""
+        raise AttributeError(f"module 'zeroshard' has no attribute {name!r}{hint}")
     globals()[name] = value
     return value
 

@@ -1,7 +1,7 @@
-"""Who reads a parameter where its values are not there: what to write instead.
+"""Remedies for code that reads a released parameter.
 
-Owns the look at the functions that are being called, for the errors of released parameters alone. It must not know
-engines or passes: `core/parameter.py` asks it.
+Owns the inspection of the call stack, which only errors of released parameters use. It must not know engines or passes;
+`core/parameter.py` calls it.
 """
 
 import inspect
@@ -19,11 +19,11 @@ __all__ = ["remedy_for"]
 CONVERSIONS = frozenset("bfloat16 cpu cuda double float half ipu mtia share_memory_ to to_empty type xpu".split())
 """Methods of modules that replace their parameters."""
 DISPATCH = frozenset(["__call__", "_call_impl", "_wrapped_call_impl"])
-"""What torch runs between a module's call and its method."""
+"""Functions that torch runs between the call of a module and its method."""
 AVERAGE = re.compile("Averaged|MovingAverage|EMA|Ema(?![a-z])")
-"""In names of classes: torch's, timm's, diffusers' and torch_ema's."""
+"""Matches the class names of averages in torch, timm, diffusers and torch_ema."""
 COPIES = frozenset(["__deepcopy__", "deepcopy", "lerp", "lerp_"])
-"""What averages that are kept by hand begin with."""
+"""The operations with which hand-written averages begin."""
 SAVES = frozenset(["save", "save_file", "save_model", "save_pretrained", "save_state_dict"])
 
 
@@ -33,31 +33,31 @@ COMPUTES = frozenset(
     conv_transpose3d cross_entropy einsum embedding embedding_bag group_norm layer_norm linear matmul mm mv rms_norm t T
     """.split()
 )
-"""What layers compute with parameters."""
+"""Operations of layers on parameters."""
 
 
 def remedy_for(parameter: torch.Tensor, name: str, what: str = "") -> str:
-    """Return what to write instead of the code that reads a parameter now.
+    """Return the remedy for the code that is reading a released parameter.
 
     Args:
-        name: of the parameter in the sharded model.
-        what: the function that reads it.
+        name: name of the parameter in the sharded model.
+        what: name of the function that reads the parameter.
     """
     method = ""
     for frame in _frames():
         code, owner = frame.f_code.co_name, _self_of(frame)
         if isinstance(owner, torch.optim.Optimizer):
             return (
-                f"{type(owner).__name__} was built from parameters of a sharded model: hand it over with "
+                f"{type(owner).__name__} was built from parameters of a sharded model: pass it to "
                 "zero.attach(optimizer)."
             )
         if _is_average(owner):
             return (
-                f"{type(owner).__name__} keeps whole copies of parameters. zero.ema(decay) keeps a sharded average; "
-                "inside `with zero.gathered():` any other works."
+                f"{type(owner).__name__} keeps full copies of parameters. zero.ema(decay) keeps a sharded average; "
+                "inside `with zero.gathered():` every other average works."
             )
         if code in SAVES:
-            return "zero.save(path) writes a checkpoint of all ranks; `with zero.gathered():` has whole parameters."
+            return "zero.save(path) writes a checkpoint of all ranks; `with zero.gathered():` gathers full parameters."
         if isinstance(owner, nn.Module):
             if code in CONVERSIONS:
                 return "Move and convert the model before zs.shard(), and build the optimizer after that."
@@ -84,7 +84,7 @@ def remedy_for(parameter: torch.Tensor, name: str, what: str = "") -> str:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Yield the functions being called, the innermost first."""
+    """Yield the frames of the call stack, innermost first."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame
@@ -92,7 +92,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _self_of(frame: FrameType) -> Any:
-    """Return the object whose method is being called, None in a plain function."""
+    """Return the object whose method the frame runs; None for a plain function."""
     code = frame.f_code
     owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     method = inspect.unwrap(getattr(type(owner), code.co_name, None) or _self_of)
@@ -100,13 +100,14 @@ def _self_of(frame: FrameType) -> Any:
 
 
 def _is_average(owner: Any) -> bool:
-    """Tell whether an object keeps an average of parameters: the classes that do have nothing in common but names."""
+    """Return whether an object keeps an average of parameters; such classes share only their naming."""
     return any(AVERAGE.search(kind.__name__) for kind in type(owner).__mro__)
 
 
 def _path_of(module: nn.Module, method: str, parameter: torch.Tensor, name: str) -> str:
-    """Return a method of the sharded model or of a module in it, such as "encoder.encode"; "" of any other."""
-    if method in DISPATCH or method.startswith("__"):
+    """Return a method of the sharded model or of a module in it, such as "encoder.encode"; otherwise ""."""
+    # What every module has, such as apply(), computes nothing of a model's own.
+    if method in DISPATCH or method.startswith("__") or (method != "forward" and hasattr(nn.Module, method)):
         return ""
     for inner, one in module.named_parameters():
         if one is parameter and (name == inner or name.endswith(f".{inner}")):

@@ -1,12 +1,12 @@
 """The command line: training, plans, reports, tokenizers and checkpoints.
 
-Owns the terminal: arguments in, text out. Thin on purpose: what it runs is in `zeroshard/train`, `zeroshard/plan`,
-`zeroshard/report` and `zeroshard/checkpoint`. Needs typer, rich and pydantic (the extra `zeroshard[cli]`), and says so
-where they are missing. Read `train` first, then `Terminal`.
+Owns arguments and output. The commands themselves are in `zeroshard/train`, `zeroshard/plan`, `zeroshard/report` and
+`zeroshard/checkpoint`. Needs typer, rich and pydantic (the extra `zeroshard[cli]`), and names the extra if they are
+missing. Read `train` first, then `Terminal`.
 
-Note: texts of others
-    Names of files, folders and models, and what a model writes, are printed with escapes for characters that steer a
-    terminal, and never as rich's markup: `[bold]` in a name is shown as it stands.
+Note: untrusted text
+    Control characters in names of files, folders and models, and in generated text, are printed as escapes, and such
+    text is never parsed as rich markup: `[bold]` in a name is printed literally.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PLAIN_WIDTH: Final = 100
 _PROFILED_STEPS: Final = 3
 _DOCTOR_PATIENCE_S: Final = 10.0
 _KEPT_IN_SAMPLE: Final = "\n\t\u00a0\u200c\u200d"
-"""What is not printable and belongs to text: ends of lines, tabs, spaces and joiners of writing systems."""
+"""Unprintable characters that belong to text: ends of lines, tabs, spaces and joiners of writing systems."""
 
 
 def main() -> None:
@@ -76,41 +76,40 @@ def main() -> None:
 def train(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Any setting, such as lr=0.001; --dry-run prints all."),
+        typer.Argument(metavar="KEY=VALUE", help="Any setting, such as lr=0.001; --dry-run lists them."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings; --dry-run prints one.")] = None,
-    model: Annotated[str | None, _setting("model.source", "gpt, or hf:DIR: transformers, a local folder.")] = None,
-    depth: Annotated[int | None, _setting("model.depth", "Blocks of gpt; width, batch, learning rate follow.")] = None,
+    model: Annotated[str | None, _setting("model.source", "gpt, or hf:DIR for a local folder of transformers.")] = None,
+    depth: Annotated[int | None, _setting("model.depth", "Blocks of gpt; sets width, batch, learning rate.")] = None,
     ranks: Annotated[
-        int | None, _setting("run.ranks", "Processes; 0: one a GPU, or 2 on a CPU. torchrun's own number wins.")
+        int | None, _setting("run.ranks", "Processes; 0: one per GPU, or 2 on a CPU. torchrun's number has priority.")
     ] = None,
-    stage: Annotated[
-        str | None, typer.Option(help="Row of the residency table. Default: 3.", metavar="0|1|2|3|auto")
-    ] = None,
-    residency: Annotated[str | None, _setting("zero.residency", "A row of the ZeRO paper, instead.")] = None,
+    stage: Annotated[str | None, typer.Option(help="ZeRO stage. Default: 3.", metavar="0|1|2|3|auto")] = None,
+    residency: Annotated[str | None, _setting("zero.residency", "Row of the ZeRO paper; replaces --stage.")] = None,
     activations: Annotated[
         str | None,
         _setting("zero.activations", "keep, recompute (activation checkpointing), compress, ..., joined by +."),
     ] = None,
     offload: Annotated[
-        str | None, _setting("zero.offload", "host, /folder, states=0.6,parameters=1,to=/folder, auto.")
+        str | None,
+        _setting("zero.offload", "host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, auto."),
     ] = None,
-    precision: Annotated[str | None, _setting("train.precision", "The model computes in it.")] = None,
-    optimizer: Annotated[str | None, _setting("train.optimizer", "The learning rate follows.")] = None,
+    precision: Annotated[str | None, _setting("train.precision", "Precision of the model's computation.")] = None,
+    optimizer: Annotated[str | None, _setting("train.optimizer", "Optimizer; sets the learning rate.")] = None,
     data: Annotated[
-        str | None, _setting("data.path", "Text, .jsonl, .parquet, or a folder of them; none: Python's documentation.")
+        str | None, _setting("data.path", "Text, .jsonl, .parquet, or a folder of these; none: Python's documentation.")
     ] = None,
-    name: Annotated[str | None, _setting("run.name", "Files go to runs/NAME/; a run that is there resumes.")] = None,
+    name: Annotated[str | None, _setting("run.name", "Files go to runs/NAME/; an existing run resumes.")] = None,
     steps: Annotated[int | None, _setting("train.steps", "Updates of the parameters.")] = None,
-    seed: Annotated[int | None, _setting("run.seed", "Of parameters, data order and sample.")] = None,
+    seed: Annotated[int | None, _setting("run.seed", "Seed of parameters, data order and sample.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile each block with torch.compile.")] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Show where the time of some steps goes.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run; refuse where there is one.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Profile some steps; print where time goes.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run; fail if the run exists.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved settings and the plan, and stop.")
+        bool, typer.Option("--dry-run", help="Print the resolved settings and the plan, and exit.")
     ] = False,
 ) -> None:
-    """Train a language model on text, its states sharded over ranks. The same command again resumes the run."""
+    """Train a language model on text, with state sharded over ranks. Repeat the command to resume the run."""
     from zeroshard.train.config import AUTO, load_config, to_toml
     from zeroshard.train.resume import is_complete
 
@@ -139,7 +138,7 @@ def train(
     try:
         resolved = load_config(config, settings)
         if is_first_rank():
-            from zeroshard.train.run import check_paths  # torch takes its time to import
+            from zeroshard.train.run import check_paths  # imports torch, which is slow
 
             check_paths(resolved)
         if AUTO in (resolved.zero.stage, resolved.zero.offload):
@@ -169,12 +168,12 @@ def train(
 
 
 def tokenizer(
-    out: Annotated[Path, typer.Option(help="File to write; give it to train as data.tokenizer=FILE.")],
-    data: Annotated[str, typer.Argument(help="Text, .jsonl, .parquet, or a folder of them.")] = "",
-    vocab: Annotated[int, typer.Option(help="Tokens, 257 or more.")] = 4096,
-    column: Annotated[str, typer.Option(help="What holds the text in .jsonl and .parquet.")] = "text",
+    out: Annotated[Path, typer.Option(help="File to write; pass it to train as data.tokenizer=FILE.")],
+    data: Annotated[str, typer.Argument(help="Text, .jsonl, .parquet, or a folder of these.")] = "",
+    vocab: Annotated[int, typer.Option(help="Number of tokens, 257 or more.")] = 4096,
+    column: Annotated[str, typer.Option(help="Column of the text in .jsonl and .parquet.")] = "text",
 ) -> None:
-    """Learn a byte-pair tokenizer from the part of a text that `train` trains on."""
+    """Train a byte-pair tokenizer on the training part of a text."""
     from zeroshard.train.config import Data
     from zeroshard.train.corpus import find_split
     from zeroshard.train.text import open_source, take
@@ -190,10 +189,10 @@ def tokenizer(
 
 
 def doctor(
-    ranks: Annotated[int, typer.Option(help="Processes to start, for collectives; torchrun's own number wins.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="File of the profile; --device this finds the usual one.")] = None,
+    ranks: Annotated[int, typer.Option(help="Processes for collectives; torchrun's number has priority.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="File of the profile; --device this finds the default file.")] = None,
 ) -> None:
-    """Measure this machine's products, copies and collectives, and store the profile for plans."""
+    """Measure matrix products, copies and collectives of this machine, and store the profile for plans."""
     from zeroshard.plan.profiles import profile_path, write_profile
     from zeroshard.report.doctor import measure_device, measure_ranks
 
@@ -216,11 +215,11 @@ def doctor(
 
 
 def report(
-    sources: Annotated[list[str], typer.Argument(help="Folders of runs, files of `plan --json`.")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="The page.")] = Path("report.html"),
-    pictures: Annotated[Path | None, typer.Option(help="A folder for PNG and SVG files, too.")] = None,
+    sources: Annotated[list[str], typer.Argument(help="Folders of runs, or files of `plan --json`.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Page to write.")] = Path("report.html"),
+    pictures: Annotated[Path | None, typer.Option(help="Folder for PNG and SVG files of the figures.")] = None,
 ) -> None:
-    """Write one page, which opens without a network, of runs, plans, searches and scorecards."""
+    """Write one self-contained HTML page of runs, plans, searches and scorecards."""
     from zeroshard.report.page import write_page
     from zeroshard.report.pictures import write_pictures
     from zeroshard.report.plans import read_sources
@@ -236,9 +235,9 @@ def report(
 
 def paper(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,
-    plots: Annotated[Path | None, typer.Option(help="A folder for PNG and SVG files of the figures.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for PNG and SVG files of the figures.")] = None,
 ) -> None:
-    """Print the ZeRO paper's tables and figures, predicted beside published: docs/paper.md."""
+    """Print tables and figures of the ZeRO paper, predicted beside published: docs/paper.md."""
     from zeroshard.plan.paper import reproduce
     from zeroshard.report.paper_plots import write_paper_plots
 
@@ -252,10 +251,10 @@ def paper(
 
 
 def scorecard(
-    data: Annotated[Path, typer.Option(help="Published runs, as CSV: docs/plan.md has the columns.")],
+    data: Annotated[Path, typer.Option(help="CSV file of published runs; docs/plan.md lists the columns.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,
 ) -> None:
-    """Predict published runs, and print the errors of memory and time by source."""
+    """Predict published runs, and print the errors in memory and time by source."""
     from zeroshard.plan.scorecard import render
     from zeroshard.plan.scorecard import scorecard as judge
 
@@ -272,16 +271,16 @@ def version() -> None:
 
 
 def _options(
-    is_version: Annotated[bool, typer.Option("--version", help="Print the version, and stop.")] = False,
+    is_version: Annotated[bool, typer.Option("--version", help="Print the version, and exit.")] = False,
 ) -> None:
-    """Handle the options before a command."""
+    """Handle options that precede a command."""
     if is_version:
         version()
         raise typer.Exit
 
 
 def _setting(name: str, about: str) -> Any:
-    """Return the option of one setting; its help has the choices and the default of `zeroshard.train.config`."""
+    """Return the option of one setting, with its choices and default from `zeroshard.train.config`."""
     from zeroshard.train.config import choices_of, default_of
 
     default, choices = default_of(name), choices_of(name)
@@ -290,14 +289,14 @@ def _setting(name: str, about: str) -> Any:
 
 
 def _checkpoint_commands() -> typer.Typer:
-    """Return `ls`, `verify`, `diff`, `export` and `import`, which print here."""
+    """Return the checkpoint commands, which print through this module."""
     from zeroshard.checkpoint.commands import make_commands
 
     return make_commands(print, lambda text: print(f"zeroshard: {text}", file=sys.stderr), _progress_of_bytes)
 
 
 def _add_plan(app: typer.Typer) -> None:
-    """Add `plan`, which prints here."""
+    """Add the command `plan`, which prints through this module."""
     from zeroshard.plan.commands import add_commands
 
     add_commands(app, _say, _fail)
@@ -305,7 +304,7 @@ def _add_plan(app: typer.Typer) -> None:
 
 @contextmanager
 def _progress_of_bytes() -> Iterator[Callable[[int, int], None]]:
-    """Show on a terminal how many bytes of how many are done."""
+    """Show a progress bar in bytes on a terminal."""
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -314,7 +313,7 @@ def _progress_of_bytes() -> Iterator[Callable[[int, int], None]]:
 
 
 def _train(config: Config) -> NoReturn:
-    """Train as one rank: the only one, or one of those that were launched."""
+    """Train as one rank: the only rank, or a launched rank."""
     from zeroshard.train.loop import train as run
 
     with StopSignal() as stop, Terminal(log_every=config.run.log_every) as terminal:
@@ -323,7 +322,7 @@ def _train(config: Config) -> NoReturn:
 
 
 def _prepare(config: Config, *, is_fresh: bool) -> None:
-    """Prepare before anything starts, so that one process says what is wrong, and ranks wait for nothing."""
+    """Prepare files before ranks start, so that one process reports errors and no rank waits."""
     from zeroshard.train.resume import check_folder
     from zeroshard.train.run import prepare
 
@@ -335,25 +334,25 @@ def _prepare(config: Config, *, is_fresh: bool) -> None:
 
 
 def _say(message: str) -> None:
-    """Print a line that may hold names from files."""
+    """Print a line that may contain names from files."""
     print(printable(message))
 
 
 def _fail(message: str, status: int = 2) -> NoReturn:
-    """End with a message; status 2 is about something that only the user can put right."""
+    """Exit with a message; status 2 is an error in the user's input."""
     print(printable(f"zeroshard: {message}"), file=sys.stderr)
     sys.exit(status)
 
 
 @final
 class Terminal:
-    """The reporter that a person watches: a banner, a progress bar or lines, evaluations, and the closing tables.
+    """A reporter for people: a banner, a progress bar or lines, evaluations, and closing tables.
 
-    As a context it leaves the terminal as it was, whatever happens.
+    As a context manager it restores the terminal on exit.
 
     Args:
-        log_every: steps between lines where the output is no terminal.
-        console: where to write; standard output by default.
+        log_every: steps between lines if the output is not a terminal.
+        console: the output; standard output by default.
     """
 
     def __init__(self, *, log_every: int, console: Console | None = None) -> None:
@@ -373,7 +372,7 @@ class Terminal:
             self._progress.stop()
 
     def started(self, start: Start) -> None:
-        """Print the banner, and start the progress bar where there is a terminal."""
+        """Print the banner, and start the progress bar on a terminal."""
         self._steps = start.steps
         self._done = start.done
         facts = {"model": start.model, "mesh": start.mesh, "data": start.data, "files": f"{start.folder}/"}
@@ -395,7 +394,7 @@ class Terminal:
             self._progress.add_task("train", total=start.steps, completed=start.done, status="")
 
     def stepped(self, record: StepRecord) -> None:
-        """Move the bar, or print a line every so many steps."""
+        """Move the bar, or print a line every `log_every` steps."""
         self._train_s += record.step_s
         held_bytes = sum(record.resident_bytes.values())
         status = f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s  {held_bytes / 1e6:.1f} MB/rank"
@@ -418,7 +417,7 @@ class Terminal:
         """Print nothing yet."""
 
     def saved(self, step: int, path: Path) -> None:
-        """Print where the checkpoint is."""
+        """Print the path of the checkpoint."""
         self._console.print(Text.assemble(("saved", "bold"), printable(f" after step {step}: {path}")), soft_wrap=True)
 
     def finished(self, summary: Summary) -> None:
@@ -449,7 +448,7 @@ def _make_progress(console: Console) -> Progress:
 
 
 def _memory_table(ranks: Sequence[RankBytes]) -> Table:
-    """Set what each rank should hold against what it held."""
+    """Return a table of predicted and measured bytes in memory by rank."""
     columns = [*_COLUMNS, *({"activations"} & ranks[0].peak_bytes.keys())]
     table = _make_table("Bytes in memory (transient, activations: at most)", columns)
     for rank, of_rank in enumerate(ranks):
@@ -459,7 +458,7 @@ def _memory_table(ranks: Sequence[RankBytes]) -> Table:
 
 
 def _traffic_table(ranks: Sequence[RankBytes]) -> Table:
-    """Set what each rank should send in training steps against what it sent, and show what else it sent."""
+    """Return a table of predicted and measured bytes sent in training steps, and of other bytes sent, by rank."""
     kinds = tuple(dict.fromkeys((*ranks[0].predicted_sent_bytes, *ranks[0].sent_bytes)))
     table = _make_table("Bytes sent in training steps", kinds)
     for rank, of_rank in enumerate(ranks):
@@ -469,7 +468,7 @@ def _traffic_table(ranks: Sequence[RankBytes]) -> Table:
 
 
 def _plan_table(plan: Mapping[str, Any]) -> Table | Text:
-    """Return the plan of rank 0 beside its measurement, or why there is none."""
+    """Return the plan of rank 0 beside its measurement, or the reason why it is missing."""
     if "problem" in plan:
         return Text(printable(f"no plan: {plan['problem']}"))
     heads = {"step_s": "step, s", "tokens_per_s": "tokens/s", "peak_bytes": "allocated at most"}
@@ -494,23 +493,23 @@ def _make_table(title: str, columns: Iterable[str]) -> Table:
 def _add_pair(
     table: Table, rank: int, predicted: Mapping[str, int], measured: Mapping[str, int], columns: Iterable[str]
 ) -> None:
-    """Add two rows of one rank: what was predicted (nothing, where nothing can be), and what was measured."""
+    """Add two rows for one rank: predicted ("-" if unpredictable) and measured."""
     columns = tuple(columns)
     table.add_row(f"rank {rank} predicted", *(f"{predicted[c]:,}" if c in predicted else "-" for c in columns))
     table.add_row("  measured", *(f"{measured.get(c, 0):,}" for c in columns))
 
 
 def _closing_line(summary: Summary) -> str:
-    """Say in one line how it went."""
+    """Return the result of a run in one line."""
     state = f"interrupted after {summary.steps} steps" if summary.is_interrupted else f"{summary.steps} steps"
     bits = "not evaluated" if summary.bits_per_byte is None else f"{summary.bits_per_byte:.4f} bits per byte held out"
     return f"[bold]{bits}[/bold], {state}, {summary.tokens_per_s:,.0f} tokens/s, {_minutes(summary.wall_s)} in all"
 
 
 def _complete_line(config: Config) -> str:
-    """Say that there is nothing left to do, and what there could be."""
-    made = f"{config.folder} is complete: all of its {config.train.steps} steps are made"
-    return f"{made}. More of them (--steps) go on with it, another --name starts anew."
+    """Return a line that says that the run is complete, and how to continue."""
+    made = f"{config.folder} is complete: all {config.train.steps} steps are done"
+    return f"{made}. Continue with more --steps, or start a new run with another --name."
 
 
 def _minutes(seconds: float) -> str:

@@ -1,12 +1,12 @@
-"""What this process knows of CUDA: its devices, and the streams on which a model's work runs.
+"""CUDA devices of this process, and the streams on which a model runs.
 
-Owns every such question that decides something (which device, which stream, is a graph being captured), so that tests
-answer in the place of a GPU by replacing functions of this module. It must not know ranks, models or collectives.
+Owns every query of CUDA that decides something (device, stream, graph capture); tests replace functions of this module
+to emulate a GPU. It must not know ranks, models or collectives.
 """
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, final
 
 import torch
@@ -18,6 +18,8 @@ __all__ = [
     "Mark",
     "ahead",
     "alone",
+    "begin_thread",
+    "behind",
     "choose",
     "count",
     "current",
@@ -25,6 +27,7 @@ __all__ = [
     "identity",
     "is_capturing",
     "mark",
+    "mark_on",
     "order_after",
     "pinned",
     "stream_of",
@@ -32,50 +35,50 @@ __all__ = [
 ]
 
 Mark = torch.Event
-"""What `mark` returns."""
+"""The type of event that `mark` returns."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 def count() -> int:
-    """Return how many CUDA devices this process sees."""
+    """Return the number of CUDA devices that this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def current() -> int:
-    """Return the index of the CUDA device that the program has chosen; 0 if it has not."""
+    """Return the index of the current CUDA device; 0 by default."""
     return torch.cuda.current_device()
 
 
 def use(device: torch.device) -> None:
-    """Choose a CUDA device for the program: what it puts on "cuda" goes there."""
+    """Set the current CUDA device of the program."""
     torch.cuda.set_device(device)
 
 
 def identity(device: torch.device) -> str:
-    """Return what no other device has, on any host; "" where the driver does not tell."""
+    """Return a globally unique identifier of a device; "" if the driver provides none."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return what a CUDA device has left, with what torch keeps there without use."""
+    """Return the free bytes of a CUDA device, including unused memory that torch's allocator has reserved."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def stream_of(device: torch.device) -> int:
-    """Return the address of the stream that this thread's kernels go to."""
+    """Return the address of the current stream of this thread."""
     return raw_stream(current() if device.index is None else device.index)
 
 
 def is_capturing() -> bool:
-    """Tell whether the current stream records a CUDA graph instead of running kernels."""
+    """Return whether the current stream is capturing a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
 
 
 def order_after(device: torch.device, stream: int) -> None:
-    """Have the current stream begin what follows when all that another one was told is done; the host goes on."""
+    """Make the current stream wait for all work queued on another stream; the host does not wait."""
     torch.cuda.current_stream(device).wait_stream(torch.cuda.ExternalStream(stream, device=device))
 
 
@@ -86,17 +89,17 @@ def choose(
     given: torch.device | None = None,
     found: torch.device | None = None,
 ) -> torch.device:
-    """Return a rank's device: a CUDA device, where there are some and the process group can use them, else the CPU.
+    """Return the device of a rank: a CUDA device if one exists and the process group supports it, else the CPU.
 
-    Which one is what the process group was given, else what the program chose (`torch.cuda.set_device`), the launcher
-    (LOCAL_RANK), or where the model is. It may not exist, and may be another rank's, too: `state/places.py` has all
-    ranks refuse that.
+    In order of precedence, the CUDA device is that of the process group, of the program (`torch.cuda.set_device`), of
+    the launcher (LOCAL_RANK), or of the model. The device may not exist, or may be used by another rank;
+    `state/places.py` raises on all ranks then.
 
     Args:
-        backend: what the process group moves CUDA tensors with; None where it does not.
-        local_rank: the rank's number on its host, if a launcher told.
+        backend: the backend of the process group for CUDA tensors; None if it has none.
+        local_rank: the number of the rank on its host; None if the launcher did not set it.
         given: the device of the process group.
-        found: that of a model's parameters, where it is one.
+        found: the device of the model's parameters, if they share one.
     """
     if not count() or backend not in ("nccl", "fake"):
         return torch.device("cpu")
@@ -104,7 +107,7 @@ def choose(
         return given
     index = current()
     if not index and local_rank is not None:
-        # A launcher may show each rank a device of its own, as the only one.
+        # A launcher may make only one device visible to each rank.
         index = local_rank if count() > 1 else 0
     elif not index and found is not None and found.type == "cuda":
         index = found.index
@@ -112,38 +115,61 @@ def choose(
 
 
 def mark(device: torch.device) -> Mark:
-    """Mark what the current stream of a device has been told so far; the event says when all of that is done."""
+    """Record an event on the current stream of a device, to learn when the work queued so far is done."""
     event = torch.Event(device)
     event.record()
     return event
 
 
-def ahead(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which copies are begun ahead of their use.
+def mark_on(device: torch.device) -> Mark | None:
+    """Record an event on the current stream of a CUDA device; return None on a CPU, which has no streams."""
+    return None if device.type == "cpu" else mark(device)
 
-    They follow what the current stream of a CUDA device was told until now, and run beside what it is told next. On a
-    CPU they are made at once.
+
+def ahead(device: torch.device, after: Mark | None) -> AbstractContextManager[Any]:
+    """Return a context for copies ahead of their use, on a separate stream.
+
+    Args:
+        after: the copies run after this event; None on a CPU, where they run immediately.
     """
-    if device.type == "cpu":
-        return nullcontext()
-    beside = _beside(device)
-    beside.wait_stream(torch.cuda.current_stream(device))
-    return torch.cuda.stream(beside)
+    return nullcontext() if after is None else _on(_stream_for(device, "copies"), after)
+
+
+def behind(device: torch.device, after: Mark | None) -> AbstractContextManager[Any]:
+    """Return a context for work that follows one event, and no copies that were launched after the event.
+
+    Args:
+        after: the event; None keeps the current stream.
+    """
+    return nullcontext() if after is None else _on(_stream_for(device, "readers"), after)
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream, after: Mark) -> Iterator[None]:
+    with torch.cuda.stream(stream):
+        after.wait()
+        yield
 
 
 @functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of a device for copies ahead of use."""
+def _stream_for(device: torch.device, use: str) -> torch.cuda.Stream:
+    """Return a separate stream of a device for one use."""
     return torch.cuda.Stream(device)
 
 
+def begin_thread(device: torch.device) -> None:
+    """Make the device of the rank the current one of a new thread."""
+    if device.type == "cuda":
+        use(device)
+
+
 def pinned(values: torch.Tensor) -> torch.Tensor:
-    """Return memory of the host for a copy of a device's tensor; the host waits for copies to any other memory."""
+    """Return pinned host memory for a copy of a device tensor; copies to pageable memory would block the host."""
     return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
 
 
 class HasLock(Protocol):
-    """What several threads may call; where there is one thread alone, `lock` is None."""
+    """An object that several threads may call; `lock` is None with a single thread."""
 
     lock: Any
 
@@ -152,7 +178,7 @@ _Self = TypeVar("_Self", bound=HasLock)
 
 
 def alone(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Concatenate[_Self, _P], _T]:
-    """Let one thread at a time into methods of an object, by its reentrant `lock`: autograd has one for each device."""
+    """Serialize a method by the object's reentrant `lock`: autograd runs one thread per device."""
 
     @functools.wraps(method)
     def call(self: _Self, /, *args: _P.args, **options: _P.kwargs) -> _T:
@@ -166,16 +192,16 @@ def alone(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Concatenate[
 
 @final
 class Lane:
-    """The stream that a model's work is on: the same throughout a pass; one pass after the other.
+    """The stream of a model's work: one stream for a pass, and passes in order.
 
-    Memory that is gathered and released within a pass is given back to torch's allocator while kernels that read it may
-    still be queued. The allocator hands it out again on the stream that it came from, in whose order that is safe. So a
-    pass that is spread over streams is refused. Buffers and gradients outlive a pass: work on another stream than the
-    last is ordered after it.
+    Memory that is gathered and released within a pass returns to torch's allocator while kernels that read it may still
+    be queued. The allocator reuses the memory on the same stream, where the order makes this safe. A pass that changes
+    its stream is therefore an error. Buffers and gradients outlive a pass, so the work of a pass on a new stream is
+    ordered after the previous stream.
 
     Args:
         where: the rank, for messages.
-        device: the rank's; on a CPU there are no streams.
+        device: the device of the rank; a CPU has no streams.
     """
 
     __slots__ = ("_device", "_has_streams", "_last", "_where")
@@ -185,32 +211,32 @@ class Lane:
         self._last: int | None = None
 
     def begin(self, what: str) -> None:
-        """Begin a pass, a step or another piece of work, on the current stream, after all before it.
+        """Begin a pass, a step or other work on the current stream, after all previous work.
 
         Raises:
-            RuntimeError: the stream records a CUDA graph.
+            RuntimeError: the stream is capturing a CUDA graph.
         """
         if not self._has_streams:
             return
         if is_capturing():
             raise RuntimeError(
                 f"{self._where} {what} inside the capture of a CUDA graph. A sharded model cannot be captured: the "
-                "host decides in each pass what is gathered and reduced, and gathered parameters lie at other "
-                "addresses in each. Leave torch.cuda.graph() and make_graphed_callables() out; torch.compile without "
+                "host decides in each pass what is gathered and reduced, and the addresses of gathered parameters "
+                "change between passes. Remove torch.cuda.graph() and make_graphed_callables(); torch.compile without "
                 "mode='reduce-overhead' also launches fewer kernels."
             )
         stream = stream_of(self._device)
         if self._last is not None and stream != self._last:
             # The host does not wait. Without this order, the new stream could write to a pooled buffer, or update a
-            # shard, which a kernel or a collective that follows the old stream has yet to read.
+            # shard, before a kernel or a collective of the old stream has read it.
             order_after(self._device, self._last)
         self._last = stream
 
     def check(self, what: str) -> None:
-        """Raise if the pass under way has come to another stream."""
+        """Raise if the current pass continues on another stream."""
         if self._has_streams and stream_of(self._device) != self._last:
             raise RuntimeError(
-                f"{self._where} {what} runs on another CUDA stream than the one that its pass began on. A pass of a "
-                "sharded model stays on one stream, in whose order memory of released parameters is reused. Put `with "
-                "torch.cuda.stream(...)` around the whole forward, not inside it."
+                f"{self._where} {what} runs on another CUDA stream than the stream on which its pass began. A pass of "
+                "a sharded model must stay on one stream, because the memory of released parameters is reused in the "
+                "order of that stream. Put `with torch.cuda.stream(...)` around the whole forward, not inside it."
             )

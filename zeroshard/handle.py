@@ -1,9 +1,7 @@
-"""`shard()` and the handle it returns: where the layers meet.
+"""`shard()` and the handle that it returns.
 
-Owns the order in which a model is taken over, and the public handle. It lies above the core because the handle offers
-what
-the layers between add: whole state, accounts of bytes. Read `docs/design.md` for the whole picture, then
-`core/engine.py`.
+Owns the order of the steps that shard a model, and the public handle `Zero`. The module lies above `state/` because the
+handle offers full states and memory accounts. Read `docs/design.md` for an overview, then `core/engine.py`.
 """
 
 import dataclasses
@@ -20,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroshard import peers
 from zeroshard.activations import recompute_units, treatment_of
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
@@ -43,7 +42,7 @@ from zeroshard.state.access import open_states
 from zeroshard.state.automatic import free_bytes
 from zeroshard.state.average import Average, count_averages
 from zeroshard.state.copies import check_copies
-from zeroshard.state.elsewhere import check_streamed, home_of, make_apart, reserve, source_of
+from zeroshard.state.elsewhere import check_updates, home_of, make_apart, reserve, source_of
 from zeroshard.state.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
 from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
@@ -71,7 +70,7 @@ __all__ = ["Zero", "shard", "shard_over"]
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 MakeComm = Callable[[Mesh, Settings, Ledger], Comm]
-"""Makes the collectives of a mesh, on every rank at the same time."""
+"""Creates the communicator of a mesh; every rank calls it at the same time."""
 
 _HABIT = (
     "zs.shard() shards the model in place and returns a handle: write `zero = zs.shard(model, optimizer)` and keep "
@@ -84,23 +83,29 @@ OLD = MappingProxyType(
         "init_fn": "write weights=function",
     }
 )
-"""Arguments of earlier versions, beside those that are fields of `Settings` now, and what is written instead."""
+"""Removed arguments and their replacements; arguments that became fields of `Settings` are not listed."""
 
 
-def _refuse_old(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Have a function refuse arguments of earlier versions by name."""
+def _refuse_others(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Wrap a function to reject removed arguments and those of other libraries, naming the replacement."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **options: _P.kwargs) -> _T:
         fields = {field.name: f"write settings=zs.Settings({field.name}=...)" for field in dataclasses.fields(Settings)}
-        for name in options.keys() & (fields | OLD).keys():
-            raise TypeError(f"shard() has no argument {name}=: {(fields | OLD)[name]}.")
+        known = {**peers.ARGUMENTS, **fields, **OLD}
+        for name in options.keys() & known.keys():
+            raise TypeError(f"shard() has no argument {name}=: {known[name]}.")
+        if len(args) > 2:
+            raise TypeError(
+                "shard() takes the model and its optimizer by position and all else by name, such as stage=3; got a "
+                f"third argument, of type {type(args[2]).__name__}. {peers.SEE[0].upper()}{peers.SEE[1:]}."
+            )
         return function(*args, **options)
 
     return call
 
 
-@_refuse_old
+@_refuse_others
 def shard(
     model: nn.Module,
     optimizer: Optimizers = None,
@@ -118,59 +123,60 @@ def shard(
     weights: str | Path | InitFn | None = None,
     settings: Settings = Settings(),  # noqa: B008 (frozen)
 ) -> "Zero":
-    """Shard a model and its optimizers in place over all ranks; the training loop stays as it is.
+    """Shard a model and its optimizers in place over all ranks; the training loop does not change.
 
-    Parameters and buffers become rank 0's on every rank. The model, its parameters and the optimizer remain the same
-    objects.
+    Every rank receives the parameters and buffers of rank 0. The model, its parameters and the optimizer remain the
+    same objects.
 
     Args:
-        model: any module; its parameters may have any dtypes and strides. From another device than the rank's it is
-            moved there, unit by unit, with its buffers and the optimizer's states. On the meta device they get their
-            values here, unit by unit, as `model.apply(initializer)` would give them in one process.
-        optimizer: the optimizer or optimizers of the model, or None: then hand it to `zero.attach()` once it is built.
-        stage: 0 to 3, a row of the residency table by name; 3 by default. "auto" is the least one whose model states
-            and buffers take at most half of the device; `zs.plan(stage="auto")` knows activations, too.
-        residency: instead of `stage`, a `Residency`, or the name of a configuration of the ZeRO paper, "C1" to "C5".
-        activations: what happens between forward and backward to what autograd saves, the table's fourth column:
-            names such as "recompute" or "recompute+partition+offload" (docs/activations.md has all), cells such as
-            `zs.Recomputed(every=4)`, a sequence of them, or a mapping from patterns of unit names to these. By default
-            activations are kept.
-        offload: what lies in memory of the host, or in files, instead of on the device: "host" or a folder for the
-            optimizer's states, master weights and gradients, or a `zs.Offload` for a part of them (docs/offload.md).
-            "auto" moves to the host only what does not fit half of the device's free memory: the least part of the
-            states, and at stage 3, where all of them are not enough, of the parameters.
-        parameters: how units keep their parameters, where that differs from `stage`: "sharded", "until-backward" (what
-            a forward has gathered stays whole until the backward has used it), "replicated" (never sharded), a cell, or
-            a mapping from patterns of unit names to these, such as {"head": "replicated"}.
-        ignored: parameters, modules or patterns of parameter names that are left to the caller: each rank keeps its
-            own values and gradients of them, and updates them with an optimizer that is not handed over. Checkpoints
-            and norms leave them out.
-        precision: "fp32" (all as it is), "bf16", "fp16" (with a dynamic loss scale), or a `Precision`. Or a mapping
-            from module classes and patterns of module names to these, with the model's own under "", such as
-            {"": "bf16", "blocks.*.router": "fp32"}.
-        units: what is gathered and reduced together: modules, classes or class names; by default blocks are found in
-            lists, sequences and dictionaries of modules, also nested, and small ones joined.
-        mesh: a number of copies of the sharded state, each over world_size / mesh neighbouring ranks: less memory is
-            saved, and most messages stay among neighbours (one host, say). Or a DeviceMesh of all ranks with axes
-            called "replicate", "shard" (over which state is sharded) and "tensor", over which
-            `parallelize_module(model, mesh["tensor"], plan)` has split parameters. Ranks along "tensor" train on the
-            same data, ranks along the others on data of their own.
-        reduction: "mean" over ranks, as data parallelism does, "sum", for losses weighted by tokens, or a number that
-            the sum is divided by.
-        weights: where the values of a model on the meta device come from: a function that initializes the tensors of
-            one module, or a directory of safetensors under the model's own names, which every rank must see, and rank 0
-            reads, slice by slice. By default Transformers' `_init_weights` initializes its models, and each module's
-            `reset_parameters` others.
-        settings: limits of waits, transports, and what the caller vouches for.
+        model: any module; its parameters may have any dtype and strides. A model on another device is moved to the
+            rank's device unit by unit, with its buffers and the optimizer's states. Parameters on the meta device are
+            initialized unit by unit, with the values that `model.apply(initializer)` gives in one process.
+        optimizer: the optimizer or optimizers of the model. With None, pass the optimizer to `zero.attach()` later.
+        stage: the ZeRO stage, 0 to 3; 3 by default. "auto" chooses the lowest stage whose model states and buffers take
+            at most half of the device's memory; `zs.plan(stage="auto")` also counts activations.
+        residency: a `Residency`, or the name of a configuration of the ZeRO paper, "C1" to "C5"; replaces `stage`.
+        activations: how the tensors that autograd saves are stored between forward and backward: a name such as
+            "recompute" or "recompute+partition+offload" (docs/activations.md lists them), a cell such as
+            `zs.Recomputed(every=4)`, a sequence of names and cells, or a mapping from patterns of unit names to these.
+            By default activations are kept.
+        offload: the state that is stored in host memory or in files instead of on the device: "host" or a folder for
+            optimizer states, master weights and gradients, or a `zs.Offload` for fractions of them (docs/offload.md).
+            "auto" moves to the host only the part of the states that does not fit half of the device's free memory, and
+            at stage 3 also parameters, if all the states are not enough.
+        parameters: how units keep their parameters, if not as `stage` says: "sharded", "until-backward" (gathered
+            parameters stay full from the forward until the backward has used them), "replicated" (never sharded), a
+            cell, or a mapping from patterns of unit names to these, such as {"head": "replicated"}.
+        ignored: parameters, modules or patterns of parameter names that zeroshard does not manage: each rank keeps its
+            own values and gradients, and updates them with an optimizer that is not passed to `shard`. Checkpoints and
+            gradient norms exclude them. Ignored parameters on the meta device start with the values of rank 0.
+        precision: "fp32" (no dtype changes), "bf16", "fp16" (with a dynamic loss scale), a `Precision`, or a mapping
+            from module classes and patterns of module names to these, with the model's own under "", such as {"":
+            "bf16", "blocks.*.router": "fp32"}.
+        units: the modules whose parameters are gathered and reduced together: modules, classes or class names. By
+            default, the blocks in (nested) lists, sequences and dictionaries of modules; small blocks are joined.
+        mesh: the number of replicas of the sharded state, each over world_size / mesh neighbouring ranks: it saves less
+            memory, and keeps most messages among neighbours, such as the ranks of one host. Or a DeviceMesh of all
+            ranks with axes named "replicate", "shard" and "tensor": state is sharded over "shard", and
+            `parallelize_module(model, mesh["tensor"], plan)` has split parameters over "tensor". Ranks along "tensor"
+            train on the same data, ranks along the other axes on different data.
+        reduction: how gradients are reduced over ranks: "mean", as in data parallelism, "sum", for losses weighted by
+            tokens, or a divisor of the sum.
+        weights: the source of values for a model on the meta device: a function that initializes the tensors of one
+            module, or a directory of safetensors files with the model's parameter names or, for a model of
+            Transformers, the names of its published files. Every rank must see the directory; rank 0 reads it slice by
+            slice. By default, `_init_weights` initializes models of Transformers, and `reset_parameters` of each module
+            initializes other models.
+        settings: timeouts, transports and assurances of the caller; see `Settings`.
 
     Returns: the handle.
 
     Raises:
-        ValueError, TypeError: an argument, a parameter or an optimizer that cannot be sharded; the text says which.
-        RankMismatchError: ranks differ in model, options or versions, or another rank refused what it was given.
-        RuntimeError: torchrun started several ranks, and they have not joined: `zs.init()` comes first.
+        ValueError, TypeError: an argument, a parameter or an optimizer cannot be sharded; the text says which.
+        RankMismatchError: ranks differ in model, options or versions, or another rank rejected its arguments.
+        RuntimeError: torchrun started several ranks, and `zs.init()` was not called.
 
-    Collective: broadcast of parameters and buffers from rank 0; every rank must call.
+    Collective: broadcast of all parameters and buffers from rank 0; every rank must call.
     Source: Rajbhandari et al. 2020, section 5.
 
     ```python
@@ -209,13 +215,13 @@ def shard(
 
 
 def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
-    """Do what `shard()` does, over collectives that the caller makes: describe, check, build, wire.
+    """Shard a model over a communicator that the caller creates: describe, check, build, wire.
 
     Collective: as `shard()`.
     """
     settings, ledger = asked.settings if isinstance(asked.settings, Settings) else Settings(), Ledger()
     with everybody_at("zs.shard()", joined, settings.watchdog_s, settings.heartbeat_s):
-        # Every rank asks for this, whatever it was given.
+        # A collective: every rank calls it, whatever its arguments.
         room_bytes = free_bytes(joined, settings, asked.model)
         with accepted_by_all(joined, "zs.shard()"):
             described = describe(dataclasses.replace(asked, room_bytes=room_bytes), joined, _forms_of)
@@ -235,10 +241,11 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
 
 
 def _forms_of(model: nn.Module, mesh: Mesh, has_ignored: bool) -> Mapping[int, Form]:
-    """Return what kind of tensor each parameter is, by identity.
+    """Return the form (plain tensor or DTensor) of each parameter, by identity.
 
     Args:
-        has_ignored: whether ranks have gradients of their own beside these, so that these are logical at each stage.
+        has_ignored: whether ignored parameters exist. Their gradients are local to a rank, so the gradients of the
+            others must be logical at each stage.
     """
     if len(mesh.tensor_ranks) == 1:
         plain = PlainForm(has_axis=has_ignored and mesh.world_size > 1)
@@ -285,15 +292,14 @@ class Zero:
         return self.summary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to be called: `shard()` changes a model in place, and returns no other one."""
+        """Raise an error: the handle is not a model, because `shard()` changes the model in place."""
         raise TypeError(f"{_HABIT} Call the model.")
 
     def __getattr__(self, name: str) -> Any:
         is_of_model = not name.startswith("__") and hasattr(nn.Module, name)
-        # Without an object Python suggests no similar name of this class, which would mislead here.
-        raise AttributeError(
-            f"'Zero' object has no attribute '{name}'." + f" {_HABIT}" * is_of_model, name=name, obj=None
-        )
+        hint = f" Write {peers.METHODS[name]}." if name in peers.METHODS else f" {_HABIT}" * is_of_model
+        # obj=None keeps Python from suggesting a similar name of this class, which would mislead here.
+        raise AttributeError(f"'Zero' object has no attribute '{name}'.{hint}", name=name, obj=None)
 
     def __repr__(self) -> str:
         numel = sum(unit.numel for unit in self.units)
@@ -302,12 +308,12 @@ class Zero:
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks, and this one's place among them."""
+        """The mesh of ranks, with the position of this rank."""
         return self._engine.mesh
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """What is gathered and reduced together, the root first; each has `name` and `numel`."""
+        """The units, root first: parameters that are gathered and reduced together. Each has `name` and `numel`."""
         return tuple(self._engine.units)
 
     @property
@@ -317,10 +323,10 @@ class Zero:
 
     @property
     def loss_scale(self) -> float | None:
-        """What gradients of the model's outputs are multiplied by at the moment; None without a loss scale.
+        """The current loss scale; None without loss scaling.
 
         Raises:
-            RuntimeError: on a device, where gradients of the last step were not finite and the scale is at its floor.
+            RuntimeError: the gradients of the last step were not finite and the scale is at its minimum (CUDA only).
         """
         self._engine.learn()
         scale = self._engine.loss_scale
@@ -328,15 +334,16 @@ class Zero:
 
     @property
     def trace(self) -> Trace:
-        """What the engine issued in the last steps, and what it will issue in the next."""
+        """The actions that the engine issued in the last steps, and those that it will issue in the next step."""
         return self._engine.order.history.trace
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over an optimizer that was built from the sharded model's parameters; it stays the same object.
 
         Raises:
-            ValueError: its update cannot be cut, or a parameter is not in the model or has an optimizer already.
-            RankMismatchError: ranks differ in its settings.
+            ValueError: the optimizer's update cannot be sharded, or a parameter is not in the model or already has an
+                optimizer.
+            RankMismatchError: the optimizer's settings differ between ranks.
 
         Collective: two all-reduces of 32 bytes; every rank must call.
 
@@ -357,7 +364,7 @@ class Zero:
         try:
             row, is_known = self.residency, self._elementwise
             check_optimizers(self._model, [optimizer], row, is_known, is_final=False, ignored=self._ignored)
-            check_streamed(self.residency, self._specs, [optimizer])
+            check_updates(self.residency, self._specs, [*self.optimizers, optimizer])
             reserve(self._apart, self._specs, [optimizer], has_masters=False)
         except (TypeError, ValueError) as error:
             tell_refusal(engine.mesh, engine.comm, error)
@@ -366,7 +373,7 @@ class Zero:
         self._take(optimizer)
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over an optimizer that was checked and compared."""
+        """Take over an optimizer after its checks."""
         move_states(optimizer, self.mesh.device)
         self._chosen += choose_kernels(self._engine.guard, optimizer)
         whole = whole_of(optimizer)
@@ -380,36 +387,37 @@ class Zero:
             optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step)
 
     def gathered(self, *, writeback: bool = False, states: bool = False) -> AbstractContextManager[None]:
-        """Hold all parameters whole inside the context, as plain tensors; passes inside it communicate nothing.
+        """Gather all parameters as full, plain tensors inside the context; passes inside it do not communicate.
 
-        Parameters that torch split over an axis "tensor" are DTensors here, and passes communicate along it as ever.
+        Parameters that torch split over an axis "tensor" are DTensors inside the context, and passes still communicate
+        along that axis.
 
         Args:
-            writeback: on the way out rank 0's parameters and buffers (and states) become everybody's. Without it a
-                change in place is an error. An exception inside the context leaves without writing back.
-            states: the optimizers hold the model's parameters and whole states, for `state_dict` and `load_state_dict`.
+            writeback: on exit, broadcast parameters and buffers (and states) of rank 0 to all ranks. Without it, a
+                change in place is an error. After an exception inside the context, nothing is written back.
+            states: also gather optimizer states, for `state_dict` and `load_state_dict` of the optimizers.
 
         Raises:
-            RuntimeError: inside another `gathered()` or a pass; a change without `writeback`.
+            RuntimeError: called inside another `gathered()` or a pass, or parameters changed without `writeback`.
 
-        Collective: all-gather of all parameters (and states) on the way in, broadcast on the way out with `writeback`;
-        every rank must enter. Generation inside may differ in length between ranks.
+        Collective: all-gather of all parameters (and states) on entry, broadcast on exit with `writeback`; every rank
+            must enter. Generation inside the context may differ in length between ranks.
         """
         return gathered(self._engine, self._model, self._sharded, writeback=writeback, states=states)
 
     def on_first_rank(self, when: bool = True, *, states: bool = False) -> Iterator[None]:
-        """Run the body of a `for` once, on rank 0 alone and with whole parameters: evaluation or saving by one rank.
+        """Run the body of a `for` loop once, on rank 0 only, with full parameters: for evaluation or saving.
 
-        The other ranks wait behind the loop until rank 0 is through. What only one rank has to do is written as it is
-        with DistributedDataParallel, `for _ in zero.on_first_rank():` in the place of `if rank == 0:`. Where the model
-        and its states do not fit a rank together, `zero.save(path)` writes them in parts.
+        The other ranks wait at the end of the loop until rank 0 finishes. Replace `if rank == 0:` of a
+        DistributedDataParallel script with `for _ in zero.on_first_rank():`. If the model and its states do not fit one
+        rank, use `zero.save(path)`, which writes them in parts.
 
         Args:
-            when: False leaves the body out on all ranks, and communicates nothing; the same on every rank.
-            states: as in `gathered()`: optimizers hold whole states, for `state_dict`.
+            when: False skips the body on all ranks without communication; equal on every rank.
+            states: also gather optimizer states, as in `gathered()`.
 
         Raises:
-            RuntimeError: inside `gathered()` or a pass; the body changed a parameter.
+            RuntimeError: called inside `gathered()` or a pass, or the body changed a parameter.
 
         Collective: as `gathered()`; every rank must call.
 
@@ -431,15 +439,18 @@ class Zero:
 
     @contextmanager
     def no_sync(self, axis: Literal["all", "replicate"] = "all") -> Iterator[None]:
-        """Accumulate gradients without reducing them over all ranks; the next backward outside does so for the sum.
+        """Accumulate gradients without reducing them over all ranks; the next backward outside reduces their sum.
 
         Args:
-            axis: "all" keeps them on this rank; where gradients are sharded, whole unreduced ones are kept meanwhile,
-                and `memory()` shows them as transient. "replicate" reduces them within each copy of the state (`mesh=`)
-                and leaves the sum over copies to the end: no more memory, and fewer messages between copies.
+            axis: "all" keeps gradients on this rank. Sharded gradients are then full and unreduced, and `memory()`
+                counts them as transient. "replicate" reduces gradients within each replica of the state (`mesh=`) and
+                delays the sum over replicas: it takes no more memory, and sends fewer messages between replicas.
 
         Raises:
-            RuntimeError: a pass is open; "replicate" while gradients summed over all copies are held.
+            ValueError: `axis` is neither "all" nor "replicate".
+            RuntimeError: called inside a pass, or "replicate" with gradients that are already summed over all replicas.
+
+        Collective: none.
         """
         if axis not in ("all", "replicate"):
             raise ValueError(f"axis must be 'all' or 'replicate'; got {axis!r}.")
@@ -448,11 +459,11 @@ class Zero:
         is_apart = axis == "replicate" and self.mesh.replicas > 1
         held = [(slot.bucket.grads, slot.index) for slot in engine.slots.values() if is_apart]
         sums = [grads.own_part(i) for grads, i in held if grads.scope is Scope.ALL and grads.sums[i] is Sum.USED]
-        # Zeros, as zero_grad(set_to_none=False) leaves them, are sums over any ranks.
+        # Zeros, left by zero_grad(set_to_none=False), are valid sums over any set of ranks.
         if any(bool(one.any()) for one in sums):
             raise RuntimeError(
-                f"{self.mesh} no_sync('replicate') after a backward that summed over all copies. Enter it for all "
-                "micro-batches of a step but the last, or clear the gradients first."
+                f"{self.mesh} no_sync('replicate') was entered after a backward that summed gradients over all "
+                "replicas. Enter it for all micro-batches of a step but the last, or clear the gradients first."
             )
         before = engine.scope
         engine.scope = min(before, Scope.COPY if axis == "replicate" else Scope.RANK)
@@ -462,11 +473,14 @@ class Zero:
             engine.scope = before
 
     def grad_norm(self, p: float = 2.0) -> torch.Tensor:
-        """Return the p-norm of all gradients of the model, 0-d, equal on all ranks.
+        """Return the p-norm of all gradients of the model as a 0-d tensor, equal on all ranks.
 
-        Collective: all-gather of 8 bytes a parameter, once after gradients change; every rank must call.
+        Args:
+            p: the order of the norm; 2 by default.
+
+        Collective: all-gather of 8 bytes per parameter, on the first call after gradients change; every rank must call.
         """
-        # Every rank asks, also one without a gradient.
+        # A collective: ranks without a gradient call it, too.
         self._engine.norms(float(p))
         norms = norms_of([slot for slot in self._engine.slots.values() if slot.has_grad], float(p))
         if not norms:
@@ -475,17 +489,17 @@ class Zero:
         return total
 
     def ema(self, decay: float) -> Average:
-        """Return a new exponential moving average of the trainable parameters, sharded as the optimizer's states are.
+        """Return a new exponential moving average of the trainable parameters, sharded like the optimizer states.
 
-        Call its `update()` after each step; inside its `swapped()` the model computes with the average.
+        Call `update()` of the average after each step; inside `swapped()` the model computes with the average.
 
         Args:
-            decay: the weight of the average so far, such as 0.999.
+            decay: the weight of the previous average, such as 0.999.
 
         Raises:
-            ValueError: a decay outside [0, 1).
-            RuntimeError: inside a pass.
-            RankMismatchError: ranks give different ones.
+            ValueError: `decay` is outside [0, 1).
+            RuntimeError: called inside a pass.
+            RankMismatchError: `decay` differs between ranks.
 
         Collective: an all-reduce of 32 bytes; every rank must call.
 
@@ -505,10 +519,10 @@ class Zero:
         return average
 
     def offload_states(self) -> None:
-        """Move the optimizers' states, and master weights beside parameters, to the host: room for another phase.
+        """Move optimizer states and separate master weights to host memory, to free device memory for another phase.
 
-        Generation, evaluation, saving and loading work meanwhile; a step raises until `reload_states()`. What is
-        offloaded for good (`zs.shard(offload=)`) stays where it is. On a CPU nothing is moved.
+        Generation, evaluation, saving and loading work in this state; an optimizer step raises until `reload_states()`.
+        States that `zs.shard(offload=)` placed elsewhere stay there. On a CPU, nothing moves.
 
         Raises:
             RuntimeError: inside a pass or `gathered()`.
@@ -530,7 +544,7 @@ class Zero:
         move_states_away(self._engine, self._sharded)
 
     def reload_states(self) -> None:
-        """Move back what `offload_states()` has moved; nothing is to be done where it has not.
+        """Move the states that `offload_states()` moved back to the device; without a previous call, do nothing.
 
         Raises:
             RuntimeError: inside a pass or `gathered()`.
@@ -548,31 +562,32 @@ class Zero:
         asynchronous: bool = False,
         keep: int | None = None,
     ) -> Path:
-        """Write a checkpoint: parameters, buffers, optimizers, loss scale, each rank's random generators, and `extra`.
+        """Write a checkpoint: parameters, buffers, optimizers, loss scale, random generators of each rank, and `extra`.
 
-        It is there wholly or not at all; any number of ranks at any stage and precision reads it. When this returns, it
-        is on the disk, unless `asynchronous`: then what this rank writes has been copied to host memory, and a thread
-        writes the copy. While it does, each optimizer step asks all ranks how far they are. The outcome is known, and
-        a failure raised on every rank, at the first step after it, at the next `save`, `load` or `wait`, or at exit of
-        the interpreter, which waits for it and ends with status 1 if it failed. (A killed process does not exit.)
+        A checkpoint is complete or absent, never partial. Any number of ranks at any stage and precision can load it.
+        When this method returns, the checkpoint is on disk. With `asynchronous`, this rank's part is in host memory
+        instead, and a thread writes it. Each optimizer step then asks all ranks for their progress. A failure is raised
+        on every rank at the first step after it, at the next `save`, `load` or `wait`, or at interpreter exit, which
+        waits for the save and returns status 1 if it failed. A killed process does not wait.
 
         Args:
-            path: a new folder, the same on every rank, on a disk that all of them share.
-            extra: what the program needs to go on, such as a scheduler's `state_dict()` and the position in its data:
-                numbers, texts, lists, mappings, small tensors; the same on every rank.
-            step: the checkpoint's number, by which `zs.latest` finds the newest; by default the number at the end of
-                the path ("runs/a/step-1000"), else the steps that the optimizer has taken, also before a load.
-            asynchronous: return after the copy, which is kept for the next one. One save is under way at a time.
-            keep: let this checkpoint expire, and remove those beside it that expire, too, and are older, but for so
-                many that `keep`, at least 2, are left with this one. Saved without it, a checkpoint stays.
+            path: a new folder, equal on every rank, on a file system that all ranks share.
+            extra: values that the program needs to resume, such as a scheduler's `state_dict()` and the position in the
+                data: numbers, strings, lists, mappings, small tensors; equal on every rank.
+            step: the number by which `zs.latest` finds the newest checkpoint. By default, the number at the end of the
+                path ("runs/a/step-1000"), or the number of optimizer steps, including those before a load.
+            asynchronous: return after the copy to host memory. Later saves reuse the memory. One save is under way at a
+                time.
+            keep: the number of checkpoints to keep in the parent folder, at least 2, with this one. Older checkpoints
+                that were also saved with `keep` are removed; checkpoints saved without `keep` stay.
 
         Returns: the path.
 
         Raises:
-            CheckpointError: on every rank, with one rank's reason; nothing was committed, unless the text says so.
-            RuntimeError: inside a pass or `gathered()`.
+            CheckpointError: on every rank, with the reason of one rank; nothing was committed, unless the text says so.
+            RuntimeError: called inside a pass or `gathered()`.
 
-        Collective: agreements of some bytes, an all-gather of checksums; every rank must call.
+        Collective: all-reduces of a few bytes and an all-gather of checksums; every rank must call.
 
         ```python
         import tempfile, torch, zeroshard as zs
@@ -587,13 +602,13 @@ class Zero:
         return self._saver.save(path, extra, step=step, asynchronous=asynchronous, keep=keep)
 
     def wait(self) -> None:
-        """Wait until an asynchronous save is committed; nothing is to be done where there is none.
+        """Wait until an asynchronous save is committed; without one under way, do nothing.
 
         Raises:
-            CheckpointError: on every rank, if it failed.
-            RuntimeError: inside a pass or `gathered()`.
+            CheckpointError: on every rank, if the save failed.
+            RuntimeError: called inside a pass or `gathered()`.
 
-        Collective: agreements of some bytes; every rank must call.
+        Collective: all-reduces of a few bytes; every rank must call.
 
         ```python
         import tempfile, torch, zeroshard as zs
@@ -608,40 +623,46 @@ class Zero:
         self._saver.wait("zero.wait()")
 
     def load(self, path: str | Path, *, only_model: bool = False, cast: bool = False) -> Loaded:
-        """Read a checkpoint, written by any number of ranks at any stage, into the model and its optimizers.
+        """Load a checkpoint, written by any number of ranks at any stage, into the model and its optimizers.
 
-        Everything is compared with the model and every byte with its checksum before anything in memory changes. Each
-        rank reads its own ranges, tensor by tensor. Random generators are restored on ranks that had some when the
-        checkpoint was written. Options of the optimizers that say how and not what (`foreach`, `fused`, `capturable`,
-        `differentiable`) stay as they are.
+        Names, shapes, dtypes and checksums are verified before anything in memory changes. Each rank reads its own
+        ranges, tensor by tensor. Random generators are restored on ranks that existed when the checkpoint was written.
+        Optimizer options that do not change the result (`foreach`, `fused`, `capturable`, `differentiable`) keep their
+        current values.
 
         Args:
-            only_model: read parameters and buffers alone; the path may then be a safetensors file, or a folder of them
-                as Transformers writes it.
-            cast: convert dtypes that differ, which is else an error.
+            path: the checkpoint's folder, on a file system that all ranks share.
+            only_model: load only parameters and buffers; the path may then be a safetensors file, or a folder of such
+                files as Transformers writes it.
+            cast: convert dtypes that differ; without it, a difference is an error.
 
-        Returns: the checkpoint's step, and the `extra` that `save` was given.
+        Returns: the checkpoint's step, and the `extra` that was passed to `save`.
 
         Raises:
             CheckpointError: on every rank; the text names the file, and says whether memory is unchanged.
-            RuntimeError: inside a pass or `gathered()`.
+            RuntimeError: called inside a pass or `gathered()`.
+            TypeError: the path is None, which `zs.latest` returns where there is no checkpoint.
 
-        Collective: agreements of some bytes, and an all-gather where parameters are kept whole but updated in parts;
-            every rank must call.
+        Collective: all-reduces of a few bytes, and an all-gather of parameters at stages 1 and 2; every rank must call.
         """
+        if path is None:
+            raise TypeError(
+                f"{self.mesh} zero.load(None): zs.latest() returns None where it finds no checkpoint. Start from the "
+                "beginning then: `if (path := zs.latest(folder)) is not None: zero.load(path)`."
+            )
         self._saver.wait("zero.load()")
         return load(self._engine, self._model, self._sharded, path, only_model=only_model, cast=cast)
 
     def check_copies(self) -> None:
-        """Compare what several ranks hold of the same values: parameters and states that are not sharded, replicas.
+        """Compare the replicated parameters and states of all ranks, to detect silent data corruption.
 
-        Costs a read of them; where everything is sharded, nothing. Call it every so many steps.
+        The cost is one read of the replicated values; fully sharded state has none. Call it every few hundred steps.
 
         Raises:
             RankMismatchError: on every rank, with the first parameter or state that differs.
-            RuntimeError: inside a pass.
+            RuntimeError: called inside a pass.
 
-        Collective: all-gathers of 16 bytes, where there are copies; every rank must call.
+        Collective: all-gathers of 16 bytes, if any state is replicated; every rank must call.
 
         ```python
         import torch, zeroshard as zs
@@ -654,17 +675,18 @@ class Zero:
         check_copies(self._engine, self._sharded)
 
     def agree(self, value: bool, what: str = "") -> bool:
-        """Return whether `value` is true on all ranks: the one way to decide alike what ranks see differently.
+        """Return whether `value` is true on all ranks, for decisions that depend on local data, clocks or signals.
 
-        Whether there is a next batch, whether to stop, whether it is time to save: clocks, signals and data differ by
-        rank, and a rank that steps alone waits for the others until the watchdog ends it.
+        Examples: whether there is a next batch, whether to stop, whether to save. A rank that decides alone and takes a
+        step waits for the others until the watchdog ends it.
 
         Args:
-            what: what is asked, for errors; ranks that ask for different things are one.
+            value: the answer of this rank.
+            what: the question, shown in errors; equal on every rank.
 
         Raises:
-            RuntimeError: inside a pass.
-            RankMismatchError: ranks are at different places of the program, or one failed.
+            RuntimeError: called inside a pass.
+            RankMismatchError: ranks are at different places of the program, or a rank failed.
 
         Collective: all-reduce of 32 bytes; every rank must call.
 
@@ -685,10 +707,10 @@ class Zero:
         return bool(self._engine.order.barrier(f"agree({what!r})", bool(value))[0])
 
     def summary(self) -> str:
-        """Return a table in plain text, a line for each unit: parameters, shards, padding, bytes held and sent.
+        """Return a table in plain text with a line for each unit: parameters, shards, padding, bytes held and sent.
 
-        Lines below it say how much is whole at once, where parameters are gathered, and on a device which kernels were
-        chosen for optimizers and whether their steps wait for it. `print(zero)` prints the table.
+        Lines below the table give the bytes that are gathered at once and, on CUDA, the kernels of the optimizers and
+        whether their steps wait for the device. `print(zero)` prints the summary.
 
         ```python
         import torch, zeroshard as zs
@@ -701,14 +723,14 @@ class Zero:
         return "\n".join([summarize(self._engine, self._sharded, name_of_row(self.residency)), *self._chosen])
 
     def memory(self) -> Memory:
-        """Return the bytes that this rank holds, held at most, and is predicted to hold."""
+        """Return the bytes that this rank holds: current, peak and predicted."""
         return count_averages(accounting.measure(self._engine, self._sharded), self._averages)
 
     def profile(self) -> Profile:
-        """Return what counts, inside `with`, where the time of steps goes on this rank: see `zs.Profile`.
+        """Return a context manager that measures where the time of steps goes on this rank: see `zs.Profile`.
 
         Raises:
-            RuntimeError: on entering it inside a pass.
+            RuntimeError: the context is entered inside a pass.
 
         ```python
         import torch, zeroshard as zs
@@ -727,13 +749,13 @@ class Zero:
         return Profile(self._engine, self._model, self._sharded)
 
     def traffic(self) -> Traffic:
-        """Return the bytes that this rank has sent, and what a step with one micro-batch sends."""
+        """Return the bytes that this rank has sent, and the predicted bytes of a step with one micro-batch."""
         order = self._engine.order
         per_step = accounting.predict_step_bytes(self._engine.units, self._sharded)
         return Traffic(dict(self._engine.comm.sent_bytes), per_step, order.history.made)
 
 
 def _describe(handle: "weakref.ref[Zero]", error: BaseException) -> str:
-    """Return what is to be told beside an error that ends this process."""
+    """Return text to add to an error that ends this process."""
     zero = handle()
     return describe_exhaustion(zero.mesh, zero.memory()) if zero is not None and is_exhaustion(error) else ""

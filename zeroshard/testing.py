@@ -1,23 +1,21 @@
-"""Run a function on several ranks of one host, and get back what each returned.
+"""Run a function on several ranks of one host, and return the results.
 
-Owns the rank processes: how they start, report, fail and end. Must not know the engine: it works with plain
-`torch.distributed`, so a test of anything that runs on ranks can use it. Read `run_ranks` first.
+Owns the rank processes: how they start, report, fail and end. It must not know the engine: any test of
+`torch.distributed` code can use it. Read `run_ranks` first.
 
 Note: the life of a rank process
-    Ranks are forked from one server process that has imported torch and all that `shard` needs (and torch's compiler,
-    which the first optimizer of a process imports): some seconds once in a test process, hundredths of a second a rank
-    later. `zeroshard` itself imports next to nothing before a name is used, so the server imports `zeroshard.handle`.
-    Plain fork hangs after a parallel region in the parent, and a fresh interpreter imports torch each time. The price:
-    a rank sees the environment of the first call, and its target must be importable, that is, a function at the top of
-    a module.
-    Ranks meet in a file, so that no rank's end takes the store away, and because torch's TCP store asks the name
-    server for the name of each address it connects to. A rank that raises reports and exits at once, which closes
-    its sockets: its peers fail as they would under torchrun. A rank counts as finished only when its process has
-    ended, so a thread left behind by the target is a failure, too.
+    Ranks are forked from a server process that has imported torch, `zeroshard.handle` and torch's compiler (which the
+    first optimizer of a process imports). The imports take seconds once per test process; a rank then starts in
+    hundredths of a second. Plain fork hangs after a parallel region in the parent, and a new interpreter would import
+    torch each time. Two restrictions follow: a rank sees the environment of the first call, and its target must be
+    importable, that is, a function at the top level of a module. The ranks use a file store, which survives the end of
+    any rank; torch's TCP store would also ask the name server for the name of each address. A rank that raises reports
+    and exits immediately. Its sockets close, and its peers fail as under torchrun. A rank is finished when its process
+    has ended, so a thread that the target leaves running is also a failure.
 
 Note: by value
-    torch teaches multiprocessing to send tensors as handles of shared memory, which die with the rank. Here they
-    travel as bytes and arrive as contiguous CPU tensors (parameters as plain parameters).
+    torch makes multiprocessing send tensors as handles of shared memory, which become invalid when the rank ends. This
+    module sends the bytes; tensors arrive contiguous on the CPU (parameters as plain parameters).
 """
 
 import dataclasses
@@ -56,13 +54,13 @@ _T = TypeVar("_T")
 @final
 @dataclasses.dataclass(frozen=True)
 class RankError:
-    """What went wrong on one rank.
+    """The error of one rank.
 
     Args:
-        type_name: class name of the exception; `TimeoutError` for a rank that did not finish, and the signal's name
+        type_name: class name of the exception; `TimeoutError` for a rank that did not finish, or the signal's name
             (`SIGKILL`) or `ProcessExit` for a process that ended without a report.
-        message: `str()` of the exception, or what is known of the end of the process.
-        traceback: the rank's traceback; for one that did not finish, the stacks of all its threads.
+        message: `str()` of the exception, or a description of the end of the process.
+        traceback: the traceback; for a rank that did not finish, the stacks of all its threads.
     """
 
     type_name: str
@@ -75,9 +73,9 @@ class RankFailure(RuntimeError):
     """At least one rank did not return.
 
     Args:
-        errors: by rank, in the order in which they became known: the first is most often the cause.
-        results: by rank, what the other ranks returned.
-        world_size: how many ranks ran.
+        errors: by rank, in order of arrival: the first is most often the cause.
+        results: by rank, the results of the other ranks.
+        world_size: the number of ranks.
     """
 
     def __init__(self, errors: dict[int, RankError], results: dict[int, Any], world_size: int) -> None:
@@ -99,20 +97,20 @@ def run_ranks(
 ) -> list[_T]:
     """Run `target(*args)` on `world_size` processes of this host and return the results, by rank.
 
-    Every rank has one thread, the variables that torchrun sets (`RANK`, `WORLD_SIZE`, ...) and gloo bound to the
-    loopback interface. No rank process is left when this returns or raises.
+    Every rank has one compute thread, the variables of torchrun (`RANK`, `WORLD_SIZE`, ...) and gloo bound to the
+    loopback interface. All rank processes have ended when this function returns or raises.
 
     Args:
-        target: a function at the top of an importable module.
+        target: a function at the top level of an importable module.
         world_size: number of ranks.
-        args: passed to every rank by value, as results are: tensors arrive as contiguous CPU tensors.
+        args: arguments of `target`, passed by value like the results: tensors arrive contiguous on the CPU.
         timeout_s: seconds for the whole call, after which unfinished ranks are killed and reported with their stacks.
-        grace_s: seconds that the other ranks have to finish once one has failed.
-        process_group: initialize the default process group (gloo) before the call, and destroy it afterwards. Without
-            it, `MASTER_ADDR` and `MASTER_PORT` are set as well, so that the target can do so itself.
+        grace_s: seconds for the other ranks to finish after a rank has failed.
+        process_group: initialize the default process group (gloo) before the call, and destroy it afterwards. With
+            False, `MASTER_ADDR` and `MASTER_PORT` are set, and the target can initialize it.
 
     Returns:
-        What each rank returned, index = rank.
+        The results, indexed by rank.
 
     Raises:
         RankFailure: a rank raised, died or did not finish.
@@ -142,20 +140,20 @@ def run_ranks(
 
 
 def _check_arguments(target: Callable[..., Any], world_size: int, timeout_s: float) -> None:
-    """Refuse what could only fail later, and less clearly, on the ranks."""
+    """Check the arguments here, where the error is clearer than on a rank."""
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be a positive number of seconds, got {timeout_s}")
     name = getattr(target, "__qualname__", "")
     if "<" in name:
-        raise TypeError(f"target must be a function at the top of a module, got {name}: ranks import it by its name")
+        raise TypeError(f"target must be a function at the top level of a module, as ranks import it; got {name}")
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where one rank stands: what its process needs to know before it can run the target."""
+    """The data that a rank process needs before it can run the target."""
 
     rank: int
     world_size: int
@@ -172,7 +170,7 @@ class _Place:
 @final
 @dataclasses.dataclass(frozen=True)
 class _Report:
-    """What a rank sends, once: its result, or its error."""
+    """The single message of a rank: its result or its error."""
 
     result: Any = None
     error: RankError | None = None
@@ -181,7 +179,7 @@ class _Report:
 @final
 @dataclasses.dataclass
 class _Rank:
-    """One rank as its caller sees it. `is_open` says that its report has not come yet."""
+    """One rank, on the caller's side. `is_open` until its report arrives."""
 
     place: _Place
     process: ForkServerProcess
@@ -190,7 +188,7 @@ class _Rank:
     is_ended: bool = False
 
     def waits_on(self) -> list[Any]:
-        """List what becomes ready when this rank has news."""
+        """Return the handles that become ready when this rank reports or ends."""
         if self.is_ended:
             return []
         return [self.process.sentinel, self.connection] if self.is_open else [self.process.sentinel]
@@ -200,7 +198,7 @@ class _Rank:
 
 
 def _forkserver() -> ForkServerContext:
-    """Return the context whose server all calls in this process share; it starts with the first rank."""
+    """Return the context of the server that all calls in this process share; the first rank starts the server."""
     context = multiprocessing.get_context("forkserver")
     extra = [name for name in _PRELOAD_IF_IMPORTED if name in sys.modules]
     context.set_forkserver_preload([*_PRELOAD, *extra])
@@ -208,8 +206,8 @@ def _forkserver() -> ForkServerContext:
 
 
 def _host_store() -> dist.TCPStore:
-    """Host the store that `MASTER_ADDR` and `MASTER_PORT` lead to, as torchrun's agent does."""
-    # Bound here, because a store that opens its port by itself listens on all interfaces.
+    """Host the store at `MASTER_ADDR` and `MASTER_PORT`, as torchrun's agent does."""
+    # Bound here, because a store that opens its own port listens on all interfaces.
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -227,7 +225,7 @@ def _start(context: ForkServerContext, place: _Place, blob: bytes) -> _Rank:
 
 
 def _collect(ranks: Sequence[_Rank], timeout_s: float, grace_s: float) -> tuple[dict[int, Any], dict[int, RankError]]:
-    """Wait for every rank, or until the time is up, and sort what came into results and errors."""
+    """Wait for every rank or the timeout, and return results and errors."""
     results: dict[int, Any] = {}
     errors: dict[int, RankError] = {}
     deadline_s = time.monotonic() + timeout_s
@@ -247,7 +245,7 @@ def _collect(ranks: Sequence[_Rank], timeout_s: float, grace_s: float) -> tuple[
 
 
 def _advance(rank: _Rank, results: dict[int, Any], errors: dict[int, RankError]) -> None:
-    """Take one rank's news: its report first, then the end of its process."""
+    """Handle an event of one rank: first its report, then the end of its process."""
     number = rank.place.rank
     if rank.is_open and rank.connection.poll():
         rank.is_open = False
@@ -265,7 +263,7 @@ def _advance(rank: _Rank, results: dict[int, Any], errors: dict[int, RankError])
 
 
 def _receive(connection: Connection) -> _Report | None:
-    """Read the report of one rank, or None if its process ended before the report was whole."""
+    """Read the report of one rank; None if the process ended before the report was complete."""
     try:
         data = connection.recv_bytes()
     except (EOFError, OSError):
@@ -274,7 +272,7 @@ def _receive(connection: Connection) -> _Report | None:
 
 
 def _death(code: int, has_result: bool) -> RankError:
-    """Describe a process that ended without saying why."""
+    """Describe a process that ended without a report."""
     name = signal.Signals(-code).name if code < 0 else "ProcessExit"
     how = f"ended by {name} (signal {-code})" if code < 0 else f"ended with exit code {code}"
     when = "after its target had returned" if has_result else "without a report"
@@ -284,7 +282,7 @@ def _death(code: int, has_result: bool) -> RankError:
 def _unfinished(ranks: Sequence[_Rank], reason: str, results: dict[int, Any]) -> dict[int, RankError]:
     """Describe the ranks that are still running, with the stacks of their threads."""
     for rank in ranks:
-        # Without its file a process has not yet installed the handler, and would die of the signal.
+        # A process without the file has not installed the handler, and the signal would end it.
         if os.path.exists(rank.place.stack_path) and rank.process.pid is not None and rank.process.exitcode is None:
             os.kill(rank.process.pid, signal.SIGUSR1)
     if ranks:
@@ -299,7 +297,7 @@ def _unfinished(ranks: Sequence[_Rank], reason: str, results: dict[int, Any]) ->
 
 
 def _end(ranks: Iterable[_Rank]) -> None:
-    """Kill what still runs and release every handle."""
+    """Kill all running processes and release every handle."""
     for rank in ranks:
         rank.process.kill()
     for rank in ranks:
@@ -313,7 +311,7 @@ def _end(ranks: Iterable[_Rank]) -> None:
 
 def _rank_main(connection: Connection, place: _Place, blob: bytes) -> None:
     """Run the target in this process, report, and exit non-zero if it raised."""
-    gc.freeze()  # else each full collection walks all that the server imported, which takes a quarter of a second
+    gc.freeze()  # a full collection over all imported modules would take a quarter of a second
     threading.Thread(target=_die_with_caller, daemon=True).start()
     _dump_stacks_on_signal(place.stack_path)
     data, is_error = _run_target(place, blob)
@@ -324,7 +322,7 @@ def _rank_main(connection: Connection, place: _Place, blob: bytes) -> None:
 
 
 def _dump_stacks_on_signal(path: str) -> None:
-    """Write the stacks of all threads to `path` at SIGUSR1. The file appears once the handler is there."""
+    """Write the stacks of all threads to `path` at SIGUSR1. The file exists once the handler is installed."""
     descriptor = os.open(path + ".part", os.O_WRONLY | os.O_CREAT)
     faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True)
     os.rename(path + ".part", path)
@@ -340,15 +338,15 @@ def _run_target(place: _Place, blob: bytes) -> tuple[bytes, bool]:
         if place.port is None and dist.is_initialized():
             dist.destroy_process_group()
         return _dumps(_Report(result=result)), False
-    except BaseException as error:  # SystemExit and pytest's skip are no results either
-        # As where nothing catches it: what runs on this rank may have something to tell the others.
+    except BaseException as error:  # SystemExit and pytest's skip are failures, too
+        # Call the hook as for an uncaught error: the watchdog may need to tell the other ranks.
         sys.excepthook(type(error), error, error.__traceback__)
         what = RankError(type(error).__name__, str(error), traceback.format_exc())
         return _dumps(_Report(error=what)), True
 
 
 def _enter(place: _Place) -> None:
-    """Give this process what torchrun would give it, or the process group if the caller asked for that."""
+    """Set the environment that torchrun sets, and create the process group if requested."""
     os.environ.update(
         RANK=str(place.rank),
         LOCAL_RANK=str(place.rank),
@@ -366,12 +364,12 @@ def _enter(place: _Place) -> None:
         world_size=place.world_size,
         timeout=timedelta(seconds=place.timeout_s),
     )
-    # Joining does not wait for the others: a rank that soon leaves again would fail those still connecting.
+    # Joining does not wait for the others: a rank that ends early would fail ranks that are still connecting.
     dist.barrier()
 
 
 def _die_with_caller() -> None:
-    """End this process when its caller is gone, however that ended."""
+    """End this process when its caller ends for any reason."""
     caller = multiprocessing.parent_process()
     if caller is not None:
         caller.join()
@@ -382,10 +380,10 @@ def _die_with_caller() -> None:
 
 
 class _ByValue(ForkingPickler):
-    """The pickler of multiprocessing, but with tensors as bytes."""
+    """The pickler of multiprocessing, with tensors as bytes."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Take tensors out of the hands of torch's shared-memory reductions."""
+        """Bypass torch's shared-memory reductions for tensors."""
         if not isinstance(obj, torch.Tensor):
             return NotImplemented
         is_parameter = isinstance(obj, torch.nn.Parameter)
@@ -397,7 +395,7 @@ class _ByValue(ForkingPickler):
 def _tensor(
     raw: bytes, dtype: torch.dtype, shape: tuple[int, ...], is_parameter: bool, requires_grad: bool
 ) -> torch.Tensor:
-    """Build a tensor from its bytes. They are copied: `frombuffer` would share read-only memory."""
+    """Build a tensor from a copy of its bytes: `frombuffer` would share read-only memory."""
     flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     tensor = flat.reshape(shape)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor

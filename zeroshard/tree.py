@@ -1,7 +1,7 @@
-"""What modules and functions take and return: tensors in tuples, lists, mappings and dataclasses, one in another.
+"""Traversal of nested tuples, lists, mappings and dataclasses of tensors: the arguments and results of modules.
 
-Owns the one walk over such values, which the engine, treatments and traces share. It must not know what the tensors
-are. Classes of tuples, lists and mappings stay what they are, with the attributes of their objects.
+Owns the traversal that the engine, treatments and traces share. It must not know what the tensors mean. Subclasses of
+tuples, lists and mappings keep their class and attributes.
 """
 
 import copy
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 def find(value: Any, *kinds: type[_T]) -> list[_T]:
-    """Return what is of one of the classes in a value, in order."""
+    """Return the objects of the given classes in a value, in order."""
     if isinstance(value, kinds):
         return [value]
     items: Iterable[Any] = ()
@@ -52,7 +52,7 @@ def map_tensors(value: Any, change: Callable[[Any], Any], kind: type[Any] = torc
             changed[key] = map_tensors(item, change, kind)
         return changed
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # A copy: `replace` would run __post_init__ once more, and lose fields that are no arguments.
+        # A copy, because `replace` would run __post_init__ again, and lose fields that are not arguments.
         copied: Any = copy.copy(value)
         for field in dataclasses.fields(value):
             if hasattr(value, field.name):
@@ -62,14 +62,14 @@ def map_tensors(value: Any, change: Callable[[Any], Any], kind: type[Any] = torc
 
 
 def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """Return a tuple of the class of another; how that class makes its objects from arguments is not known."""
+    """Return a tuple of the same class as another, without a call of the unknown constructor."""
     kind = type(value)
     if all(map(operator.is_, items, value)):
         return value
     try:
         made: tuple[Any, ...] = tuple.__new__(kind, items)
     except TypeError:
-        # Of a class written in C, as what torch.max returns: these take their items.
+        # A class written in C, such as the result of torch.max, is built from its items.
         return kind(items)
     if hasattr(value, "__dict__"):
         vars(made).update(vars(value))

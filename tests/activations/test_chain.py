@@ -145,9 +145,12 @@ def test_saved_tensor_hooks_are_set_only_with_a_treatment() -> None:
         ("recompute+ice", r"'recompute\+ice': there is no treatment 'ice'; known: keep, recompute, "),
         (3, r"takes names and cells such as zs.Recomputed\(\); got 3"),
         ([zs.Sharded()], r"takes names and cells such as zs.Recomputed\(\); got Sharded"),
-        ("offload+compress", "give each treatment once, in the order recomputed.partitioned.compressed.offloaded"),
-        ("recompute+recompute", "give each treatment once"),
-        ({"blocks.*": "recompute"}, r"names 'blocks\.\*', which fits no unit; units: \(root\)"),
+        (
+            "offload+compress",
+            "each treatment may appear once, in the order recomputed.partitioned.compressed.offloaded",
+        ),
+        ("recompute+recompute", "each treatment may appear once"),
+        ({"blocks.*": "recompute"}, r"names 'blocks\.\*', which matches no unit; units: \(root\)"),
         ({0: "recompute"}, "takes patterns of unit names, as strings; got 0"),
     ],
 )
@@ -168,9 +171,9 @@ def test_a_row_and_a_column_cannot_both_be_asked_for() -> None:
     [
         (
             {"block.*": "recompute"},
-            r"names 'block\.\*', which fits no unit; units: \(root\), blocks\.0, blocks\.1, blocks\.2\.",
+            r"names 'block\.\*', which matches no unit; units: \(root\), blocks\.0, blocks\.1, blocks\.2\.",
         ),
-        ({"stem": "recompute"}, "names 'stem', which fits no unit"),
+        ({"stem": "recompute"}, "names 'stem', which matches no unit"),
     ],
 )
 def test_a_pattern_that_fits_no_unit_is_refused(activations: Any, error: str) -> None:
@@ -180,7 +183,7 @@ def test_a_pattern_that_fits_no_unit_is_refused(activations: Any, error: str) ->
 
 def test_recomputation_of_nothing_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    with pytest.raises(ValueError, match=r"no such unit has a module with layers inside; units: \(root\), 0, 1\."):
+    with pytest.raises(ValueError, match=r"no selected unit has a module with layers inside; units: \(root\), 0, 1\."):
         zs.shard(model, activations="recompute", units=[nn.Linear])
 
 

@@ -58,5 +58,5 @@ def test_the_rows_keep_bytes_in_the_order_of_the_paper() -> None:
 
 
 def test_a_row_without_the_axis_it_needs_is_refused() -> None:
-    with pytest.raises(ValueError, match="over the ranks along an axis 'tensor', and the mesh has none"):
+    with pytest.raises(ValueError, match="over the ranks along the axis 'tensor', but the mesh has no such axis"):
         zs.shard(models.build(Net), residency="C4")

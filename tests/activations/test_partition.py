@@ -205,7 +205,7 @@ def test_inputs_that_differ_along_the_tensor_axis_are_refused_by_name(case: str,
 
 
 def test_a_mesh_without_the_axis_is_refused() -> None:
-    with pytest.raises(ValueError, match="over the ranks along an axis 'tensor', and the mesh has none"):
+    with pytest.raises(ValueError, match="over the ranks along the axis 'tensor', but the mesh has no such axis"):
         zs.shard(models.build(Net), activations="recompute+partition")
     with pytest.raises(
         ValueError, match=r"Only inputs of recomputed modules can be partitioned: 'recompute\+partition'"

@@ -32,6 +32,8 @@ BUILD_S: Final = 600.0
 RUN_S: Final = 120.0
 AHEAD: Final = 1234
 """The stream for copies ahead of use."""
+BEHIND: Final = 1235
+"""The stream for what reads them."""
 
 
 def _torch() -> Path:
@@ -129,16 +131,18 @@ class Devices:
         devices.stream_of = lambda device: self.stream(device.index or 0)
         devices.is_capturing = lambda: self.is_capturing_now
         devices.mark = lambda device: Event(self)
-        devices.ahead = self._ahead
+        devices.ahead = lambda device, after: self._on(AHEAD, after)
+        devices.behind = lambda device, after: self._on(BEHIND, after)
         devices.pinned = lambda values: torch.empty(values.shape, dtype=values.dtype, device="cpu")
         devices.order_after = lambda device, stream: self.waits.append((stream, self.stream(device.index or 0)))
 
     @contextmanager
-    def _ahead(self, device: Any) -> Iterator[None]:
-        """Let what is launched inside go to a stream for copies ahead of use, after what was launched before."""
+    def _on(self, stream: int, after: Event | None) -> Iterator[None]:
+        """Let what is launched inside go to a stream of its own, after a mark."""
         before = self.stream()
-        self.waits.append((before, AHEAD))
-        self.use_stream(AHEAD)
+        if after is not None:
+            self.use_stream(stream)
+            after.wait()
         try:
             yield
         finally:

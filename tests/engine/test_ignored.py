@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 
 import zeroshard as zs
 from tests import models
-from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Plain, assert_same, run_cases
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Plain, assert_same, run_cases, seed
 from tests.oracle import _copied as copied
+from tests.state.test_meta import one_process, reset
 
 
 class Expert(models.Stack):
@@ -105,9 +107,8 @@ def test_what_is_ignored_is_the_ranks_own_and_all_else_is_as_in_data_parallelism
 
 
 def test_what_cannot_be_ignored_is_refused() -> None:
-    def shard(ignored: Any, held: Any = None, device: str = "cpu") -> zs.Zero:
-        with torch.device(device):
-            model = models.build(Expert)
+    def shard(ignored: Any, held: Any = None) -> zs.Zero:
+        model = models.build(Expert)
         parameters = model.parameters() if held is None else held(model)
         chosen = ignored(model) if callable(ignored) else ignored
         return zs.shard(model, torch.optim.AdamW(parameters), ignored=chosen)
@@ -122,8 +123,46 @@ def test_what_cannot_be_ignored_is_refused() -> None:
         shard(lambda model: model.own, others)
     with pytest.raises(TypeError, match="takes parameters, modules and patterns of parameter names; got 3"):
         shard([3], others)
-    with pytest.raises(ValueError, match="ignored= with a model on the meta device"):
-        shard(["own.*"], others, "meta")
     with pytest.raises(ValueError, match=r"Parameter 'own\.weight' is ignored"):
         model = models.build(Expert)
         zs.shard(model, ignored=[model.own]).attach(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def values_from_meta(stage: int, source: str) -> dict[str, torch.Tensor]:
+    """Shard a model without values, and return all of them after a step of the ignored parameters' own optimizer."""
+    rank = dist.get_rank()
+    with torch.device("meta"):
+        model = Expert()
+    optimizer, own = torch.optim.AdamW(others(model), lr=0.01), torch.optim.SGD(model.own.parameters(), lr=0.1)
+    seed(5 + rank)
+    options: dict[str, Any] = {"weights": source or None, "settings": zs.Settings(watchdog_s=WATCHDOG_S)}
+    zero = zs.shard(model, optimizer, stage=stage, ignored=[model.own, "fixed.*"], **options)
+    assert type(model.own.weight) is nn.Parameter and not model.own.weight.is_meta
+    assert [id(p) for p in own.param_groups[0]["params"]] == [id(p) for p in model.own.parameters()]
+    with zero.gathered():
+        state = copied(model.state_dict())
+    models.stack_loss(model, 0, rank, 0).backward()
+    assert model.own.weight.grad is not None
+    own.step()
+    assert not torch.equal(model.own.weight, state["own.weight"])
+    return state
+
+
+def test_ignored_parameters_of_a_model_on_the_meta_device_begin_alike_on_all_ranks(tmp_path: Path) -> None:
+    save_file(models.build(Expert).state_dict(), tmp_path / "model.safetensors")
+    expected = {"": one_process(Expert, reset), str(tmp_path): copied(models.build(Expert).state_dict())}
+    cases = [(stage, source) for stage in (0, 3) for source in expected]
+    for (stage, source), by_rank in run_cases(values_from_meta, 2, cases, timeout_s=TIMEOUT_S).items():
+        for rank in range(2):
+            assert_same(expected[source], by_rank[rank], f"[rank {rank}/2] stage {stage}, {source!r}")
+
+
+def test_ignored_parameters_with_values_keep_them_where_others_have_none() -> None:
+    model = models.build(Expert)
+    values = copied(model.own.state_dict())
+    with torch.device("meta"):
+        model.own.bias = nn.Parameter(torch.empty(models.WIDTH))  # its module is initialized, the weight included
+        model.blocks[0] = models.Block()
+    zs.shard(model, torch.optim.AdamW(others(model)), ignored=[model.own])
+    assert torch.equal(model.own.weight, values["weight"])
+    assert not model.own.bias.is_meta and not torch.equal(model.own.bias, values["bias"])

@@ -232,9 +232,8 @@ def test_a_folder_in_memory_is_warned_of() -> None:
     [
         ({"states": 1.5}, "from 0 to 1"),
         ({"states": True}, "from 0 to 1"),
-        ({"gradients": 0.5}, "gradients lie where their states do"),
+        ({"gradients": 0.5}, "gradients are stored with their states"),
         ({"parameters": -0.5}, "from 0 to 1"),
-        ({"update": "in-backward"}, "updates during backward are not there yet"),
         ({"to": "scratch"}, "an absolute path"),
         ({"staging_bytes": 10}, "65,536"),
     ],

@@ -160,7 +160,7 @@ def test_what_cannot_be_kept_is_refused() -> None:
         model = models.build(models.Stack)
         return zs.shard(model, models.adamw(model), **options)
 
-    with pytest.raises(ValueError, match=r"parameters= names 'layers\.\*', which fits no unit; units: \(root\)"):
+    with pytest.raises(ValueError, match=r"parameters= names 'layers\.\*', which matches no unit; units: \(root\)"):
         shard(parameters={"layers.*": "replicated"})
     with pytest.raises(ValueError, match="sharded, until-backward, replicated or a cell; got 'whole'"):
         shard(parameters="whole")

@@ -112,11 +112,11 @@ def test_what_cannot_be_is_refused() -> None:
         model = models.build(kind)
         zs.shard(model, models.adamw(model), precision=precision)
 
-    with pytest.raises(ValueError, match=r"names 'layers\.\*', which fits no module; modules: stem, blocks"):
+    with pytest.raises(ValueError, match=r"names 'layers\.\*', which matches no module; modules: stem, blocks"):
         shard({"": "bf16", "layers.*": "fp32"})
-    with pytest.raises(ValueError, match='says under "" what the model computes with'):
+    with pytest.raises(ValueError, match='needs the key "" for the model itself'):
         shard({"blocks.0": "fp32"})
-    with pytest.raises(ValueError, match="a loss scale, and the precision of modules, are the whole model's"):
+    with pytest.raises(ValueError, match="loss_scale and modules belong to the precision of the whole model"):
         shard({"": "bf16", "blocks.0": "fp16"})
     with pytest.raises(TypeError, match="takes pairs of a name or class and a Precision"):
         shard({"": "bf16", 3: "fp32"})

@@ -27,6 +27,8 @@ def test_random_programs_equal_the_oracle_and_one_another() -> None:
     tasks = [(draw(seed, 2),) if seed < PROGRAMS else draw_pair(seed, 2) for seed in seeds[:-FAULTY]]
     tasks += [(with_faults(draw(seed, 2)),) for seed in seeds[-FAULTY:]]
     assert sum(op["op"] == "fault" for task in tasks[-FAULTY:] for op in task[0]["ops"]) > FAULTY
+    drawn = {name for task in tasks for name in task[0]["options"]}
+    assert {"ignored", "fp32", "output", "parameters", "units"} <= drawn
     verdicts = examine(tasks, 2)
     bad = [(seed, one) for seed, one in zip(seeds, verdicts, strict=True) if one.kind in BAD]
     assert not bad, f"python -m tools.programs --replay {bad[0][0]}: {bad[0][1].kind} {bad[0][1].text}"

@@ -149,7 +149,10 @@ def defer_too_late() -> None:
     with pytest.raises(ValueError, match="'all' or 'replicate'; got 'shard'"), zero.no_sync("shard"):
         pass
     model(torch.ones(1, 32)).sum().backward()
-    with pytest.raises(RuntimeError, match="after a backward that summed over all copies"), zero.no_sync("replicate"):
+    with (
+        pytest.raises(RuntimeError, match="after a backward that summed gradients over all replicas"),
+        zero.no_sync("replicate"),
+    ):
         pass
 
 

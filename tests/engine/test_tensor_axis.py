@@ -647,12 +647,12 @@ def plain_values(stage: int) -> None:
     zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     weight = model.blocks[0].up.weight
     loss_of(model, 0, 0).backward()
-    with pytest.raises(ValueError, match=r"shape \(64, 16\) stands where a DTensor of placements .* belongs"):
+    with pytest.raises(ValueError, match=r"placements .* got a plain tensor of shape \(64, 16\)"):
         weight.grad = torch.ones(4 * WIDTH, WIDTH)
     weight.grad = like(weight, torch.ones(4 * WIDTH, WIDTH))
     assert torch.equal(weight.grad.full_tensor(), torch.ones(4 * WIDTH, WIDTH))
     optimizer.step()
-    with pytest.raises(ValueError, match="stands where a DTensor"):  # noqa: SIM117
+    with pytest.raises(ValueError, match="Expected a DTensor with placements"):  # noqa: SIM117
         with zero.gathered(states=True, writeback=True):
             optimizer.state[weight]["exp_avg"] = torch.ones(4 * WIDTH, WIDTH)
 
@@ -720,12 +720,12 @@ REFUSALS = {
     "no names": "got no names",
     "part": r"all 4 ranks.*sizes \(2,\) with ranks \[0, 2\]",
     "pipe": "'pipe' has 2 ranks",
-    "no shards": r"axes \(replicate 4\) of 4 ranks leave one rank a copy",
-    "uneven": r"'head.weight' \(3, 16\) does not fall into 2 equal parts along dimension 0",
+    "no shards": r"axes \(replicate 4\) of 4 ranks leave one rank per replica",
+    "uneven": r"'head.weight' \(3, 16\) cannot be split into 2 equal parts along dimension 0",
     "other mesh": r"'head.weight' is a DTensor over ranks \(0, 2\), and the axis 'tensor' of mesh= has \(0, 1\)",
     "meta": "'head.weight' is a DTensor on the meta device",
     "buffer": "Buffer 'head.scale' is a DTensor",
-    "without mesh": r"'head.weight' is a DTensor, and the ranks have no axis 'tensor'.*mesh=.*parallelize_module",
+    "without mesh": r"'head.weight' is a DTensor, but the mesh has no axis 'tensor'.*mesh=.*parallelize_module",
 }
 
 

@@ -115,7 +115,7 @@ def test_what_is_not_planned_is_said(name: str, asked: dict[str, Any], said: str
 def test_segments_and_unknown_units_are_refused() -> None:
     with pytest.raises(ValueError, match="segments of several modules"):
         planned(activations="recompute-sqrt")
-    with pytest.raises(ValueError, match=r"'blocks\.\*', which fits no unit of gpt2; units: transformer\.wte"):
+    with pytest.raises(ValueError, match=r"'blocks\.\*', which matches no unit of gpt2; units: transformer\.wte"):
         planned(activations={"blocks.*": "recompute"})
 
 
@@ -163,8 +163,8 @@ class Silent(nn.Linear):
     ("model", "inputs", "error", "said"),
     [
         (nn.Linear(4, 4), torch.ones(2, 4), TypeError, r"inputs= takes .* \[x\]"),
-        (nn.Linear(4, 4), ["a"], TypeError, "must hold a tensor"),
-        (nn.Linear(4, 4), [torch.ones(0, 4)], ValueError, "must hold samples"),
+        (nn.Linear(4, 4), ["a"], TypeError, "must contain a tensor"),
+        (nn.Linear(4, 4), [torch.ones(0, 4)], ValueError, "must contain samples"),
         (nn.Linear(4, 4).requires_grad_(False), [torch.ones(2, 4)], TypeError, "No parameter of Linear that wants"),
         (Silent(4, 4), [torch.ones(2, 4)], TypeError, "No parameter of Silent that wants"),
     ],

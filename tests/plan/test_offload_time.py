@@ -98,6 +98,7 @@ CASES: Sequence[tuple[str, str, dict[str, float], int]] = (
     ("micro-batches", "host", {"bus": 30e6, "host": 400e6, "disk": 1e9}, 2),
     ("the update goes on", "parameters, too", {"bus": 40e6, "host": 100e6, "disk": 1e9}, 1),
     ("parameters are awaited", "parameters, too", {"bus": 15e6, "host": 500e6, "disk": 1e9}, 2),
+    ("copies in many pieces", "small pieces", {"bus": 60e6, "host": 500e6, "disk": 1e9}, 2),
     ("the disk is slow", "file", {"bus": 100e6, "host": 500e6, "disk": 15e6}, 1),
     ("disk and host are alike", "file", {"bus": 30e6, "host": 125e6, "disk": 30e6}, 1),
 )
@@ -107,15 +108,38 @@ CASES: Sequence[tuple[str, str, dict[str, float], int]] = (
 def test_exposed_time_is_the_schedule_s(
     name: str, place: str, rates: dict[str, float], micro_batches: int, tmp_path: Path
 ) -> None:
-    to, parameters = (str(tmp_path) if place == "file" else "host"), float(place == "parameters, too")
-    offload, stage = zs.Offload(to=to, parameters=parameters, staging_bytes=1 << 20), 3 if parameters else 0
+    to, parameters = (str(tmp_path) if place == "file" else "host"), float(place in ("parameters, too", "small pieces"))
+    staging_bytes = 1 << 16 if place == "small pieces" else 1 << 20
+    offload, stage = zs.Offload(to=to, parameters=parameters, staging_bytes=staging_bytes), 3 if parameters else 0
     with emulated(Machine(**rates), BYTES_PER_ELEMENT) as machine:
         model = model_on(machine)
         film = predict(model, machine, stage, offload, micro_batches)
         assert film.step_s - film.compute_s == pytest.approx(film.offload_s)
+        if place == "small pieces":
+            # A unit is many times the buffers: the device waits no longer than with a buffer for a whole unit.
+            whole = predict(model, machine, stage, dataclasses.replace(offload, staging_bytes=1 << 24), micro_batches)
+            assert film.offload_s <= whole.offload_s
         for step_s, compute_s in windows(model, machine, stage, offload, micro_batches):
             assert compute_s == pytest.approx(film.compute_s)
             # A delay only adds: what is longer than predicted is measured anew, what is shorter is wrong at once.
             if step_s - compute_s <= 1.1 * film.offload_s:
                 break
     assert step_s - compute_s == pytest.approx(film.offload_s, rel=0.1)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_update_in_the_backward_leaves_the_last_unit_s_to_the_step(micro_batches: int) -> None:
+    """The thread needs less time for a unit than its backward: only the last unit's update is waited for."""
+    machine = Machine(bus=1e9, host=400e6, disk=1e9)
+    model = model_on(machine)
+    films = [
+        predict(model, machine, 0, zs.Offload(update=update, staging_bytes=1 << 20), micro_batches)
+        for update in ("step", "in-backward")
+    ]
+    numel = sum(p.numel() for p in model.parameters()) / DEPTH
+    # Masters and both states are copied first: read and written.
+    copy_s, update_s = 24 * numel / machine.host, BYTES_PER_ELEMENT * numel / machine.host
+    assert copy_s + update_s < BACKWARD_S
+    after, ahead = (film.offload_s for film in films)
+    assert after - ahead == pytest.approx(DEPTH * update_s - (copy_s + update_s))
+    assert films[1].busy_s["host"] - films[0].busy_s["host"] == pytest.approx(DEPTH * copy_s)

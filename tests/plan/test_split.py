@@ -114,10 +114,10 @@ class Sending(nn.Module):
     ("options", "error"),
     [
         ({"parallelize": None}, "tensor=2: no parameter of this Sequential is split"),
-        ({"tensor": 1, "activations": "recompute+partition", "parallelize": None}, "axis 'tensor', and the mesh has"),
+        ({"tensor": 1, "activations": "recompute+partition", "parallelize": None}, "axis 'tensor', but the mesh has"),
         ({"sequence_parallel": True}, "sequence_parallel=True is for shapes"),
         ({"tensor": 4, "parallelize": lambda model, mesh: None}, "tensor=4: no parameter of this Sequential is split"),
-        ({"tensor": 3, "world_size": 3}, r"'0.0.weight' \(256, 64\) does not fall into 3 equal parts"),
+        ({"tensor": 3, "world_size": 3}, r"'0.0.weight' \(256, 64\) cannot be split into 3 equal parts"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(options: dict[str, Any], error: str) -> None:
@@ -145,5 +145,5 @@ def plan_with_a_group() -> None:
 
 
 def test_splitting_needs_a_process_without_a_group() -> None:
-    with pytest.raises(RankFailure, match="parallelize= needs a process without a process group"):
+    with pytest.raises(RankFailure, match="parallelize= emulates a process group, but the process already has one"):
         run_ranks(plan_with_a_group, 2, timeout_s=TIMEOUT_S)

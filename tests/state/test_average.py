@@ -172,7 +172,7 @@ def test_what_is_out_of_place_is_refused() -> None:
             zero.ema(decay)
     average = zero.ema(DECAY)
     with average.swapped():
-        with pytest.raises(RuntimeError, match="the average is there already"), average.swapped():
+        with pytest.raises(RuntimeError, match="parameters are already the average"), average.swapped():
             pass
         with pytest.raises(RuntimeError, match=r"update\(\) inside swapped\(\)"):
             average.update()

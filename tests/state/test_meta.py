@@ -2,7 +2,7 @@
 
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, Sharded, assert_matches, assert_same, seed
-from zeroshard.state import materialize
+from zeroshard.state import weights
 from zeroshard.testing import run_ranks
 
 WORLDS = (1, 2, 3)
@@ -254,6 +255,43 @@ def test_no_rank_ever_holds_the_whole_model() -> None:
         assert 6 * unit > shards + 2 * unit + root, "the model is too small for the test to say anything"
 
 
+def mixtral() -> nn.Module:
+    """Build a model whose experts lie one by one in files, and stacked in the model."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    shape |= {"vocab_size": 8, "num_hidden_layers": 6, "num_local_experts": 8}
+    return transformers.AutoModelForCausalLM.from_config(transformers.MixtralConfig(**shape))
+
+
+def most_alive_of_files(folder: str) -> tuple[int, int, int, int]:
+    """Return bytes of tensors at the worst moment of reading joined files, of the shards, of one unit and the model."""
+    gc.collect()
+    gc.freeze()  # what is imported is no tensor of the model
+    peak, pieces = 0, weights.Weights._pieces
+
+    def watched(self: weights.Weights, name: str) -> Iterator[tuple[Any, Tensor]]:
+        nonlocal peak
+        for piece in pieces(self, name):
+            peak = max(peak, tensor_bytes())
+            yield piece
+
+    weights.SLICE_BYTES, weights.Weights._pieces = 1, watched  # type: ignore[method-assign]
+    model = on_meta(mixtral)
+    model_bytes = sum(p.nbytes for p in model.parameters())
+    zero = zs.shard(model, stage=3, weights=folder, settings=zs.Settings(shared_memory=False))
+    shards = sum(shard.nbytes for unit in zero.units for bucket in unit.buckets for shard in bucket.shards)
+    return peak, shards, max(unit.spec.full_bytes for unit in zero.units), model_bytes
+
+
+def test_no_rank_holds_the_whole_model_where_transformers_joins_tensors_of_files(tmp_path: Path) -> None:
+    seed(31)
+    mixtral().save_pretrained(tmp_path)
+    first, *others = run_ranks(most_alive_of_files, 3, str(tmp_path), timeout_s=TIMEOUT_S)
+    assert not any(peak for peak, *_ in others), "rank 0 reads"
+    peak, shards, unit, model = first
+    root = unit // 4
+    assert 0 < peak <= shards + 2 * unit + root < model, first
+
+
 def save(kind: Callable[[], nn.Module], folder: Path) -> dict[str, Tensor]:
     """Write a model's state in two files, and return all its values."""
     seed(31)
@@ -269,7 +307,7 @@ def save(kind: Callable[[], nn.Module], folder: Path) -> dict[str, Tensor]:
 
 def shard_loaded(kind: Callable[[], nn.Module], folder: str, slice_bytes: int) -> list[dict[str, Tensor]]:
     """Shard from files at each stage, read in slices of a few rows."""
-    materialize.SLICE_BYTES = slice_bytes
+    weights.SLICE_BYTES = slice_bytes
     return at_all_stages(kind, {"weights": folder})
 
 
@@ -371,6 +409,42 @@ def test_a_directory_without_files_and_a_name_in_two_files_are_refused(tmp_path:
         save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ValueError, match=r"'x' is in .*a\.safetensors and in .*b\.safetensors"):
         zs.shard(on_meta(models.Stack), weights=tmp_path)
+
+
+def two_values(state: dict[str, Tensor]) -> None:
+    """Give the head of a model that ties it values of its own."""
+    state["head.weight"] = state["words.weight"] + 1
+
+
+def codes(state: dict[str, Tensor]) -> None:
+    """Hold a weight in a byte each."""
+    state["words.weight"] = state["words.weight"].to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (two_values, ["'words.weight' and 'head.weight' are one tensor", "have different values"]),
+        (codes, ["'words.weight' is I8 in", "model.safetensors", "torch.float32: quantized values"]),
+    ],
+)
+def test_files_whose_values_are_not_the_models_are_refused(
+    change: Callable[[dict[str, Tensor]], None], words: list[str], tmp_path: Path
+) -> None:
+    state = {
+        name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in Picture().state_dict().items()
+    }
+    save_file(state, tmp_path / "model.safetensors")
+    weights.SLICE_BYTES, before = 100, weights.SLICE_BYTES
+    try:
+        zs.shard(on_meta(Picture), weights=tmp_path)  # both names, with the same values
+        change(state)
+        save_file(state, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError) as caught:
+            zs.shard(on_meta(Picture), weights=tmp_path)
+    finally:
+        weights.SLICE_BYTES = before
+    assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

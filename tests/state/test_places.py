@@ -99,7 +99,7 @@ def test_devices_that_will_not_do_are_refused_on_all_ranks(ranks: int, arguments
     assert len(own) == 1
     for rank, (text,) in enumerate(found):
         assert rank in own or re.search(
-            rf"zs.init\(\) was refused on another rank, and so on all. rank {own[0]}: {texts}", text
+            rf"zs.init\(\) was rejected on another rank, and therefore on all. rank {own[0]}: {texts}", text
         )
 
 
@@ -129,7 +129,7 @@ def test_a_group_without_a_named_backend_is_asked_what_it_uses() -> None:
     found = run_ranks(at_shard, 2, timeout_s=TIMEOUT_S)
     assert [device for device, _ in found] == ["cuda:0"] * 2
     assert sum("which is the device of rank" in text for _, text in found) == 2
-    assert sum("was refused on another rank" in text for _, text in found) == 1
+    assert sum("was rejected on another rank" in text for _, text in found) == 1
 
 
 @pytest.mark.parametrize(

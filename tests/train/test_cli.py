@@ -366,11 +366,14 @@ def test_what_the_command_line_says_of_a_run_that_is_there(tmp_path, monkeypatch
     status, out, err = _main(monkeypatch, capsys, *command)
     assert (status, err) == (0, "")
     assert out == (
-        "runs/default is complete: all of its 2 steps are made. More of them (--steps) go on with it, another --name "
-        "starts anew.\n"
+        "runs/default is complete: all 2 steps are done. Continue with more --steps, or start a new run with another "
+        "--name.\n"
     )
     for extra, text in (
-        (["--fresh"], "zeroshard: --fresh: runs/default holds a run, and nothing is overwritten; give another --name"),
+        (
+            ["--fresh"],
+            "zeroshard: --fresh: runs/default holds a run, and runs are not overwritten; give another --name",
+        ),
         (["--seed", "7"], "zeroshard: run.name: runs/default/config.toml is of a run with other settings:\n  run.seed"),
     ):
         status, out, err = _main(monkeypatch, capsys, *command, *extra)

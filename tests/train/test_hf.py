@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import zeroshard as zs
 from zeroshard.testing import run_ranks
@@ -35,6 +36,9 @@ def _config(kind="llama", **changes):
         shape = {"n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 2}
         return transformers.GPT2Config(**common | shape | changes)
     shape = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if kind == "hrm_text":
+        cycles = {"num_layers_per_stack": 1, "num_key_value_heads": 2, "max_position_embeddings": 32}
+        return transformers.HrmTextConfig(**common | shape | cycles | changes)
     if kind == "bert":
         return transformers.BertConfig(**common | shape | {"max_position_embeddings": 32} | changes)
     shape |= {"num_key_value_heads": 1, "max_position_embeddings": 32}
@@ -95,21 +99,74 @@ def test_loss_is_the_models_own(kind, tmp_path):
     assert language.compute_logits(window).shape == (2, 17, VOCABULARY)
 
 
-@pytest.mark.parametrize(("kind", "is_by_unit"), [("gpt2", True), ("llama", True), ("mixtral", False)])
-def test_weights_are_loaded_in_fp32(kind, is_by_unit, tmp_path):
-    """By unit; a Mixtral's experts, which lie one by one in the files, transformers joins in the whole model."""
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral", "hrm_text"])
+def test_weights_are_loaded_in_fp32_unit_by_unit(kind, tmp_path):
+    """Of a Mixtral the files have experts one by one, which the model stacks; of an HRM the projections fused."""
     folder = _save(tmp_path, kind, has_weights=True)
-    meta = [p.is_meta for p in load_hf(folder, context=16, vocabulary=VOCABULARY).module.parameters()]
-    assert meta == [is_by_unit] * len(meta)
-    language = _load(folder)
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
-    loaded = language.module.state_dict()
+    _check_loaded(folder, transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+
+def test_weights_of_a_base_model_are_found_without_its_prefix(tmp_path):
+    folder = _save(tmp_path, "gpt2")
+    transformers.GPT2Model(_config("gpt2")).save_pretrained(folder)
+    _check_loaded(folder, transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+
+def _check_loaded(folder, expected):
+    language = load_hf(folder, context=16, vocabulary=VOCABULARY)
+    assert all(p.is_meta for p in language.module.parameters())
+    zs.shard(language.module, stage=0, weights=language.weights)
+    saved, loaded = expected.state_dict(), language.module.state_dict()
     assert loaded.keys() == saved.keys()
     for name, tensor in loaded.items():
         assert tensor.dtype == torch.float32
-        assert torch.equal(tensor, saved[name].float())
+        assert torch.equal(tensor, saved[name].float()), name
     assert "weights from" in language.description
     assert language.module.training
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        (
+            "llama",
+            lambda state: state.pop("lm_head.weight"),
+            r"has no 'lm_head\.weight' \(300, 24\).*Nothing is initialized at random beside weights from files",
+        ),
+        (
+            "mixtral",
+            lambda state: state.pop("model.layers.1.block_sparse_moe.experts.1.w2.weight"),
+            r"'model\.layers\.1\.mlp\.experts\.down_proj' has shape \(1, 24, 40\) in .* \(from 1 tensor\(s\), "
+            r"'model\.layers\.1\.block_sparse_moe\.experts\.0\.w2\.weight' first\) and \(2, 24, 40\) in the model",
+        ),
+        (
+            "mixtral",
+            lambda state: state.pop("model.layers.1.block_sparse_moe.experts.1.w3.weight"),
+            r"'model\.layers\.1\.mlp\.experts\.gate_up_proj' of 3 tensor\(s\), .*The files lack a part",
+        ),
+        (
+            "llama",
+            lambda state: state.update({"model.score.weight": torch.zeros(2)}),
+            r"holds 1 tensor\(s\) that the model has not, 'model\.score\.weight' first",
+        ),
+    ],
+)
+def test_weights_that_give_too_little_or_too_much_are_refused_by_name(kind, change, words, tmp_path):
+    folder = _save(tmp_path, kind, has_weights=True)
+    state = load_file(tmp_path / "model.safetensors")
+    change(state)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=words):
+        _load(folder)
+
+
+def test_what_transformers_drops_is_dropped(tmp_path):
+    folder = _save(tmp_path, "llama", has_weights=True)
+    state = load_file(tmp_path / "model.safetensors")
+    # Files of older versions hold this buffer in every layer.
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    _load(folder)
 
 
 def test_without_weights_the_seed_decides(tmp_path):

@@ -338,7 +338,7 @@ def refused() -> str:
 
 def test_a_codec_that_nccl_cannot_add_up_is_refused_by_name() -> None:
     for rank, text in enumerate(run_ranks(refused, 2)):
-        assert text.startswith(f"[rank {rank}/2] NCCL adds messages up") and "'float32'" in text
+        assert text.startswith(f"[rank {rank}/2] NCCL cannot sum messages") and "'float32'" in text
 
 
 def wrong_sum(name: str) -> list[str]:

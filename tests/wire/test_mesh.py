@@ -58,6 +58,6 @@ def test_waits_of_nccl_that_stop_the_host_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, value: str, is_refused: bool
 ) -> None:
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", value)
-    says = f"TORCH_NCCL_BLOCKING_WAIT={value} has the host wait"
+    says = f"TORCH_NCCL_BLOCKING_WAIT={value} makes the host wait"
     with pytest.raises(RuntimeError, match=says) if is_refused else contextlib.nullcontext():
         refuse_blocking_nccl()

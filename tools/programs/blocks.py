@@ -319,9 +319,15 @@ def _arguments(container: str, blocks: Sequence[nn.Module]) -> Sequence[Any]:
     return blocks if container == "sequential" else [blocks]
 
 
-def split_parameters(net: nn.Module, owners: Sequence[Sequence[str]]) -> list[list[nn.Parameter]]:
-    """Return the parameters of the modules named, a list for each owner; each parameter once, the rest to the first."""
-    taken: set[nn.Parameter] = set()
+def split_parameters(
+    net: nn.Module, owners: Sequence[Sequence[str]], ignored: Sequence[str] = ()
+) -> list[list[nn.Parameter]]:
+    """Return the parameters of the modules named, a list for each owner; each parameter once, the rest to the first.
+
+    Args:
+        ignored: modules whose parameters nobody gets.
+    """
+    taken = {p for name in ignored for p in net.get_submodule(name).parameters()}
     parts: list[list[nn.Parameter]] = [[] for _ in owners]
     for part, names in zip(parts, owners, strict=True):
         for name in names:

@@ -28,6 +28,7 @@ def draw(seed: int, processes: int) -> Spec:
     spec["optimizers"] = _draw_optimizers(r, spec)
     spec["ops"] = _draw_ops(r, spec)
     _draw_kept(random.Random(f"kept {seed} {processes}"), spec)
+    _draw_own(random.Random(f"own {seed} {processes}"), spec)
     if not is_valid(spec):
         raise AssertionError(f"seed {seed} at {processes} processes is not a valid program")
     return spec
@@ -62,14 +63,24 @@ def draw_pair(seed: int, processes: int) -> tuple[Spec, Spec]:
 
 
 def with_offload(spec: Spec) -> Spec:
-    """Return a program at stage 3 with states and parameters on the host, in other parts after each resume."""
+    """Return a program at stage 3 with states and parameters on the host, in other parts after each resume.
+
+    Half of the programs with one optimizer update in the backward; `step()` clips there, where the program did.
+    """
     r = random.Random(f"offload {spec['seed']}")
+    ops, mode = spec["ops"], ""
+    if len(spec["optimizers"]) == 1 and r.random() < 0.5:
+        limit = ",max_norm=0.3" * any(op["op"] == "clip" for op in ops)
+        mode, ops = f",update=in-backward{limit}", [op for op in ops if op["op"] != "clip"]
 
     def options() -> Spec:
         states, parameters = (r.choice([0.0, 0.3, 1.0]) for _ in range(2))
-        return {"stage": 3, "offload": f"states={states},parameters={parameters}"}
+        if mode:
+            # Parameters on the host may be the masters, which cannot be updated in the backward.
+            states, parameters = states or 1.0, 0.0
+        return {"stage": 3, "offload": f"states={states},parameters={parameters}{mode}"}
 
-    ops = [op | {"options": op["options"] | options()} if op["op"] == "resume" else op for op in spec["ops"]]
+    ops = [op | {"options": op["options"] | options()} if op["op"] == "resume" else op for op in ops]
     return spec | {"options": spec["options"] | options(), "ops": ops}
 
 
@@ -168,6 +179,28 @@ def _draw_kept(r: random.Random, spec: Spec) -> None:
         )
 
 
+def _draw_own(r: random.Random, spec: Spec) -> None:
+    """Give parts of some programs a way of their own: ignored; of those in bf16 computed in fp32, or bf16 outputs.
+
+    Such a part shares nothing with another, and an ignored part is in no other operation.
+    """
+    options = spec["options"]
+    bound = {str(at) for pair in spec["shared"] + spec["ties"] for at in pair}
+    free = [part for part in _parts(spec) if part not in bound | ({"stem", "head"} if spec["is_tied"] else set())]
+    if options.get("precision") == "bf16":
+        inner = [f"{at}:inner.0" for at, kind in enumerate(spec["blocks"]) if kind == "Nested" and str(at) in free]
+        if (free := free + inner) and r.random() < 0.7:
+            options["fp32"] = r.sample(free, r.randint(1, min(2, len(free))))
+        if r.random() < 0.4:
+            options["output"] = "bfloat16"
+    elif r.random() < 0.25:
+        used = {"head", *(op.get("of") for op in spec["ops"])}
+        may = [part for part in free if part not in used]
+        options["ignored"] = r.sample(may, r.randint(1, min(2, len(may)))) if may else []
+        if not options["ignored"] or not _all_own(spec, [one["parts"] for one in spec["optimizers"]]):
+            del options["ignored"]
+
+
 # ---- optimizers
 
 
@@ -204,7 +237,8 @@ def _all_own(spec: Mapping[str, Any], owners: Sequence[Sequence[str]]) -> bool:
     same = {str(to): str(of) for to, of in spec["shared"]} | ({"head": "stem"} if spec["is_tied"] else {})
     of_parts = [{same.get(part, part) for part in parts} for parts in owners]
     rest = {same.get(part, part) for part in _parts(spec)} - set().union(*of_parts)
-    taken: set[str] = set()
+    taken = set(spec["options"].get("ignored", ()))  # they have an optimizer of their own
+    rest -= taken
     for at, some in enumerate(of_parts):
         if not (some | rest if at == 0 else some - taken):
             return False

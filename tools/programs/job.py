@@ -9,13 +9,15 @@ Note: what the oracle computes
     parameters. That is the sum over ranks and micro-batches which data parallelism promises, and a parameter that no
     rank used keeps `grad is None`. Nothing is cut, reduced, gathered or released. What bf16 rounds, training
     amplifies, so that fp64 says little of it: `RoundedOracle` rounds wherever `zeroshard/core/precision.py` does.
+    Ignored parameters are each process's own, and begin with other values on each: the oracle keeps a set for each
+    process, and puts it in place when the data of one of its ranks is asked for.
 """
 
 import contextlib
 import copy
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 from unittest.mock import patch
@@ -39,7 +41,9 @@ WATCHDOG_S = 15.0
 LEAST_CUT = 2
 """The stage from which on a rank may keep a part of each parameter: it keeps no more of gradients."""
 ROWS = 3
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+OWN_RATE = 0.05
+"""The learning rate of ignored parameters, in plain SGD."""
 
 
 class Job(ABC):
@@ -63,6 +67,7 @@ class Job(ABC):
     def __init__(self, key: int, world: int, options: Mapping[str, Any]) -> None:
         self.key, self.world, self.options = key, world, dict(options)
         self.notes: dict[int, list[tuple[str, Any]]] = {}
+        self.own: list[nn.Parameter] = []
         self.model: nn.Module
         self.optimizers: list[Optimizer]
 
@@ -85,6 +90,34 @@ class Job(ABC):
     @abstractmethod
     def grad_norm(self, p: float) -> Tensor:
         """Return the norm of all gradients."""
+
+    @abstractmethod
+    def each_own(self) -> Iterator[tuple[int, float]]:
+        """Put the ignored parameters of each process that is run here in place; yield its number, and their rate."""
+
+    def find_own(self) -> None:
+        """Find the ignored parameters of the model."""
+        modules = [self.model.get_submodule(name) for name in self.options.get("ignored", ())]
+        self.own = [p for module in modules for p in module.parameters()]
+
+    def shared(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those that are not ignored."""
+        own = set(map(id, self.own))
+        return [p for p in parameters if id(p) not in own]
+
+    @torch.no_grad()
+    def step_own(self) -> None:
+        """Update the ignored parameters of each process with its own gradients."""
+        for _, rate in self.each_own():
+            for p in self.own:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=rate)
+
+    def zero_own(self) -> None:
+        """Clear the gradients of the ignored parameters of each process."""
+        for _ in self.each_own():
+            for p in self.own:
+                p.grad = None
 
     def data(self, at: int, rank: int, part: int = 0) -> Tensor:
         """Return inputs: (rows, 3), or (rows,) of ids where the model's stem is an embedding."""
@@ -121,7 +154,9 @@ class Job(ABC):
 
     def note_grads(self) -> None:
         """Keep which parameters have gradients."""
-        self.note_all("without gradients", [n for n, p in self.model.named_parameters() if p.grad is None])
+        shared = set(map(id, self.shared(self.model.parameters())))
+        names = [n for n, p in self.model.named_parameters() if id(p) in shared and p.grad is None]
+        self.note_all("without gradients", names)
 
     def finish(self) -> dict[str, Any]:
         """Return the notes and the state at the end, by value."""
@@ -134,8 +169,18 @@ class Job(ABC):
                 for key, value in state.items()
                 if isinstance(value, Tensor)
             }
-            parameters = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+            parameters = {names[id(p)]: p.detach().clone() for p in self.shared(self.model.parameters())}
+        for process, _ in self.each_own():
+            for p in self.own:
+                self.note(process, f"ignored {names[id(p)]}", p)
         return {"notes": self.notes, "parameters": parameters, "states": states}
+
+
+@torch.no_grad()
+def _make_own(own: Sequence[nn.Parameter], process: int) -> None:
+    """Give ignored parameters values that no other process has."""
+    for p in own:
+        p.mul_(1.0 + 0.125 * process)
 
 
 def _share(options: Mapping[str, Any], ranks: int) -> float:
@@ -144,25 +189,77 @@ def _share(options: Mapping[str, Any], ranks: int) -> float:
     return {"mean": 1.0 / ranks, "sum": 1.0}[reduction] if isinstance(reduction, str) else 1.0 / reduction
 
 
+def _is_cast(given: Sequence[Any]) -> bool:
+    """Tell whether a module's first input is of those that are cast."""
+    return isinstance(given[0], Tensor) and given[0].is_floating_point()
+
+
 def _rank_weight(options: Mapping[str, Any], world: int, processes: int) -> float:
     """Return what a process multiplies its losses by, where there are fewer of them than the program has ranks."""
     return processes / world if options.get("reduction", "mean") == "mean" else 1.0
 
 
 class Oracle(Job):
-    """One process, plain torch, fp64."""
+    """One process, plain torch, fp64.
+
+    Args:
+        processes: among which `world` ranks are divided.
+    """
 
     dtype = torch.float64
 
-    def __init__(self, key: int, world: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, key: int, world: int, options: Mapping[str, Any], processes: int) -> None:
         super().__init__(key, world, options)
         self.ranks = range(world)
         self.weight = _share(options, world)
+        # Ignored parameters are not divided by anything.
+        self._own_rate = OWN_RATE * _rank_weight(options, world, processes) / self.weight
+        self._at, self._held = 0, dict[int, list[tuple[Tensor, Tensor | None]]]()
+        self._processes = processes
 
     def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
         self.model, self.optimizers = build()
         self.model.to(self.dtype)
+        self.find_own()
+        for process in range(self._processes):
+            values = [p.detach().clone() for p in self.own]
+            self._held[process] = [(value, None) for value in values]
+            _make_own(values, process)
+        self._show(0)
+        self._clip_at_steps()
         return self.model, self.optimizers
+
+    def _clip_at_steps(self) -> None:
+        """Clip as `step()` does with updates in the backward, if the program asks for these."""
+        offload = zs.offload_of(self.options.get("offload"))
+        if offload is None or offload.max_norm is None:
+            return
+        limit = offload.max_norm
+
+        def clip(*_: Any) -> None:
+            own = set(map(id, self.own))
+            nn.utils.clip_grad_norm_([p for p in self.model.parameters() if id(p) not in own], limit)
+
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(clip)
+
+    def each_own(self) -> Iterator[tuple[int, float]]:
+        for process in range(self._processes if self.own else 0):
+            self._show(process)
+            yield process, self._own_rate
+
+    def _show(self, process: int) -> None:
+        """Put the ignored parameters of a process in place."""
+        if self._at != process:
+            self._held[self._at] = [(p.data, p.grad) for p in self.own]
+        for p, (value, grad) in zip(self.own, self._held[process], strict=True):
+            p.data, p.grad = value, grad
+        self._at = process
+
+    def data(self, at: int, rank: int, part: int = 0) -> Tensor:
+        if self.own and self._at != (process := rank % self._processes):
+            self._show(process)
+        return super().data(at, rank, part)
 
     def resume(self, build: Build, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
         return self.model, self.optimizers
@@ -174,7 +271,7 @@ class Oracle(Job):
         return contextlib.nullcontext()
 
     def grad_norm(self, p: float) -> Tensor:
-        return nn.utils.get_total_norm([q.grad for q in self.model.parameters() if q.grad is not None], p)
+        return nn.utils.get_total_norm([q.grad for q in self.shared(self.model.parameters()) if q.grad is not None], p)
 
 
 @final
@@ -198,7 +295,7 @@ class RoundedOracle(Oracle):
     dtype = torch.float32
 
     def __init__(self, key: int, world: int, options: Mapping[str, Any], processes: int, nudge: int = 0) -> None:
-        super().__init__(key, world, options)
+        super().__init__(key, world, options, processes)
         self._nudges = torch.Generator().manual_seed(nudge) if nudge else None
         self.weight, self._scale = _rank_weight(options, world, processes), _share(options, processes)
         self._twins: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -206,6 +303,16 @@ class RoundedOracle(Oracle):
     def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
         self.model, self.optimizers = build()
         twin = copy.deepcopy(self.model).bfloat16()
+        for name in self.options.get("fp32", ()):
+            module = twin.get_submodule(name).float()
+            module.register_forward_pre_hook(
+                lambda _, given: (given[0].float(), *given[1:]) if _is_cast(given) else None
+            )
+            outside = (
+                torch.float32 if any(name.startswith(f"{one}.") for one in self.options["fp32"]) else torch.bfloat16
+            )
+            module.register_forward_hook(lambda _, given, output, outside=outside: output.to(outside))
+        output = DTYPES[self.options.get("output", "float32")]
         self._twins = list(zip(self.model.parameters(), twin.parameters(), strict=True))
         for master, rounded in self._twins:
             rounded.requires_grad_(True).register_post_accumulate_grad_hook(self._adder(master))
@@ -213,9 +320,10 @@ class RoundedOracle(Oracle):
         def forward(x: Tensor, *given: Any, **named: Any) -> tuple[Tensor, list[Tensor]]:
             self._round()
             values, sides = twin(x.bfloat16() if x.is_floating_point() else x, *given, **named)
-            return values.float(), [side.float() for side in sides]
+            return values.to(output), [side.to(output) for side in sides]
 
         self.model.forward = forward
+        self._clip_at_steps()
         return self.model, self.optimizers
 
     def _adder(self, master: nn.Parameter) -> Callable[[Tensor], None]:
@@ -235,7 +343,7 @@ class RoundedOracle(Oracle):
         for master, rounded in self._twins:
             rounded.requires_grad_(master.requires_grad)
             # Fused optimizers leave the version of what they update as it was.
-            if not torch.equal(rounded, value := master.bfloat16()):
+            if not torch.equal(rounded, value := master.to(rounded.dtype)):
                 rounded.copy_(value)
 
     @contextlib.contextmanager
@@ -243,13 +351,13 @@ class RoundedOracle(Oracle):
         """Show rounded parameters; a master whose rounded value the program changes becomes that value."""
         masters = [master.detach().clone() for master, _ in self._twins]
         with torch.no_grad():
-            for master, _ in self._twins:
-                master.copy_(master.bfloat16())
+            for master, rounded in self._twins:
+                master.copy_(master.to(rounded.dtype))
         yield
         with torch.no_grad():
-            for (master, _), before in zip(self._twins, masters, strict=True):
-                now = master.bfloat16()
-                is_changed = now != before.bfloat16()
+            for (master, rounded), before in zip(self._twins, masters, strict=True):
+                now = master.to(rounded.dtype)
+                is_changed = now != before.to(rounded.dtype)
                 master.copy_(torch.where(is_changed, now.float(), before) if writeback else before)
 
 
@@ -289,9 +397,16 @@ class Sharded(Job):
     def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
         self.model, self.optimizers = build()
         self.model.to(self.dtype)
+        self.find_own()
+        _make_own(self.own, dist.get_rank() if dist.is_initialized() else 0)
         options = dict(self.options)
-        if (chosen := options.get("units")) is not None:
-            options["units"] = [self.model.get_submodule(name) for name in chosen]
+        for name in ("units", "ignored"):
+            if (chosen := options.get(name)) is not None:
+                options[name] = [self.model.get_submodule(path) for path in chosen]
+        own, output = options.pop("fp32", ()), options.pop("output", None)
+        if options.get("precision") == "bf16":
+            whole = zs.Precision(param=torch.bfloat16, output=DTYPES[output] if output else None)
+            options["precision"] = {"": whole, **dict.fromkeys(own, "fp32")}
         if options["stage"] < LEAST_CUT:
             # A program may resume at another stage.
             options.pop("parameters", None)
@@ -309,9 +424,17 @@ class Sharded(Job):
         self.paths.append(path)
         self._zero.save(path)
         self.options |= options
+        own = self.own
         self.start(build)
         self._zero.load(path)
+        with torch.no_grad():
+            for p, before in zip(self.own, own, strict=True):
+                p.copy_(before)
         return self.model, self.optimizers
+
+    def each_own(self) -> Iterator[tuple[int, float]]:
+        if self.own:
+            yield self.ranks[0], OWN_RATE
 
     def no_sync(self, axis: Literal["all", "replicate"] = "all") -> contextlib.AbstractContextManager[Any]:
         return self._zero.no_sync(axis)
@@ -326,10 +449,9 @@ class Sharded(Job):
 def run_sharded(spec: Mapping[str, Any], place: Path) -> dict[str, Any]:
     """Run a program through zeroshard on this rank and return what it noted."""
     _build, program = compiled(spec)
-    options = {**spec["options"]}
-    if options.get("units") is not None:
-        options["units"] = [path_of(spec, name) for name in options["units"]]
-    job = Sharded(spec["seed"], spec["world"], options, DTYPES[spec["dtype"]], place, resumes=spec.get("resumes", True))
+    job = Sharded(
+        spec["seed"], spec["world"], _options_of(spec), DTYPES[spec["dtype"]], place, resumes=spec.get("resumes", True)
+    )
     program(job)
     found = job.finish()
     if dist.get_rank() == 0:
@@ -338,16 +460,25 @@ def run_sharded(spec: Mapping[str, Any], place: Path) -> dict[str, Any]:
     return found
 
 
+def _options_of(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a program, with the names of modules as the model has them."""
+    options = dict(spec["options"])
+    for name in ("units", "ignored", "fp32"):
+        if options.get(name) is not None:
+            options[name] = [path_of(spec, part) for part in options[name]]
+    return options
+
+
 def run_oracle(spec: Mapping[str, Any], nudge: int = 0) -> dict[str, Any]:
     """Run a program in this process: in fp64, or as its bf16 rounds, which `nudge` has a part in."""
-    given = spec["seed"], spec["world"], spec["options"]
+    given = spec["seed"], spec["world"], _options_of(spec), spec["processes"]
     is_rounded = spec["options"].get("precision") == "bf16"
-    return _run(spec, RoundedOracle(*given, spec["processes"], nudge) if is_rounded else Oracle(*given))
+    return _run(spec, RoundedOracle(*given, nudge) if is_rounded else Oracle(*given))
 
 
 def run_plain(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Run a program in this process in fp32."""
-    return _run(spec, PlainOracle(spec["seed"], spec["world"], spec["options"]))
+    return _run(spec, PlainOracle(spec["seed"], spec["world"], _options_of(spec), spec["processes"]))
 
 
 def _run(spec: Mapping[str, Any], job: Oracle) -> dict[str, Any]:

@@ -81,9 +81,10 @@ def _smaller(spec: Spec) -> Iterator[Spec]:
         if spec[name] != value:
             yield spec | {name: value}
     options = spec["options"]
-    for name in ("units", "precision", "reduction", "mesh"):
+    for name in ("units", "precision", "reduction", "mesh", "parameters", "ignored", "fp32", "output"):
         if name in options:
-            yield spec | {"options": {key: value for key, value in options.items() if key != name}}
+            gone = {name, "fp32", "output"} if name == "precision" else {name}
+            yield spec | {"options": {key: value for key, value in options.items() if key not in gone}}
     for unit in options.get("units") or []:
         yield spec | {"options": options | {"units": [one for one in options["units"] if one != unit]}}
     if spec["world"] > spec["processes"]:
@@ -155,8 +156,9 @@ def _without_block(spec: Spec, at: int) -> Spec:
         return less
 
     options = dict(spec["options"])
-    if options.get("units") is not None:
-        options["units"] = names(options["units"])
+    for name in ("units", "ignored", "fp32"):
+        if options.get(name) is not None:
+            options[name] = names(options[name])
     return spec | {
         "blocks": spec["blocks"][:at] + spec["blocks"][at + 1 :],
         "shared": pairs(spec["shared"]),

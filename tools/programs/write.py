@@ -58,7 +58,8 @@ def _build(spec: Spec) -> list[str]:
     lines.append(f"    net = Net({width}, blocks, {spec['container']!r}, {flags})")
     lines += [f"    {_module(spec, name)}.requires_grad_(False)" for name in spec["frozen"]]
     owners = [[path_of(spec, name) for name in one["parts"]] for one in spec["optimizers"]]
-    lines.append(f"    parts = split_parameters(net, {owners!r})")
+    ignored = [path_of(spec, name) for name in spec["options"].get("ignored", ())]
+    lines.append(f"    parts = split_parameters(net, {owners!r}{f', {ignored!r}' if ignored else ''})")
     made = []
     for at, one in enumerate(spec["optimizers"]):
         given = f"groups_of(parts[{at}], {one['options']['lr']})" if one["groups"] else f"parts[{at}]"
@@ -157,7 +158,7 @@ def _look(spec: Spec, at: int, op: Spec) -> list[str]:
 
 
 def _clip(spec: Spec, at: int, op: Spec) -> list[str]:
-    of = f"{_module(spec, op['of'], 'model')}.parameters()" if op["of"] else "model.parameters()"
+    of = f"{_module(spec, op['of'], 'model')}.parameters()" if op["of"] else _shared(spec)
     if op["kind"] == "value":
         return [f"nn.utils.clip_grad_value_({of}, {op['limit']})"]
     return [f'job.note_all("norm", nn.utils.clip_grad_norm_({of}, {op["limit"]}, norm_type={_order(op)}))']
@@ -172,14 +173,21 @@ def _norm(spec: Spec, at: int, op: Spec) -> list[str]:
 
 
 def _step(spec: Spec, at: int, op: Spec) -> list[str]:
-    return ["job.note_grads()", *(f"optimizers[{which}].step()" for which in op["which"])]
+    own = ["job.step_own()"] if "ignored" in spec["options"] else []
+    return ["job.note_grads()", *(f"optimizers[{which}].step()" for which in op["which"]), *own]
 
 
 def _zero(spec: Spec, at: int, op: Spec) -> list[str]:
     none = "" if op["to_none"] else "set_to_none=False"
+    own = ["job.zero_own()"] if "ignored" in spec["options"] else []
     if op["by"] == "model":
-        return [f"model.zero_grad({none})"]
-    return ["for one in optimizers:", f"    one.zero_grad({none})"]
+        return [f"model.zero_grad({none})", *own]
+    return ["for one in optimizers:", f"    one.zero_grad({none})", *own]
+
+
+def _shared(spec: Spec) -> str:
+    """Return the parameters that ranks have in common."""
+    return "job.shared(model.parameters())" if "ignored" in spec["options"] else "model.parameters()"
 
 
 def _rate(spec: Spec, at: int, op: Spec) -> list[str]:
@@ -201,7 +209,7 @@ def _edit(spec: Spec, at: int, op: Spec) -> list[str]:
 def _read(spec: Spec, at: int, op: Spec) -> list[str]:
     return [
         "with job.gathered():",
-        '    job.note_all("parameters", torch.cat([p.detach().flatten() for p in model.parameters()]))',
+        f'    job.note_all("parameters", torch.cat([p.detach().flatten() for p in {_shared(spec)}]))',
     ]
 
 

@@ -7,14 +7,13 @@ Note: the life of a parameter's bytes
     `Bucket.full` holds the whole bucket; the model's parameters are views of it for good. Where parameters are kept
     whole, `shards` is a view of `full`, and nothing ever moves. Where they are sharded, `shards` are tensors of their
     own, the first in another memory, the second on the device, and `full` has no memory between uses: `open()` gives it
-    memory with this rank's part on the device in it, `arrival` brings what lies elsewhere, a gather fills the rest, and
-    `close()` takes the memory back. The views stay valid throughout, also those that autograd saved. Whether memory is
+    memory with this rank's part on the device in it, `brought()` what lies elsewhere, a gather the rest, and `close()`
+    takes the memory back. The views stay valid throughout, also those that autograd saved. Whether memory is
     this process's alone or shared on the host is for `wire/memory.py`.
 """
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -22,7 +21,8 @@ from zeroshard.core.changes import Changes
 from zeroshard.core.grads import FlatGradients, Gradients, Places
 from zeroshard.core.loose import LooseGradients
 from zeroshard.core.precision import Dtypes
-from zeroshard.store.apart import Apart, Arrival, beside
+from zeroshard.store.ahead import Waitable
+from zeroshard.store.apart import Apart, beside
 from zeroshard.store.stored import is_stored
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
@@ -71,11 +71,12 @@ class Bucket:
             self.full, here = self._memory.home(spec.layout.full_numel, spec.here, self.dtype, self.device)
             self.shards = [self.full[:0], here]
         self.own = self.full[start:stop]
-        self.arrival: Arrival | None = None
-        """What brings parameters that lie elsewhere to their place in `full`."""
+        self._home = home
+        self._away: tuple[Tensor, Tensor] | None = None
+        """Where parameters that lie elsewhere are brought to, and where they lie."""
         if home is not None and spec.apart_parameters:
             self.shards[0] = away = home.zeros(spec.here[0] - start, self.dtype)
-            self.arrival = Arrival(home, self.own[: away.numel()], away)
+            self._away = self.own[: away.numel()], away
         self.updating: Callable[[], None] | None = None
         """Waits for the background update of masters in another memory; None without such an update."""
         self.flat: FlatGradients | None = None
@@ -122,9 +123,9 @@ class Bucket:
         self._memory.open(self.full, self.spec.here[0], self.shards[1])
         self._ledger.add("transient", self.full.nbytes)
 
-    def brought(self) -> AbstractContextManager[None]:
-        """Begin to bring what lies elsewhere to its place in `full`; what is begun inside follows it."""
-        return nullcontext() if self.arrival is None else self.arrival.begun()
+    def brought(self, begin: Callable[[], Waitable], unit: str) -> Waitable:
+        """Begin to bring what lies elsewhere to its place in `full`, and behind that what reads it."""
+        return begin() if self._home is None else self._home.brought(self._away, begin, unit)
 
     def await_update(self) -> None:
         """Wait for the update in the background, if there is one, and let parameters here follow it."""
@@ -132,11 +133,6 @@ class Bucket:
             self.updating()  # one that is interrupted is awaited again
             self.updating = None
             self.follow_apart(is_on_device=True)
-
-    def arrive(self) -> None:
-        """Have what is told the device next follow that."""
-        if self.arrival is not None:
-            self.arrival.wait()
 
     def close(self) -> int:
         """Take the memory of `full` back, and return its bytes; views stay, and are empty."""
@@ -215,6 +211,11 @@ class Bucket:
         """Put something of the same values in the place of masters that are kept beside the parameters here."""
         if self.spec.has_masters:
             self._masters[1] = move(self._masters[1])
+
+    def put_apart(self, masters: Tensor) -> Tensor:
+        """Put other masters in the place of those in another memory; return what was there. Entries do not follow."""
+        before, self._masters[0] = self._masters[0], masters
+        return before
 
     def follow_part(self, start: int, values: Tensor) -> None:
         """Round updated masters into parameters: those in the other memory, from the `start`-th of them on."""

@@ -1,6 +1,6 @@
-"""Which modules of a model the activations column means, and what is refused.
+"""The modules that the activations column selects, and the checks of that selection.
 
-Owns the choice of modules that are recomputed. `describe/treatments.py` has the names that callers write.
+Owns the choice of recomputed modules. `describe/treatments.py` has the names of treatments.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ __all__ = ["check_activations", "recomputed_modules"]
 
 
 def recomputed_modules(cell: Activations, plans: Sequence[UnitPlan]) -> list[tuple[nn.Module, Recomputed]]:
-    """Return the modules that are recomputed, in order, each with how.
+    """Return the recomputed modules in order, each with its treatment.
 
-    The root and units of a single layer are not: they would run again for what they keep anyway.
+    The root and units of a single layer are excluded: recomputing them would save nothing.
     """
     modules = []
     for number, plan in enumerate(plans):
@@ -30,29 +30,30 @@ def recomputed_modules(cell: Activations, plans: Sequence[UnitPlan]) -> list[tup
 
 
 def check_activations(cell: Activations, plans: Sequence[UnitPlan], tensor_size: int) -> None:
-    """Raise where a treatment would have nothing to do.
+    """Raise if a treatment would have no effect.
 
     Args:
-        tensor_size: ranks along the tensor axis.
+        tensor_size: number of ranks along the tensor axis.
 
     Raises:
-        ValueError: it partitions over an axis that the mesh has not, names no unit, or recomputes no module.
+        ValueError: a treatment partitions over an axis that the mesh does not have, matches no unit, or recomputes no
+            module.
     """
     names = [plan.name or "(root)" for plan in plans]
     for pattern, _ in cell.units:
         if not any(fits(plan.name, pattern) for plan in plans):
             raise ValueError(
-                f"activations= names '{pattern}', which fits no unit; units: {', '.join(names) or 'none'}."
+                f"activations= names '{pattern}', which matches no unit; units: {', '.join(names) or 'none'}."
             )
     if tensor_size == 1 and any(Partitioned() in chain for chain in cell.chains):
         raise ValueError(
-            "activations='partition' divides inputs over the ranks along an axis 'tensor', and the mesh has none. "
-            "Leave it out, or pass mesh= with that axis."
+            "activations='partition' divides inputs over the ranks along the axis 'tensor', but the mesh has no such "
+            "axis. Remove 'partition', or pass mesh= with that axis."
         )
     for pattern, chain in (*cell.units, ("", cell.chain)):
         only = Activations(units=((pattern, chain),)) if pattern else cell
         if any(isinstance(link, Recomputed) for link in chain) and not recomputed_modules(only, plans):
             raise ValueError(
-                f"activations={pattern or str(cell)!r} recomputes modules of units, and no such unit has a module with "
-                f"layers inside; units: {', '.join(names)}. Name such modules with units=."
+                f"activations={pattern or str(cell)!r} recomputes modules of units, but no selected unit has a module "
+                f"with layers inside; units: {', '.join(names)}. Name such modules with units=."
             )

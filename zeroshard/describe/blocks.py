@@ -1,16 +1,16 @@
-"""Which modules of a model are its blocks, found where the user names none.
+"""The search for the blocks of a model, if the user names no units.
 
-Owns the rule below and nothing else: it reads the model and changes nothing. `describe/units.py` makes units of blocks.
+Owns the rule below. It reads the model and changes nothing. `describe/units.py` makes units from blocks.
 
 Note: the rule
     No unit besides a single leaf holds more than an eighth of the model and more than 64 MiB, nor more than one of at
     least 8 equal blocks. A block is a member of a container (ModuleList, Sequential, ModuleDict, also nested) or of a
     class that Transformers names in `_no_split_modules`. Blocks stay whole otherwise, so that a compiled block is one
     graph. Small neighbours that `describe/units.py` joins are the exception.
-Note: what is never a block
-    A module that is not called, because a unit is gathered where its module is called: containers, the projection in
-    torch's MultiheadAttention, what a parametrization computes with. Their parameters would be whole to the end of the
-    pass.
+Note: exclusions
+    A module that is never called cannot be a block, because the call of a module gathers its unit: containers, the
+    projection in torch's MultiheadAttention, the modules of a parametrization. Their parameters would stay gathered
+    until the end of the pass.
 """
 
 from collections import Counter
@@ -23,33 +23,35 @@ from torch import nn
 __all__ = ["LARGE_PART", "SMALL_BYTES", "SMALL_PART", "apart_bytes", "find_blocks", "is_leaf", "large_bytes"]
 
 SMALL_BYTES = 1 << 20
-"""Below this a message costs more for being one than for its bytes."""
+"""Below this size, the latency of a message exceeds the cost of its bytes."""
 SMALL_PART = 16
-"""What is not small: more than this part of the model. Two units are whole at a time."""
+"""A unit above this fraction of the model is not small. Two units are gathered at a time."""
 LARGE_BYTES = 64 << 20
-"""What may be whole at a time in any model."""
+"""A unit up to this size is not large in any model."""
 LARGE_PART = 8
-"""The part of the model beyond which a unit is large."""
+"""The fraction of the model above which a unit is large."""
 EQUAL_BLOCKS = 8
-"""So many equal blocks are units of their own, whatever holds several of them."""
+"""This many equal blocks are separate units, even inside a common parent block."""
 ALIKE_PART = 10
-"""Blocks of one class are alike that differ by at most this part of their bytes."""
+"""Blocks of one class are alike if their bytes differ by at most this fraction."""
 APART_BYTES = 16 << 20
-"""What lies outside blocks and is larger leaves the root, which is whole throughout a pass."""
+"""Larger parameters outside blocks leave the root, which stays gathered for a whole pass."""
 
 Shape = tuple[object, ...]
 
 
 def find_blocks(model: nn.Module) -> tuple[set[nn.Module], float]:
-    """Find the modules that are to be units; equal on all ranks, since classes, shapes and their order decide.
+    """Find the modules that become units.
 
-    Returns: the modules, none of them a container, some perhaps inside others; and the bytes beyond which a parameter
-        outside them is to be a unit of its own.
+    The result is equal on all ranks, because it depends only on classes, shapes and their order.
+
+    Returns: the modules, possibly nested and without containers, and the size in bytes above which a parameter outside
+        them becomes a separate unit.
     """
     tree = _Tree(model)
     tree.choose_blocks(model)
     total, small = tree.nbytes[model], tree.small_bytes
-    # What lies outside blocks leaves the root if it is like a block, or, where no block is, a message's worth.
+    # Parameters outside blocks leave the root if they are as large as a block or, without blocks, worth a message.
     apart = apart_bytes([tree.nbytes[module] for module in tree.chosen])
     if tree.chosen or total > SMALL_PART * SMALL_BYTES:
         apart = apart if tree.chosen else small
@@ -60,18 +62,18 @@ def find_blocks(model: nn.Module) -> tuple[set[nn.Module], float]:
 
 
 def large_bytes(total_bytes: int) -> float:
-    """Return the bytes beyond which a unit of a model of `total_bytes` is large."""
+    """Return the bytes above which a unit is large, in a model of `total_bytes`."""
     return max(LARGE_BYTES, total_bytes / LARGE_PART)
 
 
 def apart_bytes(block_bytes: list[int]) -> float:
-    """Return the bytes beyond which a parameter of the root is to be a unit, beside units of these bytes."""
+    """Return the bytes above which a parameter of the root becomes a unit, given the bytes of the other units."""
     return min(median(block_bytes), APART_BYTES) if block_bytes else float("inf")
 
 
 @final
 class _Tree:
-    """A model as a tree: each module below the first that holds it, and each parameter counted there."""
+    """A model as a tree: modules and parameters belong to their first owner in registration order."""
 
     def __init__(self, model: nn.Module) -> None:
         self.children: dict[nn.Module, list[nn.Module]] = {}
@@ -88,7 +90,7 @@ class _Tree:
         counts = Counter(self._shapes.values())
         self._equals = {module: counts[shape] for module, shape in self._shapes.items()}
         self._holding: set[nn.Module] = set()
-        """Modules with a block somewhere inside."""
+        """Modules that contain a block at any depth."""
         self._note_holding(model)
         weights = [self.nbytes[module] for module in self._outermost(model)]
         self._heavy_bytes = min(self.nbytes[model] / LARGE_PART, 2 * median(weights or [0]))
@@ -110,7 +112,7 @@ class _Tree:
     # -- what could be a block --------------------------------------------------------------------------------------
 
     def _find_members(self) -> set[nn.Module]:
-        """Return the members of containers that hold at least two with parameters."""
+        """Return the members of containers with at least two members that have parameters."""
         for module, children in self.children.items():
             if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
                 members = list(self._members(children))
@@ -120,7 +122,7 @@ class _Tree:
         return self._container.keys() - self._inside_leaves()
 
     def _members(self, children: list[nn.Module]) -> Iterator[nn.Module]:
-        """Yield the modules with parameters among `children`, and those of lists in the place of lists."""
+        """Yield the modules with parameters among `children`, with nested lists flattened."""
         for child in children:
             if not _is_called(child):
                 yield from self._members(self.children[child])
@@ -143,7 +145,7 @@ class _Tree:
         return found
 
     def _shape(self, module: nn.Module) -> Shape:
-        """Return what equal blocks have alike; single layers are equal only in one container."""
+        """Return the key by which blocks are equal; single layers are equal only within one container."""
         where = None if self._is_divisible(module) else self._container.get(module)
         return type(module), where, *(parameter.shape for parameter in module.parameters())
 
@@ -154,7 +156,7 @@ class _Tree:
         return module in self._holding
 
     def _outermost(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Yield the first blocks on each way down from a module, in registration order."""
+        """Yield the outermost blocks below a module, in registration order."""
         for child in self.children[module]:
             if child in self._blocks:
                 yield child
@@ -164,7 +166,7 @@ class _Tree:
     # -- what is one ------------------------------------------------------------------------------------------------
 
     def choose_blocks(self, module: nn.Module) -> None:
-        """Choose the outermost blocks inside `module`; look into those that consist of further blocks or are large."""
+        """Choose the outermost blocks inside `module`; descend into blocks that are large or consist of blocks."""
         for block in self._outermost(module):
             if self._is_opened(block):
                 self.choose_blocks(block)
@@ -176,7 +178,7 @@ class _Tree:
             return False
         if self.is_large(self.nbytes[block]):
             return True
-        # A block with a list in it is a list of blocks if these are most of it: attention heads are not, experts are.
+        # A block is a list of blocks if they hold most of its bytes: true for experts, false for attention heads.
         inner = [one for one in self._outermost(block) if self._is_divisible(one) or self._equals[one] >= EQUAL_BLOCKS]
         if len(inner) < 2 or 2 * sum(self.nbytes[one] for one in inner) < self.nbytes[block]:
             return False
@@ -185,12 +187,12 @@ class _Tree:
         return is_alone or any(count > 1 for count in families.values())
 
     def _are_alike(self, block: nn.Module, other: nn.Module) -> bool:
-        """Tell whether two blocks differ little: the first one of T5 has a table that the others use, too."""
+        """Return whether two blocks are alike. The first block of T5 holds an extra table that all blocks use."""
         difference = abs(self.nbytes[block] - self.nbytes[other])
         return other is not block and type(other) is type(block) and ALIKE_PART * difference <= self.nbytes[block]
 
     def is_large(self, nbytes: int) -> bool:
-        """Tell whether a unit of so many bytes breaks the rule, unless it is a leaf."""
+        """Return whether a unit of `nbytes` breaks the rule, unless it is a leaf."""
         return nbytes > self._large_bytes
 
     def _is_divisible(self, module: nn.Module) -> bool:
@@ -199,10 +201,10 @@ class _Tree:
     # -- the rest ---------------------------------------------------------------------------------------------------
 
     def choose_apart(self, module: nn.Module, least_bytes: float) -> int:
-        """Choose what is larger than `least_bytes` and lies inside `module`, but in no block; return the bytes left.
+        """Choose modules above `least_bytes` inside `module` but in no block; return the bytes left.
 
-        A parameter that is that large and most of its module is left to `describe/units.py`, which makes it a unit
-        alone: its gradient is then reduced where autograd wrote it (`core/gradient.py`).
+        A parameter above that size that is most of its module is left to `describe/units.py`, which makes it a separate
+        unit: its gradient is then reduced in place (`core/gradient.py`).
         """
         left = sum(nbytes for nbytes in self._own[module] if nbytes <= least_bytes)
         for child in self.children[module]:
@@ -228,10 +230,10 @@ class _Tree:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Tell whether a module can be called: containers cannot."""
+    """Return whether a module can be called: containers cannot."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Tell whether what lies inside a module is read by it, and not called."""
+    """Return whether a module reads its submodules without calling them."""
     return isinstance(module, nn.MultiheadAttention) or [*module._modules] == ["parametrizations"]

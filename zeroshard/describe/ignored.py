@@ -6,6 +6,9 @@ Note: what ignored means
     The parameter stays the caller's own on each rank: it is not sharded, not made equal to rank 0's, not converted, and
     its gradient is this rank's, in `.grad`, not reduced. Its optimizer is one that is not handed over. Checkpoints do
     not have it; `model.state_dict()` under `gathered()` does. Norms of sharded gradients do not count it.
+
+    On the meta device it has no values that could be the caller's: it gets them as all others do, whole on every rank
+    and rank 0's (`state/materialize.py`). Ignored parameters that have values keep them, whatever initializers write.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,15 +19,14 @@ from torch import nn
 __all__ = ["ignored_of"]
 
 
-def ignored_of(model: nn.Module, asked: Sequence[object], *, is_planned: bool = False) -> Mapping[int, str]:
+def ignored_of(model: nn.Module, asked: Sequence[object]) -> Mapping[int, str]:
     """Return the names of the ignored parameters, by identity.
 
     Args:
         asked: parameters, modules with all their parameters, or patterns of parameter names.
-        is_planned: whether no parameter needs a value, since the model is described alone.
 
     Raises:
-        ValueError: something that is not in the model; a parameter without values.
+        ValueError: something that is not in the model.
         TypeError: none of these.
     """
     if isinstance(asked, str | nn.Module | nn.Parameter):
@@ -49,13 +51,4 @@ def ignored_of(model: nn.Module, asked: Sequence[object], *, is_planned: bool = 
                 f"{', '.join(list(names.values())[:8])}, ..."
             )
         found |= {key: names[key] for key in chosen}
-    if (
-        found
-        and not is_planned
-        and (empty := [name for name, parameter in model.named_parameters() if parameter.is_meta])
-    ):
-        raise ValueError(
-            f"ignored= with a model on the meta device ('{empty[0]}' first): initializing its modules would overwrite "
-            "ignored parameters. Give the model values before zs.shard(), or leave ignored= out."
-        )
     return found

@@ -1,7 +1,7 @@
-"""What the caller writes about offload, and the row of the residency table that follows.
+"""The argument `offload=`, and the row of the residency table that follows from it.
 
-Owns `Offload` and its checks. Needs no torch, so that plans read the same arguments. `table/cells.py` has the cell that
-it stands for (`Elsewhere`), and says which elements lie where.
+Owns `Offload` and its checks. Imports no torch, because plans read the same argument. The cell `Elsewhere` of
+`table/cells.py` says which elements are stored where.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, Final, final
 
 from zeroshard.table.cells import Cell, Elsewhere, Residency
 from zeroshard.table.spec import BucketSpec, Range, UnitSpec
@@ -18,8 +18,10 @@ __all__ = ["AUTO", "Offload", "OffloadLike", "choices_for", "least_of", "offload
 
 AUTO = "auto"
 HOST = "host"
+STEP: Final = "step"
+IN_BACKWARD: Final = "in-backward"
 PARTS = 100
-"""Into how many a column is cut for `offload="auto"`."""
+"""Number of fractions of a column that `offload="auto"` tries."""
 STAGING_BYTES = 16 << 20
 LEAST_STAGING_BYTES = 1 << 16
 
@@ -27,22 +29,28 @@ LEAST_STAGING_BYTES = 1 << 16
 @final
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What lies in memory of the host, or in files, instead of on the device: `zs.shard(offload=)`.
+    """The state that is stored in host memory or in files instead of on the device, for `zs.shard(offload=)`.
 
     Args:
-        states: the fraction of the optimizer's states, with the master weights, of a rank, from 0 to 1; whole slices of
-            parameters are moved, so `zero.summary()` says what was reached.
-        gradients: None moves them with their states, wherever a rank keeps the gradients that it updates with and no
-            others: at stages 2 and 3, and on one rank. 0 leaves them on the device until the update.
-        parameters: the fraction of a rank's shard of the parameters, at stage 3, also of one rank: they are brought to
-            the device ahead of use, and released after it. With files, too, they lie in memory of the host.
-        to: "host", or a folder on a local disk, where each rank makes a file that nobody else can open and that is gone
-            with the process; gradients lie on the host then.
-        staging_bytes: of the memory through which everything passes, in pieces, whatever the size of a model.
-        update: "step": `optimizer.step()` makes the update, or begins it where a device can compute meanwhile.
+        states: fraction of a rank's optimizer states and master weights, from 0 to 1. Only whole slices of parameters
+            move; `zero.summary()` shows the resulting fraction.
+        gradients: None offloads gradients with their states if a rank keeps only the gradients that it updates: at
+            stages 2 and 3, and on one rank. 0 keeps gradients on the device until the update.
+        parameters: fraction of a rank's shard of the parameters, from 0 to 1, at stage 3 (also with one rank).
+            Parameters are copied to the device before use, and released after it. They stay in host memory if `to` is a
+            folder.
+        to: "host", or a folder on a local disk. Each rank creates a file there that no other process can open, and that
+            disappears with the process; gradients are then in host memory.
+        staging_bytes: size in bytes of the staging buffer. State passes through it in pieces, whatever the size of the
+            model.
+        update: "step": `optimizer.step()` runs the update, or starts it if the device can compute in parallel.
+            "in-backward": the backward updates a copy of the states in host memory, unit by unit; `optimizer.step()`
+            takes the values that equal its own, and updates the rest.
+        max_norm: with "in-backward", `step()` clips the 2-norm of all gradients to this value, as `clip_grad_norm_`
+            does; None does not clip. `clip_grad_norm_` and `clip_grad_value_` then raise.
 
     Raises:
-        ValueError, TypeError: a value that is none of these.
+        ValueError, TypeError: a value is out of range or of another type.
 
     ```python
     import torch, zeroshard as zs
@@ -61,7 +69,8 @@ class Offload:
     parameters: float = 0.0
     to: str | PathLike[str] = HOST
     staging_bytes: int = STAGING_BYTES
-    update: str = "step"
+    update: str = STEP
+    max_norm: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "to", fspath(self.to))
@@ -74,40 +83,60 @@ class Offload:
                 raise ValueError(f"Offload({name}=) takes a fraction from 0 to 1, such as 0.6; got {value!r}.")
         if self.gradients not in (None, 0, self.states):
             raise ValueError(
-                f"Offload(gradients={self.gradients}) with states={self.states}: gradients lie where their states do. "
-                "Leave gradients= out, or write gradients=0 to keep them on the device until the update."
+                f"Offload(gradients={self.gradients}) with states={self.states}: gradients are stored with their "
+                "states. Omit gradients=, or write gradients=0 to keep them on the device until the update."
             )
-        if self.update != "step":
-            raise ValueError(
-                f"Offload(update={self.update!r}): updates during backward are not there yet, and 'step' is the only "
-                "value. optimizer.step() returns while states on the host are updated; see docs/offload.md."
-            )
+        self._check_update()
         if isinstance(self.staging_bytes, bool) or not isinstance(self.staging_bytes, int):
             raise TypeError(f"Offload(staging_bytes=) takes a number of bytes; got {self.staging_bytes!r}.")
         if self.staging_bytes < LEAST_STAGING_BYTES:
             raise ValueError(
-                f"Offload(staging_bytes=) must be at least {LEAST_STAGING_BYTES:,}, so that a copy is worth its "
-                f"launch; got {self.staging_bytes:,}. The default is {STAGING_BYTES:,}."
+                f"Offload(staging_bytes=) must be at least {LEAST_STAGING_BYTES:,} bytes, because small copies cost "
+                f"more to launch than to run; got {self.staging_bytes:,}. The default is {STAGING_BYTES:,}."
             )
         if self.to != HOST and not str(self.to).startswith("/"):
             raise ValueError(
-                f"Offload(to={self.to!r}): write 'host', or a folder as an absolute path, such as '/scratch', since "
+                f"Offload(to={self.to!r}): write 'host', or a folder as an absolute path, such as '/scratch', because "
                 "ranks may run in different folders."
             )
 
+    def _check_update(self) -> None:
+        is_ahead = self.update == IN_BACKWARD
+        if self.update not in (STEP, IN_BACKWARD):
+            raise ValueError(f"Offload(update=) must be 'step' or 'in-backward'; got {self.update!r}.")
+        if is_ahead and (self.to != HOST or not self.states or self.gradients == 0):
+            raise ValueError(
+                f"Offload(update='in-backward') updates states in memory of the host with gradients that come there; "
+                f"got to={self.to!r}, states={self.states:g} and gradients={self.gradients}. Leave to= and gradients= "
+                "out, and give states= above 0; or write update='step'."
+            )
+        if self.max_norm is None:
+            return
+        is_number = isinstance(self.max_norm, int | float) and not isinstance(self.max_norm, bool)
+        if not is_number or not 0 < self.max_norm < math.inf:
+            raise ValueError(f"Offload(max_norm=) takes a norm above 0, such as 1.0, or None; got {self.max_norm!r}.")
+        if not is_ahead:
+            raise ValueError(
+                f"Offload(max_norm={self.max_norm:g}) is for update='in-backward', where step() clips. With "
+                "update='step' call torch.nn.utils.clip_grad_norm_() before optimizer.step()."
+            )
 
-NUMBERS = MappingProxyType({"states": float, "gradients": float, "parameters": float, "staging_bytes": int})
-"""What a text may give beside `to`."""
+
+NUMBERS = MappingProxyType(
+    {"states": float, "gradients": float, "parameters": float, "staging_bytes": int, "max_norm": float}
+)
+"""Fields that a string argument may set, besides `TEXTS`."""
+TEXTS = ("to", "update")
 
 OffloadLike = Offload | str | PathLike[str] | None
-"""What the caller of `shard()` may write."""
+"""Values of the argument `offload=`."""
 
 
 def offload_of(asked: OffloadLike) -> Offload | None:
-    """Return what a caller's argument asks for: None, "host", a folder, "states=0.6,to=/scratch", or an `Offload`.
+    """Return the offload for None, "host", a folder, "states=0.6,to=/scratch", or an `Offload`.
 
     Raises:
-        ValueError, TypeError: it is none of these.
+        ValueError, TypeError: the argument is none of these.
 
     ```python
     import zeroshard as zs
@@ -130,7 +159,7 @@ def offload_of(asked: OffloadLike) -> Offload | None:
 
 
 def choices_for(row: Residency) -> list[Offload | None]:
-    """Return what `offload="auto"` tries, least first: nothing, then states with gradients, then parameters as well."""
+    """Return the candidates of `offload="auto"`, smallest first: none, states with gradients, then also parameters."""
     fractions = [part / PARTS for part in range(1, PARTS + 1)]
     moved = [Offload(states=fraction) for fraction in fractions]
     moved += [Offload(parameters=fraction) for fraction in fractions] if row.cuts_parameters else []
@@ -138,9 +167,9 @@ def choices_for(row: Residency) -> list[Offload | None]:
 
 
 def least_of(choices: Sequence[Offload | None], fits: Callable[[Offload | None], bool]) -> tuple[Offload | None, bool]:
-    """Return the first choice that fits, and True; the last one, and False, if none does.
+    """Return the first choice that fits, and True; the last choice, and False, if none fits.
 
-    Each choice leaves no more on the device than the one before it, so that few of them are tried.
+    A binary search: each choice leaves no more on the device than the previous choice.
     """
     low, high = 0, len(choices) - 1
     if fits(choices[0]):
@@ -154,13 +183,13 @@ def least_of(choices: Sequence[Offload | None], fits: Callable[[Offload | None],
 
 
 def _value_of(part: str) -> tuple[str, Any]:
-    """Return a name and a value of "states=0.6,to=/scratch"."""
+    """Return the name and the value of one part of "states=0.6,to=/scratch"."""
     name, _, text = (one.strip() for one in part.partition("="))
-    if name not in NUMBERS and name != "to":
+    if name not in NUMBERS and name not in TEXTS:
         raise ValueError(
-            f"offload=: '{part}' is none of {', '.join([*NUMBERS, 'to'])}, as in 'states=0.6,to=/scratch'."
+            f"offload=: '{part}' is none of {', '.join([*NUMBERS, *TEXTS])}, as in 'states=0.6,to=/scratch'."
         )
-    if name == "to":
+    if name in TEXTS:
         return name, text
     try:
         return name, NUMBERS[name](text)
@@ -169,44 +198,58 @@ def _value_of(part: str) -> tuple[str, Any]:
 
 
 def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Residency:
-    """Return a row with cells elsewhere, as `offload` says.
+    """Return a row with the offloaded cells of `offload`.
 
     Args:
-        is_alone: whether one rank keeps everything, so that no gradient is whole for others' sake.
+        is_alone: whether there is one rank, which then keeps only gradients that it updates with.
 
     Raises:
-        ValueError: parameters are to be elsewhere, and are used where they lie.
+        ValueError: `offload` includes parameters, but the row does not gather them before use; or it updates states in
+            the backward, but the row does not move gradients to their memory.
     """
     if offload is None:
         return row
     if offload.parameters:
         if not row.cuts_parameters:
             raise ValueError(
-                f"Offload(parameters={offload.parameters:g}) with parameters {row.parameters}: they are used where "
-                "they lie, so they stay on the device. Write stage=3, also for one rank, which has units brought there "
-                "before use and released after it; or leave parameters= out."
+                f"Offload(parameters={offload.parameters:g}) with parameters {row.parameters}: replicated parameters "
+                "are used in place, so they must stay on the device. Write stage=3, also for one rank, to copy units "
+                "to the device before use and release them after it, or omit parameters=."
             )
         moved = Elsewhere(row.parameters, "host", offload.parameters, staging_bytes=offload.staging_bytes)
         row = replace(row, parameters=moved)
     if not offload.states:
         return row
     folder = "" if offload.to == HOST else str(offload.to)
-    states = Elsewhere(row.states, "file" if folder else "host", offload.states, folder, offload.staging_bytes)
+    states = Elsewhere(
+        row.states,
+        "file" if folder else "host",
+        offload.states,
+        folder,
+        offload.staging_bytes,
+        IN_BACKWARD if offload.update == IN_BACKWARD else STEP,
+        offload.max_norm,
+    )
     moves = offload.gradients is None and (is_alone or row.cuts_gradients)
     moves |= bool(offload.gradients)
+    if states.spares and not (is_alone or row.cuts_gradients):
+        raise ValueError(
+            f"Offload(update='in-backward') with gradients {row.gradients}: they stay whole on the device until the "
+            "update, so none comes to the host while the backward runs. Write stage=2 or stage=3; or update='step'."
+        )
     gradients = Elsewhere(row.gradients, "host", offload.states) if moves else row.gradients
     return replace(row, states=states, gradients=gradients)
 
 
 def with_apart(units: Sequence[UnitSpec], row: Residency) -> tuple[UnitSpec, ...]:
-    """Say of each bucket which parameters, and whose states, are elsewhere; what is not trained has no states."""
+    """Record for each bucket the offloaded parameters and states; frozen parameters have no states."""
     buckets = [bucket for unit in units for bucket in unit.buckets]
     states = _counts(row.states, [(one, one.states) for one in buckets if one.is_trained])
-    # Units with a cell of their own keep their parameters as that says.
+    # A cell of a unit has priority over the cell of the row.
     parameters = _counts(row.parameters, [(one, one.shard) for one in buckets if one.row.parameters == row.parameters])
 
     def with_apart(one: BucketSpec) -> BucketSpec:
-        # What is frozen has masters alone, and these lie with its parameters.
+        # Frozen parameters have only masters, which are stored with them.
         moved = parameters.get(one.number, 0)
         return replace(one, apart=states.get(one.number, moved), apart_parameters=moved)
 
@@ -214,7 +257,7 @@ def with_apart(units: Sequence[UnitSpec], row: Residency) -> tuple[UnitSpec, ...
 
 
 def _counts(cell: Cell, kept: Sequence[tuple[BucketSpec, Range]]) -> dict[int, int]:
-    """Return how many parameters of each bucket a cell keeps elsewhere, by the bucket's number."""
+    """Return the number of offloaded parameters of each bucket, by bucket number."""
     numels = [
         [b - a for a, b in (one.layout.overlap(index, *range_) for index in range(len(one.names)))]
         for one, range_ in kept

@@ -1,7 +1,7 @@
-"""What the caller writes about the parameters of units, and the row of the residency table that follows.
+"""The argument `parameters=`, and the row of the residency table that follows from it.
 
-Owns the names of cells of the parameters' column, and what is refused. Needs no torch, so that plans read the same
-arguments. `table/cells.py` has the cells.
+Owns the names of cells of the parameters column, and their checks. Imports no torch, because plans read the same
+argument. `table/cells.py` has the cells.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,23 +16,23 @@ __all__ = ["ParametersLike", "check_patterns", "row_with_parameters"]
 NAMED: Mapping[str, Cell] = MappingProxyType(
     {"sharded": Sharded(), "until-backward": Sharded(until="backward"), "replicated": Replicated()}
 )
-"""Cells by the names that users write."""
+"""Cells by name."""
 
 Asked = str | Cell
 ParametersLike = Asked | Mapping[str, Asked] | None
-"""What the caller of `shard()` may write."""
+"""Values of the argument `parameters=`."""
 
 
 def row_with_parameters(row: Residency, asked: ParametersLike) -> Residency:
-    """Return a row whose parameters are kept as a caller asks.
+    """Return a row with the requested cells of parameters.
 
     Args:
-        asked: of all units a cell or its name; or these by patterns of unit names, where the row's own cell is that of
-            the other units.
+        asked: a cell or its name for all units, or a mapping from patterns of unit names to these; other units keep the
+            cell of the row.
 
     Raises:
-        ValueError: a name that is not in `NAMED`, or a cell that does not go with the row's other columns.
-        TypeError: neither a name nor a cell.
+        ValueError: a name is unknown, or a cell is inconsistent with the other columns of the row.
+        TypeError: a value is neither a name nor a cell.
     """
     if asked is None:
         return row
@@ -42,26 +42,26 @@ def row_with_parameters(row: Residency, asked: ParametersLike) -> Residency:
 
 
 def check_patterns(row: Residency, names: Iterable[str]) -> None:
-    """Raise where a pattern means no unit.
+    """Raise if a pattern matches no unit.
 
     Args:
-        names: of all units.
+        names: names of all units.
 
     Raises:
-        ValueError: one does.
+        ValueError: a pattern matches no unit.
     """
     known = [name or "(root)" for name in names]
     for pattern, _ in row.units:
         if not any(fits(name, pattern) for name in known):
             raise ValueError(
-                f"parameters= names '{pattern}', which fits no unit; units: {', '.join(known)}. units= makes units of "
-                "other modules."
+                f"parameters= names '{pattern}', which matches no unit; units: {', '.join(known)}. units= makes units "
+                "of other modules."
             )
 
 
 def _cell_of(asked: Asked) -> Cell:
     if not isinstance(asked, str):
-        return asked  # the row refuses what is no cell
+        return asked  # `Residency` rejects other types
     if asked not in NAMED:
         raise ValueError(f"parameters= takes {', '.join(NAMED)} or a cell; got {asked!r}.")
     return NAMED[asked]

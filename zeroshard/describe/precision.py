@@ -1,7 +1,7 @@
-"""The precision that the caller of `shard()` chooses, and the formats that follow for each column.
+"""The argument `precision=`, and the formats of each column that follow from it.
 
-Owns the choice and its checks. `core/precision.py` says where a value is rounded, `state/casts.py` has the casts at the
-edges of the model.
+Owns `Precision` and its checks. `core/precision.py` says where values are rounded; `state/casts.py` has the casts at
+the edges of the model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,24 +21,25 @@ __all__ = ["Chosen", "Precision", "PrecisionLike", "chosen_modules", "formats_of
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of a model's training state; None means: as the parameters are.
+    """Dtypes of a model's training state; None keeps the dtype of the parameters.
 
     Args:
-        param: what modules compute with.
-        reduce: gradients on the wire, a dtype or the name of a codec; by default as they are held.
-        grad: gradients held between micro-batches.
-        master: the weights that the optimizer updates.
-        keep: module classes whose parameters stay as they are; their inputs are cast to these, their outputs back.
-        loss_scale: "dynamic", a fixed number, or None: then scaling is the caller's (torch.amp.GradScaler) or not
-            needed.
-        output: what floating-point outputs of the model are cast to, fp32 by default; of a module in `modules`, by
-            default what the modules around it compute with.
-        modules: pairs of a module class, or a pattern of module names, and the precision of these modules and all
-            inside them: their inputs are cast to it, their outputs back. The innermost module decides, and for one
-            module the first pair that fits. `zs.shard(precision={"": "bf16", "blocks.*.router": "fp32"})` makes them.
-        rounding: how updated masters are rounded to `master`. "stochastic" is for masters in bfloat16, which would
-            lose small updates otherwise: they are updated in fp32, and rounded up or down with the chance that is
-            right on average; states stay in fp32, and an update takes 4 bytes more for each element meanwhile.
+        param: dtype in which modules compute.
+        reduce: dtype of gradients in messages, or the name of a codec; by default the dtype of `grad`.
+        grad: dtype of the gradients that are held between micro-batches.
+        master: dtype of the weights that the optimizer updates.
+        keep: module classes whose parameters keep their dtype; their inputs are cast to it, their outputs back.
+        loss_scale: "dynamic", a fixed number, or None for no loss scale, or a scale of the caller
+            (torch.amp.GradScaler).
+        output: dtype of the model's floating-point outputs, fp32 by default. For a module in `modules`, the default is
+            the dtype of the surrounding modules.
+        modules: pairs of a module class, or a pattern of module names, and the precision of these modules and their
+            submodules. Inputs are cast to that precision, outputs back. The innermost module has priority, and for one
+            module the first matching pair. `zs.shard(precision={"": "bf16", "blocks.*.router": "fp32"})` creates the
+            pairs.
+        rounding: rounding of updated masters, "nearest" or "stochastic". Stochastic rounding is for masters in
+            bfloat16, which otherwise lose small updates: the update runs in fp32, and the result is rounded up or down
+            with unbiased probability. States stay in fp32, and an update takes 4 more bytes per element temporarily.
 
     ```python
     import torch, zeroshard as zs
@@ -80,15 +81,15 @@ class Precision:
                 )
             if one.loss_scale is not None or one.modules:
                 raise ValueError(
-                    f"Precision of {key!r}: a loss scale, and the precision of modules, are the whole model's. Write "
-                    "them there, and zs.Precision(param=torch.float16) for modules that compute in fp16."
+                    f"Precision of {key!r}: loss_scale and modules belong to the precision of the whole model. Set "
+                    "them there, and write zs.Precision(param=torch.float16) for modules that compute in fp16."
                 )
         if self.rounding == "stochastic" and self.master != torch.bfloat16:
             raise ValueError(f"rounding='stochastic' needs master=torch.bfloat16; got master={self.master}.")
 
     def formats_of(self, dtype: torch.dtype, *, is_kept: bool) -> Formats:
         """Return the formats for a parameter that has `dtype` in the model."""
-        # One byte is what weights are quantized to, with scales beside them: a cast would undo it.
+        # One-byte weights are quantized, with separate scales: a cast would undo the quantization.
         if is_kept or self.param is None or not dtype.is_floating_point or dtype.itemsize == 1:
             return _formats(dtype, dtype, dtype, dtype, dtype)
         grad = self.grad or torch.promote_types(self.param, torch.float32)
@@ -104,22 +105,22 @@ def _formats(*kinds: torch.dtype | str) -> Formats:
 _NAMES = MappingProxyType({"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"})
 PrecisionLike = str | torch.dtype | Precision | Mapping[str | type[nn.Module], str | torch.dtype | Precision]
 DTYPES = MappingProxyType({f"{prefix}{dtype}": name for prefix in ("", "torch.") for dtype, name in _NAMES.items()})
-"""Precisions by the names of dtypes, and as torch writes these."""
-"""What the caller of `shard()` may write; in a mapping "" is the model itself."""
+"""Precisions by the names of dtypes, short and as torch writes them."""
+"""Values of the argument `precision=`; in a mapping, "" is the model itself."""
 
 
 def precision_of(choice: PrecisionLike) -> Precision:
-    """Return the precision that a name, or a mapping of names, stands for.
+    """Return the precision of a name or of a mapping.
 
     Raises:
-        ValueError: no precision has this name; a mapping does not say what the model computes with.
-        TypeError: a key of a mapping that is neither a pattern nor a class of modules.
+        ValueError: no precision has this name, or a mapping has no precision of the model.
+        TypeError: a key of a mapping is neither a pattern nor a module class.
     """
     if isinstance(choice, Precision):
         return choice
     if isinstance(choice, Mapping):
         if "" not in choice:
-            raise ValueError(f'precision= as a mapping says under "" what the model computes with; got {choice!r}.')
+            raise ValueError(f'precision= as a mapping needs the key "" for the model itself; got {choice!r}.')
         whole = precision_of(choice[""])
         return replace(whole, modules=tuple((key, precision_of(one)) for key, one in choice.items() if key != ""))
     named = {
@@ -138,8 +139,8 @@ class Chosen:
     """A module with a precision of its own.
 
     Args:
-        inside: what its floating-point inputs are cast to.
-        outside: what its floating-point outputs are cast to.
+        inside: dtype to which its floating-point inputs are cast.
+        outside: dtype to which its floating-point outputs are cast.
     """
 
     module: nn.Module
@@ -149,16 +150,18 @@ class Chosen:
 
 
 def chosen_modules(model: nn.Module, precision: Precision) -> list[Chosen]:
-    """Return the modules that a precision names, outer ones first; to be called before parameters are converted.
+    """Return the modules that a precision names, outer modules first.
+
+    Call it before parameters are converted.
 
     Raises:
-        ValueError: a name or class means no module.
+        ValueError: a pattern or class matches no module.
     """
     places = [*_modules(model)] if precision.modules else []
     met = {key for _, module, name in places for key, _ in precision.modules if _fits(module, name, key)}
     if missed := [key for key, _ in precision.modules if key not in met]:
         names = ", ".join([name for _, _, name in places if name][:8])
-        raise ValueError(f"precision= names {missed[0]!r}, which fits no module; modules: {names}, ...")
+        raise ValueError(f"precision= names {missed[0]!r}, which matches no module; modules: {names}, ...")
     found: dict[nn.Module, Chosen] = {}
     for around, module, name in places:
         one = next((one for key, one in precision.modules if _fits(module, name, key)), None)
@@ -188,14 +191,14 @@ def formats_of_model(model: nn.Module, precision: Precision) -> dict[int, Format
             first, _, known = found.setdefault(id(parameter), (full, one, formats))
             if known != formats:
                 raise ValueError(
-                    f"precision=: '{first}' and '{full}' are one parameter, in modules of different precision "
+                    f"precision=: '{first}' and '{full}' are one parameter in modules of different precision "
                     f"({known.param} and {formats.param}). Name both modules in precision=, or neither."
                 )
     return {key: formats for key, (_, _, formats) in found.items()}
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, ...], nn.Module, str]]:
-    """Yield (modules around it, outer ones first; module; name) of each place in a model."""
+    """Yield (enclosing modules, outermost first; module; name) for each place in a model."""
     stack: list[tuple[tuple[nn.Module, ...], nn.Module, str]] = [((), model, "")]
     while stack:
         around, module, name = stack.pop()

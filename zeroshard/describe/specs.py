@@ -1,7 +1,7 @@
-"""A model as records: the units of one rank, from modules, a row of the residency table and a precision.
+"""The specification of a model: the units of one rank, from modules, a residency row and a precision.
 
-Owns the one way from an `nn.Module` to `table/spec.py`, which both the engine (`state/takeover.py`) and predictions
-take, so that a prediction is about the buckets that a run has. It must not know processes, optimizers or engines. Read
+Owns the conversion of an `nn.Module` to the records of `table/spec.py`. The engine (`state/takeover.py`) and
+predictions both use it, so that they agree on buckets. It must not know processes, optimizers or engines. Read
 `describe/units.py` first.
 """
 
@@ -29,17 +29,16 @@ def describe_units(
     replicas: int = 1,
     numel_of: Callable[[nn.Parameter], int] = nn.Parameter.numel,
 ) -> tuple[UnitSpec, ...]:
-    """Return the units of a model as one rank has them, buckets in the order of their first parameters.
+    """Return the units of a model on one rank, with buckets in the order of their first parameters.
 
-    Parameters may be on the meta device. A unit has a bucket for each set of formats and trainability.
+    Parameters may be on the meta device. A unit has one bucket per combination of formats and trainability.
 
     Args:
-        plans: what `plan_units` returned: the root first.
-        shard_size: ranks over which the state is sharded.
-        shard_rank: this rank's place among them.
-        replicas: copies of the sharded state.
-        numel_of: returns the elements of a parameter that this rank has; less than all of them where a tensor axis
-            splits it.
+        plans: the result of `plan_units`, root first.
+        shard_size: number of ranks over which state is sharded.
+        shard_rank: index of this rank among them.
+        replicas: number of replicas of the sharded state.
+        numel_of: returns the number of elements of a parameter on this rank, which a tensor axis may split.
     """
     formats_by_parameter = formats_of_model(plans[0].module, precision)
     units: list[UnitSpec] = []

@@ -1,7 +1,7 @@
-"""Parameters that torch split over a tensor axis: what a rank has of them, and what cannot be sharded.
+"""Parameters that torch split over a tensor axis: their local parts, and the supported placements.
 
-Owns the reading of DTensors that the engine (`parallel/tensor.py`) and predictions have in common. Must not know
-processes. Torch's DTensor takes half a second to import, so nothing here imports it before there is one.
+Owns the reading of DTensors that the engine (`parallel/tensor.py`) and predictions share. It must not know processes.
+The import of torch's DTensor takes half a second, so this module does not import it before a DTensor exists.
 """
 
 from torch import Tensor, nn
@@ -17,12 +17,12 @@ def split_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def local_numel(parameter: Tensor) -> int:
-    """Return the elements of a parameter that this rank has."""
+    """Return the number of elements of a parameter on this rank."""
     return local_of(parameter).numel()
 
 
 def like_split(local: Tensor, like: Tensor) -> Tensor:
-    """Return the DTensor that lies as `like` does, and of which `local` is this rank's part."""
+    """Return a DTensor with the placement of `like`, from the local part of this rank."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(like, DTensor)
@@ -32,35 +32,35 @@ def like_split(local: Tensor, like: Tensor) -> Tensor:
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Raise where a buffer is a DTensor.
+    """Raise if a buffer is a DTensor.
 
     Raises:
-        ValueError: one is.
+        ValueError: a buffer is a DTensor.
     """
     for name, buffer in model.named_buffers():
         if has_split([type(buffer)]):
-            raise ValueError(f"Buffer '{name}' is a DTensor; only parameters can be. Replace it by a plain tensor.")
+            raise ValueError(f"Buffer '{name}' is a DTensor; only parameters can be. Replace it with a plain tensor.")
 
 
 def check_placement(name: str, parameter: Tensor, ranks: int) -> None:
-    """Raise unless a DTensor lies in equal parts over an axis, or whole on each of its ranks.
+    """Raise unless a DTensor is split into equal parts over an axis, or replicated.
 
     Args:
-        name: of the parameter.
-        ranks: of the axis.
+        name: name of the parameter.
+        ranks: number of ranks of the axis.
 
     Raises:
-        ValueError: it lies otherwise.
+        ValueError: the DTensor has another placement.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     assert isinstance(parameter, DTensor)
     (placement,) = parameter.placements
     if type(placement) not in (Shard, Replicate):
-        raise ValueError(f"Parameter '{name}' has placement {placement}; DTensors can be Shard or Replicate.")
+        raise ValueError(f"Parameter '{name}' has placement {placement}; supported placements are Shard and Replicate.")
     if isinstance(placement, Shard) and parameter.shape[placement.dim] % ranks:
         raise ValueError(
-            f"Parameter '{name}' {tuple(parameter.shape)} does not fall into {ranks} equal parts along dimension "
+            f"Parameter '{name}' {tuple(parameter.shape)} cannot be split into {ranks} equal parts along dimension "
             f"{placement.dim}, so ranks would have buckets of different sizes. Pad that dimension to a multiple of "
-            f"{ranks}, or leave the layer out of the plan."
+            f"{ranks}, or remove the layer from the parallelize plan."
         )

@@ -1,7 +1,7 @@
-"""What the caller writes about activations, and the cell that follows.
+"""The argument `activations=`, and the cell that follows from it.
 
-Owns the names of treatments. Needs no torch, so that plans read the same names. `table/activations.py` has the cells
-that the names stand for, `describe/activations.py` which modules they mean.
+Owns the names of treatments. Imports no torch, because plans read the same names. `table/activations.py` has the cells;
+`describe/activations.py` chooses the modules.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,15 +29,18 @@ NAMED: Mapping[str, Chain] = MappingProxyType(
 
 Asked = str | Treated | Sequence[str | Treated]
 ActivationsLike = Activations | Asked | Mapping[str, Asked] | None
-"""What the caller of `shard()` may write."""
+"""Values of the argument `activations=`."""
 
 
 def activations_of(asked: ActivationsLike) -> Activations:
-    """Return the cell for what a caller writes.
+    """Return the activations cell of an argument of `shard()`.
+
+    Args:
+        asked: a name, a cell, a sequence of these, or a mapping from patterns of unit names to these.
 
     Raises:
-        ValueError: a name that is not in `NAMED`, or treatments that do not go together.
-        TypeError: something that is neither a name nor a cell.
+        ValueError: a name is unknown, or treatments cannot be combined.
+        TypeError: a value is neither a name nor a cell.
 
     ```python
     import zeroshard as zs

@@ -1,7 +1,7 @@
-"""Which parameters form a unit, found in the model or as the user says.
+"""The assignment of parameters to units, found in the model or set by the user.
 
-Owns the rules and nothing else: it reads the model and changes nothing. Units are in registration order, so that every
-rank finds the same.
+Owns the rules. It reads the model and changes nothing. Units are in registration order, so that every rank finds the
+same units.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,23 +18,23 @@ Named = tuple[str, nn.Parameter]
 
 @dataclass
 class UnitPlan:
-    """One unit to be: its module's name ("" for the root), its parameters, and the modules whose forward needs them."""
+    """A planned unit: its module's name ("" for the root), its parameters, and the modules whose forward uses them."""
 
     name: str
     module: nn.Module
     parameters: list[Named] = field(default_factory=list)
     entries: dict[nn.Module, str] = field(default_factory=dict)
     blocks: tuple[nn.Module, ...] = ()
-    """Where it is of several blocks, these."""
+    """The blocks, if the unit joins several."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its parameters as they are."""
+        """Bytes of its parameters in their current dtypes."""
         return sum(p.nbytes for _, p in self.parameters)
 
     @property
     def numel(self) -> int:
-        """Elements of its parameters."""
+        """Number of elements of its parameters."""
         return sum(p.numel() for _, p in self.parameters)
 
 
@@ -42,13 +42,13 @@ def plan_units(model: nn.Module, units: Sequence[object] | None, ignored: Collec
     """Return the units of `model`, the root first.
 
     Args:
-        units: modules, module classes or class names; by default blocks are found (`describe/blocks.py`), and small
-            neighbours joined until they are worth their messages.
+        units: modules, module classes or class names. By default `describe/blocks.py` finds blocks, and small
+            neighbours are joined until a message is worth its latency.
         ignored: parameters that are in no unit, by identity.
 
     Raises:
-        ValueError: something in `units` is not in the model.
-        TypeError: something in `units` is neither a module, a class nor a name.
+        ValueError: an entry of `units` is not in the model.
+        TypeError: an entry of `units` is neither a module, a class nor a name.
     """
     if isinstance(units, str | type):
         raise TypeError(f"units= takes a list of modules, module classes or class names; got {units!r} itself.")
@@ -100,7 +100,7 @@ def _assign(
     home: dict[nn.Parameter, UnitPlan],
     ignored: Collection[int],
 ) -> None:
-    """Give each parameter to the innermost unit around the first place where it is registered."""
+    """Assign each parameter to the innermost unit around its first registration."""
     plan = by_module.get(module, plan)
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter not in home and id(parameter) not in ignored:
@@ -118,9 +118,9 @@ def _split_large(
     names: dict[nn.Module, str],
     least_bytes: float,
 ) -> None:
-    """Make units of the root's parameters that are larger than `least_bytes`: embeddings and heads.
+    """Make separate units of root parameters above `least_bytes`: embeddings and heads.
 
-    The root is whole during the whole pass, so a large parameter in it would cost its memory throughout.
+    The root stays gathered for a whole pass, so a large parameter in it would take memory throughout.
     """
     root = plans[0]
     first_owner: dict[nn.Parameter, nn.Module] = {}
@@ -141,7 +141,7 @@ def _split_large(
 
 
 def _join_small(plans: list[UnitPlan], blocks: set[nn.Module]) -> list[UnitPlan]:
-    """Join blocks of one list with the next ones as long as they are small and do not become large."""
+    """Join consecutive small blocks of one list until the unit would become large."""
     total = sum(plan.nbytes for plan in plans)
     small, large = min(SMALL_BYTES, total // SMALL_PART), large_bytes(total)
     runs: list[list[UnitPlan]] = []
@@ -157,7 +157,7 @@ def _join_small(plans: list[UnitPlan], blocks: set[nn.Module]) -> list[UnitPlan]
 
 
 def _join(run: list[UnitPlan]) -> UnitPlan:
-    """Return one unit of several blocks, called by the first and the last of them."""
+    """Return one unit of several blocks, named after the first and the last block."""
     return UnitPlan(
         f"{run[0].name}-{run[-1].name.rpartition('.')[2]}",
         run[0].module,
@@ -177,7 +177,7 @@ def _add_other_owners(
     by_module: dict[nn.Module, UnitPlan],
     names: dict[nn.Module, str],
 ) -> None:
-    """Let every module that holds a parameter of a unit it does not lie in gather that unit, too (tied weights)."""
+    """Make every module that holds a parameter of another unit also gather that unit (tied weights)."""
 
     def visit(module: nn.Module, around: tuple[nn.Module, ...]) -> None:
         around = (*around, module)

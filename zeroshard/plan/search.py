@@ -1,8 +1,8 @@
-"""Many plans: which configuration is fastest and fits, and what each change of one costs.
+"""The search for the fastest configuration that fits, and the cost of each change of a configuration.
 
-Owns the choice of candidates, the frontier of memory against speed, and the changes that a plan proposes. Candidates
-are simulated with each unit summed up (`tape.coarse`), which keeps peak and time. Those of the frontier and the best
-are planned wholly, with the allocator: their verdicts count what it reserves.
+Owns the choice of candidates, the frontier of memory against speed, and the changes that a plan suggests. Candidates
+are simulated with coarse units (`tape.coarse`), which preserves peak and time. Candidates of the frontier and the best
+candidates are planned in full, with the allocator: their verdicts include reserved memory.
 """
 
 import dataclasses
@@ -31,21 +31,21 @@ BATCHES: Final = (1, 2, 4, 8, 16, 32)
 TREATMENTS: Final = ("keep", "recompute-rest", "recompute")
 TENSORS: Final = (1, 2, 4, 8)
 LISTED: Final = 2000
-"""Candidates that are written out, evenly chosen."""
+"""Maximum number of printed candidates, evenly chosen."""
 
 
 @final
 @dataclass(frozen=True)
 class Search:
-    """Configurations of one model.
+    """The result of a search over configurations of one model.
 
     Args:
-        candidates: all that were simulated.
-        frontier: those that no other beats in both allocated memory and tokens a second, by memory; their verdicts
-            count what the allocator reserves, those of other candidates what is allocated.
-        best: for each number of ranks the plan of the fastest that fits; None where none does.
-        reasons: for each number of ranks whose best plan offloads, why it does.
-        offloads_tried: configurations with offload that were simulated; the best of these are among `candidates`.
+        candidates: all simulated configurations.
+        frontier: the Pareto frontier of allocated memory and tokens per second, sorted by memory. Verdicts of the
+            frontier include reserved memory; those of other candidates count only allocated memory.
+        best: for each number of ranks, the plan of the fastest configuration that fits, or None.
+        reasons: the reason for offload, for each number of ranks whose best plan offloads.
+        offloads_tried: number of simulated configurations with offload; the best ones are among `candidates`.
     """
 
     model: Transformer
@@ -59,7 +59,7 @@ class Search:
         return _render(self)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the frontier, candidates and the best plans as numbers, texts, lists and mappings."""
+        """Return the frontier, the candidates and the best plans as JSON values."""
         return {
             "version": 1,
             "model": self.model.name,
@@ -87,20 +87,20 @@ def search(
     global_batch: int | None = None,
     offload: Sequence[str] = ("host",),
 ) -> Search:
-    """Simulate many configurations of a model, and return the frontier and the fastest that fits.
+    """Simulate many configurations of a model, and return the frontier and the fastest configuration that fits.
 
     Args:
-        world_size: ranks, or several numbers of ranks.
-        stages, batches, tensors, activations: what is tried: ZeRO stages, micro-batches in sequences, ranks that
-            products are split over (within a node), treatments of activations. Copies of the sharded state are tried
-            from one to one a node.
-        global_batch: sequences of a step, over all ranks; one micro-batch a step where not said.
-        offload: where states, and parameters at stage 3, may be moved, in this order: "host", and folders if the
-            machines have a disk; () for no offload. Offload is tried where nothing fits without, or where it may be
-            faster; `Search.reasons` says which. On a CPU, device and host are one memory, so nothing is moved.
+        world_size: number of ranks, or several such numbers.
+        stages, batches, tensors, activations: values to try: ZeRO stages, micro-batches in sequences, ranks of tensor
+            parallelism (within a node), treatments of activations. The search also tries one replica of the sharded
+            state up to one per node.
+        global_batch: sequences of a step, over all ranks; by default one micro-batch per step.
+        offload: places for states, and for parameters at stage 3, in the order of trial: "host", and folders if the
+            machines have a disk; () for no offload. The search offloads if nothing fits without offload, or if that is
+            faster; `Search.reasons` says which. On a CPU, device and host share one memory, so nothing is moved.
 
     Raises:
-        ValueError: as `zs.plan`, or nothing could be tried.
+        ValueError: as `zs.plan`, or no configuration is possible.
 
     ```python
     import zeroshard as zs
@@ -161,12 +161,12 @@ def _places_of(asked: Sequence[str], device: Device) -> list[str]:
 
 
 def _settled(one: Candidate, plan: Plan) -> Candidate:
-    """Return a candidate with what its whole plan says of memory."""
+    """Return a candidate with the memory of its full plan."""
     return dataclasses.replace(one, verdict=plan.verdict, reserved_bytes=plan.reserved_bytes)
 
 
 def _plain(one: Candidate) -> dict[str, Any]:
-    """Return a candidate as numbers, texts and mappings."""
+    """Return a candidate as JSON values."""
     return {
         "options": dict(one.options.words()),
         "peak_bytes": one.peak_bytes,

@@ -1,11 +1,12 @@
-"""How ranks wait for one another before a watchdog looks after them: in `zs.init()`, and at the entry of `zs.shard()`.
+"""Waits of ranks for each other before a watchdog exists: in `zs.init()`, and at the entry of `zs.shard()`.
 
-Owns who has come, what is said of those who have not, and signals meanwhile. It must not know what the ranks come for.
+Owns the detection and reporting of missing ranks, and the handling of signals. It must not know the purpose of the
+wait.
 
 Note: signals
     Python's signal handlers do not run inside waits of torch's store and of gloo, which may last until the watchdog's
     limit. A rank that waits here has nothing to save, so SIGINT and SIGTERM have their default disposition, and end it
-    at once; handlers come back when all ranks have come.
+    at once. The handlers are restored when all ranks have arrived.
 """
 
 import logging
@@ -29,10 +30,10 @@ CONNECT_S: Final = 1.0
 
 @contextmanager
 def ends_by_signal() -> Iterator[None]:
-    """Have SIGINT and SIGTERM end this process at once inside the context; ignored signals stay ignored.
+    """Let SIGINT and SIGTERM end this process at once inside the context; ignored signals stay ignored.
 
-    Python's handlers do not run while a collective waits for other ranks. Enter the context where a rank has nothing to
-    save yet; the handlers are there again afterwards. Outside the main thread nothing changes.
+    Python's handlers do not run while a collective waits for other ranks. Enter the context while a rank has nothing to
+    save; it restores the handlers on exit. Outside the main thread, it has no effect.
 
     ```python
     import signal, zeroshard as zs
@@ -44,7 +45,7 @@ def ends_by_signal() -> Iterator[None]:
     handlers = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            # One that was not set by Python could not be set again.
+            # A handler that was not set by Python cannot be restored.
             if signal.getsignal(number) not in (None, signal.SIG_IGN):
                 handlers[number] = signal.signal(number, signal.SIG_DFL)
     try:
@@ -56,13 +57,13 @@ def ends_by_signal() -> Iterator[None]:
 
 @final
 class Wait:
-    """One rank's wait for others: it pauses, says once who has not come, and ends with an error.
+    """The wait of one rank for others, with one warning that names missing ranks, and an error at the limit.
 
     Args:
-        rank, world_size: this rank's place.
-        place: what the ranks come to, for messages.
-        limit_s: seconds after which the wait is an error.
-        heartbeat_s: seconds after which it is said who has not come.
+        rank, world_size: this rank, and the number of ranks.
+        place: the call in which ranks meet, for messages.
+        limit_s: seconds after which the wait raises an error.
+        heartbeat_s: seconds after which a warning names the missing ranks.
     """
 
     def __init__(self, rank: int, world_size: int, place: str, limit_s: float, heartbeat_s: float) -> None:
@@ -71,19 +72,19 @@ class Wait:
         self._begin_s, self._has_told = time.monotonic(), False
 
     def is_long(self) -> bool:
-        """Tell whether `pause` has something to say of the ranks that have not come."""
+        """Return whether `pause` is due to report missing ranks."""
         waited_s = time.monotonic() - self._begin_s
         return waited_s > self._limit_s or (waited_s > self._heartbeat_s and not self._has_told)
 
     def pause(self, late: Sequence[int] = (), why: str = "") -> None:
-        """Wait a moment.
+        """Wait briefly.
 
         Args:
-            late: the ranks that have not come, where they are known.
-            why: how that is known.
+            late: the missing ranks, if known.
+            why: the evidence for them, for messages.
 
         Raises:
-            RuntimeError: the limit is over.
+            RuntimeError: the limit is exceeded.
         """
         if late and self.is_long():
             self._has_told, waited_s = True, time.monotonic() - self._begin_s
@@ -98,15 +99,15 @@ class Wait:
                     "host and in its output, and whether its host reaches this one."
                 )
             logging.getLogger(__name__).warning(f"{text}; this rank waits for {self._limit_s:g} s.")
-        # Ranks mostly come together, and then a long pause would be most of what `zs.shard()` takes.
+        # Ranks usually arrive together; a long pause would then dominate the time of `zs.shard()`.
         time.sleep(min(POLL_S, FIRST_PAUSE_S + (time.monotonic() - self._begin_s) / 10))
 
 
 def open_store(wait: Wait, address: str, port: int, limit_s: float) -> Store:
-    """Return the store that rank 0 keeps at an address; rank 0 makes it, the others wait for it.
+    """Return the store at an address; rank 0 hosts it, the others wait for it.
 
     Raises:
-        RuntimeError: nothing was there within the limit.
+        RuntimeError: the store did not answer within the limit.
     """
     while wait.rank:
         try:
@@ -127,12 +128,13 @@ def open_store(wait: Wait, address: str, port: int, limit_s: float) -> Store:
 
 
 def await_ranks(store: Store, wait: Wait) -> None:
-    """Return when every rank has come to `wait.place` as often as this one.
+    """Wait until every rank has arrived at `wait.place` as often as this rank.
 
     Raises:
-        RuntimeError: one has not within the limit, or the store is gone, most often with the rank that kept it.
+        RuntimeError: a rank has not arrived within the limit, or the store has ended, usually with the process that
+            hosted it.
 
-    Collective: some requests to the store, 20 a second; every rank must call.
+    Collective: up to 20 requests a second to the store; every rank must call.
     """
     with explained(wait):
         _await_ranks(store, wait)
@@ -140,7 +142,7 @@ def await_ranks(store: Store, wait: Wait) -> None:
 
 @contextmanager
 def explained(wait: Wait) -> Iterator[None]:
-    """Say in the words of a wait that the store is gone, if it is."""
+    """Convert errors of a store that has ended into an error that names the wait."""
     try:
         yield
     except DistError as error:
@@ -154,7 +156,7 @@ def explained(wait: Wait) -> Iterator[None]:
 def _await_ranks(store: Store, wait: Wait) -> None:
     key = f"zeroshard/came to {wait.place}"
     turn = store.add(f"{key}/{wait.rank}", 1)
-    # One number for all: a rank cannot come again before all have come. Single ones are looked at to name the late.
+    # A single counter: no rank can arrive again before all have arrived. Keys of single ranks identify missing ranks.
     store.add(key, 1)
     while store.add(key, 0) < turn * wait.world_size:
         ranks = range(wait.world_size) if wait.is_long() else ()

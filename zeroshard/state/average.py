@@ -1,7 +1,7 @@
 """An exponential moving average of the master weights, on this rank's slices of them.
 
-Owns the averaged slices and their exchange with the masters. It communicates only when the model is to compute with
-the average, and then through the engine. Read `core/buffer.py` (`Bucket.master`) first.
+Owns the averaged slices and their exchange with the masters. It communicates only in `swapped()` and `restore()`,
+through the engine. Read `core/buffer.py` (`Bucket.master`) first.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,17 +20,18 @@ from zeroshard.torch_private import foreach_lerp_
 __all__ = ["Average", "count_averages"]
 
 PIECE_NUMEL = 1 << 20
-"""How much of masters in a file is read at a time."""
+"""Number of elements of offloaded masters that are read at a time."""
 
 
 @final
 class Average:
-    """An exponential moving average of a sharded model's trainable parameters; `zero.ema(decay)` makes it.
+    """An exponential moving average of a sharded model's trainable parameters; `zero.ema(decay)` creates it.
 
-    It begins as the parameters are when it is made. It is of the masters' dtype, and as sharded as the states.
+    It starts with the current parameters, has the dtype of the master weights, and is sharded like the optimizer
+    states.
 
     Args:
-        decay: the weight of the average so far; the parameters have the rest.
+        decay: the weight of the previous average, in [0, 1); the parameters have the weight 1 - decay.
 
     ```python
     import torch, zeroshard as zs
@@ -52,7 +53,7 @@ class Average:
 
     def __init__(self, engine: Engine, decay: float) -> None:
         engine.leave_passes("ema()")
-        # Shards averaged at different paces would be no average of anything.
+        # Shards with different decays would not form an average.
         engine.order.barrier(f"ema(decay={decay!r})")
         if not isinstance(decay, int | float) or not 0.0 <= decay < 1.0:
             raise ValueError(f"decay must be in [0, 1), such as 0.999; got {decay!r}.")
@@ -63,7 +64,7 @@ class Average:
 
     @property
     def _masters(self) -> list[torch.Tensor]:
-        """The slices as they are: they may have moved."""
+        """The current slices of the masters, which may have moved."""
         return [m for b in self._buckets for m in map(b.master, range(len(b.parameters))) if m.numel()]
 
     @property
@@ -75,10 +76,10 @@ class Average:
     def update(self) -> None:
         """Move the average towards the parameters: average = decay * average + (1 - decay) * parameters.
 
-        Call it after `optimizer.step()`. It communicates nothing.
+        Call it after `optimizer.step()`. Collective: none.
 
         Raises:
-            RuntimeError: inside `swapped()`, where the parameters are the average.
+            RuntimeError: called inside `swapped()`, where the parameters are the average.
         """
         if self._is_swapped:
             raise RuntimeError(f"{self._engine.mesh} update() inside swapped(): leave the context first.")
@@ -95,20 +96,19 @@ class Average:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Let the model compute with the average inside the context, and with its parameters again after it.
+        """Replace the parameters by the average inside the context.
 
-        An exception inside leaves without communication, since ranks may fail alone: where parameters are kept whole,
-        call `restore()` on every rank before going on.
+        After an exception inside, the exit does not communicate, because ranks may fail alone: at stages 1 and 2, call
+        `restore()` on every rank before you continue.
 
         Raises:
-            RuntimeError: inside another `swapped()`, `gathered()` or a pass; on the way out, if parameters were
-                changed inside, which are then lost.
+            RuntimeError: called inside another `swapped()`, `gathered()` or a pass, or parameters were changed inside;
+                the changes are lost.
 
-        Collective: where parameters are kept whole and updated in parts, an all-gather of them on the way in and out;
-        every rank must enter.
+        Collective: at stages 1 and 2, an all-gather of parameters on entry and on exit; every rank must enter.
         """
         if self._is_swapped:
-            raise RuntimeError(f"{self._engine.mesh} swapped() inside swapped(): the average is there already.")
+            raise RuntimeError(f"{self._engine.mesh} swapped() inside swapped(): parameters are already the average.")
         if self._engine.gathered is not None:
             raise RuntimeError(f"{self._engine.mesh} swapped() inside gathered(): enter gathered() inside it instead.")
         self._engine.leave_passes("swapped()")
@@ -136,15 +136,15 @@ class Average:
             )
 
     def restore(self) -> None:
-        """Let the model compute with its parameters again after an exception left `swapped()`.
+        """Restore the parameters after an exception left `swapped()`.
 
-        Collective: as on the way out of `swapped()`; every rank must call.
+        Collective: as on exit from `swapped()`; every rank must call.
         """
         follow_masters(self._engine)
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        # Slice by slice, so that no second copy of all of them is needed.
+        # Slice by slice, to avoid a second copy of all slices.
         for master, average in zip(self._masters, self._averages, strict=True):
             held = master.clone()
             master.copy_(average)
@@ -157,7 +157,7 @@ class Average:
 
 
 def count_averages(memory: Memory, averages: Iterable[Average]) -> Memory:
-    """Return `memory` with the bytes of averages among the states."""
+    """Return `memory` with the bytes of averages added to the states."""
     nbytes = sum(average.nbytes for average in averages)
 
     def more(columns: dict[str, int]) -> dict[str, int]:

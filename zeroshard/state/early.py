@@ -43,9 +43,9 @@ from zeroshard.core.update import Piece, Resident
 from zeroshard.state.admission import ELEMENTWISE
 from zeroshard.torch_private import NoSubclasses, body_of
 from zeroshard.tree import find
-from zeroshard.watch.process import end_with, is_child_of
+from zeroshard.watch.process import end_with, is_child_of, wait_before_forks
 
-__all__ = ["Early", "is_worthwhile", "may_be_early"]
+__all__ = ["Early", "Waiting", "is_worthwhile", "may_be_early", "twin_of"]
 
 Tensor = torch.Tensor
 
@@ -82,6 +82,11 @@ class Early:
         """See `Source`: an exception before the thread began is the optimizer's own."""
         return False
 
+    spare_bytes = 0
+
+    def begin(self) -> None:
+        """See `Source`: what reads states has waited."""
+
     def check(self) -> None:
         """See `Source`. Collective: where an update has ended since ranks last agreed, as `_agree`."""
         self._agree()
@@ -106,8 +111,8 @@ class Early:
         # On every rank, also where it has nothing to update.
         self._is_agreed, engine.order.check_update = False, self._agree
         if run is not None:
-            _wait_before_forks().add(self)
-            self._pool = self._pool or ThreadPoolExecutor(1, "zeroshard-update", _begin_on, (self._device,))
+            wait_before_forks(self)
+            self._pool = self._pool or ThreadPoolExecutor(1, "zeroshard-update", devices.begin_thread, (self._device,))
             run.begin(self._pool, self._wait_for)
             engine.end_update = self.end
             run.hide(weakref.WeakMethod(self.end))
@@ -176,7 +181,7 @@ class _Run:
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> None:
         self._optimizer, self._states = optimizer, optimizer.state
         self._process = os.getpid()
-        self._twin = _twin_of(optimizer)
+        self._twin = twin_of(optimizer)
         self.error: BaseException | None = None
         self.futures: list[Future[None]] = []
         self._masters = [master for group in groups for master in group]
@@ -315,12 +320,6 @@ class Waiting(MutableMapping[Any, Any]):
         return self._now().__reduce_ex__(protocol)
 
 
-def _begin_on(device: torch.device) -> None:
-    """Begin a thread: what torch asks of CUDA there must not be asked of another rank's device."""
-    if device.type == "cuda":
-        devices.use(device)
-
-
 def _is_early(slot: Slot) -> bool:
     """Tell whether a parameter is gathered for use, and has states, and a gradient of its own, on the host."""
     spec = slot.bucket.spec
@@ -328,7 +327,7 @@ def _is_early(slot: Slot) -> bool:
     return is_there and spec.is_gathered and slot.updater is None and not slot.bucket.dtypes.is_stochastic
 
 
-def _twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer with the same options, which nobody changes, and without entries and states."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
@@ -338,16 +337,3 @@ def _twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         for group in optimizer.param_groups
     ]
     return twin
-
-
-@functools.cache
-def _wait_before_forks() -> "weakref.WeakSet[Early]":
-    # A handler cannot be taken back, so there is one.
-    running: weakref.WeakSet[Early] = weakref.WeakSet()
-
-    def end_all() -> None:
-        for one in list(running):
-            one.before_fork()
-
-    os.register_at_fork(before=end_all)
-    return running

@@ -14,6 +14,7 @@ from zeroshard.core.optimizer import ShardedOptimizer, Source
 from zeroshard.optim.keeps import state_cost
 from zeroshard.state import early
 from zeroshard.state.admission import ELEMENTWISE
+from zeroshard.state.in_backward import InBackward
 from zeroshard.state.request import Described
 from zeroshard.state.streamed import Streams
 from zeroshard.store import files
@@ -23,7 +24,7 @@ from zeroshard.table.cells import Residency
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.wire.transports import MEMORIES
 
-__all__ = ["check_streamed", "home_of", "make_apart", "reserve", "source_of"]
+__all__ = ["check_updates", "home_of", "make_apart", "reserve", "source_of"]
 
 IN_MEMORY: Final = ("tmpfs", "ramfs")
 
@@ -36,11 +37,11 @@ def make_apart(described: Described) -> Apart | None:
             be updated in pieces.
     """
     cell = described.row.states
-    check_streamed(described.row, described.units, described.optimizers)
+    check_updates(described.row, described.units, described.optimizers)
     if cell.memory not in MEMORIES:
         return None
     try:
-        apart = MEMORIES[cell.memory](described.mesh.device, cell)
+        apart = MEMORIES[cell.memory](described.mesh.device, cell, str(described.mesh))
     except OSError as error:
         raise ValueError(
             f"offload to '{cell.folder}': no file can be made there ({error}). Give a folder that exists, on a disk of "
@@ -68,7 +69,7 @@ def home_of(described: Described, apart: Apart | None) -> Apart | None:
         return None
     if apart is not None and apart.cell.memory == cell.memory:
         return apart
-    return MEMORIES[cell.memory](described.mesh.device, cell)
+    return MEMORIES[cell.memory](described.mesh.device, cell, str(described.mesh))
 
 
 def reserve(
@@ -97,12 +98,15 @@ def _room_of(bucket: BucketSpec, states: int, *, has_masters: bool) -> int:
     return sum(-(-(stop - start) * size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes) if stop > start else 0
 
 
-def check_streamed(row: Residency, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise where states in files cannot be updated in pieces.
+def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise where states in files cannot be updated in pieces, or those on the host not in the backward.
 
     Raises:
-        ValueError: an optimizer that is not known to update each element by itself; masters that are rounded at random.
+        ValueError: an optimizer that is not known to update each element by itself; masters that are rounded at random;
+            what an update in the backward cannot be taken back for.
     """
+    if row.states.spares:
+        _check_ahead(units, optimizers)
     if row.states.memory != "file":
         return
     for optimizer in optimizers:
@@ -120,10 +124,47 @@ def check_streamed(row: Residency, units: Sequence[UnitSpec], optimizers: Sequen
         )
 
 
+def _check_ahead(units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise where states cannot be updated in the backward, before `step()` is called.
+
+    Raises:
+        ValueError: several optimizers, or one that is not known to update each element by itself; masters that are
+            rounded at random, or are parameters.
+    """
+    mode = "Offload(update='in-backward')"
+    if len(optimizers) > 1:
+        names = ", ".join(type(one).__name__ for one in optimizers)
+        raise ValueError(
+            f"{mode} takes one optimizer, since max_norm= is of all gradients and step() clips them; got "
+            f"{len(optimizers)}: {names}. Put all parameters into groups of one, or write update='step'."
+        )
+    for optimizer in optimizers:
+        if not early.may_be_early(optimizer):
+            raise ValueError(
+                f"{mode} cannot update with {type(optimizer).__name__}: units are updated one by one, in a thread, "
+                f"which is known to be right of {', '.join(sorted(ELEMENTWISE))} of torch.optim alone. Use one of "
+                "these, or write update='step'."
+            )
+    buckets = [bucket for unit in units for bucket in unit.buckets if bucket.apart and bucket.is_trained]
+    if any(bucket.formats.state != bucket.formats.master for bucket in buckets):
+        raise ValueError(
+            f"{mode} with rounding='stochastic': masters are widened at step() for the update. Use "
+            "master=torch.float32, or write update='step'."
+        )
+    if shared := [bucket for bucket in buckets if bucket.shares_apart]:
+        raise ValueError(
+            f"{mode} with Offload(parameters=): the {shared[0].formats.param} parameters on the host are the master "
+            f"weights, which are read while the backward runs ('{shared[0].name}', {len(shared)} buckets in all). Use "
+            "precision='bf16', whose masters lie beside them, leave parameters= out, or write update='step'."
+        )
+
+
 def source_of(engine: Engine, apart: Apart | None, sharded: ShardedOptimizer) -> Source | None:
     """Return what updates an optimizer's entries in files, or in the background; None where `step()` does it all."""
     if apart is None:
         return None
+    if apart.cell.spares:
+        return InBackward(engine, sharded, apart.cell.max_norm)
     if apart.disk is None:
         has_time = early.is_worthwhile(engine.mesh.device) and early.may_be_early(sharded.optimizer)
         return early.Early(engine) if has_time and sharded.exchange is None else None

@@ -27,7 +27,8 @@ def facts_of(described: Described, version: str) -> list[str]:
     lines += [f"module '{name}': {type(module).__qualname__}" for name, module in model.named_modules()]
     for name, p in model.named_parameters():
         trains = "trainable" if p.requires_grad else "frozen"
-        trains += ", ignored" * (id(p) in described.ignored)
+        if id(p) in described.ignored:
+            trains += ", ignored, on the meta device" if p.is_meta else ", ignored"
         placed = f", placements {p.placements}" if hasattr(p, "placements") else ""
         lines.append(f"parameter '{name}': {tuple(p.shape)} {p.dtype} {trains} strides {tuple(p.stride())}{placed}")
     lines += [f"buffer '{name}': {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]

@@ -1,7 +1,8 @@
 """Models on the meta device: values for one unit after the other, so that no rank ever holds the whole model.
 
-Owns where first values come from (an initializer, or a directory of safetensors) and in which order; it hands units
-over by yielding their numbers and must not know buckets or collectives. Read `state/takeover.py` (`take_over`) first.
+Owns where first values come from (an initializer, or a directory of safetensors: `weights.py`) and in which order; it
+hands units over by yielding their numbers and must not know buckets or collectives. Read `state/takeover.py`
+(`take_over`) first.
 
 Note: order
     Modules are visited as `Module.apply` visits them, children before parents, which is also the order in which
@@ -17,19 +18,20 @@ Note: when a unit is complete
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zeroshard.core.parameter import METADATA, ReleasedParameter, ShardedParameter
 from zeroshard.describe.units import UnitPlan
+from zeroshard.state.conversion import is_of_transformers
+from zeroshard.state.weights import Weights, own_tensors, tensors_of
 from zeroshard.torch_private import version_of
 from zeroshard.tree import find
 from zeroshard.wire.mesh import Mesh
@@ -39,62 +41,19 @@ __all__ = ["InitFn", "Weights", "check_source", "is_on_meta", "materialize"]
 Tensor = torch.Tensor
 InitFn = Callable[[nn.Module], object]
 
-SLICE_BYTES = 64 * 2**20
-"""What is read from a file at once."""
-
 
 def is_on_meta(model: nn.Module) -> bool:
     """Tell whether a parameter or buffer of the model has no values yet."""
     return any(t.is_meta for t in [*model.parameters(), *model.buffers()])
 
 
-@final
-class Weights:
-    """The tensors of a directory of safetensors files, by name.
+def check_source(
+    model: nn.Module, weights: str | Path | InitFn | None, *, compares: bool = True
+) -> Weights | InitFn | None:
+    """Raise, before anything is changed, where a model's first values cannot be had; return where they come from.
 
     Args:
-        directory: holds `*.safetensors`; every rank must see it, and rank 0 reads the values.
-
-    Raises:
-        ValueError: no such file there, one that cannot be read, or a name in two files.
-    """
-
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
-        self._paths: dict[str, Path] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        paths = sorted(self.directory.glob("*.safetensors"))
-        if not paths:
-            raise ValueError(f"weights={str(directory)!r} holds no *.safetensors file.")
-        for path in paths:
-            try:
-                with safe_open(path, framework="pt") as file:
-                    found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            except (OSError, SafetensorError) as error:
-                raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
-            if twice := sorted(found.keys() & self._paths.keys()):
-                raise ValueError(f"'{twice[0]}' is in {self._paths[twice[0]]} and in {path}; which one is meant?")
-            self._paths.update(dict.fromkeys(found, path))
-            self.shapes.update(found)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._paths
-
-    @torch.no_grad()
-    def read(self, name: str, target: Tensor) -> None:
-        """Copy a tensor into `target`, converted to its dtype, slice by slice."""
-        with safe_open(self._paths[name], framework="pt") as file:
-            if not target.ndim or not target.numel():
-                target.copy_(file.get_tensor(name))
-                return
-            source, row_bytes = file.get_slice(name), target[0].nbytes
-            rows = max(1, SLICE_BYTES // max(1, row_bytes))
-            for first in range(0, len(target), rows):
-                target[first : first + rows].copy_(source[first : first + rows])
-
-
-def check_source(model: nn.Module, weights: str | Path | InitFn | None) -> Weights | InitFn | None:
-    """Raise, before anything is changed, where a model's first values cannot be had; return where they come from.
+        compares: as in `Weights.check`.
 
     Raises:
         TypeError: `weights` is neither a directory nor a function.
@@ -112,18 +71,18 @@ def check_source(model: nn.Module, weights: str | Path | InitFn | None) -> Weigh
         return None
     if callable(weights):
         return weights
-    opened = None if weights is None else Weights(weights)
+    opened = None if weights is None else Weights(weights, model)
     if opened is not None:
-        _check_names(model, opened)
+        opened.check(model, compares=compares)
     _check_initializers(model, opened)
     return opened
 
 
 def _check_initializers(model: nn.Module, weights: Weights | None) -> None:
-    initializers, tensors = _initializers(model), _by_identity(model)
+    initializers, tensors = _initializers(model), tensors_of(model)
     for name, module in model.named_modules():
-        for key, tensor in _named(module):
-            is_loaded = weights is not None and _find(weights, tensors[id(tensor)][1]) is not None
+        for key, tensor in own_tensors(module):
+            is_loaded = weights is not None and weights.find(tensors[id(tensor)][1]) is not None
             if tensor.is_meta and not is_loaded and initializers[module] is None:
                 raise ValueError(
                     f"Nothing initializes '{key}' of {_where(name, module)}, which is on the meta device: "
@@ -132,44 +91,20 @@ def _check_initializers(model: nn.Module, weights: Weights | None) -> None:
                 )
 
 
-def _check_names(model: nn.Module, weights: Weights) -> None:
-    known: set[str] = set()
-    wanted = {id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
-    for tensor, names in _by_identity(model).values():
-        known |= set(names)
-        if not tensor.is_meta or id(tensor) not in wanted:
-            continue
-        found = _find(weights, names)
-        if found is None:
-            raise ValueError(
-                f"{weights.directory} has no '{names[0]}' {tuple(tensor.shape)}. It must hold every parameter and "
-                f"persistent buffer of the model under its name in state_dict(); it holds {len(weights.shapes)} "
-                f"tensors, '{next(iter(weights.shapes), None)}' first."
-            )
-        if weights.shapes[found] != tuple(tensor.shape):
-            raise ValueError(
-                f"'{found}' has shape {weights.shapes[found]} in {weights.directory} and {tuple(tensor.shape)} in the "
-                "model. Build the model from the configuration that the files were saved with."
-            )
-    surplus = [name for name in weights.shapes if name not in known]
-    if surplus:
-        raise ValueError(
-            f"{weights.directory} holds {len(surplus)} tensor(s) that the model has not, '{surplus[0]}' first. Build "
-            "the model that the files were saved from, or write a directory without them."
-        )
-
-
 def materialize(
     model: nn.Module,
     plans: Sequence[UnitPlan],
     mesh: Mesh,
     source: Weights | InitFn | None = None,
+    ignored: Collection[int] = (),
 ) -> Iterator[int]:
     """Give a model's tensors values, and yield the number of each unit once it can be taken over.
 
     The caller takes the unit over before it asks for the next one. A model that has values yields its units in order.
+    What comes from files is there on rank 0 alone, which the others get it from.
 
     Args:
+        ignored: parameters that are in no unit, by identity; those that have values keep them.
         source: what initializes the tensors of one module, or where values are read from. Without the first,
             Transformers' `_init_weights` does for its models, and each module's `reset_parameters` for the others;
             of what is read they are asked for what is not there, which can be non-persistent buffers only.
@@ -182,6 +117,8 @@ def materialize(
     if not is_on_meta(model):
         yield from range(len(plans))
         return
+    # Initializers write all of a module, also where only a part of it has no values.
+    kept = [(p, p.detach().clone()) for p in model.parameters() if id(p) in ignored and not p.is_meta]
     work = _Work(model, plans, mesh, source)
     try:
         for name, module in work.order:
@@ -195,6 +132,8 @@ def materialize(
             work.lock(number)
     finally:
         work.unlock()
+        for parameter, values in kept:
+            parameter.detach().copy_(values)
 
 
 @dataclass
@@ -216,7 +155,7 @@ class _Work:
     def __post_init__(self) -> None:
         names = {module: name for name, module in self.model.named_modules()}
         self.order = [(names[module], module) for module in _children_first(self.model, set())]
-        self._names = {identity: known for identity, (_, known) in _by_identity(self.model).items()}
+        self._names = {identity: known for identity, (_, known) in tensors_of(self.model).items()}
         self.weights = self.source if isinstance(self.source, Weights) else None
         modules, chosen = self.model.modules(), self.source
         self._initializers = dict.fromkeys(modules, chosen) if callable(chosen) else _initializers(self.model)
@@ -254,7 +193,7 @@ class _Work:
         """Tell whether an initializer must write something of the module."""
         if self.weights is None:
             return True
-        return any(t.is_meta and not _find(self.weights, self._names[id(t)]) for _, t in _named(module))
+        return any(t.is_meta and not self.weights.find(self._names[id(t)]) for _, t in own_tensors(module))
 
     def visit(self, name: str, module: nn.Module) -> None:
         """Make the module's own tensors real and write their values."""
@@ -264,8 +203,8 @@ class _Work:
             return
         before = dict(module._parameters)
         to_load, is_left = [], self._has_left(module)
-        for _, tensor in _named(module):
-            found = _find(self.weights, self._names[id(tensor)]) if self.weights is not None else None
+        for _, tensor in own_tensors(module):
+            found = self.weights.find(self._names[id(tensor)]) if self.weights is not None else None
             if tensor.is_meta:
                 _make_real(tensor, self.mesh.device, is_blank=found is None)
                 if found is None:
@@ -328,7 +267,7 @@ class _Work:
     def check_all_written(self) -> None:
         """Raise if something has no values."""
         for name, module in self.model.named_modules():
-            for key, tensor in _named(module):
+            for key, tensor in own_tensors(module):
                 known = self._unwritten.get(id(tensor))
                 if tensor.is_meta or (known is not None and not _is_written(*known)):
                     source = "weights=" if callable(self.source) else "its initializer"
@@ -385,34 +324,12 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
     yield module
 
 
-def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the module's own parameters and buffers."""
-    return [(k, t) for k, t in [*module._parameters.items(), *module._buffers.items()] if t is not None]
-
-
-def _own(module: nn.Module, prefix: str) -> list[tuple[Tensor, list[str]]]:
-    return [(tensor, [f"{prefix}.{key}" if prefix else key]) for key, tensor in _named(module)]
-
-
-def _by_identity(model: nn.Module) -> dict[int, tuple[Tensor, list[str]]]:
-    """Return every tensor with all its names: tied ones have several."""
-    found: dict[int, tuple[Tensor, list[str]]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for tensor, names in _own(module, prefix):
-            found.setdefault(id(tensor), (tensor, []))[1].extend(names)
-    return found
-
-
-def _find(weights: Weights, names: Sequence[str]) -> str | None:
-    return next((name for name in names if name in weights), None)
-
-
 def _initializers(model: nn.Module) -> dict[nn.Module, InitFn | None]:
     """Return what initializes each module: its Transformers model's function, or a method of its own."""
     found: dict[nn.Module, InitFn | None] = {}
 
     def visit(module: nn.Module, owner: Any) -> None:
-        if any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
+        if is_of_transformers(module):
             owner = module
         found[module] = owner._init_weights if owner is not None else _call_own
         if owner is None and _own_method(module) is None:

@@ -45,7 +45,7 @@ def await_places(store: Store, wait: Wait, device: torch.device, backend: str) -
     with explained(wait):
         theirs = store.get(f"{key}/refusal").decode() if store.check([f"{key}/refusal"]) else ""
     if theirs:
-        raise RuntimeError(f"{who} {wait.place} was refused on another rank, and so on all. {theirs}")
+        raise RuntimeError(f"{who} {wait.place} was rejected on another rank, and therefore on all. {theirs}")
 
 
 def _refusal(store: Store, key: str, rank: int, device: torch.device, backend: str) -> str:

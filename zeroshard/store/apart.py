@@ -4,8 +4,10 @@ Owns the copies between both. It must not know what is copied, nor which element
 CPU both are one memory: then a copy changes no bit, and nothing waits.
 """
 
+import functools
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import final
@@ -13,11 +15,12 @@ from typing import final
 import torch
 
 from zeroshard import devices
+from zeroshard.store.ahead import Ahead, Waitable
 from zeroshard.store.disk import Disk
 from zeroshard.store.stored import StoredTensor, is_stored
 from zeroshard.table.cells import Cell
 
-__all__ = ["Apart", "Arrival", "FileApart", "HostApart", "Landing", "beside"]
+__all__ = ["Apart", "FileApart", "HostApart", "Landing", "beside"]
 
 Tensor = torch.Tensor
 
@@ -46,13 +49,18 @@ class Apart(ABC):
     Args:
         device: the rank's.
         cell: which memory, and how much of what the device reads everything passes through in pieces.
+        where: the rank, for messages.
     """
 
-    def __init__(self, device: torch.device, cell: Cell) -> None:
+    def __init__(self, device: torch.device, cell: Cell, where: str = "") -> None:
         self.device, self.cell = device, cell
         self.disk: Disk | None = None
         """The file, where it is one."""
+        self.ahead = Ahead(device, where)
+        """Copies to the device ahead of use."""
         self._buffers: list[tuple[Tensor, devices.Mark | None]] = []
+        self._lock = threading.Lock()
+        """Of the buffers: an update may bring values while the thread does."""
 
     @abstractmethod
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -62,55 +70,55 @@ class Apart(ABC):
         """Return what an optimizer holds for masters of `zeros`."""
         return masters
 
+    @property
+    def takes_time(self) -> bool:
+        """Whether values come to the device beside what the program does, and not at once."""
+        return self.device.type != "cpu"
+
+    def brought(self, values: tuple[Tensor, Tensor] | None, begin: Callable[[], Waitable], name: str) -> Waitable:
+        """Begin to bring values ahead of use, and behind that what reads them.
+
+        Args:
+            values: where they come to lie and where they lie, as `bring` takes them; None for none.
+            begin: begins what reads them; called in the order of these calls.
+            name: of the unit whose parameters they are.
+        """
+        copy = None if values is None else functools.partial(self.bring, *values)
+        if self.takes_time:
+            return self.ahead.begin(copy, begin, name)
+        if copy is not None:
+            copy()
+        return begin()
+
     def bring(self, target: Tensor, source: Tensor) -> None:
         """Write values of this memory to `target` on the device, in its dtype.
 
-        The host waits for copies that were begun two pieces ago.
+        The thread that calls waits for copies that were begun two pieces ago.
         """
         if target.device.type == "cpu":
             target.copy_(source)
             return
-        if not self._buffers:
-            like = torch.empty(max(64, self.cell.staging_bytes // 2), dtype=torch.uint8, device="meta")
-            self._buffers = [(devices.pinned(like), None), (devices.pinned(like), None)]
-        step = max(1, self._buffers[0][0].numel() // target.itemsize)
+        step = max(1, self._buffer_bytes // target.itemsize)
         for to, values in zip(target.split(step), source.split(step), strict=True):
-            buffer, event = self._buffers.pop(0)
-            if event is not None:
-                event.synchronize()
-            piece = buffer[: to.nbytes].view(to.dtype)
-            piece.copy_(values)  # rounded here, so that the bus moves what the device keeps
-            to.copy_(piece, non_blocking=True)
-            self._buffers.append((buffer, devices.mark(target.device)))
+            with self._lock:
+                buffer, event = self._free_buffer()
+                if event is not None:
+                    event.synchronize()
+                piece = buffer[: to.nbytes].view(to.dtype)
+                piece.copy_(values)  # rounded here, so that the bus moves what the device keeps
+                to.copy_(piece, non_blocking=True)
+                self._buffers.append((buffer, devices.mark(target.device)))
 
+    @property
+    def _buffer_bytes(self) -> int:
+        return max(64, self.cell.staging_bytes // 2)
 
-@final
-class Arrival:
-    """Values of another memory on their way to the device, ahead of their use: begun, then waited for.
-
-    Args:
-        apart: the memory.
-        target: where they come to lie, on the device.
-        source: where they lie.
-    """
-
-    def __init__(self, apart: Apart, target: Tensor, source: Tensor) -> None:
-        self._apart, self._target, self._source = apart, target, source
-        self._event: devices.Mark | None = None
-
-    @contextmanager
-    def begun(self) -> Iterator[None]:
-        """Begin; what is begun inside, such as the gather that reads them, follows them without a wait."""
-        with devices.ahead(self._target.device):
-            self._apart.bring(self._target, self._source)
-            yield
-            self._event = None if self._target.device.type == "cpu" else devices.mark(self._target.device)
-
-    def wait(self) -> None:
-        """Have what the device is told next follow them."""
-        event, self._event = self._event, None
-        if event is not None:
-            event.wait()
+    def _free_buffer(self) -> tuple[Tensor, devices.Mark | None]:
+        """Return the buffer that was used first, and the copy from it that may be under way."""
+        if not self._buffers:
+            like = torch.empty(self._buffer_bytes, dtype=torch.uint8, device="meta")
+            self._buffers = [(devices.pinned(like), None), (devices.pinned(like), None)]
+        return self._buffers.pop(0)
 
 
 @final
@@ -130,8 +138,8 @@ class FileApart(Apart):
         OSError: the folder is not there, or cannot be written to.
     """
 
-    def __init__(self, device: torch.device, cell: Cell) -> None:
-        super().__init__(device, cell)
+    def __init__(self, device: torch.device, cell: Cell, where: str = "") -> None:
+        super().__init__(device, cell, where)
         self.disk = Disk(Path(cell.folder))
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -183,6 +191,15 @@ class Landing:
         total = target.to(self._device, non_blocking=True).add_(values, alpha=scale)
         if self._is_far:
             self.put(target, total)
+
+    @contextmanager
+    def unread(self) -> Iterator[devices.Mark | None]:
+        """Let gradients be taken inside without a wait; yields what has to be waited for before they are read."""
+        event, self._event = self._event, None
+        try:
+            yield event
+        finally:
+            self._event = event
 
     def wait(self) -> None:
         """Return when all that was begun is there."""

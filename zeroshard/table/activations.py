@@ -1,6 +1,6 @@
-"""The activations column of the residency table: what happens, between forward and backward, to what autograd saves.
+"""The activations column of the residency table: the treatment of saved tensors between forward and backward.
 
-Owns the cells as data, and which of them go together. What they do is in `activations/`. Read `table/cells.py` first.
+Owns the cells as data, and their valid combinations. `activations/` implements them. Read `table/cells.py` first.
 """
 
 from abc import ABC
@@ -30,11 +30,11 @@ PRODUCTS: Final = (
     "_scaled_dot_product_fused_attention_overrideable",
 )
 """The operations of `torch.ops.aten` whose results `Recomputed(keeps="products")` keeps: most of the time of a forward,
-and few of its bytes."""
+few of its bytes."""
 
 
 class Treated(ABC):
-    """One link of what is done with activations, the tensors that autograd saves."""
+    """One treatment in a chain, applied to the tensors that autograd saves."""
 
     word: str
 
@@ -45,13 +45,12 @@ class Treated(ABC):
 @final
 @dataclass(frozen=True)
 class Recomputed(Treated):
-    """Modules keep their inputs alone, and run once more in the backward pass.
+    """Activation checkpointing: modules keep only their inputs, and run again in the backward pass.
 
     Args:
-        every: inputs are kept of each so many modules only, and those between them run again together. "sqrt" is the
-            root of their count, where what is kept and what is recomputed at a time are about even.
-        keeps: "inputs", or "products": the results of matrix products, convolutions and attention are kept, too, and
-            the rest is recomputed from them.
+        every: number of consecutive modules that are recomputed together, from the inputs of the first. "sqrt" is the
+            square root of the number of modules, which balances kept and recomputed memory.
+        keeps: "inputs", or "products" to also keep the results of matrix products, convolutions and attention.
 
     Source: Chen et al. 2016 (every); Korthikanti et al. 2022 (products).
 
@@ -72,9 +71,9 @@ class Recomputed(Treated):
     def __post_init__(self) -> None:
         is_number = isinstance(self.every, int) and not isinstance(self.every, bool) and self.every > 0
         if not (is_number or self.every == "sqrt") or self.keeps not in ("inputs", "products"):
-            raise ValueError(f"{self!r}: every must be at least 1 or 'sqrt', keeps 'inputs' or 'products'.")
+            raise ValueError(f"{self!r}: every must be at least 1, or 'sqrt'; keeps must be 'inputs' or 'products'.")
         if self.every != 1 and self.keeps == "products":
-            raise ValueError(f"{self!r}: where products are kept, every module keeps its inputs, too (every=1).")
+            raise ValueError(f"{self!r}: keeps='products' requires every=1: every module keeps its inputs, too.")
 
     def __str__(self) -> str:
         every = "" if self.every == 1 else f" every {self.every}"
@@ -84,7 +83,7 @@ class Recomputed(Treated):
 @final
 @dataclass(frozen=True)
 class Partitioned(Treated):
-    """Of the inputs of recomputed modules each rank along the tensor axis keeps its part.
+    """Each rank along the tensor axis keeps its part of the inputs of recomputed modules.
 
     Source: Rajbhandari et al. 2020, section 6.1 (P_a).
 
@@ -97,7 +96,7 @@ class Partitioned(Treated):
     """
 
     LEAST_NUMEL: ClassVar[int] = 1024
-    """Elements below which a message costs more than the memory that it saves: such an input stays whole."""
+    """Inputs with fewer elements stay full: a message would cost more than the memory is worth."""
 
     word = "partitioned"
 
@@ -107,11 +106,11 @@ class Partitioned(Treated):
 @final
 @dataclass(frozen=True)
 class Compressed(Treated):
-    """What is kept takes fewer bits.
+    """Saved tensors are stored in fewer bits.
 
     Args:
-        rest: what happens to tensors that no lossless encoding makes smaller: None keeps them; "bf16", "fp8" and "int8"
-            round them, the last two with a scale for each block.
+        rest: format of tensors that no lossless encoding makes smaller: None keeps them, "bf16", "fp8" and "int8" round
+            them; the last two use a scale per block.
 
     Source: Jain et al. 2018 (Gist).
 
@@ -136,10 +135,11 @@ class Compressed(Treated):
 @final
 @dataclass(frozen=True)
 class Offloaded(Treated):
-    """What is kept lies in memory of the host until shortly before it is used.
+    """Saved tensors are stored in host memory until shortly before their use.
 
     Args:
-        fraction: of the bytes; the rest, what is used first, stays on the device.
+        fraction: fraction of the bytes to offload, above 0 and at most 1; the tensors that backward uses first stay on
+            the device.
 
     ```python
     import zeroshard as zs
@@ -162,18 +162,18 @@ class Offloaded(Treated):
 
 ORDER = (Recomputed, Partitioned, Compressed, Offloaded)
 Chain = tuple[Treated, ...]
-"""Treatments in the order in which a tensor goes through them."""
+"""Treatments in their order of application."""
 
 
 @final
 @dataclass(frozen=True)
 class Activations:
-    """A cell of the activations column: what happens between forward and backward to what autograd saves.
+    """A cell of the activations column: the treatment of saved tensors between forward and backward.
 
     Args:
-        chain: of every unit that `units` does not name; () keeps activations as they are.
-        units: pairs of a pattern of unit names, with the wildcards of a shell, and the chain of these units; the first
-            that fits counts.
+        chain: treatments of all units that `units` does not name; () keeps activations unchanged.
+        units: pairs of a pattern of unit names, with shell wildcards, and the chain of these units; the first match
+            applies.
 
     ```python
     import zeroshard as zs
@@ -190,17 +190,17 @@ class Activations:
         for chain in self.chains:
             if (places := [ORDER.index(type(link)) for link in chain]) != sorted(set(places)):
                 words = "+".join(kind.word for kind in ORDER)
-                raise ValueError(f"activations {_words(chain)}: give each treatment once, in the order {words}.")
+                raise ValueError(f"activations {_words(chain)}: each treatment may appear once, in the order {words}.")
             if 1 in places and 0 not in places:
                 raise ValueError("Only inputs of recomputed modules can be partitioned: 'recompute+partition'.")
 
     @property
     def chains(self) -> tuple[Chain, ...]:
-        """All chains in it."""
+        """All chains of this cell."""
         return (self.chain, *(chain for _, chain in self.units))
 
     def of_unit(self, name: str) -> Chain:
-        """Return the chain of a unit, by its name; the root's is "" or, as shown and in patterns, "(root)"."""
+        """Return the chain of a unit by name; the root is "" or, in patterns and output, "(root)"."""
         return next((chain for pattern, chain in self.units if fits(name, pattern)), self.chain)
 
     def __str__(self) -> str:
@@ -208,7 +208,7 @@ class Activations:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Tell whether a pattern means the unit of a name."""
+    """Return whether a pattern matches the name of a unit."""
     return fnmatchcase(name or "(root)", pattern)
 
 

@@ -1,7 +1,7 @@
-"""Bytes before anything runs: what a rank holds between steps, at most during one, and sends.
+"""Predicted bytes: held between steps, held at the peak of a step, and sent.
 
-Owns the sums over units; `table/spec.py` says what each bucket keeps, `table/schedule.py` what is whole at once,
-`table/wires.py` what a reduction takes. `state/accounting.py` puts what is measured beside it.
+Owns the sums over units. `table/spec.py` says what each bucket keeps, `table/schedule.py` which units are gathered at
+once, `table/wires.py` which buffers a reduction takes. `state/accounting.py` has the measured bytes.
 
 Source: Rajbhandari et al. 2020, sections 5 and 7.
 """
@@ -17,18 +17,18 @@ from zeroshard.table.pool import Buffer, Buffers
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.wires import Wire
 
-__all__ = ["Owned", "Updates", "apart_bytes", "kept_bytes", "predict", "step_bytes"]
+__all__ = ["Owned", "Updates", "apart_bytes", "kept_bytes", "predict", "spare_bytes", "step_bytes"]
 
 
 @final
 @dataclass(frozen=True)
 class Owned:
-    """A parameter that one rank of a copy updates whole, or each where each updates all.
+    """A parameter that is updated as a whole by one rank of a replica, or by every rank if every rank updates all.
 
     Args:
-        index: its place in the bucket.
-        owner: that rank.
-        state_bytes, counter_bytes: of what the optimizer keeps for it.
+        index: index of the parameter in the bucket.
+        owner: the rank that updates it.
+        state_bytes, counter_bytes: bytes of its optimizer states and counters.
     """
 
     bucket: BucketSpec
@@ -39,12 +39,12 @@ class Owned:
 
     @property
     def is_kept(self) -> bool:
-        """Whether this rank has its states."""
+        """Whether this rank has the states of the parameter."""
         return self.bucket.updates_all or self.owner == self.bucket.rank
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank sends of it in a step: gradient and values to the owner, or the new values from there."""
+        """Bytes that this rank sends in a step: gradient and values to the owner, or new values as the owner."""
         if self.bucket.updates_all:
             return 0
         numel, formats = self.bucket.layout.numels_by_rank(self.index)[self.bucket.rank], self.bucket.formats
@@ -56,15 +56,15 @@ class Owned:
 @final
 @dataclass(frozen=True)
 class Updates:
-    """What one optimizer updates and keeps.
+    """The parameters and states of one optimizer.
 
     Args:
-        parameters: buckets, and places in them, of what each rank updates its slice of.
-        per_element: numbers that it keeps for each element.
-        counter_bytes: that it keeps for each parameter.
-        element_bytes: that it keeps packed for each element.
-        block_bytes: that it keeps for each `block_numel` elements of a slice; the last of them may be fewer.
-        whole: what is updated whole.
+        parameters: (bucket, index) of the parameters of which each rank updates its slice.
+        per_element: state values per element.
+        counter_bytes: bytes of counters per parameter.
+        element_bytes: packed bytes per element.
+        block_bytes: bytes per block of `block_numel` elements of a slice; the last block may be smaller.
+        whole: parameters that are updated as a whole.
     """
 
     parameters: Sequence[tuple[BucketSpec, int]]
@@ -76,24 +76,24 @@ class Updates:
     whole: Sequence[Owned] = field(default=(), kw_only=True)
 
     def numel_bytes(self, *, only_wide: bool = False, is_apart: bool = False) -> int:
-        """Return the bytes of one state for each element of what this rank updates on its device.
+        """Return the bytes of one state of all elements that this rank updates on its device.
 
         Args:
-            only_wide: count only masters that are updated in another dtype than they are kept in.
-            is_apart: count what is updated in the other memory instead.
+            only_wide: count only masters that are updated in another dtype than they are stored in.
+            is_apart: count the elements that are updated in the other memory instead.
         """
         wanted = ((b.formats, n) for b, n in self._slices(is_apart=is_apart, has_whole=only_wide))
         return sum(n * itemsize(f.state) for f, n in wanted if not only_wide or f.state != f.master)
 
     def state_bytes(self, *, is_apart: bool = False) -> int:
-        """Return the bytes of all states of what this rank updates on its device, or elsewhere, counters aside."""
+        """Return the bytes of all states, without counters, that this rank updates on its device or in other memory."""
         numels = [numel for _, numel in self._slices(is_apart=is_apart)]
         packed = sum(n * self.element_bytes - -n // self.block_numel * self.block_bytes for n in numels)
         whole = 0 if is_apart else sum(one.state_bytes for one in self.whole if one.is_kept)
         return self.per_element * self.numel_bytes(is_apart=is_apart) + packed + whole
 
     def _slices(self, *, is_apart: bool, has_whole: bool = False) -> Iterator[tuple[BucketSpec, int]]:
-        """Yield the bucket of each parameter, and how many elements are in the slice of it that this rank keeps."""
+        """Yield the bucket of each parameter, and the number of elements of this rank's slice."""
         for bucket, index in [*self.parameters, *((o.bucket, o.index) for o in self.whole if has_whole)]:
             if (index < bucket.apart) is not is_apart:
                 continue
@@ -102,7 +102,7 @@ class Updates:
 
 
 def kept_bytes(buckets: Sequence[BucketSpec]) -> tuple[int, int, int]:
-    """Return the bytes that stay on the device between steps: (parameters, masters beside them, padding of both)."""
+    """Return the bytes on the device between steps: (parameters, separate masters, padding of both)."""
     parameters, padding = _owned_bytes((b, b.here, b.formats.param) for b in buckets)
     here = ((b, (b.apart_states[1], b.states[1]), b.formats.master) for b in buckets if b.has_masters)
     masters, spare = _owned_bytes(here)
@@ -118,8 +118,14 @@ def apart_bytes(bucket: BucketSpec) -> Counter[str]:
     return found
 
 
+def spare_bytes(bucket: BucketSpec) -> int:
+    """Return the bytes of the second copy of master values in another memory, padding included; see `Cell.spares`."""
+    start, stop = bucket.apart_states
+    return (stop - start) * itemsize(bucket.formats.master) * bucket.row.states.spares
+
+
 def _owned_bytes(parts: Iterable[tuple[BucketSpec, tuple[int, int], str]]) -> tuple[int, int]:
-    """Return the bytes of ranges of buckets, held in some dtype, as (of parameters, padding)."""
+    """Return the bytes of ranges of buckets in given dtypes, as (parameters, padding)."""
     owned = padding = 0
     for bucket, held, dtype in parts:
         more, rest = bucket.bytes_of(held, dtype)
@@ -128,9 +134,9 @@ def _owned_bytes(parts: Iterable[tuple[BucketSpec, tuple[int, int], str]]) -> tu
 
 
 def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -> dict[str, int]:
-    """Return the bytes that a rank holds in training, by column; for "transient" the most at once.
+    """Return the bytes that a rank holds in training, by column; for "transient", the peak.
 
-    Columns are of the device, but for "host" and "file", of those memories, where something is offloaded.
+    All columns are bytes of the device, except "host" and "file" with offload.
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
     reduced = {bucket.number for unit in units for bucket in unit.reduced}
@@ -148,8 +154,11 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
         whole = [o for o in one.whole if o.bucket.number in reduced]
         states += replace(one, parameters=sliced, whole=whole).state_bytes()
         for bucket, index in sliced:
-            only = replace(one, parameters=[(bucket, index)], whole=())
-            apart[bucket.row.states.memory] += only.state_bytes(is_apart=True)
+            only, spares = replace(one, parameters=[(bucket, index)], whole=()), bucket.row.states.spares
+            apart[bucket.row.states.memory] += only.state_bytes(is_apart=True) * (1 + spares)
+        spared = {bucket.number: bucket for bucket, index in sliced if index < bucket.apart}
+        for bucket in spared.values():
+            apart[bucket.master_memory] += spare_bytes(bucket)
         counters += one.counter_bytes * len(sliced) + sum(o.counter_bytes for o in whole if o.is_kept)
         exchanged.append([o for o in whole if not o.bucket.updates_all])
     return {
@@ -163,7 +172,7 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
 
 
 def step_bytes(units: Sequence[UnitSpec], updates: Sequence[Updates] = ()) -> int:
-    """Return what a rank gathers, reduces, exchanges and publishes in a step with one micro-batch."""
+    """Return the bytes that a rank sends in a step with one micro-batch."""
     sent = sum(
         u.sent_bytes("gather") * (2 - u.is_held) + u.sent_bytes("reduce") + u.sent_bytes("publish") for u in units
     )
@@ -173,11 +182,11 @@ def step_bytes(units: Sequence[UnitSpec], updates: Sequence[Updates] = ()) -> in
 def _transient_bytes(
     units: Sequence[UnitSpec], wire: Wire, wide_bytes: int, exchanged: Sequence[Sequence[Owned]] = ()
 ) -> int:
-    """Return the most bytes of whole units, gradients on their way and wire buffers.
+    """Return the peak bytes of gathered units, gradients before their reduction and buffers of messages.
 
     Args:
-        wide_bytes: of masters while they are updated in another dtype, when no unit is whole.
-        exchanged: of each optimizer what goes to owners.
+        wide_bytes: bytes of masters during an update in another dtype, when no unit is gathered.
+        exchanged: the parameters of each optimizer that are sent to owners.
     """
     full = tuple(unit.full_bytes for unit in units)
     whole = wide_bytes
@@ -187,15 +196,15 @@ def _transient_bytes(
         return whole
     pool, root, others = _Counted(), units[0], list(reversed(units[1:]))
     most_bytes = -1
-    while pool.most_bytes > most_bytes:  # a later step may find the buffers of an earlier one in other places
+    while pool.most_bytes > most_bytes:  # the order of free buffers may differ in a later step
         most_bytes = pool.most_bytes
-        # The root's gradients land first and are reduced last.
+        # The gradients of the root arrive first and are reduced last.
         of_root = pool.land(root)
         before: list[Buffer] = []
         for unit in [*others, root]:
             taken = of_root if unit is root else pool.land(unit)
             pool.note(unit.landing_bytes * wire.lands_together)
-            pool.give(before)  # the reduction before this one is finished before this one starts
+            pool.give(before)  # a reduction starts after the previous reduction is finished
             before = taken + [pool.take(*wanted) for bucket in unit.reduced for wanted in wire.reduction(bucket)]
             if wire.is_in_place:
                 pool.give(before)
@@ -208,18 +217,18 @@ def _transient_bytes(
 
 @final
 class _Counted:
-    """Buffers, and their bytes now and at most."""
+    """Buffers, with their current and peak bytes."""
 
     def __init__(self) -> None:
         self._buffers, self._now, self.most_bytes = Buffers(), 0, 0
 
     def land(self, unit: UnitSpec) -> list[Buffer]:
-        """Take what the unit's gradients land in; what autograd made is not pooled."""
+        """Take the buffers of the unit's gradients; tensors that autograd allocated are not pooled."""
         sharded = [bucket for bucket in unit.reduced if not bucket.holds_whole_gradients]
         return [self.take(b.layout.full_numel, b.formats.grad, is_adopted=b.adopts) for b in sharded]
 
     def exchange(self, owned: Sequence[Owned]) -> None:
-        """Take and give the buffers of an update in rounds, as it does (`core/exchange.py`)."""
+        """Take and return the buffers of an exchange in rounds, like `core/exchange.py`."""
         kinds: dict[tuple[str, str], list[Owned]] = {}
         for one in owned:
             kinds.setdefault((one.bucket.formats.grad, one.bucket.formats.state), []).append(one)
@@ -229,13 +238,13 @@ class _Counted:
             for turn in plan_rounds([one.owner for one in some], parts):
                 numels = max(1, turn.given_numel(rank)), max(1, turn.owned_numel(rank))
                 ahead = [self.take(numel, dtype) for dtype in dtypes for numel in numels]
-                # Gradients go when they were read, values a round later.
+                # Gradients are freed after they are read, values a round later.
                 self.give(present[:2] + before)
                 before, present = present[2:], ahead
         self.give(present[:2] + before + present[2:])
 
     def note(self, nbytes: int) -> None:
-        """Count what lies beside the buffers for a moment."""
+        """Count bytes that are held briefly in addition to the buffers."""
         self.most_bytes = max(self.most_bytes, self._now + nbytes)
 
     def take(self, numel: int, dtype: str, *, is_adopted: bool = False) -> Buffer:

@@ -1,8 +1,8 @@
-"""The cells of the residency table: where one column of the training state lives.
+"""The cells of the residency table: where one column of the training state is stored.
 
-A cell answers three questions: which part of a bucket does a rank keep, in which memory, and at which moment must it be
-on the device? Everything else follows from comparing the answers of two columns (`table/spec.py`), so that no code
-needs to know a stage or the class of a cell. A new place to live is a new class here.
+A cell answers three questions: which part of a bucket does a rank keep, in which memory, and when must it be on the
+device? Everything else follows from the comparison of two columns (`table/spec.py`), so no code depends on a stage or
+the class of a cell. A new kind of storage is a new class here.
 """
 
 from abc import ABC, abstractmethod
@@ -22,32 +22,41 @@ class Cell(ABC):
 
     word: str
     memory: Literal["device", "host", "file"] = "device"
-    """Where what is kept lies between uses."""
+    """The memory of the kept elements between uses."""
     fraction: float = 1.0
     folder: str = ""
     staging_bytes: int = 0
-    """How much of it lies in another memory, and more about that: see `Elsewhere`."""
+    """The fraction in another memory, the folder of files and the size of the staging buffer: see `Elsewhere`."""
+    update: Literal["step", "in-backward"] = "step"
+    max_norm: float | None = None
+    """The moment of the update of states in another memory, and the limit of the norm of gradients: see `Elsewhere`."""
     moment: Literal["always", "used"] = "always"
-    """When what is kept must be on the device: all the time, or while it is used."""
+    """When the kept elements must be on the device: always, or while in use."""
     until: Literal["use", "backward"] = "use"
-    """How long gathered parameters stay whole: while modules use them, or from a forward to the end of its backward."""
+    """How long gathered parameters stay full: during use, or from a forward to the end of its backward."""
 
     @abstractmethod
     def kept_range(self, layout: Layout, rank: int) -> tuple[int, int]:
         """Return the elements of a bucket that `rank` keeps between steps, as (start, stop)."""
 
     def apart(self, buckets: Iterable[Sequence[int]]) -> list[int]:
-        """Return of each bucket how many of its parameters, from the first on, are kept in another memory.
+        """Return for each bucket the number of leading parameters that are kept in another memory.
 
         Args:
-            buckets: of the whole model, in the order of use: what a rank keeps of each parameter, in elements.
+            buckets: for each bucket of the model, in order of use, the number of elements of each parameter on this
+                rank.
         """
         return [0 for _ in buckets]
 
     @property
     def plain(self) -> "Cell":
-        """The cell that keeps the same elements on the device."""
+        """A cell that keeps the same elements on the device."""
         return self
+
+    @property
+    def spares(self) -> int:
+        """How often masters and states in another memory are kept a second time, for an update ahead of `step()`."""
+        return int(self.update == "in-backward")
 
     def __str__(self) -> str:
         return self.word
@@ -56,7 +65,7 @@ class Cell(ABC):
 @final
 @dataclass(frozen=True)
 class Replicated(Cell):
-    """Every rank keeps the whole.
+    """Every rank keeps all elements.
 
     ```python
     import zeroshard as zs
@@ -80,9 +89,9 @@ class Sharded(Cell):
     """Every rank keeps its own shard.
 
     Args:
-        until: of parameters, how long they stay whole once they were gathered: "use" releases them after each use;
-            "backward" keeps what a forward with gradients gathered until its backward has used it, so that each
-            backward gathers nothing, and all of it is whole at once.
+        until: for parameters, when gathered parameters are released: "use" releases them after each use. "backward"
+            keeps them from a forward with gradients until its backward has used them: a backward gathers nothing, but
+            all parameters are full at once.
 
     ```python
     import zeroshard as zs
@@ -115,14 +124,16 @@ class Sharded(Cell):
 @final
 @dataclass(frozen=True)
 class Elsewhere(Cell):
-    """What another cell keeps, or a part of it, in another memory than the device's, but while it is used.
+    """The elements of another cell, or a part of them, in another memory than the device's, except during use.
 
     Args:
-        inner: says which elements are kept.
-        memory: where they lie between uses.
-        fraction: of the elements of a rank that lie there, as nearly as whole slices of parameters allow.
-        folder: where files are made; "" for other memories.
-        staging_bytes: of the memory through which all of it passes in pieces.
+        inner: the cell that says which elements are kept.
+        memory: their memory between uses.
+        fraction: fraction of a rank's elements in that memory, rounded to whole slices of parameters.
+        folder: the folder of files; "" for other memories.
+        staging_bytes: bytes of the staging buffer through which the elements pass in pieces.
+        update: of states: "in-backward" updates a copy of the states during the backward; `step()` then takes the copy.
+        max_norm: with "in-backward", the largest 2-norm of all gradients; None does not clip.
     """
 
     inner: Cell
@@ -130,19 +141,21 @@ class Elsewhere(Cell):
     fraction: float = 1.0
     folder: str = ""
     staging_bytes: int = 16 << 20
+    update: Literal["step", "in-backward"] = "step"
+    max_norm: float | None = None
     moment = "used"
 
     def kept_range(self, layout: Layout, rank: int) -> tuple[int, int]:
-        """Return what the inner cell keeps."""
+        """Return the elements of the inner cell."""
         return self.inner.kept_range(layout, rank)
 
     def apart(self, buckets: Iterable[Sequence[int]]) -> list[int]:
-        """See `Cell`. What rounding leaves is carried from bucket to bucket."""
+        """See `Cell`. The rounding error carries over to the next bucket."""
         counts, total, moved = [], 0, 0
         for numels in buckets:
             total += sum(numels)
             sums = list(accumulate(numels, initial=moved))
-            # Of equal ones the last: slices without elements go with those before them.
+            # The last of equal values: slices without elements belong to the slices before them.
             errors = [(abs(one - self.fraction * total), -place) for place, one in enumerate(sums)]
             counts.append(-min(errors)[1] if self.fraction else 0)
             moved = sums[counts[-1]]
@@ -159,9 +172,11 @@ class Elsewhere(Cell):
         return self.inner.plain
 
     def __str__(self) -> str:
-        # Not which folder: ranks may have others each.
+        # Without the folder, which may differ between ranks.
         place = {"host": "on the host", "file": "in files"}[self.memory]
-        return f"{self.inner}, {f'{self.fraction:.0%} ' * (self.fraction < 1)}{place}"
+        clipped = "" if self.max_norm is None else f", max_norm={self.max_norm:g}"
+        ahead = f", updated in the backward{clipped}" * self.spares
+        return f"{self.inner}, {f'{self.fraction:.0%} ' * (self.fraction < 1)}{place}{ahead}"
 
 
 @dataclass(frozen=True)
@@ -169,11 +184,11 @@ class Residency:
     """A row of the table: one cell for each column.
 
     Args:
-        units: pairs of a pattern of unit names, with the wildcards of a shell, and the parameters' cell of these units,
-            where that is another one; the first that fits counts. The root's name is "(root)".
+        units: pairs of a pattern of unit names, with shell wildcards, and the cell of their parameters; the first match
+            has priority over `parameters`. The name of the root is "(root)".
 
     Raises:
-        ValueError: a combination that no rank could compute with.
+        ValueError: a combination of cells with which no rank can compute.
 
     ```python
     import zeroshard as zs
@@ -202,12 +217,12 @@ class Residency:
             raise ValueError(
                 f"Residency(states={self.states}, gradients={self.gradients}, parameters={self.parameters}): a rank "
                 "must keep the gradient of each element whose state it keeps, and the parameter of each element whose "
-                "gradient it keeps, because the optimizer reads gradients for its states, and every gradient needs the "
-                "parameter it belongs to. So a column can be sharded only if the columns before it are."
+                "gradient it keeps, because the optimizer updates states from gradients, and parameters from states. "
+                "So a column can be sharded only if the columns before it are sharded."
             )
 
     def of_unit(self, name: str) -> "Residency":
-        """Return the row of a unit, by its name; the root's is "" or, as shown and in patterns, "(root)"."""
+        """Return the row of a unit by name; the root is "" or, in patterns and output, "(root)"."""
         if not self.units:
             return self
         cell = next((cell for pattern, cell in self.units if fits(name, pattern)), self.parameters)
@@ -215,26 +230,26 @@ class Residency:
 
     @property
     def state(self) -> tuple[Cell, Cell, Cell]:
-        """The cells of what is kept between steps: states, gradients, parameters."""
+        """The cells of the state between steps: states, gradients, parameters."""
         return self.states, self.gradients, self.parameters
 
     @property
     def is_cut(self) -> bool:
-        """Whether a rank may update a part of a parameter."""
+        """Whether a rank may update only a part of a parameter."""
         return self._kept(0)[0] != (0, 2)
 
     @property
     def cuts_gradients(self) -> bool:
-        """Whether a rank keeps a part of each gradient."""
+        """Whether a rank keeps only a part of each gradient."""
         return self._kept(0)[1] != (0, 2)
 
     @property
     def cuts_parameters(self) -> bool:
-        """Whether a rank keeps a part of each parameter, so that all are gathered before use and released after."""
+        """Whether a rank keeps only a part of each parameter: units are gathered before use and released after it."""
         return self._kept(0)[2] != (0, 2)
 
     def _kept(self, rank: int) -> list[tuple[int, int]]:
-        """Return what a rank keeps of a bucket of two elements on two ranks, by column."""
+        """Return the elements that a rank keeps of a bucket of two elements on two ranks, by column."""
         probe = plan_layout([2], 64, 2)
         return [cell.kept_range(probe, rank) for cell in self.state]
 

@@ -1,15 +1,15 @@
-"""The two error types of the package, and how text of others' files is shown.
+"""The two error types of the package, and the escaping of untrusted text.
 
-Everything else raises `ValueError` or `TypeError` for arguments and `RuntimeError` for calls out of order.
+All other errors are `ValueError` or `TypeError` for arguments and `RuntimeError` for calls out of order.
 """
 
 __all__ = ["CheckpointError", "RankMismatchError", "printable"]
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks disagree: in model, options or versions, in what they do next, or because one of them does not come.
+    """Ranks differ in model, options or versions, or in their next operation, or a rank does not respond.
 
-    It is raised on every rank that can still be reached, and its text holds what each rank did.
+    The error is raised on every rank that can be reached; the text lists the operation of each rank.
 
     ```python
     import zeroshard as zs
@@ -20,7 +20,7 @@ class RankMismatchError(RuntimeError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is incomplete, damaged or does not belong to this model; the text names the file.
+    """A checkpoint is incomplete, damaged or of another model; the text names the file.
 
     ```python
     import zeroshard as zs
@@ -34,10 +34,11 @@ class CheckpointError(RuntimeError):
 
 
 def printable(text: str, keeps: str = "\n") -> str:
-    r"""Return a text in which what steers a terminal or cannot be seen is written as an escape of Python's.
+    r"""Return a text with control and invisible characters replaced by Python escapes.
 
     Args:
-        keeps: characters that stay as they are.
+        text: any text, such as a name from a file.
+        keeps: characters that are not replaced.
 
     ```python
     import zeroshard as zs

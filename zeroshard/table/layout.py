@@ -1,7 +1,7 @@
-"""Where each element of a unit lies in its bucket, and which rank keeps it. Integers only.
+"""The offset of each element of a unit in its bucket, and the rank that keeps it.
 
-Owns the arithmetic of buckets and shards, and nothing else: it imports no torch, so that the planner can run it for any
-world size on any machine. Read `docs/design.md` ("Bucket") first.
+Integers only. Owns the arithmetic of buckets and shards. It imports no torch: the planner runs it for any world size on
+any machine. Read `docs/design.md` ("Bucket") first.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ class Layout:
 
     @property
     def full_numel(self) -> int:
-        """Elements of the whole bucket, padding included."""
+        """Number of elements of the full bucket, including padding."""
         return self.shard_numel * self.world_size
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters alone."""
+        """Number of elements of the parameters, without padding."""
         return sum(self.numels)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
@@ -42,26 +42,25 @@ class Layout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def overlap(self, index: int, start: int, stop: int) -> tuple[int, int]:
-        """Return the part of parameter `index` that lies in `[start, stop)` of the bucket, as (start, stop) in the
-        bucket.
+        """Return the intersection of parameter `index` with `[start, stop)`, as (start, stop) in the bucket.
 
-        The part may be empty; it is then (start, start) clamped into the range, so that slicing with it is safe.
+        An empty intersection is (start, start), clamped into the range, and safe for slicing.
         """
         first = min(max(self.offsets[index], start), stop)
         last = min(max(self.offsets[index] + self.numels[index], first), stop)
         return first, last
 
     def parts(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return for each parameter its part of `[start, stop)` of the bucket, as (start, stop) in that range."""
+        """Return the intersection of each parameter with `[start, stop)`, as (start, stop) in that range."""
         return [(a - start, b - start) for a, b in (self.overlap(i, start, stop) for i in range(len(self.numels)))]
 
     def numels_by_rank(self, index: int) -> list[int]:
-        """Return the elements of parameter `index` in each rank's shard."""
+        """Return the number of elements of parameter `index` in each rank's shard."""
         cuts = (self.overlap(index, *self.shard_range(rank)) for rank in range(self.world_size))
         return [last - first for first, last in cuts]
 
     def owned_numel(self, start: int, stop: int) -> int:
-        """Return how many elements of `[start, stop)` belong to parameters; the rest is padding."""
+        """Return the number of elements of `[start, stop)` that belong to parameters; the others are padding."""
         return sum(b - a for a, b in (self.overlap(i, start, stop) for i in range(len(self.numels))))
 
 
@@ -74,7 +73,7 @@ def plan_layout(numels: Sequence[int], itemsize: int, world_size: int, pieces: i
         numels: elements of each parameter.
         itemsize: bytes of one element.
         world_size: number of shards.
-        pieces: equal aligned pieces that a shard must fall into: one for each replica of it.
+        pieces: number of equal aligned pieces of a shard: one for each replica.
     """
     align = max(1, ALIGN_BYTES // itemsize)
     offsets = tuple(accumulate((_round_up(numel, align) for numel in numels), initial=0))

@@ -1,12 +1,13 @@
-"""Which rank updates which whole matrix, and which matrices are exchanged at once. Integers and costs only.
+"""The assignment of whole matrices to ranks that update them, and the rounds of their exchange.
 
-Owns the plan of an exchange. It must not know tensors or transports. Read `core/exchange.py` for what is made of it.
+Owns the plan of an exchange, in integers and costs. It must not know tensors or transports. `core/exchange.py` runs the
+plan.
 
 Note: balance
-    Costs are balanced over all matrices of an optimizer. Two well-known ways are tried, and the better plan is taken:
-    the next largest cost goes to the rank with the least (longest first); or all go to the first rank with room below
-    a limit, for the smallest limit that is found by halving (multifit). No plan can be better than the mean or the
-    largest cost. All ranks work the plan out for themselves, so it depends on its arguments alone.
+    Costs are balanced over all matrices of an optimizer, by the better of two known heuristics. Longest first: the next
+    largest cost goes to the rank with the smallest load. Multifit: each matrix goes to the first rank with room below a
+    limit, with bisection for the smallest limit. The mean and the largest cost are lower bounds. Every rank computes
+    the plan, so the plan depends only on its arguments.
 
 Source: Coffman, Garey, Johnson 1978, "An application of bin-packing to multiprocessor scheduling".
 """
@@ -21,10 +22,10 @@ from typing import final
 __all__ = ["PIECE_NUMEL", "Round", "newton_schulz_cost", "plan_owners", "plan_rounds"]
 
 PIECE_NUMEL = 1 << 20
-"""Elements of small matrices that an owner gets at once; a larger matrix comes alone."""
+"""Elements of small matrices that an owner receives in one round; a larger matrix has its own round."""
 HALVINGS = 16
 GAIN = 1.01
-"""By how much the first fit must be better: it leaves the last ranks with little to do, and less to keep."""
+"""The required advantage of first fit, which leaves the last ranks with little work and less state."""
 
 
 def newton_schulz_cost(shape: Sequence[int]) -> float:
@@ -45,9 +46,9 @@ def plan_owners(
     """Return the owner of each matrix.
 
     Args:
-        costs: of the update of each matrix, in any unit.
-        numels: elements of each; where costs are equal, ranks get about as many.
-        loads: what each rank has to do already.
+        costs: cost of the update of each matrix, in any unit.
+        numels: number of elements of each matrix, to balance matrices of equal cost.
+        loads: previous load of each rank.
     """
     loads = loads or [0.0] * ranks
     order = sorted(range(len(costs)), key=lambda one: (-costs[one], -numels[one], one))
@@ -85,10 +86,10 @@ def _longest_first(
 
 
 def _first_fit(costs: Sequence[float], order: Sequence[int], loads: Sequence[float], limit: float) -> list[int] | None:
-    """Return owners whose costs are within a limit; None where they are not found."""
+    """Return owners with loads within a limit; None if first fit finds none."""
     owners, sums, rank, before = [0] * len(costs), [*loads], 0, -1.0
     for one in order:
-        # Where one did not fit, the next one of the same cost does not.
+        # A rank without room for one matrix has no room for the next matrix of the same cost.
         rank = rank if costs[one] == before else 0
         before = costs[one]
         while rank < len(sums) and sums[rank] + before > limit * (1 + 1e-12):
@@ -102,11 +103,11 @@ def _first_fit(costs: Sequence[float], order: Sequence[int], loads: Sequence[flo
 @final
 @dataclass(frozen=True)
 class Round:
-    """What is exchanged at once.
+    """The matrices of one exchange.
 
     Args:
-        parts: of each matrix, the elements in each rank's slice of it; they follow each other.
-        bundles: of each rank, the matrices that it owns, by their places in `parts`.
+        parts: for each matrix, the number of elements of each rank's slice.
+        bundles: for each rank, the indices in `parts` of the matrices that it owns.
     """
 
     parts: Sequence[Sequence[int]]
@@ -114,24 +115,24 @@ class Round:
 
     @cached_property
     def counts(self) -> list[list[int]]:
-        """Of each rank, the elements that it has of each owner's matrices."""
+        """For each rank, the number of elements of its slices of each owner's matrices."""
         ranks = range(len(self.bundles))
         return [[sum(self.parts[one][rank] for one in bundle) for bundle in self.bundles] for rank in ranks]
 
     def given_numel(self, rank: int) -> int:
-        """Return the elements that a rank has of all."""
+        """Return the number of elements of a rank's slices of all matrices."""
         return sum(self.counts[rank])
 
     def owned_numel(self, rank: int) -> int:
-        """Return the elements of the matrices that a rank owns."""
+        """Return the number of elements of the matrices that a rank owns."""
         return sum(row[rank] for row in self.counts)
 
 
 def plan_rounds(owners: Sequence[int], parts: Sequence[Sequence[int]]) -> list[Round]:
-    """Return the exchanges of some matrices: in each about one matrix of each owner, large ones first.
+    """Return the rounds of an exchange, each with about one matrix of each owner, large matrices first.
 
     Args:
-        owners: of each matrix.
+        owners: owner of each matrix.
         parts: as in `Round`.
     """
     numels, queues = [sum(one) for one in parts], [list[int]() for _ in parts[0]] if parts else []
@@ -144,7 +145,7 @@ def plan_rounds(owners: Sequence[int], parts: Sequence[Sequence[int]]) -> list[R
 
 
 def _bundle(queue: list[int], numels: Sequence[int]) -> tuple[int, ...]:
-    """Take from the end of a queue what is exchanged at once."""
+    """Take the matrices of one round from the end of a queue."""
     bundle, numel = list[int](), 0
     while queue and (not bundle or numel + numels[queue[-1]] <= PIECE_NUMEL):
         bundle.append(queue.pop())

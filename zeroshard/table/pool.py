@@ -1,7 +1,7 @@
-"""Which buffer serves a request: the pool of constant buffers (C_B in the paper), in integers.
+"""The choice of a buffer for a request: the pool of constant buffers (C_B in the paper), in integers.
 
-Owns the choice alone, so that the engine's pool (`wire/pool.py`), which hangs memory on the buffers, and predictions,
-which add up their sizes, cannot differ.
+Owns the choice, which the engine's pool (`wire/pool.py`) and predictions share, so that they cannot differ. The engine
+attaches memory to the buffers; predictions add up their sizes.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ __all__ = ["Buffer", "Buffers", "choose_buffer"]
 @final
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """One buffer. `memory` is whatever its user keeps of it."""
+    """One buffer. `memory` belongs to the user of the pool."""
 
     numel: int
     kind: Hashable
@@ -24,20 +24,20 @@ class Buffer:
 
 @final
 class Buffers:
-    """Buffers that are used again and again: units of about one size share those of the largest."""
+    """Reusable buffers; units of similar size share the buffers of the largest."""
 
     def __init__(self) -> None:
         self.free: dict[Hashable, list[Buffer]] = defaultdict(list)
 
     def take(self, numel: int, kind: Hashable) -> tuple[Buffer, Buffer | None]:
-        """Return a buffer of at least `numel` elements, and one that it replaces, which nobody will use again."""
+        """Return a buffer of at least `numel` elements, and the discarded buffer that it replaces, or None."""
         free = self.free[kind]
         place, replaced = choose_buffer([buffer.numel for buffer in free], numel)
         gone = None if replaced is None else free.pop(replaced)
         return (Buffer(numel, kind) if place is None else free.pop(place)), gone
 
     def give(self, buffer: Buffer) -> None:
-        """Take a buffer back."""
+        """Return a buffer to the pool."""
         self.free[buffer.kind].append(buffer)
 
 
@@ -45,11 +45,11 @@ def choose_buffer(free: Sequence[int], numel: int) -> tuple[int | None, int | No
     """Choose a pooled buffer for `numel` elements.
 
     Args:
-        free: elements of each buffer that nobody uses.
+        free: number of elements of each free buffer.
 
-    Returns:
-        The place of the one to use, the smallest that fits and is not more than twice as large; or None, and the place
-        of the one that a new buffer replaces, the largest of those that are half as large at least, or None.
+    Returns: (index of the buffer to use, index of the buffer that a new one replaces); either may be None. The buffer
+        to use is the smallest that fits and is at most twice as large. The replaced buffer is the largest that is at
+        least half as large.
     """
     fits = [(size, place) for place, size in enumerate(free) if numel <= size <= 2 * numel]
     close = [(size, place) for place, size in enumerate(free) if size < numel <= 2 * size]

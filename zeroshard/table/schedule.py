@@ -1,15 +1,15 @@
-"""What one rank issues in one pass, in integers only.
+"""The schedule of one pass on one rank, in integers only.
 
-Owns the decisions of a pass: what to gather, how far ahead, what to release, which reductions are due. It knows units
-by number, and neither tensors nor processes, so the engine runs it live (`core/order.py`) and the planner and the trace
-replay it over marks (`replay`); both get the same list of actions because it is the same code.
+Owns the decisions of a pass: which unit to gather, how far ahead, which unit to release, which reductions are due. It
+knows units by number, and neither tensors nor processes. The engine runs it live (`core/order.py`); the planner and the
+trace replay it over marks (`replay`). Both get the same actions from the same code.
 
 Note: record and marks
-    A *record* is what all ranks agreed on for a kind of pass: the order of gathers, the order of reductions, and the
-    units that stay whole from their first use to the end of the pass because some rank asked for them twice. *Marks*
-    are what happened on this rank: it needed a unit, left it, all gradients of a unit landed, the pass closed. Ranks
-    may differ in their marks (one skips a unit) and still issue the same communication, because each follows the
-    record: a request first issues everything recorded before it.
+    A *record* is the agreement of all ranks for a kind of pass: the order of gathers and reductions, and the units that
+    stay gathered from their first use to the end of the pass because a rank requested them twice. *Marks* are the
+    events on this rank: it needed a unit, left a unit, received all gradients of a unit, closed the pass. Ranks may
+    differ in their marks (one skips a unit) and still issue the same communication, because each follows the record: a
+    request first issues everything recorded before it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 ROOT = 0
-"""The unit of all parameters outside other units; whole from its first use in a pass to the end of the pass."""
+"""The unit of all parameters outside other units; gathered from its first use to the end of a pass."""
 
 WINDOW = 2
-"""Units besides the root, and those that outlast others, that may be whole: the one in use, the one on its way."""
+"""Gathered units at a time, besides root and pinned units: the unit in use and the next unit."""
 
 Action = tuple[Literal["gather", "release", "reduce"], int]
 Request = tuple[Literal["gather", "reduce"], int]
@@ -44,31 +44,31 @@ Mark = tuple[Literal["need", "leave", "land", "close"], int]
 
 @dataclass(frozen=True)
 class Record:
-    """What all ranks agreed on for one kind of pass: gathers and reductions in one order, and units that stay whole.
+    """The agreement of all ranks for one kind of pass: gathers and reductions in order, and pinned units.
 
-    One order, and not one for each kind: a rank that waits for something then only waits for what comes earlier in it,
-    so that ranks which use different units cannot wait for each other.
+    Gathers and reductions share one order: a waiting rank depends only on earlier entries, so ranks that use different
+    units cannot deadlock.
     """
 
     requests: tuple[Request, ...] = ()
     pinned: frozenset[int] = frozenset()
     outlasting: frozenset[int] = frozenset()
-    """Units that stayed whole on this rank while others came and went: tied and nested ones. They take no room in the
-    window, where the next unit would wait for them."""
+    """Units that stayed gathered on this rank while others were gathered and released: tied and nested units. They do
+    not count in the window, where the next unit would wait for them."""
     held: frozenset[int] = frozenset()
-    """Units that stay whole beyond the pass: from a forward to its backward."""
+    """Units that stay gathered from a forward to its backward."""
     carried: frozenset[int] = frozenset()
-    """Units that are whole when the pass begins, the same on all ranks: an earlier forward held them."""
+    """Units that are gathered when the pass begins, equal on all ranks: an earlier forward kept them."""
 
 
 class Schedule:
     """One pass on one rank, following a record.
 
-    Each method returns the actions to issue now, in order, or None where the record does not foresee the request: the
+    Each method returns the actions to issue now, in order, or None if the record does not contain the request: the
     caller then issues `flush()` and agrees with the other ranks.
 
     Args:
-        is_skipped: tells of a unit without gradients so far whether this rank will have none in this pass.
+        is_skipped: returns whether a unit will have no gradients on this rank in this pass.
     """
 
     def __init__(self, record: Record, is_skipped: Callable[[int], bool]) -> None:
@@ -79,17 +79,17 @@ class Schedule:
         self._recent: tuple[int, ...] = ()
         self.outlasting = set(record.outlasting | record.carried)
         self.issued: set[int] = set()
-        """Units gathered in this pass: asking for one of them again means that it was released too early."""
+        """Units gathered in this pass: a second request means that the unit was released too early."""
         self.whole = dict.fromkeys(sorted(record.carried), True)
-        """Units gathered and not released, in order of issue; True once this rank needed them."""
+        """Units gathered and not released, in order of issue; True once this rank has used the unit."""
 
     @property
     def staying(self) -> set[int]:
-        """Units that are whole while others come and go."""
+        """Units that stay gathered while others are gathered and released."""
         return self.whole.keys() & (self._kept | self.outlasting)
 
     def need(self, unit: int) -> list[Action] | None:
-        """Make `unit` whole: issue what the record has before it, then it, then what fits in the window behind it."""
+        """Gather `unit`: issue all earlier entries of the record, the unit, then the next units within the window."""
         if unit not in (*self._kept, *self._recent[-1:]):
             self._recent = (*self._recent[-1:], unit)
             others = {u for u, is_used in self.whole.items() if is_used} - {*self._recent}
@@ -110,19 +110,19 @@ class Schedule:
         return actions + self._ahead()
 
     def grant(self, unit: int, *, is_used: bool = True) -> None:
-        """Note that `unit` is whole now."""
+        """Note that `unit` is gathered."""
         self.whole[unit] = is_used
         self.issued.add(unit)
 
     def leave(self, unit: int) -> list[Action]:
-        """Release `unit`, unless it stays whole to the end of the pass, and fill the window."""
+        """Release `unit`, unless it is pinned to the end of the pass, and fill the window."""
         if unit in self._kept or unit in self.held or unit not in self.whole:
             return []
         del self.whole[unit]
         return [("release", unit), *self._ahead()]
 
     def let_go(self, unit: int) -> list[Action]:
-        """Release `unit`, which this rank does not use now, unless it stays whole beyond the pass."""
+        """Release `unit`, which this rank does not use now, unless it stays gathered beyond the pass."""
         if unit in self.held:
             self.whole[unit] = True
             return []
@@ -130,14 +130,14 @@ class Schedule:
         return [("release", unit)]
 
     def land(self, unit: int) -> list[Action]:
-        """Reduce `unit`, whose gradients are all here, once its turn has come; skipped units do not delay it."""
+        """Reduce `unit`, whose gradients are complete, in its recorded order; skipped units do not delay it."""
         before = takewhile(lambda request: request != ("reduce", unit), self._queue)
         self._landed |= {u for kind, u in before if kind == "reduce" and u not in self._landed and self._is_skipped(u)}
         self._landed.add(unit)
         return self._ahead()
 
     def flush(self) -> list[Action]:
-        """Issue all that is left of the record and keep nothing of it, so that no rank waits for this one."""
+        """Issue and drop the rest of the record, so that no rank waits for this rank."""
         actions: list[Action] = []
         for kind, unit in self._queue:
             actions.append((kind, unit))
@@ -147,17 +147,17 @@ class Schedule:
         return actions
 
     def close(self) -> list[Action]:
-        """End the pass: release everything, so that there is room, and issue what is left."""
+        """End the pass: release all units, then issue the rest of the record."""
         actions = [action for unit in [*self.whole] for action in self.let_go(unit)]
         return actions + self.flush()
 
     def _ahead(self) -> list[Action]:
-        """Issue what is due: reductions that landed, gathers that fit in the window."""
+        """Issue due actions: reductions with complete gradients, and gathers within the window."""
         actions: list[Action] = []
         while self._queue:
             kind, unit = self._queue[0]
             taken = self.whole.keys() - self._kept - self.outlasting
-            if self.held:  # what is held takes no more room once it was used: it would never make any
+            if self.held:  # a held unit does not count in the window after its use: it is not released in this pass
                 taken -= {u for u in self.held if self.whole.get(u)}
             has_room = unit in self._kept or len(taken) < WINDOW
             if not (has_room if kind == "gather" else unit in self._landed):
@@ -174,7 +174,7 @@ class Schedule:
         return [(kind, unit)]
 
     def _pass_over(self, unit: int | None) -> list[Action]:
-        """Release what was gathered before `unit` and never used: this rank skipped it."""
+        """Release units that were gathered before `unit` and not used: this rank skipped them."""
         actions: list[Action] = []
         for other, is_used in list(self.whole.items()):
             if other == unit:
@@ -185,10 +185,10 @@ class Schedule:
 
 
 def replay(record: Record, marks: Iterable[Mark]) -> list[Action]:
-    """Return what a pass with these marks issues when it follows `record`.
+    """Return the actions of a pass with these marks that follows `record`.
 
     Raises:
-        ValueError: a mark asks for a unit that the record does not hold.
+        ValueError: a mark requests a unit that is not in the record.
     """
     marks = list(marks)
     schedule = Schedule(record, lambda unit: ("land", unit) not in marks)
@@ -212,12 +212,12 @@ def replay(record: Record, marks: Iterable[Mark]) -> list[Action]:
 def plain_marks(
     units: int, held: frozenset[int] = frozenset()
 ) -> tuple[tuple[Record, list[Mark]], tuple[Record, list[Mark]]]:
-    """Return (record, marks) of a forward and of a backward pass that use `units` units one after the other.
+    """Return (record, marks) of a forward and of a backward pass that use `units` units in sequence.
 
-    What a model will do before it has run once: the root is open throughout, each other unit is used once.
+    This is the prediction before the first pass: the root is gathered throughout, each other unit is used once.
 
     Args:
-        held: units that stay whole from forward to backward.
+        held: units that stay gathered from forward to backward.
     """
     gathers: list[Request] = [("gather", unit) for unit in range(units)]
     forward: list[Mark] = [("need", ROOT)]
@@ -237,10 +237,10 @@ def plain_marks(
 
 
 def hoist(requests: Sequence[Request]) -> tuple[Request, ...]:
-    """Return agreed requests with each gather in front of the reductions that were asked for just before it.
+    """Return agreed requests with each gather moved ahead of the reductions directly before it.
 
-    Agreement is one request at a time; in later passes the next unit should be on its way while one is computed, and so
-    before that one's reduction.
+    Ranks agree on one request at a time. In later passes, the gather of the next unit should overlap with the
+    computation of the current unit, and therefore precede its reduction.
     """
     ordered: list[Request] = []
     waiting: list[Request] = []
@@ -254,11 +254,11 @@ def hoist(requests: Sequence[Request]) -> tuple[Request, ...]:
 
 
 def peak_units(actions: Iterable[Action], full_bytes: tuple[int, ...], carried: Iterable[int] = ()) -> int:
-    """Return the most bytes of units that are whole at once while `actions` run.
+    """Return the peak bytes of gathered units while `actions` run.
 
     Args:
-        full_bytes: by unit.
-        carried: units that are whole before.
+        full_bytes: bytes of each gathered unit.
+        carried: units that are gathered before the first action.
     """
     now = peak = sum(full_bytes[unit] for unit in carried)
     for kind, unit in actions:

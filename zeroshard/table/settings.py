@@ -1,6 +1,7 @@
-"""What is set beside what is sharded and how: waits, transports, what the caller vouches for.
+"""Timeouts, transports and assurances of the caller.
 
-Owns `Settings`, a field for each option of `shard()` that is not an argument of its own. It must not know what they do.
+Owns `Settings`, with a field for each option of `shard()` that is not an argument. It must not know what the options
+do.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Literal, final
 __all__ = ["Settings", "WIRE_BYTES"]
 
 WIRE_BYTES = 1 << 24
-"""Four times the least that costs no time that could be measured, over loopback; docs/benchmarks.md has the table."""
+"""Four times the smallest size without a measurable cost over loopback; docs/benchmarks.md has the table."""
 
 
 @final
@@ -18,21 +19,20 @@ class Settings:
     """Options of `zs.shard(settings=)`, the same on every rank.
 
     Args:
-        watchdog_s: seconds after which a wait for another rank is an error that names what every rank does.
-        heartbeat_s: seconds after which a rank without a sign of life, stopped or out of reach, is named as the cause,
-            and the others end.
-        shared_memory: False has ranks send messages even where a copy of the state lies on one host, with gloo on the
-            CPU: there they read each other's memory by default, which is faster and gives the same bits.
-        elementwise: True vouches for optimizers that are not known to update each element by itself; None tries them.
-        wire_bytes: of the buffers that one reduction by messages may take, or one conversion for NCCL: a larger unit
-            travels in pieces, so that no buffer grows with the model or its largest unit. A piece has 65,536 elements
-            at least.
-        forward_methods: methods, besides the model's `forward`, that compute with its parameters when they are called
-            by themselves: "features" of the model, "encoder.encode" or "head.forward" of modules in it.
-        non_finite: what a gradient that is not finite is, without a loss scale: "raise", an error on all ranks before
-            anything is changed, or "skip", a step that all ranks leave out, with a line in rank 0's log.
-        device_bytes: of its device that a rank may take, where `offload="auto"` decides what lies there; None for all
-            that is free, and on a CPU for any amount.
+        watchdog_s: seconds after which a wait for another rank raises an error that lists the operation of every rank.
+        heartbeat_s: seconds without a heartbeat after which a rank (stopped or unreachable) is named as the cause, and
+            the other ranks end.
+        shared_memory: whether ranks of one host read each other's memory, for gloo on the CPU when a replica of the
+            state fits one host. It is faster than messages and gives the same bits.
+        elementwise: True asserts that optimizers of unknown classes update each element independently; None tests them.
+        wire_bytes: bytes of the buffers of one reduction by messages, or of one conversion for NCCL. Larger units are
+            sent in pieces of at least 65,536 elements, which bounds the buffers for a model of any size.
+        forward_methods: methods, besides the model's `forward`, that compute with its parameters when called directly:
+            "features" of the model, "encoder.encode" or "head.forward" of its modules.
+        non_finite: the response to a gradient that is not finite, without a loss scale: "raise" raises an error on all
+            ranks before anything changes, "skip" skips the step on all ranks and logs a line on rank 0.
+        device_bytes: bytes of device memory that `offload="auto"` may use on each rank; None for all free memory, and
+            on a CPU for any amount.
 
     ```python
     import torch, zeroshard as zs

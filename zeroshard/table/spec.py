@@ -1,8 +1,7 @@
-"""A model as data, as one rank sees it: units, their buckets, and all that follows from where each column lives.
+"""The specification of a model on one rank: units, their buckets, and all consequences of the residency row.
 
-Owns every consequence of the residency table. It knows names and integers alone, so the engine, which builds its
-buckets from these records, and the planner, which builds nothing, read the same answers. Read `table/cells.py` and
-`table/layout.py` first.
+Owns every consequence of the residency table, in names and integers. The engine builds its buckets from these records,
+and the planner reads the same records. Read `table/cells.py` and `table/layout.py` first.
 """
 
 import re
@@ -24,7 +23,7 @@ Message = tuple[int, str]
 """A flat tensor: elements, and their dtype by torch's name."""
 
 BLOCK_NUMEL = 1 << 16
-"""Elements that are encoded, and added up, at once."""
+"""Elements that are encoded and summed at a time."""
 
 CODECS: Mapping[str, Callable[[int], Message]] = MappingProxyType({})
 """The codecs besides dtypes, by name: each returns the message for a number of elements."""
@@ -49,14 +48,14 @@ def itemsize(dtype: str) -> int:
 @final
 @dataclass(frozen=True)
 class Formats:
-    """What a number is, by torch's names of dtypes.
+    """The formats of a parameter and its training state, by torch's names of dtypes.
 
     Args:
-        param: what modules compute with.
-        reduce: a gradient on the wire; also the name of a codec in `CODECS`.
-        grad: a gradient that is held.
-        master: what the optimizer updates, between steps.
-        state: an optimizer's state, and a master while it is updated.
+        param: dtype in which modules compute.
+        reduce: dtype of a gradient in messages, or the name of a codec in `CODECS`.
+        grad: dtype of a held gradient.
+        master: dtype of the master weights between steps.
+        state: dtype of optimizer states, and of master weights during their update.
     """
 
     param: str
@@ -72,15 +71,15 @@ class BucketSpec:
     """One flat tensor of a unit: parameters that share dtypes and trainability.
 
     Args:
-        name: for messages: the unit's name.
-        number: of the bucket in the model; a part of every message's tag.
-        names: of the parameters, in registration order.
-        rank: this rank's place among those that the bucket is sharded over.
-        replicas: copies of the sharded state.
-        is_trained: whether a parameter of it wants gradients.
+        name: the unit's name, for errors.
+        number: number of the bucket in the model; a part of the tag of every message.
+        names: names of the parameters, in registration order.
+        rank: index of this rank among the ranks over which the bucket is sharded.
+        replicas: number of replicas of the sharded state.
+        is_trained: whether any of its parameters requires gradients.
         is_updated: whether an optimizer updates it.
-        apart: parameters, from the first on, whose states are in another memory (`Cell.apart`).
-        apart_parameters: parameters, from the first on, whose values this rank keeps in another memory between uses.
+        apart: number of leading parameters whose states are in another memory (`Cell.apart`).
+        apart_parameters: number of leading parameters whose values this rank keeps in another memory between uses.
     """
 
     name: str
@@ -103,7 +102,7 @@ class BucketSpec:
 
     @cached_property
     def shard(self) -> Range:
-        """What this rank owns: its part of what is sharded, and of every sum."""
+        """The elements that this rank owns: its shard of parameters, states and reduced gradients."""
         return self.layout.shard_range(self.rank)
 
     @cached_property
@@ -123,12 +122,12 @@ class BucketSpec:
 
     @cached_property
     def apart_states(self) -> Range:
-        """The elements that this rank updates in the other memory, the first of `states`; the rest is on the device."""
+        """The leading elements of `states` that this rank updates in the other memory; the rest is on the device."""
         return self._first(self.apart, self.states)
 
     @cached_property
     def apart_shard(self) -> Range:
-        """The elements of its shard that this rank keeps in the other memory, the first; the rest is on the device."""
+        """The leading elements of its shard that this rank keeps in the other memory; the rest is on the device."""
         return self._first(self.apart_parameters, self.shard)
 
     @cached_property
@@ -138,57 +137,57 @@ class BucketSpec:
 
     @cached_property
     def apart_gradients(self) -> int:
-        """Parameters, from the first on, whose gradients this rank holds in the other memory: with their states."""
+        """Number of leading parameters whose gradients this rank holds in the other memory, with their states."""
         return self.apart if self.row.gradients.memory != "device" and self.gradients == self.shard else 0
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether parameters stay whole on the device, so that nothing is gathered or brought for use."""
+        """Whether parameters stay full on the device, so that their use needs no gather and no copy."""
         return self.parameters == self.full and not self.apart_parameters
 
     @cached_property
     def holds_whole_gradients(self) -> bool:
-        """Whether what is held has room for the whole bucket."""
+        """Whether the held gradients span the full bucket."""
         return self.gradients == self.full
 
     @cached_property
     def updates_all(self) -> bool:
-        """Whether this rank updates every element, and so needs whole sums of gradients."""
+        """Whether this rank updates every element, and so needs full sums of gradients."""
         return self.states == self.full
 
     @cached_property
     def has_masters(self) -> bool:
-        """Whether masters are kept on the device beside parameters: of another dtype, or of parameters elsewhere."""
+        """Whether the device holds separate masters: of another dtype, or of parameters in other memory."""
         reaches_further = self.apart_parameters > 0 and self.apart_shard[1] > self.apart_states[1]
         return self.formats.master != self.formats.param or reaches_further
 
     @cached_property
     def shares_apart(self) -> bool:
-        """Whether masters elsewhere are the parameters that lie there; those of frozen parameters lie with these."""
+        """Whether masters in other memory are the parameters themselves; masters of frozen parameters always are."""
         is_reached = self.apart_parameters > 0 and self.apart_shard[1] >= self.apart_states[1]
         is_alike = self.formats.master == self.formats.param and self.master_memory == self.row.parameters.memory
         return is_reached and is_alike
 
     @cached_property
     def master_memory(self) -> str:
-        """Where masters lie that are elsewhere."""
+        """The memory of offloaded masters."""
         return (self.row.states if self.is_trained else self.row.parameters).memory
 
     @cached_property
     def lands_on_sums(self) -> bool:
-        """Whether a gradient is added to what is held as it lands: no other rank has anything to add."""
+        """Whether gradients are added to the held sums on arrival, because no other rank contributes."""
         return self.layout.world_size == self.replicas == 1
 
     @cached_property
     def gradient_bytes(self) -> tuple[int, int]:
-        """Bytes of the gradients that this rank holds on its device, as (of parameters, padding)."""
+        """Bytes of the gradients that this rank holds on its device, as (parameters, padding)."""
         start = self.apart_states[1] if self.apart_gradients else self.gradients[0]
         owned, padding = self.bytes_of((start, self.gradients[1]), self.formats.grad)
         return owned, 0 if self.lands_on_sums else padding
 
     @cached_property
     def apart_gradient_bytes(self) -> int:
-        """Bytes of the gradients that it holds in the other memory."""
+        """Bytes of the gradients that this rank holds in the other memory."""
         return (
             sum(self.bytes_of(self.apart_states, self.formats.grad)[: 2 - self.lands_on_sums])
             if self.apart_gradients
@@ -197,37 +196,37 @@ class BucketSpec:
 
     @cached_property
     def is_gathered(self) -> bool:
-        """Whether parameters are gathered before use and released after."""
+        """Whether parameters are gathered before use and released after it."""
         return not self.is_whole and self.layout.full_numel > 0
 
     @cached_property
     def is_published(self) -> bool:
-        """Whether updated parameters are gathered after a step: kept whole, but updated in parts."""
+        """Whether updated parameters are gathered after a step: every rank keeps all, and updates a part."""
         return self.is_updated and self.is_whole and not self.updates_all and self.layout.full_numel > 0
 
     @cached_property
     def adopts(self) -> bool:
-        """Whether autograd's gradient itself can be what is reduced: nothing is padded, nothing converted."""
+        """Whether the tensor from autograd can be reduced in place: without padding and conversion."""
         is_one = len(self.names) == 1 and self.layout.numel == self.layout.full_numel
         return is_one and not self.holds_whole_gradients and self.formats.param == self.formats.grad
 
     def _first(self, count: int, kept: Range) -> Range:
-        """Return the elements of the first `count` parameters in a range; of all, with the padding behind them."""
+        """Return the elements of the first `count` parameters in a range; for all parameters, with trailing padding."""
         ends = (kept[0], *self.layout.offsets[1:], kept[1])
         return kept[0], min(max(kept[0], ends[count]), kept[1])
 
     def bytes_of(self, held: Range, dtype: str) -> tuple[int, int]:
-        """Return the bytes of a range of the bucket as (of parameters, padding)."""
+        """Return the bytes of a range of the bucket as (parameters, padding)."""
         owned = self.layout.owned_numel(*held)
         return owned * itemsize(dtype), (held[1] - held[0] - owned) * itemsize(dtype)
 
     def sent_bytes(self, kind: str) -> int:
-        """Return what this rank sends for one event: "gather", "reduce" or "publish"."""
+        """Return the bytes that this rank sends for one event: "gather", "reduce" or "publish"."""
         nbytes, numel = 0, self.layout.shard_numel
         if (kind == "gather" and self.is_gathered) or (kind == "publish" and self.is_published):
             nbytes = numel * itemsize(self.formats.param)
         elif kind == "reduce":
-            # Where every rank updates all, the sums are gathered, too.
+            # If every rank updates all elements, the sums are also gathered.
             count, dtype = message_of(self.formats.reduce, numel)
             nbytes = count * itemsize(dtype) + self.updates_all * numel * itemsize(self.formats.grad)
         return nbytes * (self.layout.world_size - 1)
@@ -249,22 +248,22 @@ class UnitSpec:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether nothing of it is gathered for use."""
+        """Whether no bucket is gathered for use."""
         return all(bucket.is_whole for bucket in self.buckets)
 
     @cached_property
     def is_held(self) -> bool:
-        """Whether it stays whole from a forward to the end of its backward there."""
+        """Whether the unit stays gathered from a forward to the end of its backward."""
         return any(bucket.is_gathered and bucket.row.parameters.until == "backward" for bucket in self.buckets)
 
     @cached_property
     def full_bytes(self) -> int:
-        """Bytes of what is gathered, padding included."""
+        """Bytes of the gathered buckets, including padding."""
         return sum(b.layout.full_numel * itemsize(b.formats.param) for b in self.buckets if b.is_gathered)
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all its parameters."""
+        """Number of elements of all parameters."""
         return sum(bucket.layout.numel for bucket in self.buckets)
 
     @cached_property
@@ -274,16 +273,16 @@ class UnitSpec:
 
     @cached_property
     def landing_bytes(self) -> int:
-        """Bytes of this rank's gradients where autograd left them, if they wait there for one another."""
+        """Bytes of this rank's gradients as allocated by autograd, if they wait there until the unit is complete."""
         waiting = [bucket for bucket in self.reduced if self.number != ROOT and not bucket.adopts]
         return sum(b.layout.numel * itemsize(b.formats.param) for b in waiting)
 
     def sent_bytes(self, kind: str) -> int:
-        """Return what this rank sends for one event of `kind`."""
+        """Return the bytes that this rank sends for one event of `kind`."""
         return sum(bucket.sent_bytes(kind) for bucket in (self.reduced if kind == "reduce" else self.buckets))
 
     def wire_dtypes(self, kind: str) -> str:
-        """Return the dtypes that an event of `kind` has on the wire, as "bfloat16" or "bfloat16+float32"."""
+        """Return the dtypes of the messages of an event of `kind`, as "bfloat16" or "bfloat16+float32"."""
         return "" if kind == "release" else self._reduce_dtypes if kind == "reduce" else self._param_dtypes
 
     @cached_property

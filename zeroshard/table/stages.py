@@ -1,4 +1,4 @@
-"""The residency table: ZeRO's stages as rows of cells. The only place that knows a stage by its number.
+"""The residency table: ZeRO stages as rows of cells. The only module that knows the number of a stage.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.
 """
@@ -29,17 +29,20 @@ CONFIGURATIONS = MappingProxyType(
         "C5": Residency(Sharded(), Sharded(), activations=Activations((*_P_A, Offloaded()))),
     }
 )
-"""The configurations that the paper measures (table 3). C_B and M_D, which all of them have, are not cells."""
+"""The configurations of the paper (table 3). C_B and M_D, which all of them include, are not cells."""
 
 DEFAULT_STAGE = 3
-"""What `shard()` does where nothing is said: everything sharded."""
+"""The default of `shard()`: all state sharded."""
 
 
 def row_of_stage(stage: int) -> Residency:
-    """Return the row of `stage`.
+    """Return the residency row of a ZeRO stage.
+
+    Args:
+        stage: 0 to 3.
 
     Raises:
-        ValueError: there is no such stage.
+        ValueError: `stage` is out of range.
 
     ```python
     import zeroshard as zs
@@ -51,12 +54,22 @@ def row_of_stage(stage: int) -> Residency:
         names = "; ".join(
             f"{n}: states {r.states}, gradients {r.gradients}, parameters {r.parameters}" for n, r in STAGES.items()
         )
-        raise ValueError(f"stage must be one of {sorted(STAGES)} ({names}); got {stage!r}.")
+        meant = _meant(stage)
+        hint = f" Write stage={meant}." if meant is not None else ""
+        raise ValueError(f"stage must be one of {sorted(STAGES)} ({names}); got {stage!r}.{hint}")
     return STAGES[stage]
 
 
+def _meant(stage: object) -> int | None:
+    """Return the stage that a text or another library's name stands for: "3", "ZeRO-3", "FULL_SHARD"."""
+    text = "".join(letter for letter in str(stage).rpartition(".")[2].lower() if letter.isalnum())
+    named = {"fullshard": 3, "shardgradop": 2, "noshard": 0, "ddp": 0}
+    digit = text.removeprefix("zero").removeprefix("stage")
+    return int(digit) if digit in map(str, STAGES) else named.get(text)
+
+
 def name_of_row(row: Residency) -> str:
-    """Return how a row is called: "stage 2", or its cells where no stage has them."""
+    """Return the name of a row: "stage 2", or its cells if no stage has them."""
     columns = {"states": row.states, "gradients": row.gradients, "parameters": row.parameters}
     plain = Residency(row.states.plain, row.gradients.plain, row.parameters.plain)
     others = {column: cell for column, cell in columns.items() if cell != cell.plain}

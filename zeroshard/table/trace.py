@@ -1,7 +1,7 @@
-"""What the engine did: events in the order of issue, bytes by collective, bytes held by column.
+"""Records of the engine: events in order of issue, bytes by collective, bytes held by column.
 
-Owns records and counters only. The engine reports here; tests, the report and the planner read. Nothing in the engine
-decides by what is written here.
+Owns records and counters. The engine writes them; tests, the report and the planner read them. No decision of the
+engine depends on them.
 """
 
 from collections import Counter, deque
@@ -14,16 +14,16 @@ from zeroshard.table.spec import UnitSpec
 __all__ = ["Event", "Ledger", "Memory", "Trace", "Traffic", "event_of"]
 
 KEPT_STEPS = 3
-"""Steps whose events are kept, so that a long run does not grow."""
+"""Number of steps whose events are kept, which bounds the memory of a long run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that the engine issued.
+    """One action of the engine.
 
     `kind` is "gather", "release", "reduce", "publish" (updated parameters sent after a step) or "step"; `phase` is
-    "forward", "backward" or "step"; `nbytes` is what this rank sends for it; `is_pinned` marks a unit that stays whole
-    while others come and go, because it is used more than once or around others (tied, called again, nested).
+    "forward", "backward" or "step"; `nbytes` is the number of bytes that this rank sends; `is_pinned` marks a unit that
+    stays gathered while other units are gathered and released, because it is tied, nested or called again.
 
     ```python
     import zeroshard as zs
@@ -46,8 +46,8 @@ def event_of(unit: UnitSpec, step: int, phase: str, kind: str, record: Record, n
     """Return the event of one action on a unit.
 
     Args:
-        record: what the pass followed.
-        nbytes: what was sent for it; by default what the unit's layout says.
+        record: the record that the pass followed.
+        nbytes: bytes sent; by default computed from the layout of the unit.
     """
     is_pinned = kind == "gather" and unit.number in record.pinned | record.outlasting | record.held
     sent = unit.sent_bytes(kind) if nbytes is None else nbytes
@@ -55,9 +55,10 @@ def event_of(unit: UnitSpec, step: int, phase: str, kind: str, record: Record, n
 
 
 class Trace:
-    """Events of the last steps on this rank, and what `table/schedule.py` says the next step will issue.
+    """Events of the last steps on this rank, and the predicted events of the next step (`table/schedule.py`).
 
-    An event is written when its collective was issued, or its memory given back, with the bytes that the wire counted.
+    An event is written after its collective was issued, or its memory was released, with the bytes that the transport
+    counted.
 
     ```python
     import torch, zeroshard as zs
@@ -81,14 +82,14 @@ class Trace:
         return [event for events in self._steps for event in events]
 
     def step_events(self, step: int) -> list[Event]:
-        """Return the events of one step; empty if it is too long ago."""
+        """Return the events of one step; empty if they are no longer kept."""
         return [event for event in self.events if event.step == step]
 
     def predicted(self) -> list[Event]:
-        """Return the events that the next step will issue, in order, if its passes are like those of the last one.
+        """Return the events of the next step, in order, assuming the same passes as in the last step.
 
         Raises:
-            RuntimeError: no step has been made yet.
+            RuntimeError: no step has run yet.
         """
         return self._predict()
 
@@ -99,7 +100,7 @@ class Trace:
         self._steps[-1].append(event)
 
     def add_sent(self, kind: str, unit: str, nbytes: int) -> None:
-        """Count what was sent for the last event of a kind and unit after its issue."""
+        """Add bytes that were sent for the last event of a kind and unit after its issue."""
         events = self._steps[-1] if nbytes else []
         for place in reversed(range(len(events))):
             if (events[place].kind, events[place].unit) == (kind, unit):
@@ -109,14 +110,14 @@ class Trace:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on this rank by column of the residency table, and two more.
+    """Bytes on this rank by column of the residency table, and further columns.
 
-    Columns: "parameters", "gradients", "states" (with master weights where they are kept apart), "padding" (alignment,
-    and the optimizer's per-parameter step counters), "transient" (whole units, gradients on their way, wire buffers).
-    With offload there are "host" and "file", too: what lies there instead of on the device, which the others are of.
-    With treatments of activations there is "activations", too: what autograd has saved in forwards whose backward is to
-    come, as far as it lies on the device; and "captured", where the model's own `torch.utils.checkpoint` keeps more
-    than its positional inputs, which no treatment sees. Neither is predicted.
+    Columns of the device: "parameters", "gradients", "states" (with separate master weights), "padding" (alignment, and
+    step counters of the optimizer), "transient" (gathered units, gradients before their reduction, buffers of
+    messages). Offload adds "host" and "file": bytes stored there instead of on the device. Treatments of activations
+    add "activations": bytes on the device that autograd saved in forwards whose backward has not run; and "captured":
+    bytes that the model's own `torch.utils.checkpoint` keeps besides positional inputs, which treatments do not see.
+    Neither is predicted.
 
     ```python
     import torch, zeroshard as zs
@@ -130,18 +131,18 @@ class Memory:
     resident_bytes: dict[str, int]
     """Bytes held now."""
     peak_bytes: dict[str, int]
-    """The most held at once since `shard()`, each column by itself."""
+    """Peak bytes since `shard()`, separately for each column."""
     predicted_bytes: dict[str, int]
-    """What the layout, the residency row and the schedule say: resident in training, and the peak for "transient"."""
+    """Predicted from layout, row and schedule: bytes between steps in training, and the peak for "transient"."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that this rank has sent since `shard()`, counted where they are sent.
+    """Bytes that this rank has sent since `shard()`, counted at the sender.
 
-    Kinds: "gather" (parameters), "reduce" (gradients), "replicate" (their shards, between replicas), "agree" (order,
-    votes, norms), "start" (the first broadcast), "state" (under `gathered`), "update" (gradients and values to owners
-    of whole matrices, and new values back).
+    Kinds: "gather" (parameters), "reduce" (gradients), "replicate" (shards of gradients, between replicas), "agree"
+    (order, votes, norms), "start" (the first broadcast), "state" (`gathered`), "update" (gradients and values sent to
+    the owners of whole matrices, and new values sent back).
 
     ```python
     import torch, zeroshard as zs
@@ -153,24 +154,24 @@ class Traffic:
     """
 
     sent_bytes: dict[str, int]
-    """By what for; also what others read of this rank in shared memory, where nothing goes over the wire."""
+    """Bytes by kind, including bytes that other ranks read from this rank in shared memory."""
     predicted_step_bytes: int
-    """Bytes that a step with one micro-batch sends: gathered, reduced, and of an update."""
+    """Predicted bytes of a step with one micro-batch: gathers, reductions and the update."""
     steps: int
 
 
 @dataclass
 class Ledger:
-    """Bytes held in pools and whole units, now and at most."""
+    """Bytes held in pools and gathered units: current and peak."""
 
     now: Counter[str] = field(default_factory=Counter)
     peak: Counter[str] = field(default_factory=Counter)
 
     def add(self, column: str, nbytes: int) -> None:
-        """Count `nbytes` more (or fewer, if negative) in `column`."""
+        """Add `nbytes`, which may be negative, to `column`."""
         self.note(column, self.now[column] + nbytes)
 
     def note(self, column: str, nbytes: int) -> None:
-        """Set what is held in `column`."""
+        """Set the bytes held in `column`."""
         self.now[column] = nbytes
         self.peak[column] = max(self.peak[column], nbytes)

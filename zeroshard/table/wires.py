@@ -1,6 +1,6 @@
-"""The buffers that a reduction takes, by transport: what arrives apart from where it is wanted, and what is converted.
+"""The buffers of a reduction by transport: for received messages and for conversions.
 
-Owns sizes alone; `wire/` moves the bytes, with a transport for each class here. Read `table/spec.py` first.
+Owns sizes. `wire/` moves the bytes, with a transport for each class here. Read `table/spec.py` first.
 """
 
 from abc import ABC, abstractmethod
@@ -13,25 +13,25 @@ from zeroshard.table.spec import BLOCK_NUMEL, BucketSpec, Message, itemsize, mes
 __all__ = ["HostWire", "Messages", "Native", "SHOWN_NUMEL", "Silence", "Wire"]
 
 SHOWN_NUMEL = 16 * BLOCK_NUMEL
-"""Elements that a rank shows each other at once of what is not in the memory of the host."""
+"""Elements that a rank copies to shared memory at a time, for tensors outside shared memory."""
 
 
 class Wire(ABC):
-    """A transport, as far as sizes go."""
+    """The buffer sizes of a transport."""
 
     is_in_place: bool = False
-    """Whether ranks of one copy read each other's memory: nothing is received in buffers, nothing is on its way."""
+    """Whether ranks of one replica read each other's memory, without buffers for received messages."""
     lands_together: bool = False
-    """Whether the gradients of a unit are copied together once all are there: few launches, for the memory of one."""
+    """Whether the gradients of a unit are copied together when complete: fewer launches, memory of one more unit."""
     wire_bytes: int = WIRE_BYTES
-    """Of the buffers that one exchange may take."""
+    """Bytes of the buffers of one exchange."""
 
     def piece_numel(self, numel: int, codec: str, messages: int) -> int:
-        """Return how many of the elements that a rank owns are exchanged at once.
+        """Return the number of a rank's own elements that are exchanged at a time.
 
         Args:
             codec: as in `Formats.reduce`.
-            messages: buffers that each of them takes a place in.
+            messages: number of buffers with a place for each element.
         """
         count, dtype = message_of(codec, BLOCK_NUMEL)
         blocks = self.wire_bytes // max(1, messages * count * itemsize(dtype))
@@ -39,23 +39,23 @@ class Wire(ABC):
 
     @abstractmethod
     def among_shards(self, bucket: BucketSpec) -> list[Message]:
-        """Return the buffers of a sum over the ranks of one copy of the state."""
+        """Return the buffers of a sum over the ranks of one replica of the state."""
 
     def reduction(self, bucket: BucketSpec) -> list[Message]:
         """Return the buffers of a bucket's reduction."""
         shard, formats, copies = bucket.layout.shard_numel, bucket.formats, bucket.replicas
         wanted = self.among_shards(bucket) + self.among_copies(bucket)
         if copies > 1 and bucket.holds_whole_gradients:
-            # The sum of one copy lies apart until the other copies have theirs.
+            # The sum of one replica is separate until the other replicas have their sums.
             wanted.append((shard, formats.grad))
         return wanted
 
     def among_copies(self, bucket: BucketSpec) -> list[Message]:
-        """Return the buffers of a sum over copies of the state: by messages, pieces of a shard."""
+        """Return the buffers of a sum over replicas of the state: messages with pieces of a shard."""
         return self.exchanged(bucket, bucket.layout.shard_numel // bucket.replicas, bucket.replicas)
 
     def exchanged(self, bucket: BucketSpec, numel: int, ranks: int) -> list[Message]:
-        """Return a buffer for each message that arrives, and for each that is encoded before it is sent."""
+        """Return a buffer for each received message, and for each message that is encoded before it is sent."""
         codec = bucket.formats.reduce
         messages = (ranks - 1) * (1 + (codec != bucket.formats.grad))
         return [message_of(codec, self.piece_numel(numel, codec, messages))] * messages
@@ -64,7 +64,7 @@ class Wire(ABC):
 @final
 @dataclass(frozen=True)
 class Silence(Wire):
-    """One rank: nothing moves."""
+    """One rank, without communication."""
 
     def among_shards(self, bucket: BucketSpec) -> list[Message]:
         return []
@@ -84,7 +84,7 @@ class Messages(Wire):
 @final
 @dataclass(frozen=True)
 class HostWire(Wire):
-    """Memory of the host: only what lies elsewhere is copied to where all see it, `shown_numel` elements at a time."""
+    """Shared memory of a host: other tensors are copied to it, `shown_numel` elements at a time."""
 
     shown_numel: int
     wire_bytes: int = WIRE_BYTES
@@ -99,7 +99,7 @@ class HostWire(Wire):
 @final
 @dataclass(frozen=True)
 class Native(Wire):
-    """A backend's own collectives, of dtypes alone: what is converted, is converted in pieces."""
+    """A backend's own collectives, which support only dtypes; conversions run in pieces."""
 
     wire_bytes: int = WIRE_BYTES
     lands_together: bool = True

@@ -1,19 +1,18 @@
-"""Ranks as processes: starting them through torchrun's own launcher, joining it, and ending on a signal.
+"""Ranks as processes: launch with torchrun's launcher, join an existing launch, and stop on a signal.
 
-Owns the child processes of `--ranks`, the environment they get, and signals. Must not know what the ranks do: they run
-the same command again, and find that they were launched. Read `launch_ranks` first, then `StopSignal`.
+Owns the child processes of `--ranks`, their environment, and signals. It must not know what the ranks do: each rank
+runs the same command again and detects the launch. Read `launch_ranks` first, then `StopSignal`.
 
 Note: Ctrl-C
-    The launcher starts each rank in a session of its own, so the terminal's signal reaches the launcher alone. It
-    passes the signal on and waits; the ranks finish their step, agree to stop, write what they have and end. They get
-    as long for it as a rank waits for the others (`zero.watchdog_s`). A second signal ends them at once. A rank that is
-    still starting, and holds nothing worth writing, ends at once, too. A rank that was stopped goes on, since it would
-    not hear the signal.
+    The launcher starts each rank in a session of its own, so the terminal signals only the launcher. The launcher
+    forwards the signal and waits; the ranks finish their step, agree to stop, save, and exit. They have as long as a
+    rank waits for other ranks (`zero.watchdog_s`). A second signal kills them. A rank that is still starting has
+    nothing to save, and exits at once. A rank suspended by SIGSTOP is continued, because it cannot handle the signal.
 Note: network
-    Ranks of one host need no network: the launcher's store and gloo's connections are on the loopback interface, where
-    no other host can reach them.
+    Ranks of one host need no network: the launcher's store and gloo's connections use the loopback interface, which
+    other hosts cannot reach.
 Note: no orphans
-    A launcher that is killed can pass nothing on. So a rank looks after the process that started it, and ends with it.
+    A killed launcher cannot forward a signal. Therefore each rank watches its parent process, and exits with it.
 """
 
 import logging
@@ -37,7 +36,7 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S: Final = 1.0
 _LOOPBACK: Final = "127.0.0.1"
 _LAUNCHER: Final = "ZEROSHARD_LAUNCHER"
-"""The launcher's process, for its ranks: it may end before they look."""
+"""Environment variable with the launcher's process id: the launcher may exit before its ranks read their parent."""
 _RANK_MAIN: Final = """
 import os, signal
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -48,19 +47,19 @@ main()
 
 
 def joined_world_size() -> int | None:
-    """Return how many ranks torchrun (or `launch_ranks`) started, this one among them; None where it did not."""
+    """Return the number of ranks that torchrun (or `launch_ranks`) started, or None without such a launch."""
     if "TORCHELASTIC_RUN_ID" not in os.environ and "RANK" not in os.environ:
         return None
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first_rank() -> bool:
-    """Tell whether this process is rank 0 of those that were started, or the only one."""
+    """Return whether this process is rank 0 or the only process."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def follow_launcher() -> None:
-    """End this process when the one that started it is gone, however that ended, and also if it is gone already."""
+    """End this process when its launcher has ended, for any reason, even before this call."""
     launcher = int(os.environ.get(_LAUNCHER, os.getppid()))
     threading.Thread(target=_end_without, args=(launcher,), daemon=True).start()
 
@@ -72,18 +71,18 @@ def _end_without(launcher: int) -> None:
 
 
 def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> tuple[int, str]:
-    """Run `zeroshard` with these arguments once for each rank, and wait for all of them.
+    """Run `zeroshard` with these arguments once for each rank, and wait for all ranks.
 
-    Each rank gets one thread, unless OMP_NUM_THREADS says otherwise: ranks on one host share its cores.
+    Each rank uses one thread unless OMP_NUM_THREADS is set, because the ranks of a host share its cores.
 
     Args:
-        ranks: processes to start on this host.
-        arguments: of the command line.
-        patience_s: after a signal, how long ranks may take to finish their step before they are killed.
+        ranks: number of processes to start on this host.
+        arguments: arguments of the command line.
+        patience_s: seconds that ranks have after a signal to finish their step before they are killed.
 
     Returns:
-        The exit status: 0, that of the first rank that failed, or 128 and the number of the signal that ended it all;
-        and, where a rank failed, which it was and how its process ended.
+        The exit status: 0, the status of the first rank that failed, or 128 plus the number of the signal that ended
+        the run; and, if a rank failed, a text with the rank and the end of its process.
     """
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -91,15 +90,15 @@ def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> 
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Not an argument of LaunchConfig: not every torch has that, and the launcher's own default is half a minute.
+    # An environment variable: not every torch has this argument of LaunchConfig, and the default is 30 seconds.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(patience_s)))
     os.environ[_LAUNCHER] = str(os.getpid())
     _quieten()
     listener = socket.socket()
     listener.bind((_LOOPBACK, 0))
     port = listener.getsockname()[1]
-    # A store that opens its port by itself listens on all interfaces. Within a process, stores of one port share what
-    # listens there, so the launcher's own store, made with the same port, listens on loopback, too.
+    # A store that opens its own port listens on all interfaces. Stores of one port in a process share a listener, so
+    # the launcher's own store, created with the same port, also listens on loopback.
     store = TCPStore(
         _LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
     )
@@ -129,10 +128,10 @@ def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> 
 
 @contextmanager
 def _insisting() -> Iterator[None]:
-    """Have stopped ranks go on at the first signal to this process, and have a second one kill all ranks.
+    """Continue suspended ranks at the first signal to this process, and kill all ranks at the second.
 
-    torch's launcher has handlers of its own, which wait for the ranks. What the interpreter writes of each signal, and
-    this thread reads, does not depend on them. Whatever ends that launcher, no rank is left.
+    torch's launcher installs its own handlers, which wait for the ranks. This thread instead reads the interpreter's
+    wakeup descriptor, which does not depend on handlers. No rank survives the end of the launcher.
     """
     others = _children()
     signals, written = socket.socketpair()
@@ -159,7 +158,7 @@ def _insisting() -> Iterator[None]:
 
 
 def _children() -> set[int]:
-    """Return the processes that this one started, as far as they live."""
+    """Return the living child processes of this process."""
     return {int(child) for path in Path("/proc/self/task").glob("*/children") for child in path.read_text().split()}
 
 
@@ -170,27 +169,27 @@ def _send(number: signal.Signals, processes: set[int]) -> None:
 
 
 def _quieten() -> None:
-    """Drop the launcher's own log: a failed rank has shown its traceback by then, and an ended one has said so."""
+    """Drop the launcher's log: failed ranks have printed tracebacks, and stopped ranks have printed a message."""
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
 
 
 def _how(exit_code: int) -> str:
-    """Say how a process ended."""
+    """Return a text about the end of a process."""
     if exit_code < 0:
         return f"was ended by {signal.Signals(-exit_code).name}"
     return f"ended with exit status {exit_code}"
 
 
 def _status(exit_code: int) -> int:
-    """Return the exit status of a process as a shell has it: 128 and the number for one that a signal ended."""
+    """Return a process's exit status as a shell reports it: 128 plus the signal's number if a signal ended it."""
     return 128 - exit_code if exit_code < 0 else exit_code
 
 
 @final
 class StopSignal:
-    """Turns the first SIGINT or SIGTERM into a wish that the loop asks for; a second one ends the process at once.
+    """Records the first SIGINT or SIGTERM, which the loop polls; a second signal ends the process at once.
 
     >>> from zeroshard.train.launch import StopSignal
     >>> with StopSignal() as stop:
@@ -212,12 +211,12 @@ class StopSignal:
             signal.signal(number, handler)
 
     def is_wanted(self) -> bool:
-        """Tell whether a signal came."""
+        """Return whether a signal arrived."""
         return self.number != 0
 
     @property
     def exit_status(self) -> int:
-        """128 and the signal's number; on a rank that stopped for another's sake, that of SIGINT."""
+        """128 plus the signal's number; that of SIGINT on a rank that stopped because of another rank."""
         return 128 + (self.number or signal.SIGINT)
 
     def _take(self, number: int, frame: FrameType | None) -> None:

@@ -1,13 +1,13 @@
-"""The training loop: the README's, with its bookkeeping.
+"""The training loop: the README's loop, with bookkeeping.
 
-Owns the order of what happens in a run. Must not know the terminal (it tells a `Reporter`), nor how ranks are started
-(`launch.py`), nor what a stage means: the model, the optimizer and the loop are those of one process, and `zs.shard` is
-the one line that makes them sharded. Read `train` first, then `_step`.
+Owns the order of events in a run. It must not know the terminal (it calls a `Reporter`), the launch of ranks
+(`launch.py`) or the meaning of a stage: model, optimizer and loop are those of a single process, and the one line
+`zs.shard` shards them. Read `train` first, then `_step`.
 
 Note: what ranks agree on
-    A signal reaches the ranks at different times, and their clocks differ. So after each step ranks agree whether one
-    of them wants to stop or is due to save, and all do it after the same step. Files that rank 0 cannot write call for
-    a checkpoint, too, and before each of these ranks agree whether there are any.
+    A signal reaches the ranks at different times, and their clocks differ. Therefore, after each step, ranks agree
+    whether a rank wants to stop or a checkpoint is due, and all act after the same step. A checkpoint is also due when
+    rank 0 cannot write files of the run; before each checkpoint, ranks agree whether rank 0 has such a problem.
 """
 
 import contextlib
@@ -35,36 +35,36 @@ __all__ = ["train"]
 
 _EVAL_WINDOWS: Final = 8
 _UNPROFILED_STEPS: Final = 2
-"""The first steps of a start agree on an order and touch memory for the first time."""
+"""In the first steps after a start, ranks agree on an order and first touch memory."""
 _PROFILE: Final = "profile.json"
 
 
 def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool] = lambda: False) -> Summary:
-    """Train a model as `config` says, from the newest checkpoint of the run on, and write the run's files.
+    """Train a model as configured, from the newest checkpoint of the run, and write the run's files.
 
     Args:
-        config: resolved; the same on all ranks.
-        reporter: told what happens, on rank 0.
-        is_stop_wanted: asked after each step; one rank's yes ends the run on all.
+        config: resolved; equal on all ranks.
+        reporter: receives the events of the run, on rank 0.
+        is_stop_wanted: called after each step; True on one rank ends the run on all ranks.
 
     Returns:
         The summary, on every rank.
 
     Raises:
-        ValueError: the text or the model does not fit the configuration; the folder is in use, or holds a run with
+        ValueError: the text or the model does not match the configuration, or the folder is in use, or has a run with
             other settings.
-        CheckpointError: the run cannot be saved, or none of its checkpoints is whole.
-        RankMismatchError: ranks were given different settings, or a rank failed.
-        RuntimeError: the folder of the run was removed, moved or replaced meanwhile, or its disk refuses a write.
+        CheckpointError: the run cannot be saved, or all of its checkpoints are damaged.
+        RankMismatchError: settings differ between ranks, or a rank failed.
+        RuntimeError: the folder of the run was removed, moved or replaced, or a write to it failed.
 
-    Collective: joins the process group of torchrun's environment and leaves it at the end, unless there is one already;
-    every rank must call.
+    Collective: joins the process group of torchrun's environment and destroys it at the end, unless a process group
+    exists; every rank must call.
     """
     start_s, is_joined = time.perf_counter(), torch.distributed.is_initialized()
     mesh = zs.init(config.run.seed, watchdog_s=config.zero.watchdog_s)
     try:
         with contextlib.ExitStack() as stack:
-            # Nothing is worth a save yet, and waits for ranks that prepare something can be long.
+            # There is nothing to save yet, and a rank may wait long for ranks that prepare data.
             with zs.ends_by_signal():
                 check_equal(config, mesh)
                 check_settings(config)
@@ -84,10 +84,10 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
 
 
 def _train(run: Run, tell: Reporters, files: RunFiles | None, is_stop_wanted: Callable[[], bool]) -> Summary:
-    """Run the loop, with evaluations and checkpoints between and after the steps, and the sample.
+    """Run the loop with its evaluations and checkpoints, then generate the sample.
 
     Args:
-        files: those of the run, on rank 0.
+        files: the files of the run, on rank 0.
     """
     tally, steps = run.tally, run.config.train.steps
     tell.started(describe_start(run))
@@ -111,7 +111,7 @@ def _train(run: Run, tell: Reporters, files: RunFiles | None, is_stop_wanted: Ca
 
 
 def _profile_if_wanted(run: Run) -> contextlib.AbstractContextManager[object]:
-    """Return the context of one step: the profile, or nothing."""
+    """Return the context of one step: the profile, or a null context."""
     made = run.tally.steps_of_start - _UNPROFILED_STEPS
     return run.profile if 0 <= made < run.config.run.profile_steps else contextlib.nullcontext()
 
@@ -119,13 +119,14 @@ def _profile_if_wanted(run: Run) -> contextlib.AbstractContextManager[object]:
 def _tell_profile(run: Run) -> str:
     """Write the trace of the profiled steps, and return their table.
 
-    Collective: all-gathers of some bytes an event, where steps were profiled; every rank must call.
+    Collective: all-gathers of some bytes per event, if steps were profiled; every rank must call.
     """
     if not run.config.run.profile_steps:
         return ""
     if not run.profile.steps:
         return (
-            f"no step was profiled: of the {run.tally.steps_of_start} made, the first {_UNPROFILED_STEPS} are left out"
+            f"no step was profiled: this start made {run.tally.steps_of_start}, and the first "
+            f"{_UNPROFILED_STEPS} are not profiled"
         )
     run.profile.save(run.config.folder / _PROFILE)
     return run.profile.table()
@@ -134,10 +135,10 @@ def _tell_profile(run: Run) -> str:
 def _step(
     run: Run, is_stop_wanted: Callable[[], bool], is_save_due: Callable[[int], bool]
 ) -> tuple[StepRecord, bool, bool]:
-    """Make one step.
+    """Run one step.
 
     Returns:
-        Its record, whether some rank wants to stop, and whether a checkpoint is due on some rank.
+        The record, whether any rank wants to stop, and whether a checkpoint is due on any rank.
 
     Collective: the engine's, one or two agreements, and a mean of two numbers; every rank must call.
     """
@@ -151,9 +152,9 @@ def _step(
     run.optimizer.zero_grad()
     step, own_s = run.tally.steps + 1, time.perf_counter() - start_s
     is_told = is_stop_wanted()
-    # A run that stops is saved, too, so most steps need the one question.
-    is_due = not run.zero.agree(not (is_told or is_save_due(step)), "go on without a checkpoint?")
-    is_interrupted = is_due and not run.zero.agree(not is_told, "go on?")
+    # A run that stops also saves, so most steps need only the first vote.
+    is_due = not run.zero.agree(not (is_told or is_save_due(step)), "continue without a checkpoint?")
+    is_interrupted = is_due and not run.zero.agree(not is_told, "continue?")
     mean_loss, step_s = zs.mean_across_ranks(torch.stack([loss, torch.tensor(own_s).to(loss)])).tolist()
     _count(run, before, mean_loss, step_s, memory)
     record = StepRecord(
@@ -172,11 +173,11 @@ def _step(
 def _backward(run: Run) -> Tensor:
     """Accumulate the gradients of this rank's part of the global batch.
 
-    Each micro-batch counts by its windows, so that the mean over ranks is the mean over all windows, also where ranks
-    have more or fewer of them.
+    Each micro-batch is weighted by its windows, so the mean over ranks is the mean over all windows, even if the
+    numbers of windows differ between ranks.
 
     Returns:
-        The loss of that part in nats, 0-d; its mean over ranks is that of the global batch.
+        The loss of this part in nats, 0-d; its mean over ranks is the loss of the global batch.
     """
     train, mesh = run.config.train, run.mesh
     inputs, targets = training_batch(
@@ -201,21 +202,21 @@ def _backward(run: Run) -> Tensor:
 
 
 def _reduction(run: Run, *, is_last: bool) -> contextlib.AbstractContextManager[object]:
-    """Return the context of one micro-batch: without a reduction, where that is wanted and others follow."""
+    """Return the context of one micro-batch: without a reduction if configured so and more micro-batches follow."""
     if run.config.zero.no_sync and not is_last:
         return run.zero.no_sync()
     return contextlib.nullcontext()
 
 
 def _clip(run: Run) -> Tensor:
-    """Clip the gradients, if that is wanted, and return their 2-norm before it, 0-d."""
+    """Clip the gradients if configured, and return their 2-norm before clipping, 0-d."""
     if run.config.train.clip:
         return torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.train.clip)
     return run.zero.grad_norm()
 
 
 def _count(run: Run, before: Counter[str], loss: float, step_s: float, memory: zs.Memory) -> None:
-    """Add one step to the tally."""
+    """Add one step to the counters of the run."""
     tally = run.tally
     tally.steps += 1
     tally.losses.append(loss)
@@ -230,7 +231,7 @@ def _count(run: Run, before: Counter[str], loss: float, step_s: float, memory: z
 
 
 def _evaluate_if_due(run: Run, tell: Reporters) -> None:
-    """Evaluate every so many steps and after the last, once. Collective: as `_evaluate`."""
+    """Evaluate, once, if the step count calls for an evaluation. Collective: as `_evaluate`."""
     tally, wanted = run.tally, run.config.train
     is_due = tally.steps == wanted.steps or (wanted.eval_every and tally.steps % wanted.eval_every == 0)
     is_done = tally.last_eval is not None and tally.last_eval.step == tally.steps
@@ -244,7 +245,7 @@ def _evaluate_if_due(run: Run, tell: Reporters) -> None:
 def _evaluate(run: Run) -> EvalRecord:
     """Score the held-out text.
 
-    Collective: the forward passes', and a mean of two numbers; every rank must call.
+    Collective: those of the forward passes, and a mean of two numbers; every rank must call.
     """
     start_s = time.perf_counter()
     scored, scored_bytes = count_scored(run.corpus.heldout_ends, run.config.train.eval_bytes)
@@ -276,7 +277,7 @@ def _evaluate(run: Run) -> EvalRecord:
 
 
 def _sample(run: Run) -> str:
-    """Let the model write, on rank 0 alone, while its parameters are whole on all.
+    """Generate the sample on rank 0, with the full parameters gathered on all ranks.
 
     Collective: `gathered()`; every rank must call.
     """

@@ -1,3 +1,3 @@
-"""What notices that a rank is gone, stopped or slow, and tells the others: it knows no tensors."""
+"""Detection and reporting of ranks that ended, stopped or became slow. Knows no tensors."""
 
 __all__: list[str] = []

@@ -1,7 +1,7 @@
-"""An exception that ends this process, told to the other ranks before it does.
+"""Reporting of an uncaught exception to the other ranks before the process ends.
 
-Owns the one `sys.excepthook` of a process, however many models it shards. It must not know how ranks are told: each
-model says so.
+Owns the single `sys.excepthook` of a process, for all sharded models. It must not know how ranks are informed: each
+model provides that.
 """
 
 import sys
@@ -16,25 +16,25 @@ __all__ = ["ErrorHook"]
 
 
 class Told(Protocol):
-    """The ranks of one model, as this one tells them."""
+    """The interface for informing the other ranks of one model."""
 
     rank: int
     process: int
 
     @property
     def detail(self) -> Callable[[BaseException], str]:
-        """What is to be told beside an error."""
+        """Returns text to add to an error."""
 
     def blame(self, rank: int, why: str) -> None:
-        """Tell what failed, unless something did before."""
+        """Publish the cause of a failure, unless a cause is already known."""
 
     def stay(self) -> None:
-        """Let the others read it."""
+        """Wait until the other ranks have read the cause."""
 
 
 @final
 class ErrorHook:
-    """Tells an exception that ends this process to the other ranks: `sys.excepthook`, once for all sharded models."""
+    """Reports an uncaught exception to the other ranks: `sys.excepthook`, one for all sharded models."""
 
     def __init__(self) -> None:
         self._before = sys.excepthook
@@ -42,27 +42,27 @@ class ErrorHook:
 
     @classmethod
     def of(cls, status: Told) -> "ErrorHook":
-        """Return the hook, which tells the ranks of `status`, too, from now on."""
+        """Return the hook, after adding the ranks of `status` to it."""
         hook = sys.excepthook if isinstance(sys.excepthook, cls) else cls()
         hook._told.append(status)
         sys.excepthook = hook
         return hook
 
     def remove(self, status: Told) -> None:
-        """Tell the ranks of `status` no more; leave with the last."""
+        """Remove the ranks of `status`, and with the last of them the hook."""
         self._told.remove(status)
         if not self._told and sys.excepthook is self:
             sys.excepthook = self._before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Tell, and do what is done without this hook. What a forked child raises is not the rank's failure."""
+        """Report the error, then call the previous hook. Errors of a forked child are not failures of the rank."""
         told = [status for status in self._told if not is_child_of(status.process)]
         for status in told:
-            with suppress(Exception):  # a detail must not cost the cause
+            with suppress(Exception):  # the cause is reported even if its detail fails
                 if detail := status.detail(error):
                     error.add_note(detail)
         for status in told:
-            with suppress(Exception):  # without the store nobody reads any more
+            with suppress(Exception):  # without the store, no rank can read the cause
                 status.blame(status.rank, "\n".join([f"{kind.__name__}: {error}", *getattr(error, "__notes__", [])]))
         self._before(kind, error, trace)
         for status in told[:1]:

@@ -1,12 +1,12 @@
-"""What the ranks of one host tell one another: a page of shared memory for each, which all of them read.
+"""Status pages in shared memory: one for each rank, readable by all ranks of its host.
 
-Owns the pages, and the question which ranks share a host. It must not know what is told. `watch/watchdog.py` writes the
-pages, so that one rank of each host speaks to the store for all, and no rank needs a socket for it.
+Owns the pages, and the detection of ranks that share a host. It must not know the content. `watch/watchdog.py` writes
+the pages; one rank of each host talks to the store for all of them.
 
 Note: which ranks share a host
-    Those that can open each other's pages through /proc, and whose network is the same: a rank in a network of its own
-    can be cut off alone, which nobody would notice by memory. Where one of them cannot open a page, each of these ranks
-    counts as a host of its own.
+    Ranks share a host if they can open each other's pages through /proc, and use the same network namespace: a rank in
+    a separate namespace can lose its network alone, which shared memory does not show. If one of the ranks cannot open
+    a page, each of them counts as a separate host.
 """
 
 import mmap
@@ -24,17 +24,18 @@ from torch.distributed import Store
 __all__ = ["Pages"]
 
 TEXT_BYTES: Final = 2040
-"""Of one text. There are two places for it, so that a reader never sees one that is being written."""
+"""Bytes of one text. A page has two places for it, so that a reader never sees a partial text."""
 PAGE_BYTES: Final = 8 + 2 * (TEXT_BYTES + 2)
 
 
 @final
 class Pages:
-    """The page of this rank and those of the other ranks of its host.
+    """The pages of this rank and of the other ranks of its host.
 
     Args:
-        store: all ranks share it.
-        text: what this rank tells first.
+        store: the store of all ranks.
+        text: the first text of this rank.
+
     Collective: two exchanges over the store; every rank must call.
     """
 
@@ -58,12 +59,12 @@ class Pages:
         seen = [other for other, theirs in enumerate(cards) if other == rank or self._open(other, theirs, card)]
         told = [tuple(map(int, one.split())) for one in _exchange(store, "sees", rank, world_size, _words(seen))]
         self.hosts: tuple[tuple[int, ...], ...] = _hosts_of(told)
-        """The ranks of each host; hosts are in the order of their first ranks."""
+        """The ranks of each host, in the order of their first ranks."""
         self.near: tuple[int, ...] = next(ranks for ranks in self.hosts if rank in ranks)
         """The ranks of this host."""
 
     def _open(self, other: int, theirs: str, card: str) -> bool:
-        """Map the page of a rank of this host; False where it is on another, or cannot be opened."""
+        """Map the page of another rank; return False if it is on another host or cannot be opened."""
         if not card or theirs.split()[:2] != card.split()[:2]:
             return False
         _, _, pid, number, secret = theirs.split()
@@ -84,7 +85,7 @@ class Pages:
         return True
 
     def write(self, text: str) -> None:
-        """Tell the other ranks of this host."""
+        """Publish a text to the other ranks of this host."""
         page, data = self._pages[self._rank], text.encode()[:TEXT_BYTES]
         half = 1 - page[0]
         first = 8 + half * (TEXT_BYTES + 2)
@@ -92,14 +93,14 @@ class Pages:
         page[0] = half
 
     def read(self, rank: int) -> str:
-        """Return what a rank of this host told last."""
+        """Return the last text of a rank of this host."""
         page = self._pages[rank]
         first = 8 + page[0] * (TEXT_BYTES + 2)
         count = int.from_bytes(page[first : first + 2], "little")
         return page[first + 2 : first + 2 + count].decode(errors="replace")
 
     def is_alive(self, rank: int) -> bool:
-        """Tell whether the process of a rank of this host has not ended; whether it runs is another question."""
+        """Return whether the process of a rank of this host exists; it may be stopped."""
         return rank not in self._ends or not self._ends[rank].poll(0)
 
 
@@ -113,6 +114,6 @@ def _words(ranks: Sequence[int]) -> str:
 
 
 def _hosts_of(seen: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host from what every rank sees; ranks that do not see the same are each alone."""
+    """Return the ranks of each host from the views of all ranks; ranks with different views are separate hosts."""
     hosts = [ranks if all(seen[other] == ranks for other in ranks) else (rank,) for rank, ranks in enumerate(seen)]
     return tuple(dict.fromkeys(hosts))

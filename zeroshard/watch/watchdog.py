@@ -1,20 +1,20 @@
-"""Who waits for what, who lives, who is slow, and what failed first: told by every rank, so that each can name it.
+"""The watchdog: every rank publishes its operation, heartbeat and pace, so that errors name the rank at fault.
 
-Owns two daemon threads per sharded model. One looks after this rank and the others of its host, by memory alone
-(`watch/pages.py`); the other one speaks to the process group's store, which may keep it waiting. It must not know what
-is waited for: callers say it in words.
+Owns two daemon threads per sharded model. One observes the ranks of this host through shared memory (`watch/pages.py`);
+the other talks to the process group's store, which may block. It must not know the meaning of operations: callers
+describe them in words.
 
 Note: how a rank learns of a failure
-    A process that ends closes its connections, so a wait for it fails at once, and the error asks here for the cause:
-    what the first rank that failed told before it ended. The ranks of its host see a process that ended without a word,
-    and tell that. A process that was stopped keeps its connections open, and so does one whose host is gone, and gloo
-    cannot be told to end a wait: once it is missed for `heartbeat_s`, by a rank of its host or by the host before,
-    every rank that waits prints the cause and ends its process with status 1. Ranks that cannot reach the store learn
-    nothing any more: that is their cause, after the same time.
+    A process that ends closes its connections, so a wait for it fails at once. The error text gets the cause from here:
+    the report of the first failed rank. If a process ended without a report, the ranks of its host publish that. A
+    stopped process, or a process on an unreachable host, keeps its connections open, and gloo cannot cancel a wait.
+    After `heartbeat_s` without a heartbeat, observed by a rank of its host or by the preceding host, every waiting rank
+    prints the cause and ends its process with status 1. Ranks that cannot reach the store for that time end with that
+    as their cause.
 Note: requests to the store
-    Each rank gives signs of life to its host's ranks, on its page, some a second. The first living rank of a host tells
-    the store what all its ranks do, an eighth of the heartbeat apart, and asks for the host after it and for the cause:
-    two requests. Where a rank waits for others, or it misses that host, it asks twice a second until it knows more.
+    Each rank writes several heartbeats a second to its page. Eight times per heartbeat limit, the first living rank of
+    a host writes the status of all its ranks to the store, and reads the status of the next host and the cause: two
+    requests. While a rank waits for others, or the next host misses heartbeats, it reads twice a second.
 Note: waits of a device
     On a GPU a wait for a collective blocks the device's stream, and the host continues to queue kernels. If a peer is
     missing, the host hangs only later, when it reads a number from the device. Therefore the engine records a mark (an
@@ -22,10 +22,10 @@ Note: waits of a device
     not reached a mark for `heartbeat_s` counts as waiting. If another rank failed, such a rank ends its process as soon
     as a rank whose host waits does.
 Note: slow ranks
-    All ranks take the same time for a step, for they wait for the slowest. What tells them apart is the time that a
-    rank did not wait: its own. The median over the last steps leaves out what only one rank does now and then (to
-    write a file, say), and of ranks the lower median is taken, so that of two the slower one can be told. A device that
-    is slow is not told apart: waits of devices take no time of the host.
+    A step takes the same time on all ranks, because they wait for the slowest. The pace of a rank is the time that it
+    did not wait. The median over the last steps excludes occasional work of one rank, such as writing a file. The lower
+    median over ranks identifies the slower of two ranks. A slow device is not detected, because waits of devices take
+    no time on the host.
 """
 
 import logging
@@ -48,36 +48,36 @@ from zeroshard.watch.process import is_child_of
 __all__ = ["Watchdog"]
 
 BEAT_S: Final = 0.5
-"""Seconds between two signs of life on a page, at most; with a short heartbeat there are some within it."""
+"""Maximum seconds between two heartbeats on a page; a short heartbeat limit shortens the interval."""
 BEATS: Final = 8
-"""Signs of life in the store within a heartbeat."""
+"""Heartbeats in the store within `heartbeat_s`."""
 STAY_BEATS: Final = 2.0
 PATIENCE_S: Final = 2.6 * BEAT_S
-"""How long the others may take to tell why they closed a connection, before a rank without signs of life is named."""
+"""Seconds for the reason of a closed connection to arrive, before a rank without a heartbeat is named."""
 STALE_BEATS: Final = 4
-"""Beats without a sign of life after which another rank of the host speaks to the store."""
+"""Missed heartbeats after which another rank of the host takes over the store."""
 HURRY: Final = 5
-"""Looks at pages within a beat where a rank of the host waits for long."""
+"""Reads of pages per beat while a rank of the host waits for long."""
 PACE_S: Final = 5.0
 """Seconds between two comparisons of the ranks' paces."""
 PACE_STEPS: Final = 16
-"""Steps whose median is a rank's pace; it has none before."""
+"""Number of steps whose median is the pace of a rank; before that, it has none."""
 SLOW: Final = 2.0
 EASED: Final = 1.5
-"""A rank is slow from the one multiple of the median on, until it is below the other."""
+"""A rank becomes slow above the first multiple of the median, and stops being slow below the second."""
 FELT: Final = 0.1
-"""Share of a step for which a slow rank must keep the others waiting: less is not worth a word."""
+"""Minimum fraction of a step that the others wait for a slow rank, for a warning."""
 CAUSE: Final = "cause"
 NOTHING: Final = "-"
-"""The cause while nothing failed: keys that are missing cannot be asked for together."""
+"""The cause while nothing has failed: a request for several keys fails if one is missing."""
 ENDED: Final = "has ended; before that it was "
-"""How the last words of a rank begin whose interpreter ended, or whose model was deleted."""
+"""Prefix of the last status of a rank whose interpreter ended, or whose model was deleted."""
 WAITS: Final = ("waits for", "gave up waiting for")
 
 
 @final
 class _Marks:
-    """Places in the device's stream, as functions that tell whether the device is past them: the first and the last."""
+    """The first and the last mark in the device's stream, as functions that return whether the device passed them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -85,91 +85,90 @@ class _Marks:
         self._since_s = 0.0
 
     def add(self, is_done: Callable[[], bool], what: str, now_s: float) -> None:
-        """Take a new last one; those between the first and it say nothing more."""
+        """Replace the last mark; marks between the first and the last add no information."""
         with self._lock:
             self._since_s = self._since_s if self._marks else now_s
             self._marks[1:] = [(is_done, what)] if self._marks else []
             self._marks = self._marks or [(is_done, what)]
 
     def look(self, now_s: float) -> None:
-        """Ask for them, and forget those that the device is past."""
+        """Poll the marks, and drop those that the device has passed."""
         with self._lock:
             while self._marks and self._marks[0][0]():
                 del self._marks[0]
                 self._since_s = now_s
 
     def first(self) -> tuple[str, float]:
-        """Return what is in front of the first, and since when the device has passed none; empty without any."""
+        """Return the operation before the first mark, and the time of the last progress; empty without marks."""
         with self._lock:
             return (self._marks[0][1], self._since_s) if self._marks else ("", 0.0)
 
 
 @dataclass(eq=False)
 class _Status:
-    """What a rank does, shared between its threads; replaced whole, so that no lock is needed."""
+    """The status of a rank, shared between its threads; values are replaced as a whole, which needs no lock."""
 
     store: Store
     rank: int
     world_size: int
     limit_s: float
-    """How long a device may be queued behind one thing."""
+    """Maximum seconds that a device may wait for one operation."""
     heartbeat_s: float
     now: tuple[str, str, float]
     """Verb, object, and the monotonic time since when."""
     clock: Callable[[], float] = time.monotonic
     own_s: tuple[float, ...] = ()
-    """Of the last steps, each the seconds in which this rank did not wait."""
+    """For each of the last steps, the seconds in which this rank did not wait."""
     step_s: float = 0.0
-    """All seconds of the last step."""
+    """Duration of the last step in seconds."""
     answered_s: float = 0.0
-    """When the store last answered a rank of this host."""
+    """Time of the last answer of the store to a rank of this host."""
     known: str = ""
-    """What failed first, once this rank has read it: the store may go with the process that held it."""
+    """The first failure, once this rank has read it: the store may end with its process."""
     detail: Callable[[BaseException], str] = lambda error: ""
-    """What is to be told beside an error that ends this process."""
+    """Returns text to add to an error that ends this process."""
     pages: Pages = field(init=False)
     marks: _Marks = field(default_factory=_Marks)
     leads: bool = False
-    """Whether this rank speaks to the store for its host."""
+    """Whether this rank talks to the store for its host."""
     is_in_hurry: bool = False
-    """Whether a rank of this host waits, longer than ranks do for one another in each step, or failed."""
+    """Whether a rank of this host failed, or waits longer than ranks usually wait within a step."""
     has_news: bool = False
-    """Whether a rank of this host knows what failed first."""
+    """Whether a rank of this host knows the first failure."""
     suspects: dict[int, str] = field(default_factory=dict)
-    """Ranks of this host that failed, and how."""
+    """Failed ranks of this host, with their errors."""
     stop: threading.Event = field(default_factory=threading.Event)
     wake: threading.Event = field(default_factory=threading.Event)
-    """Has the thread that speaks to the store do so at once."""
+    """Wakes the thread that talks to the store."""
     process: int = field(default_factory=os.getpid)
 
     @property
     def beat_s(self) -> float:
-        """Seconds between two signs of life for this host."""
+        """Seconds between two heartbeats on this host."""
         return min(BEAT_S, self.heartbeat_s / BEATS)
 
     @property
     def told_s(self) -> float:
-        """Seconds between two signs of life for the store."""
+        """Seconds between two heartbeats in the store."""
         return self.heartbeat_s / BEATS
 
     @property
     def missed_s(self) -> float:
-        """Seconds after which a host is missed, such that all know within `heartbeat_s` and a second.
+        """Seconds after which a host is missing, chosen so that all ranks know within `heartbeat_s` plus one second.
 
-        What was told is up to `told_s` old when it is read; the next look, and the one of those that wait, take a beat
-        each.
+        A status is up to `told_s` old when it is read; the next read, and the read of waiting ranks, add a beat each.
         """
         return min(self.heartbeat_s, self.heartbeat_s + 1.0 - self.told_s - 3 * self.beat_s)
 
     def waiting(self) -> tuple[str, float]:
-        """Return what this rank waits for, its host or its device, and for how many seconds; empty if it does not."""
+        """Return the operation that the host or device waits for, and for how many seconds; empty without a wait."""
         verb, what, since_s = self.now
         if verb not in WAITS:
             what, since_s = self.marks.first()
         return (what, self.clock() - since_s) if what and verb != WAITS[1] else ("", 0.0)
 
     def page(self, beat: object) -> str:
-        """Return what this rank tells its host; each time with another `beat`."""
+        """Return the page text of this rank; `beat` changes with each heartbeat."""
         verb, what, since_s = self.now
         behind, waits_s = self.waiting()
         if verb not in WAITS and waits_s > self.heartbeat_s:
@@ -179,43 +178,44 @@ class _Status:
         return f"{beat}\n{numbers}\n{self.clock() - since_s:.1f}\n{verb} {what}"
 
     def publish(self) -> None:
-        """Tell the store what the ranks of this host do."""
+        """Write the status of the ranks of this host to the store."""
         self.store.set(f"host/{self.pages.near[0]}", "\0".join(map(self.pages.read, self.pages.near)))
 
     def said(self) -> dict[int, str]:
-        """Return what every rank told last, by rank. One request."""
+        """Return the last status of every rank, by rank. One request."""
         far = [ranks for ranks in self.pages.hosts if ranks != self.pages.near]
         values = self.store.multi_get([CAUSE, *(f"host/{ranks[0]}" for ranks in far)])
         found = dict.fromkeys(range(self.world_size), "")
         found |= {rank: self.pages.read(rank) for rank in self.pages.near}
         for ranks, value in zip(far, values[1:], strict=True):
-            # Until a host speaks as one, there is what its first rank told.
+            # Before the first status of a host, the store has the status of each rank.
             found |= dict(zip(ranks, value.decode().split("\0"), strict=False))
         return found
 
     def blame(self, rank: int, why: str) -> None:
-        """Tell what failed, unless something did before: what follows from a failure must not hide it."""
+        """Publish a cause, unless one is known: consequences of a failure must not hide it."""
         self.know(self.store.compare_set(CAUSE, NOTHING, f"rank {rank}: {why}"))
-        # The store may go with this process: the ranks of this host ask it at once.
+        # The store may end with this process, so the ranks of this host read it now.
         self.pages.write(self.page(f"blame {rank}"))
 
     def cause(self) -> str:
-        """Return what failed first; empty where nothing is known."""
+        """Return the first failure; empty if none is known."""
         return self.known or self.know(self.store.get(CAUSE))
 
     def know(self, cause: bytes) -> str:
-        """Take what the store has as the cause."""
+        """Keep the cause that the store has."""
         self.known = self.known or cause.decode().removeprefix(NOTHING)
         return self.known
 
     def part(self) -> None:
-        """Tell that this rank is done; the one that may hold the store lets the others end first, for a while.
+        """Publish that this rank is done.
 
-        Where another is found to wait, that is the cause of its failure, which it must read here before the store goes.
+        The rank that may host the store waits for a while until the others end. If another rank still waits, this end
+        is the cause of its failure, which it must read before the store ends.
         """
         self.pages.write(f"end\n0 0 0 \n0.0\n{ENDED}{' '.join(self.now[:2])}")
         self.publish()
-        # Where the model was deleted and the interpreter goes on, so does the store.
+        # After the deletion of a model, the interpreter and the store continue.
         if self.rank or threading.main_thread().is_alive():
             return
         end_s, before = self.clock() + 3 * self.beat_s, self.said()
@@ -230,69 +230,71 @@ class _Status:
             time.sleep(self.beat_s / 10)
 
     def stay(self) -> None:
-        """Let the others read the cause, on the rank that may hold the store, before its process ends."""
+        """On the rank that may host the store, wait until the others have read the cause."""
         if self.rank == 0:
             time.sleep(STAY_BEATS * self.beat_s)
 
 
 class Watchdog:
-    """Publishes what this rank does, watches the next rank, and reads what the others do.
+    """Publishes the status of this rank, and observes the other ranks.
 
     Args:
-        store: the store all ranks share.
-        rank, world_size: this rank's place.
-        limit_s: the longest wait that callers allow.
-        heartbeat_s: how long a rank may give no sign of life. One that holds the interpreter's lock gives none.
+        store: the store of all ranks.
+        rank, world_size: this rank, and the number of ranks.
+        limit_s: the longest wait of callers, in seconds.
+        heartbeat_s: seconds without a heartbeat after which a rank is missing. A thread that holds the interpreter's
+            lock prevents heartbeats.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, limit_s: float, heartbeat_s: float) -> None:
         self._behind = ""
         self.record: Callable[[], Callable[[], bool]] | None = None
-        """Where waits are a device's: marks its stream, and returns what tells whether the device is past the mark."""
+        """For waits of a device: marks its stream, and returns a function that tells whether the device passed the
+        mark."""
         self._stepped_s, self._waited_s = time.monotonic(), 0.0
         now = ("in user code since", "the model was sharded", self._stepped_s)
         self._status = status = _Status(store, rank, world_size, limit_s, heartbeat_s, now)
         store.compare_set(CAUSE, "", NOTHING)
-        # Each host is known to the store before anybody asks for it.
+        # The store has a status of each host before any rank reads it.
         store.set(f"host/{rank}", status.page("start"))
         status.pages = Pages(store, rank, world_size, status.page("start"))
         status.answered_s = time.monotonic()
         status.publish()
-        # The threads hold the status alone: they must not keep the model's communicator alive.
+        # The threads reference only the status: they must not keep the model's communicator alive.
         threads = [threading.Thread(target=run, args=(status,), daemon=True) for run in (_look_after, _speak)]
         for thread in threads:
             thread.start()
-        # Runs at exit, too: a thread that returns from the store into an interpreter that ends would abort the process.
+        # Also runs at exit: a thread that returns from the store during interpreter exit would abort the process.
         weakref.finalize(self, _end, self._status, threads, ErrorHook.of(self._status))
 
     def waits_for(self, what: str) -> None:
-        """Note that this rank now waits for `what`."""
+        """Record that this rank waits for `what`."""
         self.mark()
         self._status.now = ("waits for", what, time.monotonic())
 
     def runs_after(self, what: str) -> None:
-        """Note that this rank is back in user code after `what`."""
+        """Record that this rank is back in user code after `what`."""
         now_s = time.monotonic()
         self._waited_s += now_s - self._status.now[2]
         self._status.now = ("in user code since", what, now_s)
 
     def queues_behind(self, what: str) -> None:
-        """Note that this rank goes on, and its device waits for `what`."""
+        """Record that the device waits for `what`, while the host continues."""
         self._behind, self._status.now = what, ("in user code since", what, time.monotonic())
 
     def mark(self) -> None:
-        """Mark the stream of the device, if it was told to wait for something since it was last marked."""
+        """Mark the stream of the device, if a wait was queued since the last mark."""
         if self._behind and self.record is not None:
             self._status.marks.add(self.record(), self._behind, time.monotonic())
         self._behind = ""
 
     def gives_up(self, what: str) -> None:
-        """Note that waiting for `what` failed: an error says so, and this process must live to raise and handle it."""
+        """Record that the wait for `what` failed: this process must live on to raise and handle the error."""
         self._status.now = ("gave up waiting for", what, self._status.now[2])
 
     def count_step(self, *_: object) -> None:
-        """Note the end of a step: how long it took, and how much of that this rank did not wait."""
-        # What follows an update on the device is followed by nothing else for long.
+        """Record the end of a step: its duration, and the time that this rank did not wait."""
+        # After an update on the device, no other mark follows for long.
         self.mark()
         status, now_s = self._status, time.monotonic()
         status.step_s = now_s - self._stepped_s
@@ -300,18 +302,18 @@ class Watchdog:
         self._stepped_s, self._waited_s = now_s, 0.0
 
     def tell_with_errors(self, detail: Callable[[BaseException], str]) -> None:
-        """Have `detail(error)` told with an error that ends this process; it may be empty."""
+        """Add `detail(error)`, which may be empty, to the report of an error that ends this process."""
         self._status.detail = detail
 
     def cause(self, *, is_closed: bool) -> str:
-        """Return what failed first; empty where nothing did.
+        """Return the first failure; empty if none is known.
 
         Args:
-            is_closed: whether a connection was closed, so that some process ended: if none says why, the rank is named
-                that said that it is done, or that gives no sign of life any more.
+            is_closed: whether a connection was closed by the end of a process. Without a reported reason, the result
+                names a rank that has finished, or that has no heartbeat.
         """
         status = self._status
-        # Hosts speak to the store one after the other; of a killed rank its own host tells at once.
+        # Hosts write to the store in turn; the host of a killed rank reports it at once.
         end_s = time.monotonic() + max(PATIENCE_S, 2.2 * status.told_s if len(status.pages.hosts) > 1 else 0.0)
         try:
             before = status.said() if is_closed else {}
@@ -326,7 +328,7 @@ class Watchdog:
             return status.known or f"rank 0: {_end_of(status.pages.read(0)) if 0 in status.pages.near else gone}"
 
     def report(self) -> str:
-        """Return one line for each rank: what it does, and for how long."""
+        """Return one line for each rank: its operation, and for how long."""
         return _report(self._status)
 
 
@@ -335,32 +337,35 @@ def _words(published: str) -> str:
 
 
 def _numbers_of(published: str) -> list[str]:
-    """Return the second line of a page: whether a cause is known, when the store answered, a wait, a pace."""
+    """Return the numbers of a page: whether a cause is known, last answer of the store, wait, pace."""
     return published.split("\n", 2)[1].split(" ")
 
 
 def _end_of(published: str) -> str:
-    """Return what is known of the end of a rank that told no error, from what it published last."""
+    """Describe the end of a rank without an error, from its last status."""
     words = _words(published)
     if words.startswith(ENDED):
-        return f"it ended while others needed it; before that it was {words.removeprefix(ENDED)}"
-    # A signal leaves no words, and only the process that started a rank is told which it was.
+        return (
+            f"it ended while others needed it; before that it was {words.removeprefix(ENDED)} (if it had fewer batches "
+            "than others: zero.agree() decides alike whether there is a next one)"
+        )
+    # Only the parent of a process learns the number of a signal.
     return f"its process is gone without a word (a signal, a crash, os._exit); it was last seen to be: {words}"
 
 
 @final
 class _Near:
-    """Gives signs of life on this rank's page, and looks for those of the ranks of its host, one look at a time."""
+    """Writes heartbeats to this rank's page, and checks those of its host's ranks."""
 
     def __init__(self, status: _Status) -> None:
         self._status, self._beat, self._last_s = status, 0, status.clock()
         self._heard: dict[int, tuple[str, float]] = {}
 
     def look(self) -> str:
-        """Look once; return why this process must end, empty where it need not."""
+        """Check once; return the reason why this process must end, or ""."""
         status, now_s = self._status, self._status.clock()
         if now_s - self._last_s > 4 * BEAT_S:
-            # A gap of its own means that this process was stopped: then it cannot judge others.
+            # A gap in this rank's own checks means that this process was stopped, so it cannot judge others.
             self._heard, status.answered_s = {}, now_s
         self._last_s, self._beat = now_s, self._beat + 1
         status.marks.look(now_s)
@@ -408,14 +413,14 @@ class _Near:
 
 @final
 class _Far:
-    """Speaks to the store, for this rank's host where it is the first one that lives, one time at a time."""
+    """Talks to the store for this host, if this rank is its first living rank."""
 
     def __init__(self, status: _Status) -> None:
         self._status, self._heard, self._slow = status, "", frozenset[int]()
         self._next_s = self._heard_s = self._last_s = self._paced_s = status.clock()
 
     def speak(self) -> None:
-        """Tell and ask what is due."""
+        """Write and read the store as due."""
         status, now_s = self._status, self._status.clock()
         is_late, self._last_s = now_s - self._last_s > 4 * BEAT_S, now_s
         if not status.known:
@@ -428,7 +433,7 @@ class _Far:
         hosts, near = status.pages.hosts, status.pages.near
         after = hosts[(hosts.index(near) + 1) % len(hosts)]
         if not status.leads or after == near or is_late:
-            # Who did not look for signs of life cannot miss them.
+            # A rank that was not checking cannot have missed heartbeats.
             self._heard_s = now_s
         misses = now_s - self._heard_s > 1.5 * status.told_s
         if not status.leads or not (misses or status.is_in_hurry or now_s >= self._next_s):
@@ -448,7 +453,7 @@ class _Far:
 
 
 def _look_after(status: _Status) -> None:
-    """Look again and again; end the process where it waits for what cannot come."""
+    """Check in a loop; end the process if it waits for a rank that failed."""
     near = _Near(status)
     while not status.stop.wait(status.beat_s / (HURRY if status.is_in_hurry else 1)):
         if why := near.look():
@@ -456,19 +461,19 @@ def _look_after(status: _Status) -> None:
 
 
 def _speak(status: _Status) -> None:
-    """Speak to the store again and again."""
+    """Talk to the store in a loop."""
     far = _Far(status)
     while not status.stop.is_set():
         status.wake.wait(status.beat_s)
         status.wake.clear()
         try:
             far.speak()
-        except Exception:  # the store is gone: the process group was destroyed, and nobody reads any more
+        except Exception:  # the store has ended with the process group
             status.stop.set()
 
 
 def _report(status: _Status) -> str:
-    """Return one line for each rank: what it does, and for how long."""
+    """Return one line for each rank: its operation, and for how long."""
     unknown = "0\n0\n0.0\nhas published nothing yet"
     try:
         status.pages.write(status.page("report"))
@@ -479,7 +484,7 @@ def _report(status: _Status) -> str:
 
 
 def _leave(status: _Status, why: str) -> None:
-    """Say why, and end the process at once: what the main thread waits for cannot be told to end."""
+    """Print the reason and end the process at once: the wait of the main thread cannot be cancelled."""
     place = f"[rank {status.rank}/{status.world_size}]"
     os.write(2, f"{place} ends, since it waits for {status.waiting()[0]}, and {why}\n".encode())
     status.stay()
@@ -487,7 +492,7 @@ def _leave(status: _Status, why: str) -> None:
 
 
 def _compare_paces(status: _Status, before: frozenset[int]) -> frozenset[int]:
-    """Warn of ranks that have become slow, and return those that are."""
+    """Warn about ranks that became slow, and return all slow ranks."""
     told = [_numbers_of(page)[3] if page else "" for page in status.said().values()]
     if not all(told):
         return before
@@ -520,7 +525,7 @@ def _end(status: _Status, threads: list[threading.Thread], hook: ErrorHook) -> N
     status.stop.set()
     status.wake.set()
     for thread in threads:
-        if thread is not threading.current_thread():  # whose garbage collection may have found the model
+        if thread is not threading.current_thread():  # garbage collection in this thread may have deleted the model
             thread.join(timeout=5.0)
     hook.remove(status)
     with suppress(Exception):  # without the store nobody reads any more

@@ -1,15 +1,15 @@
-"""How the ranks of one host meet without messages: each writes what it has to say where all can read it.
+"""Synchronization of the ranks of one host through shared memory, without messages.
 
-Owns the places of meetings and the wait for them. It must not know what is met for: callers number the places, and
-see to it that what is said is heard before it is overwritten.
+Owns the places of meetings and the wait for them. It must not know the purpose of a meeting: callers number the places,
+and ensure that numbers are read before they are overwritten.
 
 Note: order of writes
-    What a rank wrote before it says so must be there for who hears it. x86 keeps the order of stores and of loads as
-    they are made, and nothing here orders them on other processors: `is_supported` is False there.
+    A rank that reads the word of another rank must also see everything that the other wrote before the word. x86
+    preserves the order of stores and of loads. Nothing here orders them on other processors: `is_supported` is False
+    there.
 Note: waits
-    A rank looks for some microseconds, since the others are mostly there or nearly so, and then ever more seldom, so
-    that it does not take the processor from them. A process that ends is noticed by its pidfd, also while nobody has
-    waited for it yet.
+    A rank polls for some microseconds, because the others usually arrive within that time, and then with growing pauses
+    that leave them the processor. A pidfd shows the end of a process, even before its parent has waited for it.
 """
 
 import os
@@ -25,34 +25,34 @@ from typing import Final, final
 __all__ = ["BOARD_BYTES", "Board", "Meeting", "WORDS", "is_supported"]
 
 WORDS: Final = 8
-"""64-bit words of a place: how often and about what something was said there last, and up to seven numbers."""
+"""64-bit words of a place: the count and identity of its last meeting, and up to seven numbers."""
 ABOUT_BITS: Final = 32
 ABOUT: Final = (1 << ABOUT_BITS) - 1
 TURNS: Final = 1 << 31
-"""Meetings at one place are counted modulo this, since words have a sign; ranks are at most one apart."""
+"""Meetings at one place are counted modulo this number, because words are signed; ranks differ by at most one."""
 PLACES: Final = 1 << 18
-"""More than enough: only those that are used take memory."""
+"""Number of places, more than needed: only used places take memory."""
 BOARD_BYTES: Final = 8 * WORDS * PLACES
 
 LOOKS: Final = 500
-"""Looks before the first pause, some tens of microseconds."""
+"""Polls before the first pause: some tens of microseconds."""
 PAUSE_S: Final = 20e-6
 LONGEST_PAUSE_S: Final = 1e-3
 
 
 def is_supported() -> bool:
-    """Tell whether processes can meet here by memory alone."""
+    """Return whether this system supports synchronization through memory."""
     return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "pidfd_open")
 
 
 @final
 class Board:
-    """This rank's board and those of the others.
+    """The boards of all ranks of a host.
 
     Args:
-        words: the boards, by rank, as 64-bit numbers.
-        rank: this one's place among them.
-        pids: their processes.
+        words: the boards, by rank, as 64-bit words.
+        rank: the index of this rank.
+        pids: the process of each rank.
     """
 
     def __init__(self, words: Sequence[memoryview], rank: int, pids: Sequence[int]) -> None:
@@ -67,23 +67,23 @@ class Board:
                 self._ends[other].register(descriptor, select.POLLIN)
 
     def meet(self, place: int, about: int, *numbers: int) -> "Meeting":
-        """Tell the others some numbers; what is returned waits for theirs.
+        """Publish numbers; the returned meeting waits for those of the other ranks.
 
         Args:
-            place: where; meetings at one place follow each other. Who says something again overwrites what it said, so
-                the numbers of a meeting are sure only until another rank may come to the next one there.
-            about: what for, in 32 bits; every rank must meet for the same.
+            place: the place of the meeting; meetings at one place are sequential. A new meeting overwrites the numbers
+                of the previous one, which are valid only until a rank enters it.
+            about: identity of the meeting, 32 bits; equal on every rank.
         """
         own, first = self._words[self._rank], WORDS * place
         self._counts[place] = turn = (self._counts[place] + 1) % TURNS
         for index, number in enumerate(numbers, first + 1):
             own[index] = number
-        # One store tells how often and about what; the numbers are there before it.
+        # One store publishes count and identity, after the numbers.
         own[first] = said = turn << ABOUT_BITS | about
         return Meeting(self, first, said, len(numbers))
 
     def hear(self, first: int, said: int, count: int, limit: timedelta) -> dict[int, list[int]]:
-        """Return the others' numbers of one meeting, by rank; see `Meeting.wait`."""
+        """Return the numbers of the other ranks in one meeting, by rank; see `Meeting.wait`."""
         end_s = time.monotonic() + limit.total_seconds()
         for other in self._ends:
             if self._words[other][first] != said:
@@ -93,7 +93,7 @@ class Board:
     def _await(self, other: int, first: int, said: int, end_s: float) -> None:
         words, looks, pause_s = self._words[other], 0, PAUSE_S
         stale: int | None = None
-        # Most looks find the word that the last one found: one comparison.
+        # Most polls find an unchanged word: one comparison.
         while (word := words[first]) == stale or _is_behind(word, said):
             looks, stale = looks + 1, word
             if looks < LOOKS:
@@ -109,13 +109,13 @@ class Board:
 
 
 def _is_behind(word: int, said: int) -> bool:
-    """Tell whether `word` is of an earlier meeting than `said`."""
+    """Return whether `word` belongs to an earlier meeting than `said`."""
     return 0 < ((said >> ABOUT_BITS) - (word >> ABOUT_BITS)) % TURNS < TURNS // 2
 
 
 @final
 class Meeting:
-    """What this rank said in one meeting, and, once waited for, what the others said: `numbers`, by rank."""
+    """One meeting of this rank; after the wait, `numbers` has the numbers of the other ranks, by rank."""
 
     def __init__(self, board: Board, first: int, said: int, count: int) -> None:
         self._board, self._first, self._said, self._count = board, first, said, count
@@ -123,13 +123,13 @@ class Meeting:
 
     @property
     def offsets(self) -> dict[int, int]:
-        """The one number that each of the others said."""
+        """The single number of each other rank."""
         return {place: number for place, (number,) in self.numbers.items()}
 
     def wait(self, limit: timedelta) -> None:
-        """Return when every rank has said its numbers.
+        """Wait until every rank has published its numbers.
 
         Raises:
-            RuntimeError: a rank's process ended, it met for something else, or `limit` is over.
+            RuntimeError: a rank's process ended, a rank is in another meeting, or `limit` is exceeded.
         """
         self.numbers = self._board.hear(self._first, self._said, self._count, limit)

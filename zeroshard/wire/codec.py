@@ -1,12 +1,12 @@
-"""What gradients are in messages, rounded to a dtype or encoded otherwise, and how they are added up.
+"""The encoding of gradients in messages, and the order of their sums.
 
-Owns the interface of codecs, rounding, and the order of additions, on which it depends that all stages have the same
-bits. It must not know transports. `table/spec.py` has the sizes; `wire/transports.py` finds a codec by its name.
+Owns the interface of codecs, rounding, and the order of additions, which makes all stages bitwise equal. It must not
+know transports. `table/spec.py` has the sizes; `wire/transports.py` finds a codec by name.
 
 Note: blocks
-    Each block of BLOCK_NUMEL elements is encoded by itself, whatever part of a gradient a transport handles at once:
-    ranks that exchange messages and ranks that read each other's memory so get the same bits, and sums stay in the
-    cache. The message for several blocks is the messages for each, one behind the other.
+    Each block of BLOCK_NUMEL elements is encoded separately, whatever part of a gradient a transport handles at a time.
+    Messages and shared memory therefore give the same bits, and sums stay in the cache. The message for several blocks
+    is the concatenation of the messages for each block.
 """
 
 from abc import ABC, abstractmethod
@@ -23,25 +23,25 @@ Tensor = torch.Tensor
 
 
 class Codec(ABC):
-    """What the elements of a gradient are in a message.
+    """The encoding of a gradient in a message.
 
-    Invariant: the first element of a message never has all bits set, which says that its sender is not ready; that NaN
-    aside, where messages are of a floating-point dtype.
+    Invariant: the first element of a message never has all bits set, because that pattern marks a sender that is not
+    ready (in floating-point messages, except for this NaN).
 
     Args:
-        name: as in `Formats.reduce`; `table/spec.py` knows the sizes by it.
+        name: as in `Formats.reduce`; `table/spec.py` looks up sizes by name.
     """
 
     is_summable = False
-    """Whether the sum of messages is the message for a sum, so that a backend can add them up."""
+    """Whether the sum of messages is the message for the sum, so that a backend can sum messages."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.dtype: torch.dtype = getattr(torch, message_of(name, 0)[1])
-        """What messages consist of."""
+        """The dtype of messages."""
 
     def message_numel(self, numel: int) -> int:
-        """Return the elements of the message for `numel` elements."""
+        """Return the number of elements of the message for `numel` elements."""
         return message_of(self.name, numel)[0]
 
     def nbytes(self, numel: int) -> int:
@@ -49,7 +49,7 @@ class Codec(ABC):
         return self.message_numel(numel) * self.dtype.itemsize
 
     def is_message(self, values: Tensor) -> bool:
-        """Tell whether these values are their own message, so that nothing is copied."""
+        """Return whether these values are their own message, which needs no copy."""
         return False
 
     @abstractmethod
@@ -61,13 +61,13 @@ class Codec(ABC):
         """Return the values of one block in `dtype`; they may share the memory of the message."""
 
     def round(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what another rank decodes of the values (numel,) of one block, in `dtype`."""
+        """Return the values (numel,) of one block after encoding and decoding, in `dtype`."""
         message = torch.empty(self.message_numel(values.numel()), dtype=self.dtype, device=values.device)
         self.encode(values, message)
         return self.decode(message, dtype)
 
     def rounded_blocks(self, values: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield what another rank decodes of values (numel,), block by block."""
+        """Yield values (numel,) after encoding and decoding, block by block."""
         return (self.round(block, dtype) for block in values.split(BLOCK_NUMEL))
 
     def decoded_blocks(self, message: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -99,10 +99,10 @@ class Rounded(Codec):
 
 
 def sum_in_rank_order(ranks: Sequence[Iterable[Tensor]], scale: float, out: Tensor) -> None:
-    """Leave scale * (values of rank 0 + values of rank 1 + ...) in `out`, which may be where one rank's values lie.
+    """Write scale * (values of rank 0 + values of rank 1 + ...) to `out`, which may alias one rank's values.
 
     Args:
-        ranks: of each, its values in blocks of BLOCK_NUMEL, all in one dtype, fp32 or better.
+        ranks: the values of each rank in blocks of BLOCK_NUMEL, all in one dtype, fp32 or better.
     """
     for result, total, *others in zip(out.split(BLOCK_NUMEL), *ranks, strict=True):
         for other in others[:-1]:

@@ -1,7 +1,7 @@
-"""What every transport offers the engine: collectives on flat tensors, and the memory that they are quickest with.
+"""The interface of transports: collectives on flat tensors, and the memory in which they are fastest.
 
-Owns the interface. It must not know units, passes or parameters: callers hand it flat tensors and say in words what
-they are for. Each transport is a module beside this one; `wire/transports.py` chooses.
+Owns the interface. It must not know units, passes or parameters: callers pass flat tensors, and a description for
+errors. Each transport is a module of `wire/`; `wire/transports.py` chooses.
 """
 
 from abc import ABC, abstractmethod
@@ -37,20 +37,20 @@ __all__ = [
 Tensor = torch.Tensor
 TEXT_BYTES = 4096
 MOST_UNREAD = 6
-"""Votes of one channel that a rank may have posted and not read."""
+"""Votes of one channel that a rank may have posted and not yet read."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """The exchange of one bucket in one pass: what tells messages and meetings apart.
+    """The identity of an exchange: one bucket in one pass.
 
-    A tag repeats itself long after its messages are gone.
+    Distinguishes messages and meetings. A tag repeats only long after its messages were received.
 
     Args:
-        number: of the pass, or from `Order.next_number`; it may be of any size.
+        number: number of the pass, or from `Order.next_number`, without a limit.
         bucket: number of the bucket, below `BUCKETS`.
-        what: the exchange in words, for errors.
+        what: description of the exchange, for errors.
     """
 
     number: int
@@ -58,19 +58,19 @@ class Tag:
     what: str
 
     BUCKETS: ClassVar = 1 << 15
-    """Buckets that a model may have."""
+    """Maximum number of buckets of a model."""
     PASSES: ClassVar = 1 << 14
-    """Passes whose tags differ."""
+    """Number of passes with distinct tags."""
     GATHER: ClassVar = 0
     REDUCE: ClassVar = 1
     AGREEMENTS: ClassVar = 4 * BUCKETS
-    """The first place on the board behind those of buckets."""
+    """The first place on the board after the places of buckets."""
     VOTES: ClassVar = 1 << 30
-    """The first tag of messages behind those of buckets; gloo's tags have 31 bits."""
+    """The first message tag after the tags of buckets; gloo's tags have 31 bits."""
 
     @property
     def about(self) -> int:
-        """What a meeting on the board is about, below 2**30: the board has 32 bits for it."""
+        """The identity of a meeting on the board, below 2**30: the board has 32 bits for it."""
         return self.number % self.PASSES * self.BUCKETS + self.bucket
 
     def message(self, kind: int) -> int:
@@ -78,18 +78,18 @@ class Tag:
         return 2 * self.about + kind
 
     def place(self, kind: int, *, has_read: bool = False) -> int:
-        """Return the place on the board to say where values lie, or to say that they were read."""
+        """Return the place on the board to publish an offset, or to confirm that values were read."""
         return 4 * self.bucket + 2 * kind + has_read
 
 
 class Pending:
-    """A collective under way. `wait()` once; it returns when the result may be read and the inputs reused."""
+    """A collective under way. Call `wait()` once; after it, the result may be read and the inputs reused."""
 
     def __init__(self, finish: Callable[[], bool | None]) -> None:
         self._finish = finish
 
     def wait(self) -> bool:
-        """Block until the collective is done on this rank; False for a reduction that a rank was not ready for."""
+        """Block until the collective is done on this rank. Return False if a rank was not ready for a reduction."""
         finish, self._finish = self._finish, _nothing
         return finish() is not False
 
@@ -99,31 +99,31 @@ def _nothing() -> None:
 
 
 class Channel(IntEnum):
-    """Which sequence a vote belongs to: the n-th in a channel on one rank meets the n-th there on the others."""
+    """The sequence of a vote: the n-th vote of a channel on one rank matches the n-th on the other ranks."""
 
     PLACES = 0
-    """What ranks tell one another at the same places of the program."""
+    """Votes that all ranks post at the same places of the program."""
     ROUNDS = 1
-    """Rounds about requests, which some ranks come to while others have told their next places already."""
+    """Rounds about requests, which some ranks enter after others have already posted their next place."""
     OTHERS = 2
 
 
 @final
 class Vote:
-    """Numbers that each rank tells the others, on their way; `read()` returns the least of each."""
+    """A vote under way: numbers of each rank, of which `read()` returns the minima."""
 
     def __init__(self, hear: Callable[[], list[int]]) -> None:
         self._hear = hear
 
     def read(self) -> list[int]:
-        """Block until all ranks have told theirs; again, where it was interrupted. No device is waited for."""
+        """Block until all ranks have voted. An interrupted read may be repeated. Does not wait for a device."""
         return self._hear()
 
 
 class Comm(ABC):
-    """The collectives that the engine needs, over all ranks of the mesh.
+    """The collectives of the engine, over all ranks of the mesh.
 
-    `sent_bytes` counts what this rank hands to others, over the wire or in memory of the host, by what it is for.
+    `sent_bytes` counts the bytes that this rank sends in messages or in shared memory, by kind.
     """
 
     watchdog: Watchdog | None = None
@@ -131,101 +131,110 @@ class Comm(ABC):
     def __init__(self, mesh: Mesh, ledger: Ledger, wire: Wire, memory: Memory | None = None) -> None:
         self.mesh, self.wire = mesh, wire
         self.pool = Pool(memory or OwnMemory(), ledger)
-        """Buffers in the memory that this transport wants gradients and parameters in, too."""
+        """Buffers in the memory that this transport prefers for gradients and parameters."""
         self.sent_bytes: Counter[str] = Counter()
         self.can_postpone = False
-        """Whether a rank may take part in a reduction to say that it is not ready."""
+        """Whether a rank may join a reduction to report that it is not ready."""
 
     @property
     def is_on_host(self) -> bool:
-        """Whether its memory is the host's, which waits for what it needs of others and reads it at once.
+        """Whether tensors are in host memory, where waits block the host until the data can be read.
 
-        On a device the stream waits, and the host only where it reads something: for all that the device was told.
+        On a device, waits block the stream. The host waits only when it reads a value, and then for all queued work.
         """
         return self.mesh.device.type == "cpu"
 
     @abstractmethod
     def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
-        """Fill `full` from each rank's own part of it, in place.
+        """Fill `full` in place from the parts of all ranks.
 
         Args:
-            full: (N * S,) for the N ranks along `axis`, "shard" or "tensor"; the part of the n-th of them, at
-                [n * S, (n + 1) * S), is already in place there.
-            tag: the same on all ranks for the same bucket and pass.
+            full: (N * S,) for the N ranks along `axis`, "shard" or "tensor"; rank n provides the elements [n * S, (n +
+                1) * S), already in place.
+            tag: equal on all ranks for the same bucket and pass.
+
         Collective: all-gather; each rank sends (N-1) * S elements.
         """
 
     @abstractmethod
     def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:
-        """Sum `full` over the ranks of one copy, multiply by `scale`, and leave this rank's shard of it in `own`.
+        """Sum `full` over the ranks of one replica, multiply by `scale`, and write this rank's shard to `own`.
 
         Args:
-            full: (N * S,) for the N ranks of one copy; the other shards are not changed. None, where `can_postpone`:
-                this rank is not ready. Then all ranks learn so, `own` holds anything, and `full` is as it was.
-            own: (S,), this rank's shard of `full` itself or any other memory.
-            codec: what elements are in messages; sums are made in fp32 or better.
-        Returns: what waits for it, and says whether all ranks were ready.
-        Collective: reduce-scatter (sum in rank order 0..N-1 where the backend allows); each rank sends (N-1) * S
-            elements.
+            full: (N * S,) for the N ranks of one replica; the other shards do not change. With `can_postpone`, None if
+                this rank is not ready: all ranks learn this, `own` is undefined, and `full` does not change.
+            own: (S,), this rank's shard of `full` or other memory.
+            codec: encoding of messages; sums are computed in fp32 or better.
+
+        Returns: a handle; its wait returns whether all ranks were ready.
+
+        Collective: reduce-scatter (sum in rank order 0..N-1 if the backend allows); each rank sends (N-1) * S elements.
         """
 
     @abstractmethod
     def reduce_copies(self, own: Tensor, codec: Codec, scale: float, tag: Tag, *, is_ready: bool = True) -> Pending:
-        """Sum this rank's shard over the R copies, two at least, and multiply by `scale`, in place.
+        """Sum this rank's shard over the R >= 2 replicas, and multiply by `scale`, in place.
 
         Args:
             own: (S,); S is a multiple of R.
             codec: as in `reduce`.
-            is_ready: False, where `can_postpone`, as `full` is None in `reduce`.
+            is_ready: False corresponds to `full=None` in `reduce`.
+
         Returns: as `reduce`.
-        Collective: all-reduce (sum in the order of copies where the backend allows) over the ranks that keep the same
-            shard; each sends 2 * (R-1) * S / R elements.
+
+        Collective: all-reduce (sum in the order of replicas if the backend allows) over the ranks that keep the same
+            shard; each rank sends 2 * (R-1) * S / R elements.
         """
 
     @abstractmethod
     def route(self, given: Tensor, taken: Tensor, counts: Sequence[Sequence[int]], tag: Tag, kind: str) -> Pending:
-        """Send elements to each rank of one copy, and fill `taken` with what each of them sends to this one.
+        """Send elements to each rank of one replica, and receive elements of each in `taken`.
 
         Args:
-            given: (n,), in the order of the ranks that they are for.
-            taken: (m,) in other memory, in the order of the ranks that they are from.
-            counts: elements that the row's rank sends to the column's; the same on all ranks, zeros included.
-        Collective: all-to-all over the ranks of one copy; each sends its row without what it keeps.
+            given: (n,), in the order of the receiving ranks.
+            taken: (m,) in other memory, in the order of the sending ranks.
+            counts: (N, N): number of elements that the row's rank sends to the column's rank; equal on all ranks.
+
+        Collective: all-to-all over the ranks of one replica; each rank sends its row without its own column.
         """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
-        """Overwrite `tensor` with rank 0's.
+        """Overwrite `tensor` with the values of rank 0.
 
         Args:
-            is_part: ranks along the tensor axis have their own parts: take that of the first rank that has the same.
+            is_part: whether ranks along the tensor axis have different parts; the source is then the first rank with
+                the same part.
+
         Collective: broadcast; every rank must call.
         """
 
     def call_before_waits(self, catch_up: Callable[[], None]) -> None:  # noqa: B027 (one process never waits)
-        """Have `catch_up` called before the host of this rank waits for others, but within a call of it.
+        """Register `catch_up`, which is called before the host waits for other ranks (but not recursively).
 
-        It reads the votes that are posted: in one of them another rank may ask for what it needs to go on.
+        It reads posted votes, in which another rank may request an operation that it waits for.
         """
 
     @abstractmethod
     def post(self, values: list[int], what: str, channel: Channel) -> Vote:
-        """Tell the others some numbers; what is returned waits for the least of each.
+        """Post numbers; the returned vote waits for the minimum of each over all ranks.
 
-        At most `MOST_UNREAD` votes of a channel may wait to be read, and they are read in order.
-        Collective: all-reduce (minimum) of 8 bytes a number between hosts, in ceil(log2 N) messages a rank.
+        A channel has at most `MOST_UNREAD` unread votes, which are read in order.
+
+        Collective: all-reduce (minimum) of 8 bytes per number between hosts, in ceil(log2 N) messages per rank.
         """
 
     def agree(self, values: list[int], what: str) -> list[int]:
-        """Return the minimum over ranks of each number. Collective: see `post`."""
+        """Return the minimum of each number over all ranks. Collective: see `post`."""
         return self.post(values, what, Channel.OTHERS).read()
 
     @abstractmethod
     def flag(self, flags: Tensor, what: str) -> None:
-        """Make each of some numbers the largest of all ranks', in place.
+        """Replace each number by its maximum over all ranks, in place.
 
         Args:
-            flags: finite, where parameters lie; the host need not know them, and they are not read.
+            flags: finite numbers on the device of the parameters; the host does not read them.
+
         Collective: all-reduce (maximum).
         """
 
@@ -238,7 +247,7 @@ class Comm(ABC):
         data = text.encode()[:TEXT_BYTES]
         row = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
         row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else row[:0]
-        rows = self.collect(row, what)  # of the host: no kernel has to end for it
+        rows = self.collect(row, what)  # in host memory: no wait for kernels
         return [bytes(r.tolist()).rstrip(b"\0").decode(errors="replace") for r in rows]
 
 
@@ -276,10 +285,11 @@ class SoloComm(Comm):
 
 
 def gather_across_ranks(tensor: Tensor) -> Tensor:
-    """Return (world_size, *shape): every rank's tensor, by rank; (1, *shape) for one process.
+    """Return (world_size, *shape): the tensors of all ranks, by rank; (1, *shape) for one process.
 
     Args:
-        tensor: the same shape and dtype on every rank.
+        tensor: any tensor, of equal shape and dtype on every rank.
+
     Collective: all-gather on the default process group; every rank must call.
 
     ```python
@@ -296,10 +306,11 @@ def gather_across_ranks(tensor: Tensor) -> Tensor:
 
 
 def mean_across_ranks(tensor: Tensor) -> Tensor:
-    """Return the mean of every rank's tensor, summed in rank order, so that all ranks get the same bits.
+    """Return the mean of a tensor over all ranks, summed in rank order: the result is bitwise equal on all ranks.
 
     Args:
-        tensor: floating point, the same shape on every rank.
+        tensor: a floating-point tensor, of equal shape on every rank.
+
     Collective: all-gather on the default process group; every rank must call.
 
     ```python

@@ -1,13 +1,13 @@
-"""gloo: messages between ranks, tagged, and gloo's own collectives for small things.
+"""The transport gloo: tagged messages for shards, gloo's own collectives for small tensors.
 
-Owns the bytes on the wire. It must not know units, passes or parameters. Read `wire/comm.py` first.
+Owns the messages. It must not know units, passes or parameters. Read `wire/comm.py` first.
 
 Note: gloo
     Point-to-point in place is 2.7 to 4 times as fast as gloo's own all-gather and reduce-scatter, which copy through
     fresh pages, and it fixes the order of the sum: rank 0 first, at the chunk's owner. Messages carry tags, because
-    equal-sized messages of different units would otherwise mix without an error when ranks disagree. A rank whose
-    gradients are not all there when others reduce them sends a message that says so, in place of its values: the sum
-    is made later, in one part, so its bits do not depend on who was early.
+    without them, equal-sized messages of different units would mix without an error if ranks disagree. A rank whose
+    gradients are incomplete when others reduce them sends a marker instead of its values. The whole sum is computed
+    later, so its bits do not depend on the order of arrival.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ Ranks = tuple[int, ...]
 
 
 class GlooComm(LinkedComm):
-    """Tagged point-to-point for shards, gloo's own collectives for small things. See "Note: gloo"."""
+    """Tagged point-to-point messages for shards, gloo's own collectives for small tensors. See "Note: gloo"."""
 
     def __init__(self, links: Links, ledger: Ledger, wire: Wire, memory: Memory | None = None) -> None:
         super().__init__(links, ledger, CONTROL, wire, memory)
@@ -77,7 +77,7 @@ class GlooComm(LinkedComm):
             part = None if chunks is None else chunks[:, piece]
             return self._reduce_piece(part, own[piece], ranks, codec, scale, tag)
 
-        # Each rank hears from all others in the first piece, so all know there whether the rest is exchanged.
+        # The first piece has a message from every rank, so all ranks know whether the other pieces follow.
         messages = (len(ranks) - 1) * (1 if codec.is_message(own) else 2)
         return self.in_pieces(own.numel(), codec, messages, start)
 
@@ -94,7 +94,7 @@ class GlooComm(LinkedComm):
         else:
             sent = {peer: self.encoded(chunks[peer], codec) for peer in taken}
             given = [] if codec.is_message(chunks) else list(sent.values())
-            # What lies between parameters is anything, also the mark of a buffer that was used before.
+            # Padding has arbitrary content, possibly the marker of an earlier use of the buffer.
             for chunk in filter(_is_marked, sent.values()):
                 chunk[:1] = float("nan")
         works += [self._send(chunk, ranks[peer], number, tag.what) for peer, chunk in sent.items()]
@@ -114,7 +114,7 @@ class GlooComm(LinkedComm):
         return Pending(finish)
 
     def _peers(self, ranks: Ranks) -> list[int]:
-        """Return the places of the others; starting with the next one spreads the first messages over all receivers."""
+        """Return the indices of the other ranks, starting after this rank to spread the load over receivers."""
         place = ranks.index(self.mesh.rank)
         return [(place + step) % len(ranks) for step in range(1, len(ranks))]
 
@@ -126,5 +126,5 @@ class GlooComm(LinkedComm):
 
 
 def _is_marked(message: Tensor) -> bool:
-    """Tell whether a message begins with an element whose bits are all set: its sender is not ready."""
+    """Return whether the first element of a message has all bits set: its sender is not ready."""
     return bool((message[:1].view(torch.uint8) == 255).all())

@@ -1,14 +1,14 @@
-"""The memory of one host: ranks that run on it read each other's gradients and parameters where they lie.
+"""The transport of one host: its ranks read each other's gradients and parameters in shared memory.
 
 Owns the exchange over the board and the shared memory. It must not know units, passes or parameters. Read
 `wire/comm.py`, `wire/memory.py` and `wire/board.py` first.
 
 Note: the host
-    Ranks of one copy of the state that run on one host exchange through its memory (`wire/memory.py`): they meet to
-    say where values lie (`wire/board.py`), read each other's, and meet again when they have, so a collective ends when
-    nobody reads any more. What lies elsewhere on some rank, all show each other part by part, in a pooled buffer. Only
-    parameters at stage 3 are read for as long as they are gathered, not copied: they change after a barrier that each
-    rank enters when its passes are over. Tags, waits and errors are those of gloo.
+    Ranks of one replica of the state on one host exchange through shared memory (`wire/memory.py`). They meet to
+    publish offsets (`wire/board.py`), read each other's values, and meet again: a collective ends when no rank reads
+    any more. Tensors outside shared memory pass through a pooled buffer, part by part. Only parameters at stage 3 are
+    read in place while they are gathered; they change after a barrier that each rank enters when its passes are over.
+    Tags, waits and errors are those of gloo.
 """
 
 from collections import Counter
@@ -32,14 +32,14 @@ __all__ = ["HostComm"]
 
 Tensor = torch.Tensor
 SEEN_NUMEL = 4 * BLOCK_NUMEL
-"""Elements of another rank's memory that are read before their pages are dropped."""
+"""Elements of another rank's memory that are read between drops of their pages."""
 NOWHERE, NOT_READY = -1, -2
-"""In the place of an address in the memory of the host."""
+"""Replaces an offset for a tensor outside shared memory."""
 
 
 @final
 class HostComm(GlooComm):
-    """Exchange in memory that the ranks of each copy share; messages between copies. See "Note: the host"."""
+    """Exchange in shared memory within each replica, and by messages between replicas. See "Note: the host"."""
 
     def __init__(self, links: Links, ledger: Ledger, memory: HostMemory, wire_bytes: int) -> None:
         super().__init__(links, ledger, HostWire(SHOWN_NUMEL, wire_bytes), memory)
@@ -120,17 +120,17 @@ class HostComm(GlooComm):
         return Pending(finish)
 
     def _all_have_read(self, tag: Tag, kind: int) -> None:
-        """Wait until nobody reads any more what this rank showed."""
+        """Wait until all ranks have read the values of this rank."""
         self.links.wait([self._memory.board.meet(tag.place(kind, has_read=True), tag.about)], tag.what)
 
     def _add_up(
         self, offsets: Mapping[int, int], rows: Tensor, mine: Tensor, codec: Codec, scale: float, out: Tensor
     ) -> None:
-        """Leave in `out` the scaled sum of `mine` and of what the other ranks show this one.
+        """Write to `out` the scaled sum of `mine` and the values of the other ranks.
 
         Args:
-            offsets: where the others show it, by place.
-            rows: (N, n), what lies there: for each rank a row, of which the first `mine.numel()` elements count.
+            offsets: the offsets of the values in the other ranks' memory, by rank.
+            rows: (N, n): a row for each rank, of which the first `mine.numel()` elements are used.
         """
         dtype = torch.promote_types(mine.dtype, torch.float32)
 
@@ -146,8 +146,8 @@ class HostComm(GlooComm):
     def post(self, values: list[int], what: str, channel: Channel) -> Vote:
         if self.mesh.shard_size < self.mesh.world_size or len(values) >= WORDS:
             return super().post(values, what, channel)
-        # Who comes to a place again has read a vote half as many turns old. All have told theirs in that one, and so
-        # have read those that are as many turns older: nobody still reads what is overwritten.
+        # A rank that reuses a place has read a vote half a cycle old. All ranks posted in that vote, and therefore have
+        # read the votes half a cycle before it: no rank still reads the numbers that are overwritten.
         self._agreements[channel] += 1
         turns = 2 * MOST_UNREAD + 2
         place = Tag.AGREEMENTS + turns * channel + self._agreements[channel] % turns

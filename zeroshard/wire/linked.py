@@ -1,6 +1,7 @@
-"""What transports over process groups have in common: small things between all ranks.
+"""The common base of transports over process groups: small collectives over all ranks.
 
-Owns agreements, broadcasts and all-gathers of what is not a shard. It must not know units, passes or parameters. Read
+Owns votes, broadcasts and all-gathers of tensors that are not shards. It must not know units, passes or parameters.
+Read
 `wire/comm.py` and `wire/links.py` first.
 """
 
@@ -22,11 +23,11 @@ __all__ = ["LinkedComm"]
 
 Tensor = torch.Tensor
 CHANNEL_BITS, TURN_BITS, HOP_BITS = 2, 22, 5
-"""Of the tags of votes: the channel, its count modulo a power of two, and the hop."""
+"""Fields of the tags of votes: the channel, its count modulo a power of two, and the hop."""
 
 
 class LinkedComm(Comm):
-    """What transports over process groups have in common: small things between all ranks.
+    """The common base of transports over process groups: small collectives over all ranks.
 
     Args:
         group: the name of `group`.
@@ -41,11 +42,11 @@ class LinkedComm(Comm):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group of all ranks for what is not a small number."""
+        """The process group of all ranks for tensors."""
         return self.links.groups[self._name]
 
     def encoded(self, values: Tensor, codec: Codec) -> Tensor:
-        """Return the message for some values: themselves, where they are one, else in a pooled buffer."""
+        """Return the message for values: the values themselves if possible, else a pooled buffer."""
         if codec.is_message(values):
             return values
         message = self.pool.take(codec.message_numel(values.numel()), codec.dtype, values.device)
@@ -53,13 +54,13 @@ class LinkedComm(Comm):
         return message
 
     def in_pieces(self, numel: int, codec: Codec, messages: int, start: Callable[[slice], Pending]) -> Pending:
-        """Begin an exchange of `numel` elements that each rank owns, in pieces of at most `wire_bytes`.
+        """Start an exchange of `numel` elements per rank, in pieces of at most `wire_bytes`.
 
-        The first piece is under way at once, the others while somebody waits; none follows where a rank is not ready.
+        The first piece starts immediately, the others during the wait; if a rank is not ready, no other piece follows.
 
         Args:
             messages: as in `Wire.piece_numel`.
-            start: begins one piece.
+            start: starts one piece.
         """
         size = max(1, self.wire.piece_numel(numel, codec.name, messages))
         pieces = [slice(at, min(at + size, numel)) for at in range(0, max(1, numel), size)]
@@ -70,8 +71,8 @@ class LinkedComm(Comm):
         self.links.before_wait = catch_up
 
     def post(self, values: list[int], what: str, channel: Channel) -> Vote:
-        # Dissemination: after hop k a rank knows the least numbers of the 2**k ranks up to it. A minimum may count a
-        # rank twice, so this is right for any number of ranks.
+        # Dissemination: after hop k a rank knows the minima over the 2**k ranks up to it. Counting a rank twice does
+        # not change a minimum, so this works for any number of ranks.
         rank, size, group = self.mesh.rank, self.mesh.world_size, self.links.groups[CONTROL]
         hops = (size - 1).bit_length()
         self._votes[channel] = turn = (self._votes[channel] + 1) % (1 << TURN_BITS)
@@ -80,19 +81,19 @@ class LinkedComm(Comm):
 
         def start(hop: int, least: list[int]) -> tuple[Tensor, list[dist.Work]]:
             after, before, tag = (rank + (1 << hop)) % size, (rank - (1 << hop)) % size, first_tag + hop
-            # Where ranks are emulated nothing is heard.
+            # Emulated ranks send nothing.
             told, heard = (torch.tensor(least, dtype=torch.int64) for _ in range(2))
             receive = self.links.start(lambda: dist.irecv(heard, group=group, tag=tag, group_src=before), what)
             send = self.links.start(lambda: dist.isend(told, group=group, tag=tag, group_dst=after), what)
             return heard, [receive, send]
 
-        # The first hop is on its way at once; the others follow when the vote is read.
+        # The first hop starts immediately; the others follow when the vote is read.
         hop, least, (heard, works) = 0, values, start(0, values)
 
         def hear() -> list[int]:
             nonlocal hop, least, heard, works
             while hop < hops:
-                self.links.wait(works, what)  # one that is interrupted is awaited again
+                self.links.wait(works, what)  # an interrupted wait is repeated
                 hop, least = hop + 1, [*map(min, least, heard.tolist())]
                 if hop < hops:
                     heard, works = start(hop, least)
@@ -104,7 +105,7 @@ class LinkedComm(Comm):
         """Start a collective on `tensor` on a process group, and wait for it.
 
         Args:
-            name: of the group; another one with the same ranks, where it does not take such tensors.
+            name: name of the group; a group with the same ranks is used if this one does not support the tensor.
         """
         self.links.run(lambda: start(self.links.groups[name]), what)
 
@@ -114,10 +115,10 @@ class LinkedComm(Comm):
         self.sent_bytes["agree"] += flags.nbytes
 
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
-        # gloo refuses tensors that are not contiguous, and some dtypes: bytes are always right.
+        # gloo rejects non-contiguous tensors and some dtypes; bytes always work.
         data = tensor.contiguous()
         raw = data.view(-1).view(torch.uint8) if data.numel() else data.new_zeros(1, dtype=torch.uint8)
-        is_part &= PART in self.links.groups  # else all ranks have the same parts
+        is_part &= PART in self.links.groups  # without the group, all ranks have the same parts
         first, name = (self.mesh.data_ranks[0], PART) if is_part else (0, self._name)
         self.run(tensor, lambda group: dist.broadcast(raw, first, group=group, async_op=True), what, name)
         if data.data_ptr() != tensor.data_ptr():

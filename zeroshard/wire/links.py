@@ -1,13 +1,12 @@
 """The connections of one model's ranks: process groups, waits with a limit, and errors that name each rank.
 
-Owns the process groups and the watchdog. It must not know what is sent: transports start collectives and messages on
-the groups, and wait here.
+Owns the process groups and the watchdog. It must not know the content of messages: transports start collectives and
+messages on the groups, and wait here.
 
 Note: two waits
-    `wait` is the host's: gloo's messages and the board are over when it returns, or an error names who is missing.
-    `wait_on_stream` is a device's: it orders the current stream after NCCL's collectives, the host goes on, and the
-    watchdog looks after the stream. With a limit, NCCL's own wait would stop the host until the collective is over, and
-    look for that with pauses, so it gets none.
+    `wait` blocks the host until messages of gloo and meetings on the board are done, or raises an error that names the
+    missing ranks. `wait_on_stream` orders the current stream after NCCL's collectives without blocking the host; the
+    watchdog observes the stream. NCCL's own wait would block the host, with pauses, if it had a limit, so it has none.
 """
 
 import os
@@ -33,19 +32,20 @@ __all__ = ["CONTROL", "HOST_PART", "Links", "PART"]
 CONTROL = "control"
 """The gloo process group of all ranks, for small numbers that the host reads."""
 PART = "part"
-"""That of the ranks which train the same tensors as this one, where they are not all."""
+"""The process group of the ranks that train the same tensors as this rank, if these are not all ranks."""
 HOST_PART = "host part"
-"""The gloo one of these ranks, where `PART` is NCCL's."""
+"""The gloo process group of the same ranks, if `PART` uses NCCL."""
 
 
 @final
 class Links:
-    """Process groups by name, and waits on them that end within a limit.
+    """Process groups by name, and waits with a limit.
 
     Args:
-        watchdog_s: of a wait, at most.
-        heartbeat_s: after which a rank without a sign of life is the cause.
-    Collective: makes process groups; every rank must call.
+        watchdog_s: maximum seconds of a wait.
+        heartbeat_s: seconds without a heartbeat after which a rank is the cause of a failure.
+
+    Collective: creates process groups; every rank must call.
     """
 
     def __init__(self, mesh: Mesh, watchdog_s: float, heartbeat_s: float) -> None:
@@ -53,20 +53,20 @@ class Links:
         self._limit, self._process = timedelta(seconds=watchdog_s), os.getpid()
         self.before_wait: Callable[[], None] = lambda: None
         """Called before this rank waits for others; see `Comm.call_before_waits`."""
-        # Held here alone: whoever keeps the last reference to a group ends it.
+        # The only references: the last reference to a group ends it.
         self.groups: dict[str, dist.ProcessGroup] = {}
         weakref.finalize(self, _leave, weakref.ref(self), self.groups, self._process)
         tell_forks(self)
         self.new_group(CONTROL, "gloo")
         name: str = self.groups[CONTROL].group_name
-        # The store is the one thing that ranks share when the process group is stuck; torch has no public way to it. A
-        # client serves one request at a time, and NCCL may sit in one for seconds while it connects.
+        # Only the store is usable when the process group is stuck; torch has no public access to it. A client serves
+        # one request at a time, and NCCL may occupy it for seconds while it connects.
         store = dist.distributed_c10d.PrefixStore(f"zeroshard/{name}", own_client_of(default_store()))
         self.watchdog = Watchdog(store, mesh.rank, mesh.world_size, watchdog_s, heartbeat_s)
 
     def new_group(self, name: str, backend: str, *axes: str) -> None:
-        """Make the process group of all ranks, or those of the ranks along `axes`, on all ranks at the same time."""
-        # What a device waits for ends here, in words; torch's own watchdog, which aborts without them, comes later.
+        """Create the process group of all ranks, or of the ranks along `axes`, on all ranks at the same time."""
+        # Waits of a device end here with an error; torch's own watchdog, which aborts without one, fires later.
         limit = self._limit if backend == "gloo" else 2 * self._limit
         if axes:
             ranks = self.mesh.rows(*axes).tolist()
@@ -78,7 +78,7 @@ class Links:
             self.watchdog.record = lambda: devices.mark(device).query
 
     def after_fork(self) -> None:
-        """Refuse to communicate, and end no process group: the connections are the parent's, and so are the threads."""
+        """Disable communication in a forked child, and keep the process groups, which the parent owns."""
         keep_for_good(dist.group.WORLD, default_store(), *self.groups.values())
         for name in ("start", "wait", "wait_on_stream"):
             setattr(self, name, self._refuse)
@@ -91,12 +91,12 @@ class Links:
         )
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is a device's, which orders its work by streams."""
+        """Return whether a tensor is on a device with streams."""
         return tensor.device.type != "cpu"
 
     def start(self, start: Callable[[], Any], what: str) -> dist.Work:
-        """Start a collective, or a message of one. A dead peer may show already here."""
-        # The end of a pass, mostly: what the device was told to wait for is complete.
+        """Start a collective or one of its messages. The failure of a peer may already raise here."""
+        # Usually the end of a pass: all waits of the device are queued.
         self.watchdog.mark()
         try:
             work: dist.Work | None = start()
@@ -106,10 +106,10 @@ class Links:
         return work
 
     def wait(self, works: Sequence[dist.Work | Meeting], what: str) -> None:
-        """Return when all are done: the host waits.
+        """Block the host until all works are done.
 
         Raises:
-            RankMismatchError: one failed, or took longer than the limit; the text says what each rank does.
+            RankMismatchError: a work failed, or exceeded the limit; the text lists the operation of each rank.
         """
         self.before_wait()
         self.watchdog.waits_for(what)
@@ -121,13 +121,13 @@ class Links:
         self.watchdog.runs_after(what)
 
     def wait_on_stream(self, work: dist.Work, what: str, *, is_last: bool = False) -> None:
-        """Have what the current stream is told from here on run after a collective; the host goes on.
+        """Order later work of the current stream after a collective; the host does not wait.
 
         Args:
-            is_last: no agreement follows soon, so that the watchdog marks the stream here.
+            is_last: whether no agreement follows soon, so that the watchdog marks the stream here.
 
         Raises:
-            RankMismatchError: the collective has failed already.
+            RankMismatchError: the collective has already failed.
         """
         try:
             work.wait()
@@ -156,10 +156,11 @@ class Links:
 
 
 def _leave(links: "weakref.ref[Links]", groups: dict[str, dist.ProcessGroup], process: int) -> None:
-    """End the process groups of a model that is gone, or of an interpreter that ends.
+    """End the process groups of a deleted model, or at interpreter exit.
 
-    A worker drops the last tensor that it sent a moment after the wait for it ends, and needs the interpreter for that;
-    in an interpreter that ends, it would abort the process. The last reference to a group waits for its workers.
+    A worker thread drops the last tensor that it sent shortly after the wait for it, and needs the interpreter for
+    that: during interpreter exit, it would abort the process. Dropping the last reference to a group waits for its
+    workers.
     """
     if is_child_of(process):
         return

@@ -1,21 +1,22 @@
-"""Where flat tensors get their memory: of this process alone, or shared by the ranks of one host.
+"""Memory of flat tensors: private to this process, or shared by the ranks of one host.
 
-Owns files without a name (memfd) and their mappings. It must not know what lies in them, nor when another rank may read
-it: `wire/host.py` orders that, and `core/buffer.py` says what is kept where.
+Owns anonymous files (memfd) and their mappings. It must not know their content, nor when another rank may read it:
+`wire/host.py` orders reads, and `core/buffer.py` chooses the memory of each tensor.
 
 Note: nothing to clean up
     The files are in memory and have no name; the kernel frees them with the last process that maps them, however it
-    ends. Another rank opens one as /proc/PID/fd/N. Where that cannot be done (another host, user or container, another
-    system than Linux) `join` says so, and messages are used instead.
+    ends. Another rank opens a file as /proc/PID/fd/N. If that is impossible (another host, user or container, or
+    another system than Linux), `join` returns False, and ranks use messages instead.
 Note: the common file
-    What is gathered and released again lies once per host, in a file that all ranks map. Each rank changes its own
-    shard through a shared mapping, and reads the whole through a private one: the kernel shows it what the others
-    wrote, but a page that this rank writes becomes its own until it is forgotten. So a change in place, which belongs
-    to this rank only, reaches nobody else, and is gone with the release, as with memory of its own.
+    Gathered parameters are stored once per host, in a file that all ranks map. Each rank writes its own shard through a
+    shared mapping, and reads all shards through a private mapping: it sees the writes of the others, but a page that it
+    writes itself becomes private until it is dropped. So a change in place stays on this rank, and disappears with the
+    release, as in private memory.
 Note: forked children
-    A mapping that is shared stays shared over a fork, so a DataLoader's worker that writes to a parameter would change
-    the training of all ranks. Each child replaces its shared mappings by private ones of the same files at the same
-    addresses: it reads what a rank wrote, also after the fork, until it writes to a page, which is then its own.
+    A shared mapping stays shared over a fork, so a DataLoader worker that writes to a parameter would change the
+    training of all ranks. Each child replaces its shared mappings with private mappings of the same files at the same
+    addresses. It sees the writes of the ranks, also after the fork, until it writes to a page, which then becomes
+    private.
 """
 
 import ctypes
@@ -41,46 +42,46 @@ __all__ = ["HostMemory", "Memory", "OwnMemory"]
 Tensor = torch.Tensor
 
 SLAB_BYTES: Final = 256 << 20
-"""Least bytes of a private mapping: the kernel may count each as memory of the process in full."""
+"""Minimum bytes of a private mapping: the kernel may count each fully as memory of the process."""
 MAP_FIXED: Final = 0x10
 MAP_NORESERVE: Final = 0x4000
-"""Of Linux on x86-64; Python has no name for the first."""
+"""Constants of Linux on x86-64; Python has no name for the first."""
 
 
 class Memory(ABC):
-    """What buckets and pools need of memory."""
+    """The interface of memory for buckets and pools."""
 
     is_shared: bool
-    """Whether other ranks read it where it lies."""
+    """Whether other ranks read this memory in place."""
 
     @abstractmethod
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return (numel,) of zeros, to be kept for as long as the model lives."""
+        """Return zeros (numel,) for the lifetime of the model."""
 
     def give_back(self, tensor: Tensor) -> None:
-        """Let go of the memory of `zeros` for good; nobody may read the tensor any more."""
-        return  # it goes with the tensor
+        """Free the memory of a tensor from `zeros`, which must not be read afterwards."""
+        return  # freed with the tensor
 
     @abstractmethod
     def home(self, numel: int, bounds: Range, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return zeros (numel,) that are closed and opened again, and the shard (stop - start,) of them that stays."""
+        """Return zeros (numel,) that can be closed and opened again, and their shard (stop - start,), which stays."""
 
     @abstractmethod
     def open(self, full: Tensor, start: int, shard: Tensor) -> None:
-        """Give `full` of a home its memory, with this rank's shard, from element `start` on, in place."""
+        """Allocate the memory of `full`, with this rank's shard in place at element `start`."""
 
     @abstractmethod
     def close(self, full: Tensor) -> bool:
-        """Take the memory of `full` back; views of it stay. False where it has to be left there."""
+        """Free the memory of `full`; views of it stay. Return False if the memory cannot be freed."""
 
     def rest(self, full: Tensor) -> None:
-        """Let go of what an open home costs as long as nobody reads it; it is there, as it was, when somebody does."""
-        return  # the values are in this memory alone, and would be lost
+        """Drop the pages of an open home while it is unused; the next read restores the same content."""
+        return  # this memory has the only copy of the values
 
 
 @final
 class OwnMemory(Memory):
-    """Memory of this process, on any device."""
+    """Private memory of this process, on any device."""
 
     is_shared = False
 
@@ -101,7 +102,7 @@ class OwnMemory(Memory):
     def close(self, full: Tensor) -> bool:
         """See `Memory`."""
         storage = full.untyped_storage()
-        # An array of numpy's lies in the same memory, and torch does not know when it ends.
+        # A numpy array shares the memory, and torch does not know its lifetime.
         if storage.resizable():
             storage.resize_(0)
         return storage.resizable()
@@ -109,12 +110,12 @@ class OwnMemory(Memory):
 
 @final
 class HostMemory(Memory):
-    """Memory of the ranks that together keep one copy of the state, all on this host; for the CPU.
+    """Shared CPU memory of the ranks of one replica, all on this host.
 
-    Make one on each rank, exchange the cards, and use it where every rank's `join` succeeded.
+    Create an object on each rank, exchange the cards, and use it if `join` succeeded on every rank.
 
     Args:
-        place: this rank's place among them.
+        place: the index of this rank among these ranks.
     """
 
     is_shared = True
@@ -129,19 +130,19 @@ class HostMemory(Memory):
                 self._files = [_File.make(self._secret), _File.make(self._secret)]
         self._peers: list[_File] = []
         self.board: Board
-        """Where these ranks meet, after `join`."""
+        """The board of these ranks, after `join`."""
 
     @property
     def card(self) -> list[int]:
-        """What the others need to open this rank's files: process, descriptors, and a secret that stands in both."""
+        """The data for opening this rank's files: process, descriptors, and a secret that both files contain."""
         descriptors = [file.descriptor for file in self._files] or [-1, -1]
         return [os.getpid(), *descriptors, self._secret]
 
     def join(self, cards: Sequence[Sequence[int]]) -> bool:
-        """Open the others' files; False where one cannot be opened.
+        """Open the files of the other ranks; return False if a file cannot be opened.
 
         Args:
-            cards: every rank's, by place.
+            cards: the card of every rank, by index.
         """
         if not self._files:
             return False
@@ -168,7 +169,7 @@ class HostMemory(Memory):
 
     def home(self, numel: int, bounds: Range, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """See `Memory`."""
-        # Every rank makes the same homes in the same order, so that they lie at the same place on all.
+        # Every rank allocates the same homes in the same order, so that offsets are equal on all ranks.
         common, nbytes = self._files[1], numel * dtype.itemsize
         offset = common.take(nbytes)
         shard = common.view(offset + bounds[0] * dtype.itemsize, bounds[1] - bounds[0], dtype)
@@ -183,7 +184,7 @@ class HostMemory(Memory):
 
     def open(self, full: Tensor, start: int, shard: Tensor) -> None:
         """See `Memory`."""
-        # The mapping shows what the owners of the shards last wrote.
+        # The mapping shows the latest values of all shards.
         return
 
     def close(self, full: Tensor) -> bool:
@@ -195,39 +196,39 @@ class HostMemory(Memory):
 
     def rest(self, full: Tensor) -> None:
         """See `Memory`."""
-        # Its pages are those of the file, which are mapped in again where they are read.
+        # The pages belong to the file, and a read maps them again.
         self.close(full)
 
     def is_home(self, tensor: Tensor) -> bool:
-        """Tell whether `tensor` is the whole of a home: then it shows the others' shards without a copy."""
+        """Return whether `tensor` is a full home, which shows the shards of the other ranks without a copy."""
         return tensor.data_ptr() in self._homes
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Return where `tensor` lies in this rank's file, 0 for the whole of a home; None where it is not shared."""
+        """Return the offset of `tensor` in this rank's file, 0 for a full home; None if it is not shared."""
         if self.is_home(tensor):
             return 0
         offset = tensor.data_ptr() - self._files[0].address
         return offset if 0 < offset < self._files[0].taken_bytes else None
 
     def of_peer(self, place: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return (numel,) of another rank's memory, to be read only, and to be dropped after that.
+        """Return a read-only view (numel,) of another rank's memory; call `drop` after the read.
 
         Args:
-            place: of that rank.
-            offset: what `offset_of` said there.
+            place: the index of that rank.
+            offset: the result of `offset_of` on that rank.
         """
         return self._peers[place].view(offset, numel, dtype)
 
     def drop(self, place: int, part: Tensor) -> None:
-        """Let go of pages of another rank's memory that were read: they are that rank's, and would count twice."""
+        """Unmap pages of another rank's memory, which would count as memory of both processes."""
         self._peers[place].drop(part.data_ptr(), part.nbytes)
 
 
 @final
 class _File:
-    """A file in memory, mapped shared; a secret by which it is known, and a board, come first.
+    """A file in memory, mapped shared; it begins with an identifying secret and a board.
 
-    Invariant: as much is mapped as the host has memory, which costs nothing until it is used.
+    Invariant: the mapping is as large as the memory of the host; unused pages cost nothing.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -236,7 +237,7 @@ class _File:
         self.taken_bytes = mmap.PAGESIZE + BOARD_BYTES
         self._map = mmap.mmap(descriptor, _host_bytes())
         self.address = _view(self._map, 0, 1, torch.uint8).data_ptr()
-        # Found before a fork: the child of a process with threads may wait for ever where it asks the loader.
+        # Looked up before a fork: in the child of a process with threads, the loader may deadlock.
         self._mmap, self._is_private = _libc_mmap(), False
         tell_forks(self)
 
@@ -253,7 +254,7 @@ class _File:
         """Open another rank's file.
 
         Raises:
-            OSError: it cannot be opened from here.
+            OSError: the file cannot be opened by this process.
         """
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         if os.pread(descriptor, 8, 0) != secret.to_bytes(8, "little"):
@@ -266,15 +267,15 @@ class _File:
         if self._is_private:
             return
         self._is_private, flags = True, mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
-        # A host that reserves all memory may have none for a copy of the file: then it can be read alone.
+        # A host without overcommit may lack memory for a private copy: map the file read-only then.
         for access in (mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ):
             if self._mmap(self.address, len(self._map), access, flags, self.descriptor, 0) == self.address:
                 return
-        os.write(2, b"zeroshard: a forked process ends, since it would share the memory of its rank\n")
+        os.write(2, b"zeroshard: a forked process ends, because it would share the memory of its rank\n")
         os._exit(1)
 
     def take(self, nbytes: int) -> int:
-        """Return the offset of new bytes, at the start of a page."""
+        """Allocate bytes at the start of a page, and return their offset."""
         offset, self.taken_bytes = self.taken_bytes, self.taken_bytes + _whole_pages(nbytes)
         if self.taken_bytes > len(self._map):
             raise MemoryError(f"{self.taken_bytes} bytes of shared memory are needed; this host has {len(self._map)}.")
@@ -282,31 +283,31 @@ class _File:
 
     @property
     def words(self) -> memoryview:
-        """The board, as 64-bit numbers."""
+        """The board, as 64-bit words."""
         return memoryview(self._map)[mmap.PAGESIZE : mmap.PAGESIZE + BOARD_BYTES].cast("q")
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return (numel,) of its bytes from `offset` on."""
+        """Return a tensor (numel,) on the bytes from `offset`."""
         return _view(self._map, offset, numel, dtype)
 
     def remove(self, address: int, nbytes: int) -> None:
-        """Free the pages of what was taken; its place in the file is not used again."""
+        """Free the pages of an allocation; its range in the file is not reused."""
         self._map.madvise(mmap.MADV_REMOVE, address - self.address, _whole_pages(nbytes))
 
     def drop(self, address: int, nbytes: int) -> None:
-        """Take the pages of some of its bytes out of this process; reading them maps them in again."""
+        """Unmap pages from this process; a read maps them again."""
         first = (address - self.address) // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, first, _whole_pages(address - self.address + nbytes - first))
 
 
 def _view(mapping: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor on mapped bytes, which keeps the mapping alive."""
+    """Return a tensor on mapped bytes; the tensor keeps the mapping alive."""
     return torch.frombuffer(mapping, dtype=dtype, count=numel, offset=offset) if numel else torch.empty(0, dtype=dtype)
 
 
 @functools.cache
 def _libc_mmap() -> Callable[..., Any]:
-    """Return mmap as C has it: Python's maps nothing at an address that is given."""
+    """Return the mmap of libc: Python's mmap cannot map at a given address."""
     function = ctypes.CDLL(None).mmap
     function.restype = ctypes.c_void_p
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

@@ -1,4 +1,4 @@
-"""Which ranks there are, along which axes, and which one this is: the process group, the device.
+"""The ranks of a run, the axes of the mesh, and the process group and device of this rank.
 
 The only module that reads or sets environment variables. It must not know models or optimizers.
 """
@@ -31,18 +31,18 @@ __all__ = [
 ]
 
 Axis = Literal["shard", "tensor"]
-"""Along which the parts of a whole lie."""
+"""The axis along which a tensor is split."""
 
 
 SIOCGIFADDR = 0x8915
-"""What Linux calls the question for the address of an interface."""
+"""SIOCGIFADDR of Linux: get the address of a network interface."""
 OTHER_NETWORK = "192.0.2.1"
-"""An address that no host has: it is reserved for documentation."""
+"""An address that is reserved for documentation, which no host has."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a run, and this rank's place among them.
+    """The ranks of a run, and the position of this rank.
 
     ```python
     import zeroshard as zs
@@ -57,57 +57,57 @@ class Mesh:
     local_rank: int
     device: torch.device
     axes: tuple[tuple[str, int], ...] = ()
-    """Name and size of each axis, the last one over neighbouring ranks; none: all ranks along "shard"."""
+    """Name and size of each axis, the last over neighbouring ranks; empty for all ranks along "shard"."""
 
     def rows(self, *names: str) -> torch.Tensor:
-        """Return (rows, size): in each row, in order, ranks that differ along these axes only; each rank is in one."""
+        """Return (rows, size): each row has, in order, the ranks that differ only along these axes."""
         axes = self.axes or (("shard", self.world_size),)
         last = [place for place, (name, _) in enumerate(axes) if name in names]
         ranks = torch.arange(self.world_size).view([size for _, size in axes])
         return ranks.movedim(last, list(range(-len(last), 0))).reshape(-1, math.prod(axes[place][1] for place in last))
 
     def along(self, *names: str) -> tuple[int, ...]:
-        """Return, in order, the ranks that differ from this one along these axes only, and this one."""
+        """Return, in order, this rank and the ranks that differ from it only along these axes."""
         rows = self.rows(*names)
         return tuple(rows[(rows == self.rank).any(1)][0].tolist())
 
     def ranks_of(self, axis: Axis) -> tuple[int, ...]:
-        """Return what `along` does for one axis, worked out once."""
+        """Return `along(axis)`, cached."""
         return self.shard_ranks if axis == "shard" else self.tensor_ranks
 
     @cached_property
     def shard_ranks(self) -> tuple[int, ...]:
-        """The ranks over which this one's state is sharded."""
+        """The ranks over which the state of this rank is sharded."""
         return self.along("shard")
 
     @cached_property
     def shard_size(self) -> int:
-        """How many these are."""
+        """The number of ranks in `shard_ranks`."""
         return len(self.shard_ranks)
 
     @cached_property
     def shard_rank(self) -> int:
-        """This rank's place among them."""
+        """The index of this rank in `shard_ranks`."""
         return self.shard_ranks.index(self.rank)
 
     @cached_property
     def replica_ranks(self) -> tuple[int, ...]:
-        """The ranks that keep the same shard as this one, and it itself."""
+        """The ranks that keep the same shard as this rank, including this rank."""
         return self.along("replicate")
 
     @cached_property
     def replicas(self) -> int:
-        """Copies of the sharded state."""
+        """The number of replicas of the sharded state."""
         return len(self.replica_ranks)
 
     @cached_property
     def tensor_ranks(self) -> tuple[int, ...]:
-        """The ranks over which torch splits tensors that this one has a part of."""
+        """The ranks over which torch splits the DTensors of this rank."""
         return self.along("tensor")
 
     @cached_property
     def data_ranks(self) -> tuple[int, ...]:
-        """The ranks that train the same tensors as this one, on other data."""
+        """The ranks that train the same tensors as this rank, on different data."""
         return self.along("replicate", "shard")
 
     def __str__(self) -> str:
@@ -116,10 +116,10 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Launched:
-    """What torchrun, or another launcher, said to this process: its rank, of how many, and where they meet.
+    """The settings of torchrun or another launcher: rank, world size, and the address of the store.
 
     Args:
-        has_store: whether the launcher keeps the store at the address; else rank 0 does.
+        has_store: whether the launcher hosts the store at the address; otherwise rank 0 does.
     """
 
     rank: int
@@ -130,11 +130,13 @@ class Launched:
 
 
 def find_launch() -> Launched | None:
-    """Return what the launcher said, None for one process; ranks of one host connect over loopback from then on.
+    """Return the launcher's settings, None for one process; also make ranks of one host connect over loopback.
 
     Raises:
-        RuntimeError: a variable is missing or is no number.
+        RuntimeError: a variable is missing or is not a number; another launcher started several processes.
     """
+    if "WORLD_SIZE" not in os.environ:
+        _refuse_other_launcher()
     world_size = _read_int("WORLD_SIZE", 1)
     if world_size == 1:
         return None
@@ -145,7 +147,7 @@ def find_launch() -> Launched | None:
             f"--nproc-per-node {world_size} your_script.py`, or unset WORLD_SIZE for one process."
         )
     if _read_int("LOCAL_WORLD_SIZE", 0) == world_size:
-        # All ranks share this host: loopback always works, a host name may resolve to an address that does not.
+        # All ranks share this host: loopback always works; the host name may resolve to an unreachable address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     elif "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface_to(os.environ["MASTER_ADDR"])):
         os.environ["GLOO_SOCKET_IFNAME"] = name
@@ -153,12 +155,27 @@ def find_launch() -> Launched | None:
     return Launched(_read_int("RANK", 0), world_size, os.environ["MASTER_ADDR"], _read_int("MASTER_PORT", 0), has_store)
 
 
-def _interface_to(address: str) -> str:
-    """Return the network interface on the way to the master, which is the one that other hosts reach this one by.
+def _refuse_other_launcher() -> None:
+    """Raise where srun or mpirun started several processes, each of which would train alone."""
+    for size, rank in (
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("PMI_SIZE", "PMI_RANK"),
+    ):
+        if (count := _read_int(size, 1)) > 1:
+            raise RuntimeError(
+                f"{size} is {count}, and WORLD_SIZE is not set: {count} processes were started, and each would train "
+                f"apart from the others (this is {rank}={os.environ.get(rank)}). Start one torchrun a node, such as "
+                "`srun --ntasks-per-node=1 torchrun --nnodes ... your_script.py`, or set RANK, WORLD_SIZE, LOCAL_RANK, "
+                "MASTER_ADDR and MASTER_PORT for each process. WORLD_SIZE=1 is for processes that train alone."
+            )
 
-    gloo would take the address that this host's name has, which many systems say is 127.0.1.1. On the master's host its
-    own name may have that address, too; then it is the interface on the way to other networks. Empty where there is
-    none.
+
+def _interface_to(address: str) -> str:
+    """Return the network interface on the route to the master, by which other hosts reach this host; "" without any.
+
+    gloo would use the address of this host's name, which is 127.0.1.1 on many systems. On the master's host, the name
+    of the master may also resolve to that address; then the result is the interface on the route to other networks.
     """
     import fcntl  # not on every system
 
@@ -168,7 +185,7 @@ def _interface_to(address: str) -> str:
             found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             own[socket.inet_ntoa(found[20:24])] = name
     for host in (address, OTHER_NETWORK):
-        # Connecting a datagram socket sends nothing: it asks for the route.
+        # Connecting a datagram socket sends nothing; it only resolves the route.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
             asking.connect((host, 1))
             source = asking.getsockname()[0]
@@ -178,37 +195,37 @@ def _interface_to(address: str) -> str:
 
 
 def refuse_blocking_nccl() -> None:
-    """Raise where NCCL's waits were told to stop the host.
+    """Raise if an environment variable makes NCCL's waits block the host.
 
     Raises:
-        RuntimeError: a variable says so.
+        RuntimeError: such a variable is set.
     """
     for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
         if os.environ.get(name, "0").lower() not in ("0", "", "n", "no", "false", "off"):
             raise RuntimeError(
-                f"{name}={os.environ[name]} has the host wait for each collective, many times a step, and hides from "
-                "the watchdog what it waits for. Unset it: a rank that waits too long is named without it."
+                f"{name}={os.environ[name]} makes the host wait for each collective, many times a step, and hides "
+                "these waits from the watchdog. Unset it; the watchdog detects ranks that wait too long."
             )
 
 
 def current_mesh(found: torch.device | None = None) -> Mesh:
-    """Return the mesh of the default process group, or of this one process where there is none.
+    """Return the mesh of the default process group, or of this process alone without a group.
 
     Args:
-        found: the device of a model's parameters, where it is one. One process that no launcher started follows it.
+        found: the device of the model's parameters, if they share one; used by a process without a launcher.
 
     Raises:
-        RuntimeError: torchrun started more ranks than have joined, which would train apart from each other.
+        RuntimeError: torchrun started more ranks than the process group has, and each would train alone.
     """
     is_joined = dist.is_available() and dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
-    # More ranks than the variable says have found each other, so that it is not about them.
+    # The group has more ranks than the variable says, so the variable is not about this group.
     if (started := _read_int("WORLD_SIZE", 1)) > world_size:
         found_group = f"has a process group of {world_size} rank(s)" if is_joined else "has joined no process group"
         raise RuntimeError(
-            f"WORLD_SIZE is {started}, but this process {found_group}, so that each would train apart from the others. "
-            "Call zs.init() first, in place of torch.distributed.init_process_group(), or unset WORLD_SIZE where this "
-            "process is to train alone."
+            f"WORLD_SIZE is {started}, but this process {found_group}, so each rank would train alone. Call zs.init() "
+            "first, instead of torch.distributed.init_process_group(), or unset WORLD_SIZE to train with this process "
+            "alone."
         )
     local_rank, backend = read_local_rank(), backend_of("cuda") if is_joined else "nccl"
     given = getattr(dist.group.WORLD, "bound_device_id", None)
@@ -218,14 +235,14 @@ def current_mesh(found: torch.device | None = None) -> Mesh:
 
 
 def backend_of(kind: str) -> str | None:
-    """Return what the default process group moves tensors of a type of device with; None if it does not."""
-    # "undefined" is all that get_backend() says of a group made without a backend; torch has chosen one all the same.
+    """Return the backend of the default process group for a device type; None without any."""
+    # For a group created without a backend, get_backend() returns "undefined", although torch has chosen one.
     pairs = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
     return pairs.get(kind)
 
 
 def read_local_rank() -> int | None:
-    """Return this rank's number on its host, as the launcher gave it; None if it gave none."""
+    """Return the number of this rank on its host, from LOCAL_RANK; None if the launcher did not set it."""
     return _read_int("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else None
 
 
@@ -242,6 +259,6 @@ def _read_int(name: str, default: int) -> int:
 
 
 def slice_of(ranks: Sequence[int]) -> slice | list[int]:
-    """Return what picks the rows of these ranks, ascending; a slice, which copies nothing, where that can be."""
+    """Return an index for the rows of these ranks, ascending: a slice if possible, which copies nothing."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     return slice(ranks[0], ranks[-1] + 1, step) if [*range(ranks[0], ranks[-1] + 1, step)] == [*ranks] else [*ranks]

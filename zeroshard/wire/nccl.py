@@ -1,22 +1,22 @@
-"""NCCL's own collectives for shards, gloo for the small numbers that the host reads.
+"""The transport NCCL: its own collectives for shards, gloo for small numbers that the host reads.
 
-Owns the bytes on the wire. It must not know units, passes or parameters. Read `wire/comm.py` first.
+Owns the collectives. It must not know units, passes or parameters. Read `wire/comm.py` first.
 
 Note: NCCL
-    Its own in-place collectives, asynchronous. Waiting orders the current stream after the collective, so buffers need
-    no stream of their own, and the host goes on. NCCL chooses the order of its sums. Tensors of the host go over gloo,
-    as bytes: an AdamW's `step` and buffers of modules, and all texts.
+    Collectives are in place and asynchronous. A wait orders the current stream after the collective; buffers need no
+    separate stream, and the host does not block. NCCL chooses the order of its sums. Tensors in host memory are sent by
+    gloo, as bytes: AdamW's `step`, buffers of modules, and all texts.
 Note: communicators
-    Collectives on one communicator run one after the other. In a backward the next unit is gathered while the last one
-    is reduced, so the two have communicators of their own: on one, a gather that the next kernel needs would wait for
-    a reduction that nothing needs yet. Norms have another one, with broadcasts and gathers over all ranks: a rank may
-    take a norm before it has read that another one asks for a gather in the backward before (`core/votes.py`), and on
-    one communicator ranks would issue the two in different orders. Communicators along the other axes exist where there
-    are such axes.
+    Collectives on one communicator run in sequence. In a backward, the next unit is gathered while the last unit is
+    reduced, so gathers and reductions have separate communicators: on a common one, an urgent gather would wait for a
+    reduction. Norms have a third communicator, with broadcasts and gathers over all ranks: a rank may take a norm
+    before it has read the request of another rank for a gather in the previous backward (`core/votes.py`), and on a
+    common communicator ranks would issue the two in different orders. Other axes of the mesh have their own
+    communicators.
 Note: scales
-    NCCL multiplies as it adds up: no kernel follows a reduction. Where elements are converted for the wire, they are
-    multiplied in the same kernel, before they are rounded. So sums in fp16 do not overflow, and no factor is rounded to
-    a low precision, as NCCL does with that of an average.
+    NCCL scales during the reduction, without a further kernel. Elements that are converted for a message are scaled in
+    the same kernel, before rounding. So sums in fp16 do not overflow, and the factor is not rounded to a low precision,
+    unlike the factor of an average in NCCL.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ ALL, GATHERS, REDUCES, COPIES, PARTS = "all", "gathers", "reductions", "copies",
 
 @final
 class NcclComm(LinkedComm):
-    """NCCL's own collectives for shards, gloo for what the host reads and has. See "Note: NCCL"."""
+    """NCCL's own collectives for shards, gloo for numbers and tensors of the host. See "Note: NCCL"."""
 
     def __init__(self, links: Links, ledger: Ledger, wire_bytes: int) -> None:
         refuse_blocking_nccl()
@@ -68,7 +68,7 @@ class NcclComm(LinkedComm):
         if not self.links.is_on_device(tensor):
             super().run(tensor, start, what, HOST_PART if name == PART else CONTROL)
         else:
-            # Often the host reads the result next, before any agreement.
+            # The host often reads the result next, before any agreement.
             self.links.wait_on_stream(start(self.links.groups[name]), what, is_last=True)
 
     def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
@@ -81,7 +81,7 @@ class NcclComm(LinkedComm):
     def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:
         assert full is not None, "NCCL sums what it is given"
         if not codec.is_summable:
-            raise ValueError(f"{self.mesh} NCCL adds messages up, but not those of {codec.name!r}: use reduce=a dtype.")
+            raise ValueError(f"{self.mesh} NCCL cannot sum messages of codec {codec.name!r}: set reduce= to a dtype.")
         size, group = self.mesh.shard_size, self.links.groups[REDUCES]
         self.sent_bytes["reduce"] += codec.nbytes(own.numel()) * (size - 1)
 
@@ -102,12 +102,12 @@ class NcclComm(LinkedComm):
     def _sum(
         self, full: Tensor, own: Tensor, place: int, begin: Begin, codec: Codec, scale: float, ranks: int, tag: Tag
     ) -> Pending:
-        """Begin to sum `full` over ranks, and have the wait leave this rank's part of the sum in `own`.
+        """Start a sum of `full` over ranks; the wait writes this rank's part of the sum to `own`.
 
         Args:
-            full: rows of `own.numel()` elements, as many as there are parts of the sum.
-            place: this rank's row.
-            begin: issues the collective that reads a message and leaves this rank's part of the sum in its row of it.
+            full: a row of `own.numel()` elements for each part of the sum.
+            place: the row of this rank.
+            begin: issues the collective that reads a message and writes this rank's part of the sum to its row.
         """
         if codec.is_message(full):
             op, rest = _folded(scale, ranks, full.dtype)
@@ -131,7 +131,7 @@ class NcclComm(LinkedComm):
         return Pending(lambda: self.links.wait_on_stream(work, tag.what))
 
     def _converted(self, values: Tensor, codec: Codec, scale: float, size: int) -> tuple[Tensor, float]:
-        """Return a pooled message for values of any shape, scaled, and what is left of the scale for its sum."""
+        """Return a pooled message of scaled values (of any shape), and the remaining scale for the sum."""
         sent = self.pool.take(values.numel(), codec.dtype, values.device)
         factor = scale if codec.dtype is not torch.float16 else min(scale, 1 / size)
         torch.mul(values, factor, out=sent.view(values.shape))
@@ -140,18 +140,18 @@ class NcclComm(LinkedComm):
     def _finish(
         self, work: dist.Work, part: Tensor, own: Tensor, rest: float, tag: Tag, sent: Tensor | None = None
     ) -> None:
-        """Wait for a sum, and leave the `part` of it in `own`."""
+        """Wait for a sum, and copy its `part` to `own`."""
         self.links.wait_on_stream(work, tag.what)
         if sent is not None:
             own.copy_(part)
-            # Whoever takes it next writes to it on the stream that has waited for the collective.
+            # The next user writes to the buffer on the stream that has waited for the collective.
             self.pool.give(sent)
         if rest != 1.0:
             own.mul_(rest)
 
 
 def _folded(scale: float, size: int, dtype: torch.dtype) -> tuple[Any, float]:
-    """Return the operation that sums over `size` ranks and scales as far as it does so exactly, and what is left."""
+    """Return the operation that sums over `size` ranks and scales exactly, and the remaining scale."""
     if dtype in (torch.float32, torch.float64) and scale not in (1.0, 1 / size):
         return premultiplied_sum(scale), 1.0
     # NCCL rounds the factor of an average to the dtype.

@@ -1,6 +1,6 @@
-"""The pool of constant buffers (C_B in the paper): flat tensors for gradients on their way and for messages.
+"""The pool of constant buffers (C_B in the paper): flat tensors for gradients and messages.
 
-Owns what is taken and given back. It must not know what for. `table/pool.py` chooses a buffer, for the planner, too.
+Owns the buffers. It must not know their purpose. `table/pool.py` chooses a buffer, also for the planner.
 """
 
 from collections import defaultdict
@@ -19,20 +19,20 @@ Tensor = torch.Tensor
 
 @final
 class Pool:
-    """Flat buffers that are used again and again, so that a step touches no fresh pages (C_B in the paper).
+    """Reusable flat buffers, which keep a step from touching fresh pages (C_B in the paper).
 
-    Units of about one size share buffers of the largest. Only for tensors that autograd never saves: a saved tensor
-    would see its buffer's next content.
+    Units of similar size share buffers of the largest. Autograd must not save a tensor of the pool: a saved tensor
+    would see the next content of the buffer.
     """
 
     def __init__(self, memory: Memory, ledger: Ledger) -> None:
         self.memory, self._ledger = memory, ledger
         self._buffers: dict[torch.device, Buffers] = defaultdict(Buffers)
         self._taken: dict[int, Buffer | None] = {}
-        """The buffers in use, by the address of the part that was taken; None for what was adopted."""
+        """The buffers in use, by the address of the taken part; None for adopted tensors."""
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return (numel,) with any content."""
+        """Return a buffer (numel,) with undefined content."""
         buffer, gone = self._buffers[device].take(numel, dtype)
         if gone is not None:
             self._ledger.add("transient", -gone.memory.nbytes)
@@ -45,12 +45,12 @@ class Pool:
         return part
 
     def adopt(self, tensor: Tensor) -> None:
-        """Count a tensor as a buffer in use; once given, it is gone."""
+        """Count a tensor as a buffer in use; `give` drops it."""
         self._taken[tensor.data_ptr()] = None
         self._ledger.add("transient", tensor.nbytes)
 
     def give(self, part: Tensor) -> None:
-        """Take a buffer back; the caller must not use it any more."""
+        """Return a buffer to the pool; the caller must not use it afterwards."""
         if (buffer := self._taken.pop(part.data_ptr())) is not None:
             self._buffers[part.device].give(buffer)
         else:

@@ -1,6 +1,6 @@
-"""Which transport the ranks of a mesh get, and what the names of codecs and memories stand for.
+"""The choice of a transport for a mesh, and the registries of codecs and memories by name.
 
-Owns the choice: the only place that knows them all. Read `wire/comm.py` and `wire/codec.py` first.
+Owns the choice: the only module that knows all of them. Read `wire/comm.py` and `wire/codec.py` first.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,31 +28,35 @@ __all__ = ["MEMORIES", "codec_of", "make_comm"]
 CODECS: Mapping[str, type[Codec]] = MappingProxyType({})
 """The codecs besides dtypes; `table/spec.py` has the sizes of each."""
 
-MEMORIES: Mapping[str, Callable[[torch.device, Cell], Apart]] = MappingProxyType({"host": HostApart, "file": FileApart})
-"""Memory beside the device's for what this rank alone reads, by the word of a cell."""
+MEMORIES: Mapping[str, Callable[[torch.device, Cell, str], Apart]] = MappingProxyType(
+    {"host": HostApart, "file": FileApart}
+)
+"""Memory for data that only this rank reads, by the name in a cell."""
 
 
 def codec_of(name: str) -> Codec:
-    """Return what gradients are in messages where `Formats.reduce` is `name`."""
+    """Return the codec named by `Formats.reduce`."""
     return CODECS.get(name, Rounded)(name)
 
 
 def make_comm(mesh: Mesh, settings: Settings, ledger: Ledger) -> Comm:
-    """Return the collectives for tensors of the mesh's device. Collective: makes process groups; every rank must call.
+    """Return the communicator for tensors on the mesh's device.
+
+    Collective: creates process groups; every rank must call.
 
     Raises:
-        ValueError: the process group moves no such tensors.
+        ValueError: the process group does not support such tensors.
     """
     if mesh.world_size == 1:
         return SoloComm(mesh, ledger)
     kind = mesh.device.type
-    # gloo's messages are read and written by the host, and it is there in any case, for small numbers.
+    # gloo reads and writes host memory, and always exists for small numbers.
     backend = backend_of(kind) if kind != "cpu" or backend_of(kind) == "fake" else "gloo"
     if backend is None or (kind, backend) not in (("cpu", "gloo"), ("cuda", "nccl")):
         raise ValueError(
-            f"{mesh} The model is to train on {mesh.device}, for which the process group has the backend {backend!r} "
-            f"({dist.get_backend_config()}). zs.shard() moves shards with NCCL between CUDA devices and with gloo "
-            "between CPUs: join the ranks with zs.init()."
+            f"{mesh} The model trains on {mesh.device}, for which the process group has the backend {backend!r} "
+            f"({dist.get_backend_config()}). zs.shard() needs NCCL for CUDA devices and gloo for CPUs: create the "
+            "process group with zs.init()."
         )
     links = Links(mesh, settings.watchdog_s, settings.heartbeat_s)
     if len(mesh.tensor_ranks) > 1:
@@ -70,7 +74,7 @@ def make_comm(mesh: Mesh, settings: Settings, ledger: Ledger) -> Comm:
 
 
 def _share_host(comm: Comm, is_wanted: bool) -> HostMemory | None:
-    """Return memory that the ranks of each copy share; None unless each copy is on one host, and all want it."""
+    """Return shared memory of the ranks of each replica; None if a replica spans hosts, or a rank does not want it."""
     memory, what = HostMemory(comm.mesh.shard_rank), "the comparison of hosts"
     cards = comm.collect(torch.tensor(memory.card), what)[list(comm.mesh.shard_ranks)].tolist()
     return memory if comm.agree([int(is_wanted and memory.join(cards))], what)[0] else None

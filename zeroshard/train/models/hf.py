@@ -4,16 +4,15 @@ Owns loading it and how it is called. The model itself stays unmodified. Must no
 network. Needs transformers (the extra `zeroshard[transformers]`). Read `load_hf` first.
 
 Note: one unit at a time
-    A model is built on the meta device, and `zs.shard` gives it values unit by unit: drawn, or read from its folder, as
-    far as the files hold the model's own tensors under their own names. Where they do not (files of a base model, or of
-    experts one by one, which transformers joins), transformers loads the whole model on each rank.
+    A model is built on the meta device, and `zs.shard` gives it values unit by unit: drawn, or read from its folder,
+    also under the names of a base model or of single experts, which are mapped as transformers maps them. What the
+    files do not give is an error that names the parameter.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import safetensors
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -72,7 +71,7 @@ def check_hf(folder: str, *, context: int, vocabulary: int) -> Any:
 
 
 def load_hf(folder: str, *, context: int, vocabulary: int) -> LanguageModel:
-    """Make a model in fp32, on the meta device where its values can be had unit by unit.
+    """Make a model in fp32 on the meta device, so that no rank ever holds all of it.
 
     `weights` of what is returned is the folder, where it has weights, or None: `zs.shard` then initializes the model
     as transformers does, from torch's generator.
@@ -88,60 +87,15 @@ def load_hf(folder: str, *, context: int, vocabulary: int) -> LanguageModel:
     """
     config = check_hf(folder, context=context, vocabulary=vocabulary)
     transformers = need("transformers", "transformers", f"model.source=hf:{folder}")
-    make, weights = transformers.AutoModelForCausalLM, None
     with torch.device("meta"):
-        model = make.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    origin = "initialized from"
-    if _has_weights(folder):
-        origin = "weights from"
-        if _has_own_names(model, folder):
-            weights = Path(folder)
-        else:
-            transformers.utils.logging.disable_progress_bar()
-            model = _load_weights(make, folder)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    weights = Path(folder) if _has_weights(folder) else None
+    origin = "initialized from" if weights is None else "weights from"
     model.config.use_cache = False
     model.train()
     numel = sum(p.numel() for p in model.parameters())
     description = f"{type(model).__name__}, {origin} {folder}: {numel:,} parameters"
     return LanguageModel(model, description, context, _loss_of(model), _logits_of(model), weights)
-
-
-def _load_weights(make: Any, folder: str) -> Any:
-    """Return the model with its weights from the folder, all of them."""
-    try:
-        model, report = make.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
-        raise ValueError(f"model.source: the weights in {folder!r} cannot be loaded: {error}") from None
-    if report["missing_keys"]:
-        # Transformers initializes these at random, and goes on.
-        missing = sorted(report["missing_keys"])
-        raise ValueError(
-            f"model.source: {missing[0]!r} (of {len(missing)} parameters) is not in the weights in {folder!r}; give "
-            "all of them, or take the files away to start from the configuration alone"
-        )
-    return model
-
-
-def _has_own_names(model: torch.nn.Module, folder: str) -> bool:
-    """Tell whether the files hold every tensor of a model under one of its names, and no other tensor."""
-    held: set[str] = set()
-    try:
-        for path in Path(folder).glob("*.safetensors"):
-            with safetensors.safe_open(path, framework="pt") as file:
-                held |= set(file.keys())
-    except (OSError, safetensors.SafetensorError):
-        return False  # transformers says what is wrong
-    names: dict[int, set[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), set()).add(name)
-    return held <= set().union(*names.values()) and all(held & known for known in names.values())
 
 
 @torch.no_grad()
