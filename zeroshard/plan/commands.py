@@ -46,7 +46,8 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         offload: Annotated[
             str | None,
             typer.Option(
-                help="host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, auto; with --search also none."
+                help="host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, auto, "
+                "or, with --search, none."
             ),
         ] = None,
         precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, or paper (the paper's).")] = None,
