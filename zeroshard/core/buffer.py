@@ -189,12 +189,13 @@ class Bucket:
         """Round the masters into the parameters that this rank keeps; `count_update` follows, once all are whole.
 
         Args:
-            is_apart_done: whether those in another memory have been followed (`follow_part`).
+            is_apart_done: whether those in another memory have been followed (`follow_part`, `follow_here`).
         """
         self.updates += 1
         with torch.no_grad():
             for part, masters in self._rounded(True):
-                part.copy_(masters)
+                if not (is_apart_done and is_stored(part)):
+                    part.copy_(masters)
         if not (is_apart_done and is_stored(self._masters[0])) and self.updating is None:
             self.follow_apart()
 
@@ -212,11 +213,26 @@ class Bucket:
         if self.spec.has_masters:
             self._masters[1] = move(self._masters[1])
 
-    def follow_part(self, start: int, values: Tensor) -> None:
-        """Round updated masters into parameters: those in the other memory, from the `start`-th of them on."""
+    def follow_here(self) -> None:
+        """Write masters on the device to parameters in a file."""
+        with torch.no_grad():
+            for part, masters in self._rounded(True):
+                if is_stored(part):
+                    part.copy_(masters)
+
+    def follow_part(self, start: int, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Round updated masters into parameters: those in the other memory, from the `start`-th of them on.
+
+        Returns: parameters in a file that the caller must write, and their new values.
+        """
+        stored = None
         with torch.no_grad():
             for part, new in beside(self._updated, values, start):
-                self._bring(part, new)
+                if not is_stored(part):
+                    self._bring(part, new)
+                elif not self.spec.shares_apart:
+                    stored = part, new
+        return stored
 
     def _bring(self, part: Tensor, masters: Tensor) -> None:
         assert self._apart is not None, "nothing is elsewhere"

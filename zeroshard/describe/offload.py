@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, Literal, final
 
 from zeroshard.table.cells import Cell, Elsewhere, Residency
 from zeroshard.table.spec import BucketSpec, Range, UnitSpec
@@ -37,10 +37,9 @@ class Offload:
         gradients: None offloads gradients with their states if a rank keeps only the gradients that it updates: at
             stages 2 and 3, and on one rank. 0 keeps gradients on the device until the update.
         parameters: fraction of a rank's shard of the parameters, from 0 to 1, at stage 3 (also with one rank).
-            Parameters are copied to the device before use, and released after it. They stay in host memory if `to` is a
-            folder.
-        to: "host", or a folder on a local disk. Each rank creates a file there that no other process can open, and that
-            disappears with the process; gradients are then in host memory.
+            Parameters are copied to the device before use, and released after it.
+        to: "host", or a folder on a local disk. Each rank creates a file there for states and parameters. No other
+            process can open the file, and it disappears with the process. Gradients are then in host memory.
         staging_bytes: size in bytes of the staging buffer. State passes through it in pieces, whatever the size of the
             model.
         update: "step": `optimizer.step()` runs the update, or starts it if the device can compute in parallel.
@@ -185,6 +184,8 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
     """
     if offload is None:
         return row
+    folder, staging_bytes = "" if offload.to == HOST else str(offload.to), offload.staging_bytes
+    memory: Literal["host", "file"] = "file" if folder else "host"
     if offload.parameters:
         if not row.cuts_parameters:
             raise ValueError(
@@ -192,12 +193,10 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
                 "are used in place, so they must stay on the device. Write stage=3, also for one rank, to copy units "
                 "to the device before use and release them after it, or omit parameters=."
             )
-        moved = Elsewhere(row.parameters, "host", offload.parameters, staging_bytes=offload.staging_bytes)
-        row = replace(row, parameters=moved)
+        row = replace(row, parameters=Elsewhere(row.parameters, memory, offload.parameters, folder, staging_bytes))
     if not offload.states:
         return row
-    folder = "" if offload.to == HOST else str(offload.to)
-    states = Elsewhere(row.states, "file" if folder else "host", offload.states, folder, offload.staging_bytes)
+    states = Elsewhere(row.states, memory, offload.states, folder, staging_bytes)
     moves = offload.gradients is None and (is_alone or row.cuts_gradients)
     moves |= bool(offload.gradients)
     gradients = Elsewhere(row.gradients, "host", offload.states) if moves else row.gradients

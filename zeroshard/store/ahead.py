@@ -91,6 +91,8 @@ class Ahead:
 
     def __init__(self, device: torch.device, where: str = "") -> None:
         self.device, self.where = device, where
+        self.is_late = True
+        """Whether gathers may start later; otherwise the program waits for each copy at once."""
         self.around: Callable[[str, Callable[[], Waitable]], Waitable] = lambda name, begin: begin()
         """Starts the gather of a unit, by the name of the unit."""
         self._late: deque[Late] = deque()
@@ -108,6 +110,8 @@ class Ahead:
         """
         late = Late(self, None if copy is None else self._submit(copy), begin, name)
         self._late.append(late)
+        if not self.is_late:
+            self.launch()
         return late
 
     def launch(self, last: Late | None = None) -> None:
