@@ -139,7 +139,9 @@ def __getattr__(name: str) -> Any:
         module = importlib.import_module(_MODULES[name])
         value = getattr(module, name, module)  # `plan` is a package that can be called
     else:
-        raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")
+        functions = importlib.import_module("zeroshard.peers").FUNCTIONS
+        hint = f". Write {functions[name]}" if name in functions else ""
+        raise AttributeError(f"module 'zeroshard' has no attribute {name!r}{hint}")
     globals()[name] = value
     return value
 

@@ -106,7 +106,8 @@ def _is_average(owner: Any) -> bool:
 
 def _path_of(module: nn.Module, method: str, parameter: torch.Tensor, name: str) -> str:
     """Return a method of the sharded model or of a module in it, such as "encoder.encode"; otherwise ""."""
-    if method in DISPATCH or method.startswith("__"):
+    # What every module has, such as apply(), computes nothing of a model's own.
+    if method in DISPATCH or method.startswith("__") or (method != "forward" and hasattr(nn.Module, method)):
         return ""
     for inner, one in module.named_parameters():
         if one is parameter and (name == inner or name.endswith(f".{inner}")):

@@ -91,7 +91,8 @@ def train(
         _setting("zero.activations", "keep, recompute (activation checkpointing), compress, ..., joined by +."),
     ] = None,
     offload: Annotated[
-        str | None, _setting("zero.offload", "host, /folder, states=0.6,parameters=1,to=/folder, auto.")
+        str | None,
+        _setting("zero.offload", "host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, auto."),
     ] = None,
     precision: Annotated[str | None, _setting("train.precision", "Precision of the model's computation.")] = None,
     optimizer: Annotated[str | None, _setting("train.optimizer", "Optimizer; sets the learning rate.")] = None,

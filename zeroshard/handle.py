@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroshard import peers
 from zeroshard.activations import recompute_units, treatment_of
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
@@ -41,7 +42,7 @@ from zeroshard.state.access import open_states
 from zeroshard.state.automatic import free_bytes
 from zeroshard.state.average import Average, count_averages
 from zeroshard.state.copies import check_copies
-from zeroshard.state.elsewhere import check_streamed, make_apart, reserve, source_of
+from zeroshard.state.elsewhere import check_updates, make_apart, reserve, source_of
 from zeroshard.state.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
 from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
@@ -85,20 +86,26 @@ OLD = MappingProxyType(
 """Removed arguments and their replacements; arguments that became fields of `Settings` are not listed."""
 
 
-def _refuse_old(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wrap a function to reject removed arguments with an error that names the replacement."""
+def _refuse_others(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Wrap a function to reject removed arguments and those of other libraries, naming the replacement."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **options: _P.kwargs) -> _T:
         fields = {field.name: f"write settings=zs.Settings({field.name}=...)" for field in dataclasses.fields(Settings)}
-        for name in options.keys() & (fields | OLD).keys():
-            raise TypeError(f"shard() has no argument {name}=: {(fields | OLD)[name]}.")
+        known = {**peers.ARGUMENTS, **fields, **OLD}
+        for name in options.keys() & known.keys():
+            raise TypeError(f"shard() has no argument {name}=: {known[name]}.")
+        if len(args) > 2:
+            raise TypeError(
+                "shard() takes the model and its optimizer by position and all else by name, such as stage=3; got a "
+                f"third argument, of type {type(args[2]).__name__}. {peers.SEE[0].upper()}{peers.SEE[1:]}."
+            )
         return function(*args, **options)
 
     return call
 
 
-@_refuse_old
+@_refuse_others
 def shard(
     model: nn.Module,
     optimizer: Optimizers = None,
@@ -292,10 +299,9 @@ class Zero:
 
     def __getattr__(self, name: str) -> Any:
         is_of_model = not name.startswith("__") and hasattr(nn.Module, name)
+        hint = f" Write {peers.METHODS[name]}." if name in peers.METHODS else f" {_HABIT}" * is_of_model
         # obj=None keeps Python from suggesting a similar name of this class, which would mislead here.
-        raise AttributeError(
-            f"'Zero' object has no attribute '{name}'." + f" {_HABIT}" * is_of_model, name=name, obj=None
-        )
+        raise AttributeError(f"'Zero' object has no attribute '{name}'.{hint}", name=name, obj=None)
 
     def __repr__(self) -> str:
         numel = sum(unit.numel for unit in self.units)
@@ -360,7 +366,7 @@ class Zero:
         try:
             row, is_known = self.residency, self._elementwise
             check_optimizers(self._model, [optimizer], row, is_known, is_final=False, ignored=self._ignored)
-            check_streamed(self.residency, self._specs, [optimizer])
+            check_updates(self.residency, self._specs, [*self.optimizers, optimizer])
             reserve(self._apart, self._specs, [optimizer], is_first=False)
         except (TypeError, ValueError) as error:
             tell_refusal(engine.mesh, engine.comm, error)
@@ -637,9 +643,15 @@ class Zero:
         Raises:
             CheckpointError: on every rank; the text names the file, and says whether memory is unchanged.
             RuntimeError: called inside a pass or `gathered()`.
+            TypeError: the path is None, which `zs.latest` returns where there is no checkpoint.
 
         Collective: all-reduces of a few bytes, and an all-gather of parameters at stages 1 and 2; every rank must call.
         """
+        if path is None:
+            raise TypeError(
+                f"{self.mesh} zero.load(None): zs.latest() returns None where it finds no checkpoint. Start from the "
+                "beginning then: `if (path := zs.latest(folder)) is not None: zero.load(path)`."
+            )
         self._saver.wait("zero.load()")
         return load(self._engine, self._model, self._sharded, path, only_model=only_model, cast=cast)
 

@@ -14,6 +14,7 @@ LAYERS = (
     "testing",
     "table",
     "tree",
+    "peers",
     "callers",
     "torch_private",
     "devices",

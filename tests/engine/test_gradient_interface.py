@@ -331,7 +331,7 @@ def utilities(model: nn.Module, run: str) -> list[Any]:
     del first.grad
     look()
     if run != "plain":
-        with pytest.raises(RuntimeError, match="'matrix' is gone"):
+        with pytest.raises(RuntimeError, match="'matrix' is no longer valid"):
             before.norm()
         for wrong in (5, model.get_parameter("square").grad, "x"):
             with pytest.raises(TypeError, match="'matrix' must be a plain tensor"):

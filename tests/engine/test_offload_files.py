@@ -260,7 +260,6 @@ def test_a_folder_in_memory_is_warned_of() -> None:
         ({"states": True}, "from 0 to 1"),
         ({"gradients": 0.5}, "gradients are stored with their states"),
         ({"parameters": -0.5}, "from 0 to 1"),
-        ({"update": "in-backward"}, "updates during backward are not supported"),
         ({"to": "scratch"}, "an absolute path"),
         ({"staging_bytes": 10}, "65,536"),
     ],

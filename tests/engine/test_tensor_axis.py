@@ -720,12 +720,12 @@ REFUSALS = {
     "no names": "got no names",
     "part": r"all 4 ranks.*sizes \(2,\) with ranks \[0, 2\]",
     "pipe": "'pipe' has 2 ranks",
-    "no shards": r"axes \(replicate 4\) of 4 ranks leave one rank a copy",
+    "no shards": r"axes \(replicate 4\) of 4 ranks leave one rank per replica",
     "uneven": r"'head.weight' \(3, 16\) cannot be split into 2 equal parts along dimension 0",
     "other mesh": r"'head.weight' is a DTensor over ranks \(0, 2\), and the axis 'tensor' of mesh= has \(0, 1\)",
     "meta": "'head.weight' is a DTensor on the meta device",
     "buffer": "Buffer 'head.scale' is a DTensor",
-    "without mesh": r"'head.weight' is a DTensor, and the ranks have no axis 'tensor'.*mesh=.*parallelize_module",
+    "without mesh": r"'head.weight' is a DTensor, but the mesh has no axis 'tensor'.*mesh=.*parallelize_module",
 }
 
 

@@ -129,7 +129,7 @@ def test_a_config_file_is_read(tmp_path: Path) -> None:
     assert read_config(tmp_path).numel() == SHAPES["llama-3-8b"].numel()
     assert make_plan(tmp_path, world_size=8).parameters_numel == SHAPES["llama-3-8b"].numel()
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv"}))
-    with pytest.raises(ValueError, match="no shape is known for model_type 'rwkv'"):
+    with pytest.raises(ValueError, match="no shape supports model_type 'rwkv'"):
         make_plan(str(tmp_path), world_size=8)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not a readable config"):
@@ -168,7 +168,7 @@ def test_what_no_run_could_have_is_refused(options: dict[str, object], error: ty
 
 
 def test_something_else_than_a_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="No shape is called 'gpt9'"):
+    with pytest.raises(ValueError, match="No shape is named 'gpt9'"):
         make_plan("gpt9", world_size=1)
     with pytest.raises(TypeError, match="or a module; got int"):
         make_plan(3, world_size=1)

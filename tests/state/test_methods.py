@@ -197,6 +197,10 @@ def read_vector(model: Any, x: Tensor) -> Any:
     return nn.utils.parameters_to_vector(model.parameters())
 
 
+def read_apply(model: Any, x: Tensor) -> Any:
+    return model.apply(lambda module: nn.init.zeros_(module.weight) if isinstance(module, nn.Linear) else None)
+
+
 REMEDIES = {
     read_alone: "forward_methods=('classify',)",
     read_head: "forward_methods=('head.forward',)",
@@ -207,6 +211,7 @@ REMEDIES = {
     read_optimizer: "zero.attach(optimizer)",
     read_norm: "with zero.gathered():",
     read_vector: "with zero.gathered():",
+    read_apply: "`zero_` cannot read them. Use `with zero.gathered():`",
 }
 
 

@@ -115,8 +115,8 @@ def a_cell_by_name() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[..., None], dict[str, Any], str]] = {
-    "gradient": (with_gradient, {}, r"ValueError: 2 parameter\(s\) hold a gradient.*'weight'.*zero_grad"),
-    "frozen gradient": (with_gradient_of_a_frozen_parameter, {}, r"ValueError: 1 parameter\(s\) hold.*'bias'"),
+    "gradient": (with_gradient, {}, r"ValueError: 2 parameter\(s\) have a gradient.*'weight'.*zero_grad"),
+    "frozen gradient": (with_gradient_of_a_frozen_parameter, {}, r"ValueError: 1 parameter\(s\) have.*'bias'"),
     "trainable bytes": (with_trainable_bytes, {}, r"ValueError: Parameter 'weight' is trainable .*float8_e4m3fn"),
     "special class": (with_a_class_of_its_own, {}, r"TypeError: Parameter 'bias' is a .*Special"),
     "stage too large": (at_shard, {"stage": 4}, r"ValueError: stage .*got 4"),

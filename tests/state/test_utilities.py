@@ -92,10 +92,10 @@ def clip_values(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 HABITS = (average, average_gathered, norm, vector, same_type, other_type, set_states, clip_values)
 RELEASED = {
-    average: "AveragedModel keeps whole copies of parameters. zero.ema(decay) keeps a sharded average",
-    norm: "so `norm` cannot read them. Use `with zero.gathered():`",
-    vector: "so `view` cannot read them. Use `with zero.gathered():`",
-    other_type: "so `type` cannot read them. Move and convert the model before zs.shard()",
+    average: "AveragedModel keeps full copies of parameters. zero.ema(decay) keeps a sharded average",
+    norm: "so `norm` cannot read its values. Use `with zero.gathered():`",
+    vector: "so `view` cannot read its values. Use `with zero.gathered():`",
+    other_type: "so `type` cannot read its values. Move and convert the model before zs.shard()",
 }
 """What is an error where parameters are released, and says."""
 

@@ -109,10 +109,10 @@ def test_unknown_names_are_errors_with_a_suggestion(override, message, tmp_path)
 def test_key_outside_a_section_is_an_error(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text("qqqqqqqq = 3\n", "utf-8")
-    with pytest.raises(ValueError, match=r"^qqqqqqqq=3 stands in no section"):
+    with pytest.raises(ValueError, match=r"^qqqqqqqq=3 is outside a section"):
         load_config(path)
     path.write_text("train = 3\n", "utf-8")
-    with pytest.raises(ValueError, match=r"^train=3 stands in no section"):
+    with pytest.raises(ValueError, match=r"^train=3 is outside a section"):
         load_config(path, ["train.steps=4"])
 
 

@@ -104,6 +104,20 @@ def test_stages_agree_bit_for_bit_and_predictions_hold(tmp_path):
         _check_bytes(run["summary"])
 
 
+def test_updates_in_the_backward_clip_at_the_step(tmp_path):
+    modes = ("train.clip=0.5", "zero.offload=host"), ("train.clip=0.5", "zero.offload=update=in-backward")
+    other = "train.clip=7", "zero.offload=update=in-backward,max_norm=0.5"
+    variants = [["zero.stage=2", "run.ranks=2", "train.accumulation=2", *mode] for mode in (*modes, other)]
+    plain, *others = run_ranks(_run_several, 2, str(tmp_path), variants)[0]
+    for run in others:
+        assert run["losses"] == plain["losses"]
+        _check_bytes(run["summary"])
+    assert (
+        others[0]["summary"]["ranks"][0]["resident_bytes"]["host"]
+        > plain["summary"]["ranks"][0]["resident_bytes"]["host"]
+    )
+
+
 def test_a_run_can_be_profiled(tmp_path):
     variants = [["run.ranks=2", "run.profile_steps=2"], ["run.ranks=2", "run.profile_steps=2", "train.steps=2"]]
     told, short = run_ranks(_run_several, 2, str(tmp_path), variants)[0]
@@ -111,7 +125,7 @@ def test_a_run_can_be_profiled(tmp_path):
     trace = json.loads((tmp_path / "0" / "profile.json").read_text())
     steps = [(event["pid"], event["name"]) for event in trace["traceEvents"] if event["name"] == "step"]
     assert sorted(steps) == [(0, "step")] * 2 + [(1, "step")] * 2
-    assert short["summary"]["profile"] == "no step was profiled: of the 2 made, the first 2 are left out"
+    assert short["summary"]["profile"] == "no step was profiled: the first 2 of 2 steps are not profiled"
     assert not (tmp_path / "1" / "profile.json").exists()
 
 
@@ -229,7 +243,7 @@ def test_a_run_whose_folder_is_gone_says_so_on_all_ranks(ranks, tmp_path):
     for rank, texts in enumerate(run_ranks(_run_and_lose, ranks, str(tmp_path), cases, timeout_s=60)):
         for number, text in enumerate(texts):
             assert text.startswith(f"[rank {rank}/{ranks}] {tmp_path / str(number)}: the files of the run cannot be")
-            why = "is another file now" if cases[number][0] == "replaced" else "is not there any more"
+            why = "was replaced by another file" if cases[number][0] == "replaced" else "no longer exists"
             assert f"metrics.jsonl {why}" in text
     # Nothing was saved into a folder that somebody had removed.
     assert not (tmp_path / "0").exists()

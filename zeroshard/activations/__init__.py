@@ -1,7 +1,7 @@
-"""Treatments of activations: what happens, between forward and backward, to the tensors that autograd saves.
+"""Treatments of activations: the storage of saved tensors between forward and backward.
 
-Owns the names that the caller of `shard()` writes, and which treatment a cell asks for. `table/activations.py` has the
-cells, `recompute.py` the recomputation, `chain.py` the rest.
+Owns the choice of the treatment for a cell. `table/activations.py` has the cells, `recompute.py` the recomputation,
+`chain.py` the other treatments.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +33,11 @@ LINKS: Mapping[type[Treated], Callable[[Any, Comm], Link]] = MappingProxyType(
         Offloaded: lambda cell, comm: Offload(cell),
     }
 )
-"""What makes the link for a cell, and for the collectives of the model."""
+"""Creates the link of a cell, with the communicator of the model."""
 
 
 def treatment_of(cell: Activations, plans: Sequence[UnitPlan], comm: Comm, ledger: Ledger) -> Treatment | None:
-    """Return what is done with the tensors that autograd saves; None where activations are kept."""
+    """Return the treatment of saved tensors; None if activations are kept."""
     if not any(cell.chains):
         return None
     made: dict[Treated, Link] = {}
@@ -56,7 +56,7 @@ def recompute_units(
     saved: SavedTensors,
     ledger: Ledger,
 ) -> None:
-    """Have the modules of units recomputed where a cell asks for it."""
+    """Set up the recomputation of the modules of units that a cell selects."""
     rounds = [any(isinstance(one, Compressed) and one.rest for one in cell.of_unit(plan.name)) for plan in plans]
     rounded = {m for plan, is_rounded in zip(plans, rounds, strict=True) if is_rounded for m in plan.module.modules()}
     recompute(recomputed_modules(cell, plans), hooks, Products(saved, ledger), rounded)

@@ -1,12 +1,12 @@
-"""The way between a device and its host: copies that run beside the computation, and the memory on the host for them.
+"""Copies between a device and its host in parallel with the computation, and their host memory.
 
-Owns streams, events and pinned memory, and an emulation of them for machines without a device. It must not know what is
-copied, or why. Read `Bus` first.
+Owns streams, events and pinned memory, and an emulation for machines without a device. It must not know what is copied,
+or why. Read `Bus` first.
 
-Note: what orders what
-    The two directions are two lanes. Transfers of one lane run one after the other, in the order in which they were
-    issued. A transfer begins after what the caller's stream had been told before it was issued; the caller's stream
-    waits for it in `Bus.wait`, and only there. On a GPU these waits are between streams: the host never waits.
+Note: order of transfers
+    Each direction is a lane. Transfers of one lane run in sequence, in the order of issue. A transfer begins after the
+    work that is queued on the caller's stream; the caller's stream waits for it only in `Bus.wait`. On a GPU, these
+    waits are between streams: the host never waits.
 """
 
 import math
@@ -25,9 +25,9 @@ Tensor = torch.Tensor
 Lane = Literal["out", "back"]
 
 SMALL_BYTES = 2**18
-"""What a GPU's bus, some 25 GB/s, moves in 10 microseconds, about the time that issuing a copy takes by itself."""
+"""Bytes that a GPU's bus (25 GB/s) moves in 10 microseconds, about the time to issue a copy."""
 SPARE = 1.25
-"""Buffers on the host take at most so many times the bytes that were once in use together."""
+"""Maximum size of all buffers on the host, as a multiple of the peak bytes in use."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +35,8 @@ class Transfer:
     """One copy over a bus.
 
     Args:
-        lane: "out" is to the host, "back" to the device.
-        is_waited: whether the stream that issued it has waited for it.
+        lane: "out" to the host, "back" to the device.
+        is_waited: whether the issuing stream has waited for it.
     """
 
     lane: Lane
@@ -49,7 +49,7 @@ class Bus(ABC):
 
     Args:
         device: the device.
-        small_bytes: what is smaller is not worth a transfer.
+        small_bytes: smaller tensors are not worth a transfer.
     """
 
     def __init__(self, device: torch.device, small_bytes: int) -> None:
@@ -57,23 +57,23 @@ class Bus(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int) -> Tensor:
-        """Return (nbytes,) of host memory that transfers can read and write, with any content."""
+        """Return (nbytes,) of host memory for transfers, with undefined content."""
 
     @abstractmethod
     def out(self, source: Tensor, host: Tensor, after: Transfer | None) -> Transfer:
-        """Begin to copy `source` to the host.
+        """Start a copy of `source` to the host.
 
-        The caller keeps the source alive and as it is until the transfer is done, or was waited for.
+        The caller keeps the source alive and unchanged until the transfer is done or was waited for.
 
         Args:
-            after: the last transfer that reads the host memory, if there was one.
+            after: the last transfer that reads the host memory, if any.
         """
 
     @abstractmethod
     def back(self, host: Tensor, after: Transfer) -> tuple[Tensor, Transfer]:
-        """Begin to copy host memory to new memory of the device, and return that.
+        """Start a copy of host memory to new memory of the device, and return the new memory.
 
-        The caller keeps the new memory alive until it has called `wait` or `abandon`.
+        The caller keeps it alive until a call of `wait` or `abandon`.
 
         Args:
             after: the transfer that writes the host memory.
@@ -81,15 +81,15 @@ class Bus(ABC):
 
     @abstractmethod
     def wait(self, transfer: Transfer, memory: Tensor) -> None:
-        """Have what the current stream is told from here on run after a transfer that reads or writes `memory`."""
+        """Order later work of the current stream after a transfer that reads or writes `memory`."""
 
     @abstractmethod
     def abandon(self, transfer: Transfer) -> None:
-        """Make it safe to free the memory of a transfer, without using it."""
+        """Make it safe to free the memory of an unused transfer."""
 
     @abstractmethod
     def is_done(self, transfer: Transfer) -> bool:
-        """Tell whether a transfer is over, without waiting."""
+        """Return whether a transfer is done, without waiting."""
 
 
 # -- CUDA -------------------------------------------------------------------------------------------------------------
@@ -100,8 +100,8 @@ class _CudaTransfer(Transfer):
     """A copy on a side stream.
 
     Args:
-        event: recorded behind it.
-        stream: the stream that issued it, to which the allocator gives the memory back.
+        event: the event after the copy.
+        stream: the issuing stream, to which the allocator returns the memory.
     """
 
     event: Any
@@ -112,11 +112,11 @@ class _CudaTransfer(Transfer):
 class CudaBus(Bus):
     """The bus of a GPU: a side stream for each direction, and pinned memory.
 
-    The memory on the device belongs to the stream that asks for it, so torch's allocator reuses it in that stream's
-    order; `record_stream`, whose effect depends on how far the host is ahead, is left to other streams that use it.
+    The memory on the device belongs to the requesting stream, so torch's allocator reuses it in the order of that
+    stream; `record_stream`, whose effect depends on the lead of the host, is used only for other streams.
 
     Args:
-        cuda: stands for `torch.cuda`; tests hand in another.
+        cuda: `torch.cuda`, or a substitute in tests.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -125,15 +125,15 @@ class CudaBus(Bus):
         self._lanes = {"out": cuda.Stream(device=device), "back": cuda.Stream(device=device)}
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return pinned memory: from other memory a copy is not asynchronous."""
+        """Return pinned memory: copies from pageable memory are not asynchronous."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def out(self, source: Tensor, host: Tensor, after: Transfer | None) -> Transfer:
-        """Begin a copy to the host, after what the current stream has been told."""
+        """Start a copy to the host, after the queued work of the current stream."""
         return self._copy("out", host, source, after)
 
     def back(self, host: Tensor, after: Transfer) -> tuple[Tensor, Transfer]:
-        """Begin a copy to the device, after what the current stream has been told: it may still use that memory."""
+        """Start a copy to the device, after the queued work of the current stream, which may still use the memory."""
         memory = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
         return memory, self._copy("back", memory, host, after)
 
@@ -148,18 +148,18 @@ class CudaBus(Bus):
         return _CudaTransfer(lane, source.numel(), event, current)
 
     def wait(self, transfer: Transfer, memory: Tensor) -> None:
-        """Have the current stream wait; the host goes on."""
+        """Make the current stream wait; the host does not wait."""
         assert isinstance(transfer, _CudaTransfer)
         current = self._cuda.current_stream(self.device)
         current.wait_event(transfer.event)
         if current != transfer.stream:
-            # The memory goes back to the stream that asked for it, which must know of this one's use.
+            # The memory returns to the stream that requested it, which must know of the use on this stream.
             self.abandon(transfer)
             memory.record_stream(current)
         transfer.is_waited = True
 
     def abandon(self, transfer: Transfer) -> None:
-        """Have the stream that will get the memory wait."""
+        """Make the stream that will reuse the memory wait."""
         assert isinstance(transfer, _CudaTransfer)
         transfer.stream.wait_event(transfer.event)
 
@@ -181,7 +181,7 @@ class Clock(ABC):
 
     @abstractmethod
     def wait_until(self, time_s: float) -> None:
-        """Come back at that time, at once where it is over."""
+        """Wait until that time; return at once if it has passed."""
 
 
 @final
@@ -200,10 +200,10 @@ class RealClock(Clock):
 
 @final
 class VirtualClock(Clock):
-    """A time that waiting moves on, so that nobody sleeps.
+    """A virtual time that waits advance without sleeping.
 
     Args:
-        compute: returns how long the computation has taken so far; the time spent waiting is added to that.
+        compute: returns the duration of the computation so far, to which waits are added.
     """
 
     def __init__(self, compute: Callable[[], float] = lambda: 0.0) -> None:
@@ -225,8 +225,8 @@ class EmulatedTransfer(Transfer):
 
     Args:
         number: counts the transfers of the bus.
-        issued_s, done_s: when it was issued, and when it is over.
-        waited_s: when it was first waited for.
+        issued_s, done_s: time of issue and of completion.
+        waited_s: time of the first wait.
     """
 
     number: int
@@ -236,23 +236,23 @@ class EmulatedTransfer(Transfer):
 
     @property
     def stall_s(self) -> float:
-        """How long the computation stood still for it."""
+        """Seconds for which the computation waited for this transfer."""
         return 0.0 if self.waited_s is None else max(0.0, self.done_s - self.waited_s)
 
 
 @final
 class EmulatedBus(Bus):
-    """A bus for a device that is none: the CPU.
+    """An emulated bus for the CPU.
 
-    The bytes are copied at once, into memory of the host that torch's allocator does not see. When a transfer is over
-    is a matter of the clock: one that is issued at t is done at max(t, end of the one before) + latency + bytes /
-    bandwidth. Without arguments it takes no time. On a CPU the device's memory is the host's, so offload saves nothing
-    there: it shows what it would save, and what it would cost.
+    Bytes are copied at once, into host memory that torch's allocator does not track. The clock determines the end of a
+    transfer: a transfer issued at t is done at max(t, end of the previous transfer) + latency + bytes / bandwidth. By
+    default, transfers take no time. On a CPU, device and host share memory, so offload saves nothing: the emulation
+    shows savings and costs.
 
     Args:
-        gbps: bandwidth of each direction, in GB/s (1e9 bytes).
-        latency_s: what a transfer takes besides its bytes.
-        keeps: whether `transfers` and `events` are kept, for tests and reports.
+        gbps: bandwidth of each direction, in GB/s (1e9 bytes per second).
+        latency_s: latency of a transfer in seconds.
+        keeps: whether to keep `transfers` and `events`, for tests and reports.
     """
 
     def __init__(
@@ -262,9 +262,9 @@ class EmulatedBus(Bus):
         super().__init__(torch.device("cpu"), int(small) if math.isfinite(small) else 0)
         self.gbps, self.latency_s, self.clock = gbps, latency_s, clock or RealClock()
         self.stalled_s = 0.0
-        """How long the computation stood still."""
+        """Seconds for which the computation waited."""
         self.copying_s = 0.0
-        """What the copies took on this host, which on a device runs beside the computation."""
+        """Seconds of the copies on this host, which on a device run in parallel with the computation."""
         self.transfers: list[EmulatedTransfer] = []
         self.events: list[tuple[str, Lane, int]] = []
         """"issue" and "wait", the lane, and the number of the transfer."""
@@ -272,7 +272,7 @@ class EmulatedBus(Bus):
         self._free_s: dict[Lane, float] = {"out": 0.0, "back": 0.0}
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return memory that torch's allocator does not count."""
+        """Return memory that torch's allocator does not track."""
         return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
 
     def out(self, source: Tensor, host: Tensor, after: Transfer | None) -> Transfer:
@@ -299,7 +299,7 @@ class EmulatedBus(Bus):
         return transfer
 
     def wait(self, transfer: Transfer, memory: Tensor) -> None:
-        """Wait, at the clock: here the host computes."""
+        """Wait for the clock, because the host computes here."""
         assert isinstance(transfer, EmulatedTransfer)
         if transfer.is_waited:
             return
@@ -310,7 +310,7 @@ class EmulatedBus(Bus):
         self.clock.wait_until(transfer.done_s)
 
     def abandon(self, transfer: Transfer) -> None:
-        """Do nothing: the bytes have been copied."""
+        """Do nothing: the bytes are already copied."""
 
     def is_done(self, transfer: Transfer) -> bool:
         """Ask the clock."""
@@ -326,8 +326,8 @@ class HostBuffer:
     """A piece of host memory.
 
     Args:
-        memory: the first bytes of it that are in use.
-        whole: all of it.
+        memory: the leading bytes in use.
+        whole: the full buffer.
         reader: the last transfer that reads it.
     """
 
@@ -338,23 +338,23 @@ class HostBuffer:
 
 @final
 class HostPool:
-    """Host memory that is used again and again: pinning it takes longer than copying to it.
+    """Reusable host memory: pinning memory takes longer than copying to it.
 
-    Sizes are rounded up by less than a quarter, so that a buffer serves tensors of about one size. What is free is
-    given up where the pool would otherwise take more than `SPARE` times what was ever in use at a time.
+    Sizes are rounded up by less than a quarter, so that a buffer serves tensors of similar size. Free buffers are
+    released if the pool would exceed `SPARE` times the peak bytes in use.
 
     Args:
-        bus: what allocates it.
+        bus: the bus that allocates buffers.
     """
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self._free: dict[int, list[HostBuffer]] = {}
         self.in_use_bytes = self.peak_bytes = self.total_bytes = 0
-        """In rounded sizes: in use, the most of that so far, and in use or free."""
+        """In rounded bytes: in use, peak in use, and in use or free."""
 
     def take(self, nbytes: int) -> HostBuffer:
-        """Return a buffer of (nbytes,), with any content."""
+        """Return a buffer (nbytes,) with undefined content."""
         size = rounded(nbytes)
         self.in_use_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
@@ -369,21 +369,21 @@ class HostPool:
         return buffer
 
     def give(self, buffer: HostBuffer) -> None:
-        """Take a buffer back; transfers may still be under way, and the next one into it comes after them."""
+        """Return a buffer to the pool; a later transfer into it waits for transfers under way."""
         size = buffer.whole.numel()
         self.in_use_bytes -= size
         self._free.setdefault(size, []).append(buffer)
 
     def _give_up(self, size: int) -> None:
-        """Make room for a buffer, the largest free ones first."""
+        """Make room for a buffer by releasing free buffers, largest first."""
         for other in sorted(self._free, reverse=True):
             while self._free[other] and self.total_bytes + size > SPARE * self.peak_bytes:
-                # torch keeps pinned memory until transfers from it are over.
+                # torch keeps pinned memory until transfers from it are done.
                 self._free[other].pop()
                 self.total_bytes -= other
 
 
 def rounded(nbytes: int) -> int:
-    """Return the size of the buffer for so many bytes: 5, 6, 7 or 8 times a power of two, and at least 512."""
+    """Return the size of a buffer for `nbytes`: 5, 6, 7 or 8 times a power of two, and at least 512."""
     step = max(128, 1 << max(0, (nbytes - 1).bit_length() - 3))
     return max(512, -(-nbytes // step) * step)

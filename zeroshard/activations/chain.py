@@ -1,13 +1,13 @@
-"""The treatments of a model's activations as one: each unit has a chain of links, and a tensor goes through them.
+"""The treatment of a model's activations: each unit has a chain of links, which process its saved tensors.
 
-Owns the order of links, and that what takes time on the way back begins ahead of use. `core/saved.py` says when a
-forward of a unit is over; each link is a class in a module beside this one.
+Owns the order of links, and the start of slow restorations ahead of use. `core/saved.py` calls it after the forward of
+a unit; each link is a class in a module of `activations/`.
 
 Note: ahead of use
-    What one forward of a unit saved is used at about one time, and the forward before it saved what is used next. So
-    when the first tensor of a batch is asked for, the last link of the batch two before it begins, and of the batch
-    before it the link before that one. A chain of two links, parts in memory of the host say, has its part on the way
-    from the host while the part before it is on its way to the other ranks.
+    Tensors saved by one forward of a unit (a batch) are used together, and backward then uses the previous batch. So
+    the first request of a batch starts the last link of the batch two before it, and the second-last link of the batch
+    before it. In a chain of two links, such as parts in host memory, one batch is copied from the host while the
+    previous batch is gathered from the other ranks.
 """
 
 import weakref
@@ -28,7 +28,7 @@ __all__ = ["CAPTURED", "Chained", "Counted", "Held", "Link"]
 Tensor = torch.Tensor
 
 CAPTURED: Final = "captured"
-"""Of the ledger: what the user's own activation checkpointing keeps beside its positional inputs."""
+"""Column of the ledger for objects that the user's activation checkpointing keeps besides positional inputs."""
 
 
 class Link(ABC):
@@ -36,34 +36,34 @@ class Link(ABC):
 
     @abstractmethod
     def treat(self, held: Sequence["Held"], unit: int, outputs: Any) -> None:
-        """Put what is to be kept of tensors in their place (`Held.put`), where there is something to gain.
+        """Replace values with their compact form (`Held.put`), if this saves memory.
 
         Args:
-            held: what autograd saved in one forward of a unit, in order. A value that another link made of a tensor is
-                a dataclass; a link that works on values of others reads the tensors in its fields.
-            outputs: what that forward returned.
+            held: the tensors that autograd saved in one forward of a unit, in order. The value of another link is a
+                dataclass; a link that processes such values reads the tensors in its fields.
+            outputs: the result of that forward.
         """
 
     def start(self, value: Any) -> Any:
-        """Begin to restore what `treat` put somewhere, without waiting; return what `restore` is given."""
+        """Start to restore a value of `treat`, without waiting; return the argument of `restore`."""
         return value
 
     @abstractmethod
     def restore(self, started: Any) -> Any:
-        """Return the value that `treat` found."""
+        """Return the value before `treat`."""
 
     def held_on_device(self, value: Any) -> list[Tensor]:
-        """Return the tensors of a value whose memory is the device's."""
+        """Return the tensors of a value that are in device memory."""
         return find(value, Tensor)
 
 
 @final
 class Held:
-    """What is kept of one saved tensor.
+    """One saved tensor.
 
     Args:
-        value: the tensor, and after a link took it, what this link made of it.
-        is_input: whether it is an input of a module that is recomputed.
+        value: the tensor, or its replacement by a link.
+        is_input: whether it is an input of a recomputed module.
     """
 
     __slots__ = ("__weakref__", "_moving", "_place", "batch", "is_input", "steps", "value")
@@ -75,12 +75,12 @@ class Held:
         self._place, self._moving = -1, None
 
     def put(self, link: Link, value: Any) -> None:
-        """Keep what a link made of the value instead."""
+        """Replace the value with the result of a link."""
         self.value = value
         self.steps.append(link)
 
     def advance(self, place: int) -> None:
-        """Undo links, from the last one to that at `place`, which only begins."""
+        """Undo links from the last to `place`, whose restoration only starts."""
         if self._place == -1:
             self._place = len(self.steps)
         while self._place > place:
@@ -90,7 +90,7 @@ class Held:
             self._moving = self.steps[self._place].start(value)
 
     def restore(self) -> Tensor:
-        """Return the tensor; it may be asked for again."""
+        """Return the tensor; may be called again."""
         self.advance(0)
         found: Tensor = self.steps[0].restore(self._moving)
         self._place, self._moving = -1, None
@@ -99,7 +99,7 @@ class Held:
 
 @final
 class _Batch:
-    """What was saved in one forward of a unit; weak, so that a graph that is gone leaves nothing behind."""
+    """The tensors saved in one forward of a unit, by weak references, so that a freed graph leaves nothing."""
 
     def __init__(self, held: Sequence[Held], previous: "weakref.ref[_Batch] | None") -> None:
         self._held, self._previous = [weakref.ref(one) for one in held], previous
@@ -107,7 +107,7 @@ class _Batch:
             one.batch = self
 
     def prepare(self) -> None:
-        """Begin what will be asked for next."""
+        """Start the restorations that backward needs next."""
         batch: _Batch | None = self
         for distance in (0, 1):
             batch = None if batch is None or batch._previous is None else batch._previous()
@@ -118,10 +118,10 @@ class _Batch:
 
 @final
 class Counted:
-    """Counts the memory of some tensors in a column for as long as it lives itself.
+    """Counts the memory of tensors in a column during its own lifetime.
 
     Args:
-        uses: how many others count a storage.
+        uses: number of counters of each storage.
     """
 
     def __init__(self, tensors: Sequence[Tensor], ledger: Ledger, uses: Counter[int], column: str) -> None:
@@ -145,7 +145,7 @@ class Chained(Treatment):
     """The chains of all units.
 
     Args:
-        links: of each unit, by number.
+        links: the links of each unit, by number.
         ledger: counts the bytes that stay on the device, each storage once.
     """
 
@@ -157,9 +157,9 @@ class Chained(Treatment):
         self._last: weakref.ref[_Batch] | None = None
 
     def treat(self, boxes: Sequence[Box], unit: int, outputs: Any) -> None:
-        """Run the links of the unit, each over all tensors."""
+        """Run each link of the unit over all tensors."""
         links = self._links.get(unit, ())
-        # A tensor that was changed in place since it was saved stays as it is: reading it raises, as without links.
+        # A tensor that was changed in place after it was saved is not treated: reading it raises, as without links.
         sound = [box for box in boxes if version_of(box.value) == box.version]
         held = [Held(box.value, box.is_input) for box in sound]
         for link in links:
@@ -167,7 +167,7 @@ class Chained(Treatment):
         treated = [one for one in held if one.steps]
         for box, one in zip(sound, held, strict=True):
             tensors = one.steps[-1].held_on_device(one.value) if one.steps else [one.value]
-            # A count of the same memory elsewhere stays as it is.
+            # Another count of the same memory does not change.
             counts = [box.count, Counted(tensors, self._ledger, self._uses, "activations")]
             if box.captured:
                 counts.append(Counted(box.captured, self._ledger, self._captured, CAPTURED))
@@ -179,7 +179,7 @@ class Chained(Treatment):
             self._last = weakref.ref(_Batch(treated, self._last))
 
     def restore(self, box: Box) -> Tensor:
-        """Run the links backwards."""
+        """Undo the links in reverse order."""
         held: Held = box.value
         found = held.restore()
         if held.batch is not None:

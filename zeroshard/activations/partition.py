@@ -1,6 +1,6 @@
-"""P_a: of the inputs of recomputed modules each rank along the tensor axis keeps its part.
+"""P_a: each rank along the tensor axis keeps its part of the inputs of recomputed modules.
 
-Owns what can be partitioned, and the check that the ranks have the same. The gather is the transport's. Read
+Owns the choice of inputs, and the check that they are equal on these ranks. The transport gathers. Read
 `chain.py` first.
 """
 
@@ -31,9 +31,9 @@ class _Part:
 
     Args:
         part: (ceil(numel / T),) for T ranks.
-        size: of the whole.
-        strides: of the whole, which is dense.
-        number: of the tensor, the same on all ranks; it names the messages.
+        size: size of the full tensor.
+        strides: strides of the full tensor, which is dense.
+        number: number of the tensor, equal on all ranks, for message tags.
     """
 
     part: Tensor
@@ -53,13 +53,13 @@ class Partition(Link):
         self._compared: set[tuple[int, int, torch.Size, torch.dtype]] = set()
 
     def treat(self, held: Sequence[Held], unit: int, outputs: Any) -> None:
-        """Cut the inputs.
+        """Partition the inputs.
 
         Raises:
-            RuntimeError: an input is split over the ranks.
-            RankMismatchError: ranks have different values; compared the first time that a unit has inputs of a shape.
+            RuntimeError: an input is already split over the ranks.
+            RankMismatchError: values differ between ranks; checked for the first inputs of each shape of a unit.
 
-        Collective: the first time for a shape, an all-gather of 16 bytes along the tensor axis.
+        Collective: for the first inputs of a shape, an all-gather of 16 bytes along the tensor axis.
         """
         for index, one in enumerate(one for one in held if one.is_input):
             whole = one.value
@@ -74,7 +74,7 @@ class Partition(Link):
                 self._compared.add(key)
             numel = -(-whole.numel() // len(self._ranks))
             flat = whole.as_strided((whole.numel(),), (1,))
-            # The last parts may be short; a message has one length.
+            # The last parts may be shorter, but messages have equal lengths.
             part = flat.new_zeros(numel)
             mine = flat[self._place * numel : (self._place + 1) * numel]
             part[: mine.numel()] = mine
@@ -82,7 +82,7 @@ class Partition(Link):
             one.put(self, _Part(part, whole.shape, whole.stride(), self._number))
 
     def start(self, value: Any) -> tuple[_Part, Tensor, Pending]:
-        """Begin to gather. Collective: all-gather along the tensor axis; each rank sends (T-1) parts."""
+        """Start a gather. Collective: all-gather along the tensor axis; each rank sends (T-1) parts."""
         full = value.part.new_empty(len(self._ranks) * value.part.numel())
         full.view(len(self._ranks), -1)[self._place] = value.part
         tag = Tag(value.number, 0, f"the gather of a partitioned input of shape {tuple(value.size)}")
@@ -109,7 +109,7 @@ class Partition(Link):
 
     def _explain(self, index: int, unit: int, why: str) -> str:
         return (
-            f"{self._comm.mesh} activations='partition' needs inputs that are the same on all ranks along the tensor "
-            f"axis, but input {index} of the recomputed module in unit {unit} {why}. Leave out 'partition' for this "
-            "unit (with sequence parallelism inputs are split already), and seed ranks along the tensor axis alike."
+            f"{self._comm.mesh} activations='partition' needs inputs that are equal on all ranks along the tensor "
+            f"axis, but input {index} of the recomputed module in unit {unit} {why}. Remove 'partition' for this unit "
+            "(sequence parallelism already splits inputs), or use equal seeds on ranks along the tensor axis."
         )

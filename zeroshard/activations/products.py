@@ -1,14 +1,13 @@
-"""Selective recomputation: the results of matrix products and of attention are kept, the rest runs again from them.
+"""Selective recomputation: results of matrix products and attention are kept, other operations run again.
 
-Owns the pair of contexts that `torch.utils.checkpoint` enters around a forward and around its recomputation. Results
-are kept as `core/saved.py` keeps what autograd saves, so that they are counted and later links treat them. Which
-operations these are is in `table/activations.py`.
+Owns the pair of contexts that `torch.utils.checkpoint` enters around a forward and its recomputation. Results are
+stored through `core/saved.py`, so that they are counted and treated by later links. `table/activations.py` lists the
+operations.
 
-Note: when a result is not there
-    A recomputation runs an operation again if its result was changed in place since, or was used by a backward that
-    keeps no graph. Every graph may so have a second backward with `retain_graph=True`, as without recomputation, and
-    one that is used once gives memory back as soon as it can. torch's own contexts
-    (`create_selective_checkpoint_contexts`) refuse both.
+Note: missing results
+    A recomputation runs an operation again if its result was changed in place, or was used by a backward without a
+    retained graph. So every graph supports a second backward with `retain_graph=True`, and a graph that is used once
+    frees memory early. torch's own contexts (`create_selective_checkpoint_contexts`) support neither.
 """
 
 from collections import Counter
@@ -29,14 +28,14 @@ __all__ = ["COLUMN", "Products"]
 Tensor = torch.Tensor
 
 COLUMN: Final = "products"
-"""Of the ledger: bytes of kept results before further links."""
+"""Column of the ledger for bytes of kept results before further links."""
 
 KEPT: Final = frozenset(getattr(torch.ops.aten, name) for name in PRODUCTS)
 
 
 @final
 class Products:
-    """What keeps the results in one model.
+    """The kept results of one model.
 
     Args:
         saved: the hooks of the model.
@@ -48,12 +47,12 @@ class Products:
         self._uses: Counter[int] = Counter()
 
     def contexts(self, enter: Enter) -> "tuple[_Keep, _Use]":
-        """Return the contexts of one forward of a module, and of its recomputations."""
+        """Return the contexts of a module's forward and of its recomputations."""
         results: list[tuple[Any, Any]] = []
         return _Keep(self, results), _Use(self, results, enter)
 
     def keep(self, result: Any) -> Any:
-        """Return what stands for the result of an operation."""
+        """Return the stored form of an operation's result."""
         with versions_below_autograd():
             kept = map_tensors(result, self.saved.pack)
         for box in find(kept, Box):
@@ -61,7 +60,7 @@ class Products:
         return kept
 
     def take(self, kept: Any) -> Any:
-        """Return the result, as new tensors on the memory of what was kept; None where that changed."""
+        """Return the result, as new tensors on the kept memory; None if that memory was changed."""
         boxes = find(kept, Box)
         if any(box.treatment is None and version_of(box.value) != box.version for box in boxes):
             return None
@@ -70,7 +69,7 @@ class Products:
 
 
 class _Within(DispatchMode):
-    """A context that sees each operation below autograd; compiled code inside stays compiled."""
+    """A context that intercepts each operation below autograd; compiled code inside stays compiled."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -82,7 +81,7 @@ class _Keep(_Within):
     """Around a forward.
 
     Args:
-        results: filled with pairs of an operation and what stands for its result, in order.
+        results: receives (operation, stored result), in order.
     """
 
     def __init__(self, products: Products, results: list[tuple[Any, Any]]) -> None:
@@ -121,8 +120,8 @@ class _Use(_Within):
         if known is None or known is not func:
             raise RuntimeError(
                 f"The recomputation of '{self._enter.name}' runs {func} where its forward ran "
-                f"{known or 'no more products'}, so gradients would be wrong: it reads something that has changed in "
-                "between. Leave its unit out of activations='recompute-rest'."
+                f"{known or 'no more products'}, so gradients would be wrong: it reads state that changed in between. "
+                "Exclude its unit from activations='recompute-rest'."
             )
         result = self._products.take(kept) if kept is not None else None
         if result is None or not keeps_graph():

@@ -1,18 +1,16 @@
-"""Activation recomputation: modules keep their inputs alone, and run once more in the backward pass.
+"""Activation checkpointing: modules keep only their inputs, and run again in the backward pass.
 
-Owns which modules do so, what of their inputs is kept, and that a recomputation is an event of the engine, so that
-parameters are gathered once for it and for the backward behind it. How saved tensors are dropped, made again and
-compared, with random numbers and autocast as they were, is torch's (`torch.utils.checkpoint`).
+Owns the kept inputs, and the engine's event for a recomputation, so that parameters are gathered once for it and the
+following backward. `torch.utils.checkpoint` drops, recomputes and compares saved tensors, and restores random numbers
+and autocast.
 
 Note: every k modules
-    The inputs of a module are most often the outputs of the one before. Where a module follows in its segment, such an
-    input is not kept; a node of autograd beside the graph, `_Marked`, saves it inside what is recomputed there, where
-    keeping costs nothing, and reading the input has the module before run again. So a recomputation first runs the call
-    before it, back to the beginning of the segment, and each module runs once more in all. Inputs that come from
-    elsewhere, changed by code between the modules, say, are kept like those of the first one.
-
-    A node leads to the recomputation of its call, where Python's collector cannot look. So a call does not hold its own
-    node: the next call does, and until then `_Segments`, as long as an output lives.
+    The inputs of a module are usually the outputs of the previous module. Within a segment, such an input is not kept.
+    An autograd node outside the graph, `_Marked`, saves it inside the recomputed region of the previous module, at no
+    cost, and reading the input runs the previous module again. So a recomputation first runs the previous calls of the
+    segment, and each module runs once more in total. Other inputs, for example after code between the modules, are kept
+    like those of the first module. A node references the recomputation of its call, invisibly for Python's collector.
+    So a call does not reference its own node: the next call does, and until then `_Segments`, while an output is alive.
 """
 
 import copy
@@ -46,13 +44,13 @@ def recompute(
     products: Products,
     rounded: Collection[nn.Module] = (),
 ) -> None:
-    """Have modules keep their inputs alone.
+    """Set up activation checkpointing of modules.
 
     Args:
-        modules: in the order of the model, each with how.
-        hooks: what tells the engine of a module's forward.
-        products: keeps results of products, where a cell asks for it.
-        rounded: those whose inputs are kept rounded, so that a recomputation gives other outputs.
+        modules: modules in model order, each with its treatment.
+        hooks: the engine's hooks of each module's forward.
+        products: stores results of products, if a cell requests it.
+        rounded: modules with rounded inputs, whose recomputation gives different outputs.
     """
     counts: dict[Recomputed, int] = {}
     for _, how in modules:
@@ -69,7 +67,7 @@ def recompute(
 
 @final
 class _Forward(Hook):
-    """Stands for a module's forward."""
+    """Replaces a module's forward."""
 
     def __init__(
         self,
@@ -97,12 +95,12 @@ class _Forward(Hook):
         return _itself, (self.plain,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, to be run again in the backward pass.
+        """Run the module with checkpointing.
 
-        Inside other recomputation, the user's own say, it only runs: what it saves is dropped there.
+        Inside another recomputation, such as the user's own, it only runs: saved tensors are dropped there.
 
         Raises:
-            RuntimeError: a transform of torch.func is under way.
+            RuntimeError: a transform of torch.func is active.
         """
         if not torch.is_grad_enabled() or not self._saved.is_innermost():
             return self.plain(*args, **kwargs)
@@ -110,12 +108,12 @@ class _Forward(Hook):
             raise RuntimeError(
                 f"torch.vmap, or another transform of torch.func, over '{self.enter.name}', which is recomputed: its "
                 "recomputation would run in the backward, outside the transform. Batch its inputs without torch.vmap, "
-                "or leave its unit out of activations='recompute'."
+                "or exclude its unit from activations='recompute'."
             )
         run = _Run(
             self, ([*map(self._without_cache, args)], {k: self._without_cache(one) for k, one in kwargs.items()})
         )
-        # To be compared, a recomputation has to come to its end; torch stops it at the last tensor that is saved.
+        # The comparison needs a complete recomputation; torch stops it at the last saved tensor.
         with nullcontext() if self.is_compared else set_checkpoint_early_stop(False):
             try:
                 return checkpoint(run, *run.begin(), use_reentrant=False, context_fn=self._contexts)
@@ -123,24 +121,24 @@ class _Forward(Hook):
                 run.end()
 
     def _without_cache(self, value: Any) -> Any:
-        """Return None for a cache of keys and values that is empty: nobody reads it in training.
+        """Return None for an empty cache of keys and values, which training does not read.
 
         Raises:
-            RuntimeError: it has contents, to which a recomputation would add once more.
+            RuntimeError: the cache has contents, to which a recomputation would add again.
         """
         if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
             return value
         if value.get_seq_length():
             raise RuntimeError(
-                f"'{self.enter.name}' is recomputed and was given a {type(value).__name__} with contents, to which it "
-                "would add once more. Train without: model.config.use_cache = False."
+                f"'{self.enter.name}' is recomputed, but received a {type(value).__name__} with contents, to which a "
+                "recomputation would add again. Disable the cache: model.config.use_cache = False."
             )
         return None
 
     def compare(self, first: Tensor, again: Tensor) -> None:
-        """Raise unless a recomputation gave what the forward gave."""
+        """Raise unless a recomputation gave the outputs of the forward."""
         self.is_compared = True
-        # Some kernels of GPUs add up in any order.
+        # Some GPU kernels sum in varying order.
         tolerance = 0.0 if first.device.type == "cpu" else 1e-2
         with without_modes():
             # A tensor of a trace has no values.
@@ -149,58 +147,58 @@ class _Forward(Hook):
         if not is_same:
             raise RuntimeError(
                 f"The recomputation of '{self.enter.name}' ({type(self.module).__name__}) gave other outputs than its "
-                "forward, so gradients would be wrong: it reads something that has changed in between, such as an "
-                "attribute, a counter, a cache, or random numbers that are not torch's. Leave its unit out of "
+                "forward, so gradients would be wrong: it reads state that changed in between, such as an attribute, "
+                "a counter, a cache, or random numbers from outside torch. Exclude its unit from "
                 "activations='recompute'."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """Stands for the input tensor of this number."""
+    """Represents the input tensor with this number."""
 
     index: int
 
 
 @final
 class _Outputs:
-    """The output tensors of one call of a module, which the next one's recomputation reads."""
+    """The output tensors of one call of a module, which the recomputation of the next call reads."""
 
     def __init__(self) -> None:
         self.node: Any = None
         self._task, self._values = -1, tuple[Tensor, ...]()
 
     def read(self) -> tuple[Tensor, ...]:
-        """Return the tensors; the call runs again for them unless it has done so in this backward."""
+        """Return the tensors; run the call again unless it has already run in this backward."""
         if self._task != graph_task() or not self._values:
             with torch.no_grad():
                 self._task, self._values = graph_task(), self.node.saved_tensors
         return self._values
 
     def forget(self) -> None:
-        """Drop the tensors: the only call that reads them has done so."""
+        """Drop the tensors, after their only reader."""
         self._values = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """Stands for an input tensor that is an output of the call before."""
+    """Represents an input tensor that is an output of the previous call."""
 
     of: _Outputs
     index: int
     requires_grad: bool
 
     def read(self) -> Tensor:
-        """Return it, without the graph behind it."""
+        """Return the tensor without its graph."""
         return self.of.read()[self.index].detach().requires_grad_(self.requires_grad)
 
 
 @final
 class _Segments:
-    """What is known of the calls before, to tell which inputs need not be kept.
+    """Previous calls, to find inputs that need not be kept.
 
     Args:
-        every: calls in a segment.
+        every: number of calls in a segment.
     """
 
     def __init__(self, every: int) -> None:
@@ -209,30 +207,30 @@ class _Segments:
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
 
     def find(self, tensor: Tensor) -> _Output | None:
-        """Return what stands for a tensor that is an unchanged output of the call before, in the same segment."""
+        """Return the representation of an unchanged output of the previous call in the same segment, or None."""
         for index, (known, version) in enumerate(self._tensors):
             if known() is tensor and version_of(tensor) == version:
                 return _Output(self._last, index, tensor.requires_grad)
         return None
 
     def place(self, follows: bool) -> int:
-        """Return the place in its segment of a call that does or does not read an output of the call before."""
+        """Return the index of a call in its segment; `follows` if it reads an output of the previous call."""
         return self._place + 1 if follows else 0
 
     def note(self, place: int, outputs: _Outputs, tensors: Sequence[Tensor]) -> None:
-        """Note the call that has just ended."""
+        """Record the call that has just ended."""
         self._place, self._last = place, outputs
         self._tensors = [(weakref.ref(one, self._forget), version_of(one)) for one in tensors]
 
     def _forget(self, gone: weakref.ref[Tensor]) -> None:
-        """Let go of a call whose outputs are gone: nothing will ask for them."""
+        """Drop a call whose outputs were freed."""
         if self._tensors and all(known() is None for known, _ in self._tensors):
             self._last, self._tensors = _Outputs(), []
 
 
 @final
 class _Run:
-    """One call of a module, and what it takes to repeat it."""
+    """One call of a module, with the data to repeat it."""
 
     def __init__(self, forward: _Forward, inputs: Any) -> None:
         self._forward, self._first, self._inputs = forward, inputs, None
@@ -243,7 +241,7 @@ class _Run:
         self._sums: Tensor | None = None
 
     def begin(self) -> list[Tensor]:
-        """Return the input tensors that are to be kept; the rest of the inputs stays in here."""
+        """Return the input tensors to keep; the other inputs stay in this object."""
         kept: list[Tensor] = []
         follows = False
 
@@ -251,7 +249,7 @@ class _Run:
             nonlocal follows
             if (output := self._forward.segments.find(tensor)) is not None:
                 if not follows:
-                    # torch keeps the state of random numbers of the devices that it sees.
+                    # torch keeps the generator states of the devices of these tensors.
                     kept.append(tensor.new_empty(0))
                 follows = True
                 return output
@@ -263,7 +261,7 @@ class _Run:
         return kept
 
     def end(self) -> None:
-        """Let go of the tensors of the first time, and tell the segments of what came out."""
+        """Drop the tensors of the first run, and record the outputs in the segments."""
         self._first = None
         self._forward.surroundings.note(self._around)
         if self._forward.segments.every > 1:
@@ -273,7 +271,7 @@ class _Run:
         self._marked, self._node = (), None
 
     def __call__(self, *kept: Tensor) -> Any:
-        """Run the module: the first time as it was called, then from what was kept."""
+        """Run the module: first with the given inputs, then with the kept inputs."""
         forward = self._forward
         if self._first is not None:
             args, kwargs = self._first
@@ -298,7 +296,7 @@ class _Run:
             forward.leave(forward.module, args, kwargs, None)
 
     def _mark(self, outputs: Any) -> tuple[Sequence[Tensor], Any]:
-        """Have output tensors saved where the next call of the segment can ask for them; return them and the node."""
+        """Save output tensors for the next call of the segment; return them and the node."""
         if (self._place + 1) % self._forward.segments.every == 0:
             return (), None
         tensors = [tensor for tensor in find(outputs, Tensor) if tensor.requires_grad]
@@ -309,7 +307,7 @@ class _Run:
 
 
 class _Marked(torch.autograd.Function):
-    """Saves tensors, beside the graph: no backward comes here."""
+    """Saves tensors outside the graph, without a backward."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
@@ -319,7 +317,7 @@ class _Marked(torch.autograd.Function):
 
 
 def _sums_of(outputs: Any) -> Tensor | None:
-    """Return the sum and the norm of each floating-point tensor, which tell two results apart."""
+    """Return the sum and the norm of each floating-point tensor, to compare two results."""
     with torch.no_grad(), without_modes():
         tensors = [local_of(one).detach() for one in find(outputs, Tensor) if one.is_floating_point() and one.numel()]
         sums = [fold for one in tensors for fold in (one.sum(dtype=torch.float64), one.norm(dtype=torch.float64))]
@@ -327,5 +325,5 @@ def _sums_of(outputs: Any) -> Tensor | None:
 
 
 def _itself(forward: Any) -> Any:
-    """Return what a pickled module has for its forward: a copy is not recomputed."""
+    """Return the plain forward for a pickled module: a copy is not recomputed."""
     return forward

@@ -1,6 +1,6 @@
-"""What a recomputation must find as the forward found it, inputs aside: training mode, buffers, generators of modules.
+"""The state that a recomputation must restore besides inputs: training mode, buffers, generators of modules.
 
-Owns which of these are kept for a call. It must not know what runs in between.
+Owns the choice of the state that is kept for a call. It must not know what runs in between.
 
 Note: buffers that a forward changes
     Running statistics, the vectors of spectral norm and moving averages change in a forward. A recomputation reads what
@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 
 @final
 class Surroundings:
-    """What of a module and those in it may differ between a forward and its recomputation."""
+    """The state of a module and its submodules that may differ between a forward and its recomputation."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = dict(module.named_modules())
@@ -43,7 +43,7 @@ class Surroundings:
         self._count = -1
 
     def keep(self) -> "Kept":
-        """Note everything, before a forward."""
+        """Record the state before a forward."""
         return Kept(self._modules, self._generators(), self._changed)
 
     def _generators(self) -> list[torch.Generator]:
@@ -57,18 +57,18 @@ class Surroundings:
         return [one for one in found if isinstance(one, torch.Generator)]
 
     def note(self, kept: "Kept") -> None:
-        """Learn from a forward that is over which buffers change."""
+        """Record which buffers a finished forward changed."""
         self._changed = (self._changed or set()) | kept.settle()
 
 
 @final
 class Kept:
-    """What was found before one forward.
+    """The state before one forward.
 
     Args:
-        modules: by name.
-        generators: of the modules.
-        changed: names of those of which buffers are copied; None for all.
+        modules: modules by name.
+        generators: generators of the modules.
+        changed: names of the modules whose buffers are copied; None for all.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Kept:
         self._lost: nn.Module | None = None
 
     def settle(self) -> set[str]:
-        """Drop what the forward has left as it was; return the names of modules of which it changed buffers."""
+        """Drop unchanged state; return the names of modules whose buffers changed."""
         changed = set()
         for name, buffers in [*self._buffers.items()]:
             if any(version_of(one) != version for one, version in buffers.values()):
@@ -106,24 +106,24 @@ class Kept:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Have everything as it was found, for a recomputation, and afterwards as it is now.
+        """Restore the state for a recomputation, and the present state afterwards.
 
         Raises:
-            RuntimeError: buffers were changed that no forward before has changed.
+            RuntimeError: buffers changed that no previous forward had changed.
         """
         if self._lost is not None:
             names = ", ".join(self._lost._buffers)
             raise RuntimeError(
                 f"A forward changed buffers ({names}) of a {type(self._lost).__name__} in a recomputed module, which "
-                "no forward before had changed, so it cannot run again with what they were. Leave this unit out of "
-                "activations='recompute', or have its first forward change them, too."
+                "no previous forward had changed, so their previous values are lost. Exclude this unit from "
+                "activations='recompute', or let its first forward change them, too."
             )
         modes = [module.training for module in self._modules.values()]
         states = [one.get_state() for one, _ in self._generators]
         buffers = {name: dict(self._modules[name]._buffers) for name in self._copies}
         try:
             self._set(self._modes, [state for _, state in self._generators])
-            # Copied again: the graph may be used twice.
+            # Copied again, because the graph may be used twice.
             with without_modes():
                 again = {name: {key: one.clone() for key, one in some.items()} for name, some in self._copies.items()}
             for name, copies in again.items():

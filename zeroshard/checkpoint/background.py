@@ -1,12 +1,13 @@
-"""A save in the background: memory is copied once, and a thread of each rank writes the copy while training goes on.
+"""A save in the background: memory is copied once, and a thread of each rank writes the copy during training.
 
-Owns the copy, the thread, and how ranks tell rank 0 that they are done without a collective. Read `commit.py` first.
+Owns the copy, the thread, and the receipts by which ranks report to rank 0 without a collective. Read `commit.py`
+first.
 
 Note: receipts
-    A thread cannot take part in collectives: ranks would issue them in different orders. So each rank leaves a receipt
-    in the folder, with sizes and checksums or with its error; rank 0's thread waits for all, completes the folder and
-    renames it. What came of it is agreed upon later, by the ranks' main threads (`save.py`), or at exit by looking
-    whether the checkpoint is there.
+    A thread cannot take part in collectives, because ranks would issue them in different orders. So each rank writes a
+    receipt to the folder, with sizes and checksums or its error; the thread of rank 0 waits for all receipts, completes
+    the folder and renames it. The main threads agree on the outcome later (`save.py`), or at exit by a check whether
+    the checkpoint exists.
 """
 
 import atexit
@@ -38,15 +39,15 @@ __all__ = ["BackgroundSave", "Snapshot", "Status"]
 
 POLL_S: Final = 0.02
 PATIENCE_S: Final = 20.0
-"""How long a rank that leaves waits for others of which nothing new is seen."""
+"""Seconds that a rank at exit waits for others without visible progress."""
 
 PIECE_BYTES: Final = 64 << 20
-"""What is written between two looks whether the save is still wanted."""
+"""Bytes that are written between two checks whether the save was cancelled."""
 
 
 @final
 class Snapshot:
-    """Host memory for what this rank writes; it is kept, so that only the first save touches fresh pages."""
+    """Reused host memory for this rank's data, so that only the first save touches fresh pages."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -71,14 +72,14 @@ def _host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Large pages, where the kernel has them: the first copy, which touches all, then takes a third of the time.
+    # Large pages, if available, reduce the time of the first copy to a third.
     with contextlib.suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Status(IntEnum):
-    """How far a save is on this rank; on rank 0, for all."""
+    """The progress of a save on this rank; on rank 0, of all ranks."""
 
     RUNNING = 0
     DONE = 1
@@ -87,10 +88,10 @@ class Status(IntEnum):
 
 @final
 class BackgroundSave:
-    """One save on its way to the disk. It is under way when it is made.
+    """One save in the background, which starts in the constructor.
 
     Args:
-        taken: the values that this rank writes, by file; they must not change until `status` does.
+        taken: the values that this rank writes, by file; unchanged until `status` changes.
     """
 
     def __init__(self, plan: Plan, folder: Path, rank: int, taken: Mapping[str, memoryview]) -> None:
@@ -105,13 +106,13 @@ class BackgroundSave:
 
     @property
     def status(self) -> Status:
-        """How far it is."""
+        """The progress of the save."""
         if self._thread.is_alive():
             return Status.RUNNING
         return Status.FAILED if self.failure else Status.DONE
 
     def join(self, timeout_s: float) -> None:
-        """Wait until this rank's part is done, but not longer than that."""
+        """Wait at most `timeout_s` seconds until this rank's part is done."""
         self._thread.join(timeout_s)
 
     def give_up(self) -> None:
@@ -120,12 +121,12 @@ class BackgroundSave:
         self._thread.join()
 
     def remove(self) -> None:
-        """Remove what is left of a failed one, once no rank writes any more."""
+        """Remove the folder of a failed save, once no rank writes to it."""
         if self._rank == 0:
             files.remove_tree(self._folder)
 
     def close(self) -> None:
-        """Leave nothing to be done at exit: all ranks know the outcome."""
+        """Cancel the exit handler: all ranks know the outcome."""
         atexit.unregister(self._leave)
 
     # -- in the thread ------------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ class BackgroundSave:
         files.rename(part, receipt)
 
     def _report(self) -> None:
-        """Tell rank 0 about the failure, if that is still possible; what was written makes room for it."""
+        """Report the failure to rank 0, if possible, after removing this rank's files to free space."""
         for name in self._taken:
             with contextlib.suppress(OSError):
                 files.remove(self._folder / name)
@@ -173,7 +174,7 @@ class BackgroundSave:
         return self._folder / f"receipt-{rank + 1:05}"
 
     def _complete(self, entries: dict[str, FileEntry]) -> None:
-        """Wait for the others, and make it a checkpoint."""
+        """Wait for the other ranks, and commit the checkpoint."""
         self._doing = "waiting for the other ranks"
         for rank in range(1, self._plan.world_size):
             entries |= self._await_receipt(rank)
@@ -198,7 +199,7 @@ class BackgroundSave:
     # -- in either ----------------------------------------------------------------------------------------------------
 
     def _await(self, path: Path) -> None:
-        """Wait for what another rank makes; at exit, as long as the folder is seen to grow."""
+        """Wait for a file of another rank; at exit, only while the folder grows."""
         seen, since_s = -1, time.monotonic()
         while not path.exists():
             if self._is_given_up.wait(POLL_S):
@@ -215,7 +216,7 @@ class BackgroundSave:
                 raise CheckpointError(f"{path} did not appear, and nothing was written for {PATIENCE_S:g} s.")
 
     def _leave(self) -> None:
-        """See to it at exit that the outcome is known: a failure ends the process with status 1."""
+        """Wait for the outcome at exit; a failure ends the process with status 1."""
         if os.getpid() != self._process:
             return
         self._is_leaving.set()

@@ -1,11 +1,12 @@
 """`zeroshard checkpoint`: ls, verify, diff, export, import.
 
-Owns the arguments and the words. It prints through what `cli.py` hands it, a line at a time, and needs typer only when
-it is asked for its commands. All of it works without torch.
+Owns the arguments and the output. It prints through functions of `cli.py`, line by line, and imports typer only in
+`make_commands`. All commands work without torch.
 
 Note: names
-    Checkpoints may come from others. What they call folders, files and tensors is printed with escapes for whatever is
-    not printable, ends of lines included: a name neither steers the terminal nor looks like a line of the command.
+    Checkpoints may come from untrusted sources. Unprintable characters in names of folders, files and tensors,
+    including ends of lines, are printed as escapes: a name can neither control the terminal nor imitate a line of the
+    output.
 """
 
 from collections.abc import Callable
@@ -31,13 +32,13 @@ def make_commands(line: Print, problem: Print, progress: Progress) -> "typer.Typ
     """Return the commands.
 
     Args:
-        line: prints a line of a result.
-        problem: prints a line about something wrong.
-        progress: a context that shows progress, and gives what is to be told how many bytes of how many are done.
+        line: prints a line of the result.
+        problem: prints a line about a problem.
+        progress: a context that shows progress, and yields a function of (bytes done, total bytes).
     """
     import typer
 
-    app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, and move them to and from other formats.")
+    app = typer.Typer(no_args_is_help=True, help="List, verify, compare, export and import checkpoints.")
     say = _in_one_line(line)
     failure = _Failure(_in_one_line(problem))
     folder = Annotated[Path, typer.Argument(help="A checkpoint, such as runs/a/step-00000100.")]
@@ -54,7 +55,7 @@ def make_commands(line: Print, problem: Print, progress: Progress) -> "typer.Typ
                 say(f"{path}: no checkpoints, neither here nor in folders below")
 
     def check(paths: Annotated[list[Path], typer.Argument(help="Checkpoints.")]) -> None:
-        """Read every byte of checkpoints and compare it with its checksum."""
+        """Read checkpoints completely and verify their checksums."""
         with failure:
             for path in paths:
                 with progress() as on_bytes:
@@ -63,7 +64,7 @@ def make_commands(line: Print, problem: Print, progress: Progress) -> "typer.Typ
                 say(f"{path}: whole; step {manifest.step}, {len(manifest.tensors)} tensors, {nbytes / 1e6:.1f} MB")
 
     def compare(first: folder, second: folder) -> None:
-        """Say what differs between two checkpoints; the exit status is 1 where something does."""
+        """Print the differences between two checkpoints; the exit status is 1 if there are any."""
         with failure:
             found = diff(first, second)
             for one in found:
@@ -75,15 +76,15 @@ def make_commands(line: Print, problem: Print, progress: Progress) -> "typer.Typ
         target: Annotated[Path, typer.Argument(help="A new folder.")],
         config: Annotated[Path | None, typer.Option(help="config.json of the model, or adapter_config.json.")] = None,
     ) -> None:
-        """Write parameters and buffers as a folder for transformers, or a LoRA adapter as one for peft."""
+        """Export parameters and buffers for transformers, or a LoRA adapter for peft."""
         with failure:
             say(f"{export(source, target, config=config)}: written")
 
     def read(
-        source: Annotated[Path, typer.Argument(help="A folder of safetensors, or one file.")],
-        target: Annotated[Path, typer.Argument(help="The checkpoint to be.")],
+        source: Annotated[Path, typer.Argument(help="A safetensors file, or a folder of such files.")],
+        target: Annotated[Path, typer.Argument(help="The new checkpoint.")],
     ) -> None:
-        """Make a checkpoint without optimizers of a folder of safetensors."""
+        """Create a checkpoint without optimizers from a folder of safetensors files."""
         with failure:
             say(f"{import_folder(source, target)}: written; load it with only_model=True")
 
@@ -93,7 +94,7 @@ def make_commands(line: Print, problem: Print, progress: Progress) -> "typer.Typ
 
 
 def _in_one_line(show: Print) -> Print:
-    """Return what prints a text as one line of printable characters."""
+    """Return a function that prints a text as one line of printable characters."""
     return lambda text: show(printable(text, keeps=""))
 
 

@@ -1,17 +1,17 @@
-"""Loading: everything is checked on every rank before anything in memory changes, then each rank reads its own ranges.
+"""Loading: every rank checks everything before memory changes, then reads its own ranges.
 
 Owns the protocol. Read `reader.py`, `inventory.py` and `together.py` first.
 
 Note: all or nothing
-    1. Each rank reads the manifest and extra.json and compares them with its model and optimizers; all must have read
+    1. Each rank reads the manifest and extra.json, and compares them with its model and optimizers; all ranks must read
        the same manifest.
-    2. Each rank checks every byte that it will read, and the ranks share the rest of every file. Up to here a failure
-       changes nothing.
-    3. Each rank reads its ranges, one tensor at a time, into the master values and states. Files that change meanwhile
-       are noticed; then memory is partly new, and the error says so.
-    4. Generators, hyper-parameters and the loss scale follow; parameters are made to follow their master values.
-    A folder of safetensors files, as others write them, gives a model alone, and has no checksums: headers and sizes
-    are checked.
+    2. Each rank verifies the bytes that it will read, and a share of the other bytes. Up to here, a failure changes
+       nothing.
+    3. Each rank reads its ranges, one tensor at a time, into the master values and states. If files change meanwhile,
+       the error says that memory is partly changed.
+    4. Generators, hyper-parameters and the loss scale follow; parameters are updated from their master values.
+    A folder of safetensors files from other programs contains only a model, and no checksums: headers and sizes are
+    checked.
 """
 
 import math
@@ -53,12 +53,12 @@ UNCHANGED = "Nothing in memory was changed."
 MIXED = "Memory is partly changed now: load a checkpoint before going on, or end the run."
 MAX_STEPS = 2**53
 HOW = frozenset(["capturable", "differentiable", "foreach", "fused"])
-"""Options that say how an update is computed, not what: those of the running program stay."""
+"""Options that do not change the result of an update: the running program's values stay."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint held beside tensors.
+    """The data of a checkpoint besides tensors: `step` and `extra`.
 
     ```python
     import tempfile, torch, zeroshard as zs

@@ -118,7 +118,16 @@ def read_manifest(folder: Path) -> tuple[Manifest, int]:
     files.refuse_link(folder)
     path = folder / MANIFEST
     if not path.exists() and not path.is_symlink():
-        why = "there is no such folder" if not folder.exists() else f"it has no {MANIFEST}, so it was never finished"
+        if not folder.exists():
+            why = "there is no such folder"
+        elif folder.is_dir():
+            why = f"it has no {MANIFEST}, so it was never finished"
+        else:
+            why = (
+                "it is a file. One that torch.save() wrote is read by `with zero.gathered(writeback=True):` and "
+                "model.load_state_dict(torch.load(path)) inside it, on every rank; weights in safetensors by "
+                "zero.load(path, only_model=True)"
+            )
         raise CheckpointError(f"{folder}: is no checkpoint: {why}.")
     data = read_text(path)
     return parse(data, str(path), lambda name, nbytes: read_text(folder / name, nbytes)), zlib.crc32(data)

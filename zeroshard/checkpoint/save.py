@@ -1,17 +1,17 @@
-"""Saving: every rank writes its own ranges, rank 0 proves that they are everything, and one rename commits.
+"""Saving: every rank writes its own ranges, rank 0 verifies completeness, and a rename commits.
 
 Owns the protocol. Read `contents.py` (what is written), `commit.py` (the folder) and `together.py` first.
 
 Note: from tensors to a checkpoint
-    1. Rank 0 sees to it that what is to be written would be read. Ranks agree on path, step and everything that all
-       have in common; rank 0 makes `.tmp-<name>-<attempt>`.
-    2. Each rank writes its two files there and waits until they are on the disk.
-    3. Sizes and checksums are exchanged; rank 0 writes extra.json and, last, the manifest, which is not written unless
-       every element of every tensor is in exactly one file. It flushes file and folder.
+    1. Rank 0 checks that the checkpoint will be readable. Ranks agree on path, step and all common data; rank 0 creates
+       `.tmp-<name>-<attempt>`.
+    2. Each rank writes its two files there, and waits until they are on disk.
+    3. Ranks exchange sizes and checksums; rank 0 writes extra.json and, last, the manifest, after a check that every
+       element of every tensor is in exactly one file. It flushes file and folder.
     4. The folder is renamed, which makes it a checkpoint, and the folder above is flushed.
     5. LATEST, a hint for people, is replaced, and retention removes old checkpoints.
-    A failure at any point is raised on all ranks. In the background, steps 2 to 5 run in threads (`background.py`), and
-    ranks ask each other at each optimizer step how far they are.
+    A failure at any point raises on all ranks. In the background, steps 2 to 5 run in threads (`background.py`), and
+    ranks exchange their progress at each optimizer step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ class Saver:
     """The saves of one model: one at a time, at most one of them in the background.
 
     Args:
-        optimizers: the model's, also those that are attached later.
+        optimizers: the optimizers of the model, including those attached later.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimizer]) -> None:
@@ -139,9 +139,9 @@ class Saver:
                 one.optimizer.register_step_post_hook(lambda *_: self._settle(waits=False))
 
     def _settle(self, *, waits: bool) -> None:
-        """Ask all ranks how far the save in the background is; raise its failure.
+        """Exchange the progress of a save in the background; raise its failure.
 
-        Collective: an all-reduce of 32 bytes while there is one, several where it `waits`; every rank must call.
+        Collective: an all-reduce of 32 bytes during a save, several if it `waits`; every rank must call.
         """
         while (save := self._under_way) is not None:
             if waits:
@@ -156,7 +156,7 @@ class Saver:
                 return
 
     def _fail(self, save: BackgroundSave) -> None:
-        """End the save on every rank, and raise the failure of the last rank that failed by itself."""
+        """End the save on every rank, and raise the error of the last rank with its own failure."""
         save.give_up()
         self._under_way = None
         texts = self._engine.comm.texts(save.failure, "the failure of a save")

@@ -1,7 +1,7 @@
-"""One rank's failure is every rank's: the same error, at the same place.
+"""Shared failures: if one rank fails, all ranks raise the same error at the same place.
 
-Owns the agreement after each piece of local work. Whoever does something that may fail on one rank does it under
-`together`, and goes on only if it went well everywhere.
+Owns the agreement after each piece of local work. Work that may fail on one rank runs under `together`, and continues
+only if it succeeded on all ranks.
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,12 @@ __all__ = ["agree_equal", "begin", "describe", "together"]
 
 
 def begin(engine: Engine, what: str) -> None:
-    """Complete what is under way. Collective: a barrier; every rank must call.
+    """Complete open passes.
+
+    Collective: a barrier; every rank must call.
 
     Raises:
-        RuntimeError: inside a pass or `gathered()`, or on a mesh with an axis "tensor".
+        RuntimeError: called inside a pass or `gathered()`, or the mesh has an axis "tensor".
     """
     if len(engine.mesh.tensor_ranks) > 1:
         raise RuntimeError(
@@ -36,15 +38,15 @@ def together(engine: Engine, what: str, advice: str) -> Iterator[None]:
     """Raise on every rank if the body raises on any, with the text of the first rank that failed.
 
     Args:
-        what: what the body does, the same on every rank.
-        advice: what is left as it was, and what to do.
+        what: description of the body, equal on every rank.
+        advice: unchanged state, and the remedy.
 
-    Collective: an all-reduce of 32 bytes; where a rank failed, an all-gather of 4 KiB; every rank must enter.
+    Collective: an all-reduce of 32 bytes; if a rank failed, an all-gather of 4 KiB; every rank must enter.
     """
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # whatever it is, the other ranks wait for this one
+    except Exception as error:  # any error: the other ranks wait for this rank
         failure = error
     if engine.order.barrier(what, int(failure is not None))[1]:
         texts = engine.comm.texts(describe(failure), f"the error in {what}")
@@ -54,7 +56,7 @@ def together(engine: Engine, what: str, advice: str) -> Iterator[None]:
 
 
 def describe(failure: Exception | None) -> str:
-    """Return an error as a sentence; nothing for None."""
+    """Return an error as a sentence; "" for None."""
     if failure is None:
         return ""
     text = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
@@ -62,7 +64,7 @@ def describe(failure: Exception | None) -> str:
 
 
 def agree_equal(engine: Engine, what: str, digest: int, message: str) -> None:
-    """Raise on every rank unless all bring the same digest. Collective: an all-reduce of 32 bytes."""
+    """Raise on every rank unless all digests are equal. Collective: an all-reduce of 32 bytes."""
     least, greatest = engine.order.barrier(what, digest)
     if least != greatest:
         raise CheckpointError(f"{what}: {message}")

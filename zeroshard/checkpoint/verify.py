@@ -1,6 +1,6 @@
-"""Whether checkpoints are whole, which is the newest, and what there is. Without torch.
+"""Verification and listing of checkpoints, and the search for the newest.
 
-Owns the questions that need files alone. Read `reader.py` first.
+Without torch. Owns the queries that need only files. Read `reader.py` first.
 """
 
 import warnings
@@ -17,15 +17,16 @@ __all__ = ["Listed", "latest", "list_below", "list_checkpoints", "verify"]
 
 
 def verify(path: str | Path, on_bytes: Callable[[int, int], None] | None = None) -> Manifest:
-    """Read every byte of a checkpoint and compare it with its checksums.
+    """Read a checkpoint completely and verify its checksums.
 
     Args:
-        on_bytes: is told after each block how many bytes of how many are checked.
+        path: the folder of the checkpoint.
+        on_bytes: called after each block with (checked bytes, total bytes).
 
-    Returns: what the checkpoint says of itself.
+    Returns: the manifest of the checkpoint.
 
     Raises:
-        CheckpointError: something is missing or damaged; the text names the file.
+        CheckpointError: a file is missing or damaged; the text names the file.
     """
     reader = CheckpointReader(Path(path))
     total, done = sum(entry.nbytes for entry in reader.manifest.files.values()), 0
@@ -42,7 +43,7 @@ def verify(path: str | Path, on_bytes: Callable[[int, int], None] | None = None)
 
 @dataclass(frozen=True)
 class Listed:
-    """One folder that is or should be a checkpoint. `problem` is empty where its manifest is right."""
+    """A folder with a checkpoint. `problem` is empty if its manifest is valid."""
 
     path: Path
     step: int
@@ -53,10 +54,13 @@ class Listed:
 
 
 def list_checkpoints(folder: str | Path) -> list[Listed]:
-    """Return the committed checkpoints in a folder, oldest step first; data are not read, links are not followed.
+    """Return the committed checkpoints in a folder, lowest step first, without reading data or following links.
 
-    Returns: for each its `path`, `step`, `world_size`, `tensors` and `nbytes`, and its `problem`: empty where the
-        description of the checkpoint can be read.
+    Args:
+        folder: the folder that contains checkpoints.
+
+    Returns: for each checkpoint, its `path`, `step`, `world_size`, `tensors`, `nbytes`, and `problem`, which is empty
+        if its manifest is valid.
 
     Raises:
         CheckpointError: the folder does not exist.
@@ -78,7 +82,7 @@ def list_checkpoints(folder: str | Path) -> list[Listed]:
 
 
 def list_below(folder: str | Path) -> list[Listed]:
-    """Return the checkpoints at a path and in the folders below it, hidden ones and links left out.
+    """Return the checkpoints at a path and in the folders below it, without hidden folders and links.
 
     Raises:
         CheckpointError: the folder does not exist.
@@ -107,13 +111,15 @@ def _look(path: Path) -> Listed | None:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """Return the checkpoint of the highest step in a folder whose every byte verifies; None where there is none.
+    """Return the verified checkpoint with the highest step in a folder; None without checkpoints.
 
-    A damaged one, or a link in the place of one, is passed over with a warning. The file LATEST is for people; nothing
-    is decided by it.
+    Damaged checkpoints and links are skipped with a warning. The file LATEST is only for people.
+
+    Args:
+        folder: the folder that contains checkpoints.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is whole: starting over then would be the wrong surprise.
+        CheckpointError: checkpoints exist, but none is complete; starting from the beginning would be a surprise.
 
     ```python
     import tempfile, torch, zeroshard as zs
@@ -129,7 +135,7 @@ def latest(folder: str | Path) -> Path | None:
     if not Path(folder).exists():
         return None
     found = list_checkpoints(folder)
-    # The step of one whose description cannot be read is not known: it may have been the newest.
+    # The step of a checkpoint with an unreadable manifest is unknown: it may have been the newest.
     problems = [one.problem for one in found if one.problem]
     for one in reversed([one for one in found if not one.problem]):
         try:

@@ -220,6 +220,11 @@ class Bucket:
                 if is_stored(part):
                     part.copy_(masters)
 
+    def put_apart(self, masters: Tensor) -> Tensor:
+        """Put other masters in the place of those in another memory; return what was there. Entries do not follow."""
+        before, self._masters[0] = self._masters[0], masters
+        return before
+
     def follow_part(self, start: int, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Round updated masters into parameters: those in the other memory, from the `start`-th of them on.
 

@@ -1,29 +1,28 @@
-"""What happens when: modules enter and exit, gradients land, backward passes begin and end.
+"""The engine: entry and exit of modules, arrival of gradients, begin and end of backward passes.
 
-Owns the state of one sharded model and answers its hooks (`core/hooks.py`) and its parameters (`core/parameter.py`). It
-decides what a call means for the pass under way and leaves the rest to `core/order.py`. Read that and `core/unit.py`
-first.
+Owns the state of one sharded model, and serves its hooks (`core/hooks.py`) and parameters (`core/parameter.py`). It
+maps each call to the current pass, which `core/order.py` executes. Read `core/order.py` and `core/unit.py` first.
 
 Note: a step
-    Forward. The model's entry (`Engine.enter`) completes what an exception left open, tells the other ranks, and opens
-    a pass. Each module's entry has its unit made whole (`Order.need`), which issues the gathers that fit in the window
-    behind it; its exit lets the unit go (`Order.leave`). What autograd saves meanwhile goes through `core/saved.py`.
-    Backward. The first event in it (`_enter_backward`) opens a pass, and a callback of autograd's closes it. Unpacking
-    a saved parameter makes its unit whole again. Autograd hands each gradient to `Engine.landed`, which moves it into
-    its bucket (`Gradients.land`); with the last one of a unit, `Order.land` reduces the unit if its turn has come
-    (`Unit.start_reduction`). `Order.close` reduces what is left, and tells the other ranks what this one used.
-    Update. Before it each rank reads what all told at the end of passes, and ranks vote (`Order.settle`); the user's
-    optimizer then updates this rank's slices, which `core/guard.py` may prevent, and `ShardedOptimizer` has updated
-    parameters gathered where they stay whole (`Order.publish`). `zero_grad` forgets the gradients (`Gradients.clear`).
+    Forward. The entry of the model (`Engine.enter`) completes passes that an exception interrupted, posts a vote, and
+    opens a pass. The entry of a module gathers its unit (`Order.need`), and issues the next gathers within the window;
+    its exit releases the unit (`Order.leave`). Saved tensors of autograd go through `core/saved.py`. Backward. Its
+    first event (`_enter_backward`) opens a pass, and a callback of autograd closes it. Unpacking a saved parameter
+    gathers its unit again. Autograd passes each gradient to `Engine.landed`, which moves it into its bucket
+    (`Gradients.land`). After the last gradient of a unit, `Order.land` reduces the unit in its recorded order
+    (`Unit.start_reduction`). `Order.close` reduces the other units, and votes on the parameters that this rank used.
+    Update. Each rank reads the votes of past passes, and ranks vote on the update (`Order.settle`). The user's
+    optimizer then updates this rank's slices, unless `core/guard.py` prevents it, and `ShardedOptimizer` gathers
+    replicated parameters (`Order.publish`). `zero_grad` drops the gradients (`Gradients.clear`).
 Note: threads
-    Autograd runs the backward of each device's nodes on a thread of that device, and of the CPU's on the caller's. A
-    model that hands tensors over (a loss on the CPU, say) has hooks called from both. What they lead to is a sequence
-    that all ranks follow, so one hook at a time may decide: `alone`. A thread that waits for a collective keeps the
-    others out; they could not go on, as what they ask for comes later in the sequence.
+    Autograd runs the backward of each device's nodes on a thread of that device, and CPU nodes on the caller's thread.
+    A model that uses several devices (for example, with a loss on the CPU) has hooks called from several threads. All
+    ranks follow one sequence of actions, so hooks are serialized: `alone`. A thread that waits for a collective blocks
+    the others, whose requests come later in the sequence anyway.
 Note: hints
-    Hooks on the gradients of a unit's outputs and inputs say when its backward begins and ends. They are hints: a loss
-    taken from inside a unit, or a returned view changed in place, bypasses them. Nothing is wrong without them:
-    unpacking a saved tensor gathers its unit, and the end of the pass releases and reduces what is left.
+    Hooks on the gradients of a unit's outputs and inputs signal the begin and end of its backward. They are hints: a
+    loss from inside a unit, or an in-place change of a returned view, bypasses them. Correctness does not depend on
+    them: unpacking a saved tensor gathers its unit, and the end of the pass releases and reduces the other units.
 """
 
 import sys
@@ -64,7 +63,7 @@ class Engine:
     """The state of one sharded model.
 
     Args:
-        treatment: what is done with the tensors that autograd saves.
+        treatment: the treatment of the tensors that autograd saves.
     """
 
     def __init__(
@@ -72,27 +71,27 @@ class Engine:
     ) -> None:
         self.mesh, self.comm, self.units, self.ledger = mesh, comm, units, ledger
         self.lane = Lane(mesh, mesh.device)
-        # Autograd has one thread for all that is on the CPU.
+        # Autograd uses a single thread for the CPU.
         self.lock = threading.RLock() if mesh.device.type != "cpu" else None
         self.slots: dict[str, Slot] = {}
         self.order = Order(units, comm)
         self.catch_up, self.answer = self.order.catch_up, self.order.answer
         self.is_sharded = self.order.is_sharded
         self.has_frames = self.is_sharded or treatment is not None
-        """Whether modules that hold units tell of their forwards: only then their hooks hang."""
+        """Whether modules with units have forward hooks."""
         self.gathered: Gathered | None = None
         self.scope = Scope.ALL
-        """Over which ranks the next backward sums gradients."""
+        """The ranks over which the next backward sums gradients."""
         self.loss_scale: LossScale | None = None
         self.is_skipping = False
-        """Whether the step under way is skipped because gradients overflowed: no slice has a gradient then."""
+        """Whether the current step is skipped because gradients overflowed: slices then have no gradients."""
         self.has_moved_states = False
-        """Whether states have left the device for a while, so that no update can be made."""
+        """Whether `offload_states()` moved states away, which prevents updates."""
         memories = {bucket.spec.master_memory for unit in units for bucket in unit.buckets}
-        # The same on all ranks, also where a rank has no slice elsewhere.
+        # Equal on all ranks, also if a rank has no offloaded slice.
         self.guard = guard_of(comm, updates_on_host=memories != {"device"})
         self.unread: Callable[[], None] | None = None
-        """What reads, and acts on, whether the last update was skipped; None where the host knows."""
+        """Reads whether the last update was skipped, and acts on it; None if the host knows."""
         self.end_update: Callable[[], None] | None = None
         """Waits for the update in the background, and resets itself; None without such an update."""
         self._frames: list[Frame] = []
@@ -103,12 +102,12 @@ class Engine:
         self.gradients_changed = self._norms.clear
         self._local_norms, self._norms_version = LocalNorms(()), 0
         self.copy = slice_of(mesh.along("shard", "tensor"))
-        """The ranks whose parts make up whole gradients."""
+        """The ranks whose parts form the full gradients."""
         buckets = [(unit.number, bucket) for unit in units for bucket in unit.buckets]
         self.saved = SavedTensors(buckets, self._need_in_backward, treatment, self._unit_under_way)
 
     def take_slots(self, slots: Iterable[Slot]) -> None:
-        """Know the parameters, in registration order, and let them know this engine."""
+        """Register the slots of parameters, in registration order, and connect them with this engine."""
         for place, slot in enumerate(slots):
             slot.owner, slot.place = weakref.ref(self), place
             self.slots[slot.name] = slot
@@ -121,10 +120,10 @@ class Engine:
             unit.loss_scale, unit.look = loss_scale, self.guard.look
 
     def learn(self) -> None:
-        """End the last update, and read whether it was skipped, before states are read or gradients change.
+        """Finish the last update, and read whether it was skipped, before states are read or gradients change.
 
         Raises:
-            RuntimeError: gradients were not finite, and no loss scale accounts for it; nothing was changed.
+            RuntimeError: gradients were not finite, without a loss scale; nothing was changed.
         """
         if self.end_update is not None:
             self.end_update()
@@ -139,13 +138,13 @@ class Engine:
 
     @alone
     def enter(self, module: torch.nn.Module, name: str, units: tuple[int, ...], inputs: Any) -> None:
-        """Begin a module's forward: make its units whole, and in the outermost one begin a pass."""
+        """Begin a module's forward: gather its units, and begin a pass in the outermost module."""
         if self.gathered is not None:
             return
         is_recompute = graph_task() != -1
         if not self._running() and not is_recompute:
             self.lane.begin(f"the forward of {type(module).__name__}")
-            # Units wait for their own part of an update in the background, as they are gathered.
+            # When gathered, units wait for their own part of an update in the background.
             self._read_answer()
             self._complete()
         if not self.has_frames:
@@ -175,12 +174,12 @@ class Engine:
 
     @alone
     def exit(self, module: torch.nn.Module, outputs: Any) -> None:
-        """End a module's forward: release its units, and in the outermost one end the pass."""
+        """End a module's forward: release its units, and end the pass in the outermost module."""
         if self.gathered is not None or not self._running() or self._frames[-1].module is not module:
             return
         frame = self._undo()
         if frame.is_recompute or sys.exception() is not frame.exception:
-            # What was recomputed saved plain aliases: the unit stays whole until its backward is over. And ranks may
+            # A recomputation saved plain aliases, so the unit stays gathered until its backward ends. Ranks may also
             # fail alone, so nothing is communicated after an exception; the next entry completes the pass.
             return
         for number in frame.taken:
@@ -195,7 +194,7 @@ class Engine:
             self.order.close()
 
     def _undo(self) -> Frame:
-        """Undo what the last entry did to this rank alone."""
+        """Undo the local effects of the last entry."""
         frame = self._frames.pop()
         for number in frame.taken:
             self.units[number].users -= 1
@@ -204,7 +203,7 @@ class Engine:
         return frame
 
     def _running(self) -> list[Frame]:
-        """Return the entered modules; undo entries of calls that ended past their hooks, as by a KeyboardInterrupt."""
+        """Return the entered modules; undo entries of calls that ended without hooks, as by a KeyboardInterrupt."""
         while self._frames and not self._frames[-1].call.is_running():
             self._undo()
         return self._frames
@@ -214,21 +213,21 @@ class Engine:
         place = f"the beginning of a {kind} forward of '{name}'" if name else f"the beginning of a {kind} forward"
         key = ("forward", name, frame.has_grad)
         if self.is_sharded and frame.has_grad:
-            # Forwards without a backward would make ever new keys; the last ones tell kinds apart well enough.
+            # Forwards without a backward would create ever more keys; the last keys distinguish the kinds well enough.
             self._forwards = [*self._forwards[1 - KEPT_FORWARDS :], key]
-        # Also without gradients: code inside may enable them, as models of forces do.
+        # Also without gradients: code inside may enable them, as in models of forces.
         frame.saved = self.saved.context()
         try:
             frame.saved.__enter__()
         except RuntimeError as error:
             raise RuntimeError(
-                f"{self.mesh} torch.func.grad, vjp, jacrev and hessian switch off the hooks that gather parameters for "
-                "a backward. Use torch.autograd.grad, or enter `with zero.gathered():` around them, on every rank."
+                f"{self.mesh} torch.func.grad, vjp, jacrev and hessian disable the hooks that gather parameters for a "
+                "backward. Use torch.autograd.grad, or enter `with zero.gathered():` around them, on every rank."
             ) from error
         self.order.open("forward", key, place=place if self.is_sharded else "", holds=frame.has_grad)
 
     def _unit_under_way(self) -> int:
-        """Return the unit whose module computes now."""
+        """Return the unit of the innermost running module."""
         return next((frame.units[-1] for frame in reversed(self._frames) if frame.units), ROOT)
 
     def _note_use(self, units: tuple[int, ...]) -> None:
@@ -237,9 +236,9 @@ class Engine:
             self.units[number].calls += 1
 
     def leave_passes(self, what: str) -> None:
-        """Raise inside a forward or a backward, before anything is changed; complete what an exception left open.
+        """Raise inside a forward or a backward, before any change; complete passes that an exception interrupted.
 
-        Collective: where a pass is open, on every rank.
+        Collective: if a pass is open, on every rank.
         """
         self.check_outside_backward(what)
         if self._is_in_forward:
@@ -249,15 +248,15 @@ class Engine:
         self._complete()
 
     def check_outside_backward(self, what: str) -> None:
-        """Raise in a hook that runs inside a backward, whose gradients are on their way."""
+        """Raise in a hook that runs inside a backward, while gradients are being reduced."""
         if graph_task() != -1:
             raise RuntimeError(
                 f"{self.mesh} {what} inside a backward (in a hook on a gradient or a tensor): gradients are still "
-                "landing and being reduced. Wait until backward() has returned."
+                "being computed and reduced. Wait until backward() returns."
             )
 
     def _complete(self) -> None:
-        """Complete what an exception left open."""
+        """Complete passes that an exception interrupted."""
         if self.order.current is not None:
             while self._frames:
                 self._undo()
@@ -277,7 +276,7 @@ class Engine:
 
     @alone
     def demand(self, number: int) -> bool:
-        """Make a unit whole for code outside its modules, to the end of the pass; False where no pass is open."""
+        """Gather a unit for code outside its modules until the end of the pass; return False without an open pass."""
         if graph_task() != -1 and self.is_sharded:
             self._need_in_backward(number)
             return True
@@ -293,7 +292,7 @@ class Engine:
 
     @property
     def _is_in_forward(self) -> bool:
-        """Whether a forward pass is under way; a backward inside it is a part of it, and reduces nothing."""
+        """Whether a forward pass is open; a backward inside a forward belongs to it, and reduces nothing."""
         return bool(self._running()) and self.order.current is not None and self.order.current.phase == "forward"
 
     def _enter_backward(self) -> None:
@@ -320,7 +319,8 @@ class Engine:
     @alone
     def _end_backward(self, pass_: Pass) -> None:
         if self.order.current is pass_:
-            # Autograd calls this on the stream of who called backward(), which has waited for those of its nodes.
+            # Autograd runs this on the stream of the caller of backward(), which has waited for the streams of all
+            # nodes.
             self.lane.begin("the end of the backward")
             self._close(pass_)
 
@@ -339,8 +339,8 @@ class Engine:
 
     @alone
     def landed(self, parameter: Tensor) -> None:
-        """Take a gradient out of autograd's slot. Called by the parameter's hook, once in each backward."""
-        # The line that a step passes most often: what is always so is asked without a call.
+        """Take the gradient of a parameter from autograd. Called by the parameter's hook, once per backward."""
+        # The most frequent code of a step: it checks invariants without function calls.
         slot: Slot = parameter.__dict__["_zeroshard"]
         grad: Tensor | None = slot_grad(parameter)
         set_slot(parameter, None)
@@ -353,14 +353,15 @@ class Engine:
             )
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{self.mesh} backward(create_graph=True) is not supported: the gradient of '{slot.name}' would leave "
-                "its graph when it is reduced. Use torch.autograd.grad(..., create_graph=True), and backward() of what "
-                "is computed from its results."
+                f"{self.mesh} backward(create_graph=True) is not supported: the reduction would detach the gradient of "
+                f"'{slot.name}' from its graph. Use torch.autograd.grad(..., create_graph=True), and call backward() "
+                "on a value computed from its results."
             )
         if self._frames and self._is_in_forward:
             raise RuntimeError(
                 f"{self.mesh} backward() reached '{slot.name}' inside the forward of a sharded model. Use "
-                "torch.autograd.grad there, which leaves parameters alone, or call backward() after the forward."
+                "torch.autograd.grad there, which does not touch parameters' gradients, or call backward() after the "
+                "forward."
             )
         if self.lock is not None or self._task != graph_task() or self.order.current is None:
             self._enter_backward()
@@ -409,7 +410,7 @@ class Engine:
 
     @alone
     def _end_unit(self, units: tuple[int, ...]) -> None:
-        """Release units whose backward is over; autograd runs nodes of later calls first, so none of theirs is left."""
+        """Release units whose backward is over: autograd runs nodes of later calls first, so none remain."""
         self._enter_backward()
         for number in units:
             unit = self.units[number]
@@ -423,41 +424,42 @@ class Engine:
 
     def change_gradients(self, what: str, *, is_forgotten: bool = False) -> None:
         """Prepare for a change of gradients by user code; raise inside a backward. Collective: maybe."""
-        if graph_task() != -1:  # asked without a call: `zero_grad` comes here once a parameter
+        if graph_task() != -1:  # checked inline: `zero_grad` calls this once per parameter
             self.check_outside_backward(what)
-        # An update in the background has gradients of its own to the end.
+        # An update in the background uses its gradients until it ends.
         (self._read_answer if is_forgotten else self.learn)()
         self.catch_up()
         self.gradients_changed()
 
     def norms(self, p: float, dtype: torch.dtype | None = None) -> Tensor:
-        """Return (parameters,) fp64, not to be changed: the p-norm of every parameter's whole gradient, by place.
+        """Return read-only (parameters,) fp64: the p-norm of the full gradient of each parameter, in order.
 
         Args:
-            dtype: what elements are converted to first; see `LocalNorms`.
-
-        Collective: on first request after gradients changed, an all-gather of 8 bytes a parameter; every rank must
-            call.
+            p: the order of the norm.
+            dtype: dtype to which elements are converted first; see `LocalNorms`.
 
         Raises:
-            RuntimeError: gradients of this rank were not reduced yet.
+            RuntimeError: gradients of this rank are not yet reduced.
+
+        Collective: on the first call after gradients changed, an all-gather of 8 bytes per parameter; every rank must
+            call.
         """
         self.leave_passes("A norm of gradients")
-        # Whole gradients are plain tensors that clipping changes without a word; torch counts the changes.
+        # Full gradients are plain tensors that clipping changes without a hook; torch counts the changes.
         if self._local_norms.count_changes() != self._norms_version:
             self.gradients_changed()
         if (known := self._norms.get((p, dtype))) is not None:
             return known
         self.check_reduced("A norm")
         if p <= 0:
-            # Of no order that adds up: gradients that no rank has must not count as zeros.
+            # For orders that are not additive, missing gradients must not count as zeros.
             self.catch_up()
         self.answer(f"a {p:g}-norm of gradients in {dtype or 'their dtypes'}")
         local = self._local_norms.of(p, dtype, is_behind=self.order.is_behind)
-        # Replicas have the same sums: those of this rank's own copy are all there is.
+        # Replicas have equal sums, so only the ranks of one replica count.
         rows = self.comm.collect(local, f"a {p:g}-norm of gradients")[self.copy]
         self._norms[p, dtype] = total = total_norms(rows, p)
-        # Counted now, since answering may have summed what another rank asked for late.
+        # Counted here, because `answer` may have reduced late requests of other ranks.
         self._norms_version = self._local_norms.count_changes()
         return total
 
@@ -467,13 +469,13 @@ class Engine:
             self.catch_up()
         if waiting := [unit for unit in self.units if unit.waits]:
             raise RuntimeError(
-                f"{self.mesh} {what} needs reduced gradients, but the last backward ran under no_sync(), and those of "
-                f"{len(waiting)} unit(s), {waiting[0]} first, are not summed over all ranks. Run the last "
+                f"{self.mesh} {what} needs reduced gradients, but the last backward ran under no_sync(), and the "
+                f"gradients of {len(waiting)} unit(s), {waiting[0]} first, are not summed over all ranks. Run the last "
                 "micro-batch's backward outside no_sync()."
             )
 
     def full_gradient(self, slot: Slot) -> Tensor:
-        """Return a parameter's whole gradient. Collective: all-gather of its bucket; every rank must call."""
+        """Return the full gradient of a parameter. Collective: all-gather of its bucket; every rank must call."""
         self.leave_passes("full_tensor()")
         self.check_reduced("full_tensor()")
         self.order.barrier(f"the whole gradient of '{slot.name}'")

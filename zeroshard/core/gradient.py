@@ -1,15 +1,14 @@
 """Gradients as the user and the optimizer see them, and norms over all ranks.
 
-Owns the tensor classes that `p.grad` answers with where no rank keeps whole gradients, and the one collective behind
-every norm. It must not know hooks or passes. Read `core/buffer.py` ("the life of a gradient") first.
+Owns the tensor classes of `p.grad` for gradients that no rank keeps in full, and the single collective of all norms. It
+must not know hooks or passes. Read `core/buffer.py` ("the life of a gradient") first.
 
 Note: two views of one gradient
-    `parameter.grad` is a `LogicalGradient`: the parameter's global shape and no storage. It answers what clipping and
-    `zero_grad` ask, and refuses everything else by name: what is in none of the lists below never reaches torch. It
-    never lies in autograd's own slot, where the next backward would add to it. The optimizer's slice has a
-    `MasterGradient` as `.grad`: this rank's elements, on which the update runs as on any tensor. Norms are answered for
-    all ranks, since clipping by the optimizer's parameters must not be silently local; another reduction to a single
-    number is refused.
+    `parameter.grad` is a `LogicalGradient`, with the parameter's global shape and no storage. It supports the
+    operations of clipping and `zero_grad`; every function outside the lists below raises an error with its name. It is
+    never in autograd's own slot, where the next backward would add to it. The optimizer's slice has a `MasterGradient`
+    as `.grad`: this rank's elements, on which the update runs as on any tensor. Its norms are global, because clipping
+    by the optimizer's parameters must not be silently local; other reductions to a single number raise an error.
 """
 
 import sys
@@ -44,7 +43,7 @@ METADATA = frozenset(
     storage_offset stride volatile
     """.split()
 )
-"""Tensor attributes and methods that read no values, so that a tensor without storage answers them."""
+"""Tensor attributes and methods that read no values, which a tensor without storage supports."""
 
 NORMS = MappingProxyType(
     {
@@ -54,27 +53,26 @@ NORMS = MappingProxyType(
         "_foreach_norm": ("ord", "dtype"),
     }
 )
-"""The norms of torch, and the names of their arguments by position, behind the tensor."""
+"""The norms of torch, with the names of their positional arguments after the tensor."""
 
 LINEAR = frozenset("mul_ div_ __imul__ __itruediv__ zero_ _foreach_mul_ _foreach_div_ _foreach_zero_".split())
 ELEMENTWISE = frozenset(
     "clamp_ clamp_min_ clamp_max_ clip_ nan_to_num_ _foreach_clamp_min_ _foreach_clamp_max_".split()
 )
-"""Functions in place that treat each element by itself; those that are not linear need the sum over all ranks."""
+"""Element-wise in-place functions; nonlinear functions need the sum over all ranks."""
 
 CONVERSIONS = frozenset("bfloat16 cpu cuda double float half to type".split())
-"""What returns the tensor itself where there is nothing to convert."""
+"""Functions that return the tensor itself without a conversion."""
 SELF = CONVERSIONS | {"detach", "detach_", "data", "requires_grad_"}
-"""What returns the tensor itself, or an alias, where there is nothing to convert."""
+"""Functions that return the tensor itself or an alias without a conversion."""
 
 
 @final
 class LogicalGradient(torch.Tensor):
-    """A gradient of the parameter's global shape whose elements are spread over ranks.
+    """A gradient with the parameter's global shape, whose elements are distributed over ranks.
 
-    Norms of any order (one collective for all parameters of the model, every rank asks), multiplication and division by
-    a scalar, and zeroing work in place on this rank's elements. `full_tensor()` gathers the values; every rank must
-    call it.
+    It supports norms of any order (one collective for all parameters of the model; every rank must call), in-place
+    multiplication and division by a scalar, and zeroing. `full_tensor()` gathers the values; every rank must call it.
     """
 
     _slot: Slot
@@ -82,12 +80,12 @@ class LogicalGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, slot: Slot) -> "LogicalGradient":
-        """Make the gradient of a slot's parameter."""
+        """Create the gradient of a slot's parameter."""
         made: LogicalGradient = torch_private.without_storage(  # type: ignore[assignment]
             cls, slot.shape, slot.stride, slot.bucket.dtypes.grad, slot.bucket.device
         )
         made._slot = slot
-        # torch.utils.swap_tensors would put other innards into it; torch refuses where there is a weak reference.
+        # torch.utils.swap_tensors would replace its content; torch refuses if a weak reference exists.
         made._guard = weakref.ref(made)
         return made
 
@@ -96,7 +94,7 @@ class LogicalGradient(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = name_of(func), kwargs or {}
-        # A setter has the name of its property, and a function may have been given the gradient beside other tensors.
+        # A setter has the name of its property, and the gradient may be one of several tensor arguments.
         if args and func.__name__ not in ("__set__", "__delete__"):
             if name in METADATA or (name == "__format__" and not args[1]):
                 with NoSubclasses():
@@ -110,7 +108,7 @@ class LogicalGradient(torch.Tensor):
             if isinstance(args[0], cls) and (found := _look(name, func, args, kwargs)) is not None:
                 return found
         elif name == "data" and args[0] is args[1]:
-            return None  # what model.to() assigns where there is nothing to do
+            return None  # model.to() assigns the same tensor if nothing changes
         raise _refusal(name, _gradients_in((args, kwargs))[0])
 
     @classmethod
@@ -120,7 +118,7 @@ class LogicalGradient(torch.Tensor):
         raise _refusal(str(func), _gradients_in((args, kwargs))[0])
 
     def full_tensor(self) -> Tensor:
-        """Return the whole gradient as a plain tensor. Collective: all-gather of its bucket; every rank must call."""
+        """Return the full gradient as a plain tensor. Collective: all-gather of its bucket; every rank must call."""
         return _slot_of(self).living_owner().full_gradient(self._slot)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -129,7 +127,7 @@ class LogicalGradient(torch.Tensor):
 
 @final
 class MappedGradient(torch.Tensor):
-    """A function of each element of a logical gradient, as `grad.abs()` returns: what is asked of it is answered."""
+    """An element-wise function of a logical gradient, as returned by `grad.abs()`; it supports reductions."""
 
     _source: LogicalGradient
     _maps: tuple[Callable[[Tensor], Tensor], ...]
@@ -138,7 +136,7 @@ class MappedGradient(torch.Tensor):
     def __new__(
         cls, source: LogicalGradient, maps: tuple[Callable[[Tensor], Tensor], ...], dtype: torch.dtype
     ) -> "MappedGradient":
-        """Make the function of a gradient; nothing is computed yet."""
+        """Create the function of a gradient, without a computation."""
         slot = source._slot
         made: MappedGradient = torch_private.without_storage(  # type: ignore[assignment]
             cls, slot.shape, slot.stride, dtype, slot.bucket.device
@@ -171,7 +169,7 @@ class MappedGradient(torch.Tensor):
 
 @final
 class MasterGradient(torch.Tensor):
-    """This rank's elements of a gradient, flat; norms of it are norms of the whole gradient."""
+    """This rank's elements of a gradient, flat; norms are those of the full gradient."""
 
     _slot: Slot
     is_sparse = False  # optimizers ask each gradient, and `__torch_function__` takes microseconds to answer
@@ -180,7 +178,7 @@ class MasterGradient(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Updates mix gradients with plain tensors; only what is asked of gradients themselves is answered here.
+        # Updates mix gradients with plain tensors; only functions of the gradient itself are intercepted.
         name, kwargs = func.__name__, kwargs or {}
         if name == SCALER_CHECK:
             return _check_scaled(func, args)
@@ -200,14 +198,14 @@ class MasterGradient(torch.Tensor):
 
 
 class MasterSlice(torch.nn.Parameter):
-    """What an optimizer holds in place of a parameter: this rank's part of its master values, flat, possibly empty."""
+    """The optimizer's replacement of a parameter: this rank's part of its master values, flat, possibly empty."""
 
     __torch_function__ = DisabledFunction  # type: ignore[assignment]
 
     @property
     def grad(self) -> Tensor | None:
-        """This rank's elements of the reduced gradient; None where no rank used the parameter."""
-        # Optimizers read it four times a step, and few lines of Python cost them more.
+        """This rank's elements of the reduced gradient; None if no rank used the parameter."""
+        # Optimizers read this four times a step, so its speed matters.
         slot: Slot = self.__dict__["_zeroshard"]
         grads, index = slot.bucket.grads, slot.index
         if (owner := slot.owner()) is not None and owner.unread is not None:
@@ -219,7 +217,7 @@ class MasterSlice(torch.nn.Parameter):
         part = part_of(slot) if slot.master_grad is None else slot.master_grad
         if grads.dtype is self.dtype and not slot.crosses:
             return part
-        # Optimizers want one dtype: gradients held in another are converted for the update alone, once a step.
+        # Optimizers need one dtype: gradients in another dtype are converted for the update, once per step.
         if slot.wide is None or slot.wide[0] != version_of(part):
             slot.wide = version_of(part), _master_gradient(part.to(self.device, self.dtype), slot)
         return slot.wide[1]
@@ -237,7 +235,7 @@ class MasterSlice(torch.nn.Parameter):
 
 
 def part_of(slot: Slot) -> Tensor:
-    """Return this rank's elements of a gradient that is there, as they are held."""
+    """Return this rank's elements of an existing gradient, in the held dtype."""
     if (landing := slot.bucket.grads.landing) is not None:
         landing.wait()
     if slot.master_grad is None:
@@ -253,15 +251,16 @@ def _master_gradient(part: Tensor, slot: Slot) -> MasterGradient:
 
 
 def read(slot: Slot) -> Tensor | None:
-    """Return what `parameter.grad` is: None, a view of what is held where that is all of it, or a logical gradient."""
+    """Return the value of `parameter.grad`: None, a view of a fully held gradient, or a logical gradient."""
     grads, index = slot.bucket.grads, slot.index
     if (owner := slot.owner()) is not None and owner.unread is not None:
-        owner.learn()  # before it is changed: it may be all that names the cause
+        owner.learn()  # before a change: the gradient may be the only evidence of the cause
     if grads.sums[index] is not USED and grads.own[index] is not SENT and not slot.has_grad:
         return None
     is_plain = slot.is_whole
     if is_plain and (grads.own[index] is LOCAL or grads.scope is not ALL):
-        # What `no_sync` left to a later reduction may lie apart, and its norm is of one rank: a view would hide both.
+        # An unreduced gradient of `no_sync` may be in another buffer, with the norm of one rank: a view would hide
+        # both.
         is_plain = owner is None or len(owner.mesh.data_ranks) == 1
     if (view := slot.grad_view) is None or is_plain is isinstance(view, LogicalGradient):
         slot.spare, spare = None, slot.spare
@@ -270,7 +269,7 @@ def read(slot: Slot) -> Tensor | None:
 
 
 def assign(slot: Slot, value: Tensor | None) -> None:
-    """Set `parameter.grad`: None forgets it; a tensor of the parameter's shape, equal on all ranks, replaces it."""
+    """Set `parameter.grad`: None drops it; a tensor of the parameter's shape, equal on all ranks, replaces it."""
     owner = slot.owner()
     if owner is not None:
         owner.change_gradients("zero_grad() or an assignment to .grad", is_forgotten=value is None)
@@ -279,8 +278,8 @@ def assign(slot: Slot, value: Tensor | None) -> None:
         _clear(slot)
     elif not isinstance(value, Tensor) or (value is not slot.grad_view and isinstance(value, LogicalGradient)):
         raise TypeError(
-            f"The gradient of '{slot.name}' must be a plain tensor or None; got {type(value).__name__}. Of a gradient "
-            "that is spread over ranks `full_tensor()` gathers the values; every rank must call it."
+            f"The gradient of '{slot.name}' must be a plain tensor or None; got {type(value).__name__}. For a gradient "
+            "that is distributed over ranks, `full_tensor()` gathers the values; every rank must call it."
         )
     elif value is not slot.grad_view:
         shape, part = slot.bucket.places.shapes[slot.index], slot.form.part(value)
@@ -292,12 +291,12 @@ def assign(slot: Slot, value: Tensor | None) -> None:
 
 
 def _clear(slot: Slot) -> None:
-    """Forget a gradient, and the views of it, whose memory may be gone."""
+    """Drop a gradient, and its views, whose memory may be freed."""
     slot.bucket.grads.clear(slot.index)
     slot.master_grad = slot.wide = None
     held, slot.grad_view = [slot.grad_view], None
     view, count = _references(held)
-    # Whoever still holds it must learn that it is gone; one that nobody holds serves the next step.
+    # A gradient that user code still holds must raise on use; an unreferenced one is reused in the next step.
     if count == _ALONE and isinstance(view, LogicalGradient):
         slot.spare = view
 
@@ -309,11 +308,11 @@ def _references(held: list[Any]) -> tuple[Any, int]:
 
 
 _ALONE = _references([object()])[1]
-"""The references to what nobody else holds; versions of Python count differently."""
+"""The reference count of an object without other references, which depends on the Python version."""
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """Return the name of a function that `__torch_function__` was given; for a getter or setter its property's."""
+    """Return the name of a function in `__torch_function__`; for a getter or setter, the name of its property."""
     name: str = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
         name = getattr(func.__self__, "__name__", name)  # type: ignore[attr-defined]
@@ -321,21 +320,21 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def is_nothing_to_do(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a function of `SELF` would return the gradient as it is; a plain tensor shows it."""
+    """Return whether a function of `SELF` would return the gradient unchanged, by a test on a plain tensor."""
     if "memory_format" in kwargs:
         return False
     probe = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
     if (name := name_of(func)) in ("detach", "data"):
         return True
     made = func(probe, *args[1:], **kwargs)
-    # To "cpu:0" torch copies what is on "cpu", and says "cpu" of the copy.
-    is_asked = kwargs.get("copy") or len(args) > 4  # behind the tensor: device, dtype, non_blocking, copy
+    # torch copies a tensor from "cpu" to "cpu:0", and reports "cpu" for the copy.
+    is_asked = kwargs.get("copy") or len(args) > 4  # after the tensor: device, dtype, non_blocking, copy
     is_copy = name == "to" and not is_asked and (made.dtype, made.device) == (probe.dtype, probe.device)
     return (made is probe or is_copy) and not probe.requires_grad
 
 
 def _look(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Answer a question about all elements of a gradient, or of a function of each element; else return None.
+    """Compute a reduction over all elements of a gradient or of its element-wise function; otherwise return None.
 
     Collective: see `elements.answer`.
     """
@@ -353,7 +352,7 @@ def _look(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def _norms(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer a norm of all elements, for one gradient or for a list of them that may hold plain tensors."""
+    """Compute a norm of all elements, for one gradient or for a list that may include plain tensors."""
     several = name == "_foreach_norm"
     grads = list(args[0]) if several else [args[0]]
     ours = [grad for grad in grads if isinstance(grad, OURS)]
@@ -363,12 +362,12 @@ def _norms(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, dtype = given.get("ord", given.get("p")), given.get("dtype")
     flat = given.get("dim") is None and given.get("out") is None and len(args) <= 1 + len(NORMS[name])
     if name == "linalg_norm" and p is not None:
-        flat &= first.ndim == (2 if p == "fro" else 1)  # all others are norms of a matrix
+        flat &= first.ndim == (2 if p == "fro" else 1)  # other orders are matrix norms
     flat &= dtype is None or torch.promote_types(first.dtype, dtype) == dtype
     p = 2.0 if p is None or (p == "fro" and name in ("norm", "linalg_norm")) else p
     if not flat or not isinstance(p, (int, float)) or _gradients_in((args[1:], kwargs)):
         raise _refusal(f"{name}({', '.join(f'{key}={value}' for key, value in given.items())})", first)
-    # Of the whole gradient, which all ranks know alike: a slice of 0 elements has a norm.
+    # The full gradient decides, equally on all ranks: an empty slice has a norm.
     if (p < 0 or p == float("inf")) and (empty := [grad for grad in ours if not grad._slot.shape.numel()]):
         raise _refusal(f"{name} of order {p:g}, which has no value for 0 elements,", empty[0])
     found = iter(norms_of([_slot_of(grad) for grad in ours], float(p), dtype))
@@ -377,7 +376,7 @@ def _norms(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an element-wise function in place on this rank's elements of one gradient or of a list."""
+    """Run an element-wise in-place function on this rank's elements of one gradient or a list."""
     targets = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
     if not elements.are_numbers(args, kwargs) or (name in LINEAR and kwargs):
         raise _refusal(f"{name} with anything but one number", _gradients_in((args, kwargs))[0])
@@ -392,7 +391,7 @@ def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             parts.append(target)
     with torch.no_grad(), NoSubclasses():
         for device in {part.device: None for part in parts}:
-            # A number may be on the device while gradients are on the host.
+            # A scalar may be on the device while gradients are on the host.
             rest = [one.to(device) if isinstance(one, Tensor) else one for one in args[1:]]
             mine = [part for part in parts if part.device == device]
             if name.startswith("_foreach_"):
@@ -404,37 +403,37 @@ def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _refusal(what: str, gradient: "LogicalGradient | MasterGradient") -> RuntimeError:
-    """Return the error for a function that cannot be answered from this rank's elements."""
+    """Return the error for a function that cannot run on this rank's elements."""
     slot = gradient._slot
     owner = slot.owner()
     return RuntimeError(
-        f"{owner.mesh if owner else ''} The gradient of '{slot.name}' {tuple(slot.parameter.shape)} is spread over "
-        f"ranks, so `{what}` cannot run on it here. Norms of all elements, clip_grad_norm_, clip_grad_value_, scaling "
-        "by a number and zeroing work as they are; `p.grad.full_tensor()` gathers the values (every rank must call "
-        "it), and assigning a tensor to `p.grad` replaces them. An optimizer that meets this gradient was built from "
-        "sharded parameters: hand it to zero.attach(optimizer)."
+        f"{owner.mesh if owner else ''} The gradient of '{slot.name}' {tuple(slot.parameter.shape)} is distributed "
+        f"over ranks, so `{what}` cannot run on it here. Norms of all elements, clip_grad_norm_, clip_grad_value_, "
+        "scaling by a number and zeroing work; `p.grad.full_tensor()` gathers the values (every rank must call it), "
+        "and assigning a tensor to `p.grad` replaces them. If an optimizer raised this error, it was built from "
+        "sharded parameters: pass it to zero.attach(optimizer)."
     )
 
 
 def _slot_of(gradient: "LogicalGradient | MasterGradient") -> Slot:
-    """Return the slot of a gradient that is still the parameter's."""
+    """Return the slot of a gradient that is still valid."""
     slot = gradient._slot
     if isinstance(gradient, LogicalGradient) and slot.grad_view is not gradient:
         raise RuntimeError(
-            f"This gradient of '{slot.name}' is gone: zero_grad() forgot it, or another one was assigned. Read p.grad "
-            "again, and keep norms or `p.grad.full_tensor()` of what is needed later."
+            f"This gradient of '{slot.name}' is no longer valid: zero_grad() dropped it, or another gradient was "
+            "assigned. Read p.grad again; to keep values, keep norms or `p.grad.full_tensor()`."
         )
     return slot
 
 
 def _check_scaled(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Run torch.amp.GradScaler's check on this rank's elements, and let all ranks see the same overflow."""
+    """Run torch.amp.GradScaler's check on this rank's elements, and share an overflow with all ranks."""
     grads, found_inf, inverse_scale = args
     owner = _gradients_in(grads)[0]._slot.living_owner()
     if owner.loss_scale is not None:
         raise RuntimeError(
-            "torch.amp.GradScaler and the engine's own loss scale would both divide the gradients. Use precision with "
-            "loss_scale=None for GradScaler, or leave the scaler out."
+            "torch.amp.GradScaler and the engine's own loss scale would both divide the gradients. Use a precision "
+            "with loss_scale=None for GradScaler, or remove the scaler."
         )
     owner.answer("the overflow check of GradScaler")
     with NoSubclasses():
@@ -443,7 +442,7 @@ def _check_scaled(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _local_parts(slots: Sequence[Slot], name: str) -> list[Tensor]:
-    """Return this rank's tensors behind gradients: reduced elements, and what lies apart and is not reduced yet."""
+    """Return this rank's tensors of gradients: reduced elements, and unreduced elements in other buffers."""
     by_bucket: dict[Bucket, list[Slot]] = {}
     for slot in slots:
         by_bucket.setdefault(slot.bucket, []).append(slot)
@@ -457,7 +456,7 @@ def _local_parts(slots: Sequence[Slot], name: str) -> list[Tensor]:
             continue
         for slot in some:
             parts = bucket.grads.parts(slot.index)
-            # A gradient of one number without dimensions promotes dtypes as such.
+            # A 0-d gradient follows the dtype promotion of scalars.
             found += parts if slot.shape else [p.reshape(()) if p.numel() else p for p in parts]
     return found
 

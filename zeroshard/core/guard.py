@@ -1,22 +1,22 @@
-"""Whether an update is made: with gradients that are not finite, everything stays as it was, on all ranks.
+"""The guard of updates: with gradients that are not finite, no rank changes anything.
 
-Owns the check of gradients before an update, and what keeps an update from being made. It must not know passes, nor
-what follows an update. Read `core/optimizer.py` beside it.
+Owns the check of gradients before an update, and the prevention of an update. It must not know passes, or what follows
+an update. See also `core/optimizer.py`.
 
 Note: two guards
-    In memory of the host the answer costs no wait. `HostGuard` has it before ranks vote, and the vote carries it.
-    A device would have to finish all that is queued before the host could read the answer, and would then be idle until
-    the host has launched the update. So `DeviceGuard` leaves the answer there: a flag for each parameter, of which the
-    ranks keep the largest. torch's fused kernels take it (`found_inf`) and change nothing where it is 1. A copy of the
-    flags is on its way to the host behind an event that is recorded before the update, so the host reads it while the
-    update runs. Whatever reads states, changes gradients or ends the program reads it first (`Engine.learn`).
-    Since the flags name parameters, the error needs no collective, and each rank may read them when it likes.
-    An optimizer that takes no flag is updated only after the host has read it, which is a wait in each step.
+    In host memory, the check needs no wait: `HostGuard` has the result before ranks vote, and includes it in the vote.
+    A device would have to finish all queued work before the host could read the result, and would then be idle until
+    the host launches the update. So `DeviceGuard` keeps the result on the device: a flag for each parameter, reduced
+    with a maximum over ranks. torch's fused kernels take the flag (`found_inf`), and change nothing if it is 1. An
+    asynchronous copy of the flags, with an event before the update, lets the host read them while the update runs. Code
+    that reads states, changes gradients or ends the program reads the flags first (`Engine.learn`). The flags identify
+    parameters, so the error needs no collective, and each rank may read them at any time. For an optimizer without a
+    flag, the host reads the flags before the update, which is a wait in each step.
 Note: the first step of SGD
-    torch's fused SGD makes its momentum buffers in the first step, with any content, for the kernel to fill. A kernel
-    that is told to skip leaves that content. So buffers are made beforehand, of -0.0, to which momentum * buffer + g
-    adds up to g, bit for bit, as in torch's first step. With dampening it does not, so there the host reads first. On
-    any device torch's fused SGD also takes no parameters of which some have a buffer and some, used later, have none.
+    torch's fused SGD allocates its momentum buffers in the first step with undefined content, which a skipped kernel
+    does not overwrite. So buffers are created before, filled with -0.0: momentum * buffer + g is then g, bit for bit,
+    as in torch's first step. With dampening this does not hold, so the host reads the flags first. On any device,
+    torch's fused SGD also does not support a mix of parameters with and without a buffer.
 """
 
 import atexit
@@ -46,23 +46,22 @@ Tensor = torch.Tensor
 Optimizer = torch.optim.Optimizer
 
 FUSED = frozenset([torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
-"""The optimizers whose fused kernels take a flag."""
+"""Optimizers whose fused kernels support a flag."""
 INFINITY = float("inf")
 FILLED_NUMEL = 1 << 20
-"""Elements of a state that are written at once."""
+"""Elements of a state that are written at a time."""
 
 
 @final
 class Answer:
-    """What a device has found in the gradients of an update, on its way to the host.
+    """The result of the check of gradients on a device, being copied to the host.
 
-    A program that ends without reading it ends with the error, if there is one. Meanwhile this keeps no memory of the
-    model alive.
+    A program that ends without reading it ends with the error, if any. The object keeps no memory of the model alive.
 
     Args:
-        names: of the parameters that the last of the flags stand for.
-        fails: tells whether what was found is an error.
-        scale: the loss scale, for its text.
+        names: names of the parameters of the last flags.
+        fails: returns whether the result is an error.
+        scale: the loss scale, for the text of the error.
     """
 
     def __init__(
@@ -72,93 +71,94 @@ class Answer:
         self._process = os.getpid()
 
     def read(self) -> str:
-        """Wait for it; return the first parameter whose gradient is not finite, "" where all are."""
+        """Wait for the result; return the first parameter whose gradient is not finite, or ""."""
         atexit.unregister(self.read_at_exit)
         found = self._flags.read()
         named = zip(self._names, found[len(found) - len(self._names) :], strict=True)
         return next((name for name, is_bad in named if is_bad), "?") if any(found) else ""
 
     def read_at_exit(self) -> None:
-        """Read it, in an interpreter that ends, and end with the error."""
+        """Read the result at interpreter exit, and end the process with the error, if any."""
         if not is_child_of(self._process) and (name := self.read()) and self._fails():
             end_with(not_finite(self._mesh, name, self._scale))
 
 
 class Guard(ABC):
-    """Keeps updates from being made with gradients that are not finite."""
+    """Prevents updates with gradients that are not finite."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self.waits = 0
-        """How often the host has waited for a device before an update."""
+        """Number of times that the host has waited for a device before an update."""
         self.skips = False
-        """Whether a step is left out, and not an error, where no loss scale accounts for what is not finite."""
+        """Whether, without a loss scale, gradients that are not finite skip the step instead of raising an error."""
         self.skipped = 0
-        """Steps that were left out so."""
+        """Number of skipped steps."""
 
     def is_fatal(self, scale: LossScale | None) -> bool:
-        """Tell whether gradients that are not finite are an error, and not a matter of the loss scale or skipped."""
+        """Return whether gradients that are not finite are an error: without a loss scale and without skipping."""
         return not self.skips if scale is None else scale.value <= scale.FLOOR
 
     def note_skipped(self, name: str, step: int) -> None:
-        """Say that a step was left out: on rank 0, in the log.
+        """Log a skipped step on rank 0.
 
         Args:
-            name: of the parameter whose gradient is not finite.
+            name: name of the parameter whose gradient is not finite.
         """
         self.skipped += 1
         if self._comm.mesh.rank == 0:
             logging.getLogger(__name__).warning(
                 f"step {step} was skipped on all ranks: the gradient of '{name}' is not finite ({self.skipped} skipped "
-                "so far; zs.Settings(non_finite='raise') makes that an error)."
+                "so far). Set zs.Settings(non_finite='raise') to raise an error instead."
             )
         self.updates_on_host = False
-        """Whether some states lie on the host, beside a device."""
+        """Whether some states are in host memory, with a CUDA device."""
 
     @abstractmethod
     def look(self, sums: Iterable[Tensor]) -> list[Any]:
-        """Return what the loss scale keeps of sums of gradients: which of them are not finite."""
+        """Return for each sum of gradients whether it is not finite, for the loss scale."""
 
     @abstractmethod
     def is_fine(self, optimizer: Optimizer, masters: Sequence[Tensor], scale: LossScale | None) -> bool:
-        """Return this rank's vote: False where the host knows of a gradient that is not finite.
+        """Return this rank's vote: False if the host knows of a gradient that is not finite.
 
         Args:
-            scale: the engine's loss scale; with it what was noted decides, since user code may change gradients.
+            scale: the engine's loss scale; with it, the results of `look` decide, because user code may change
+                gradients.
         """
 
     def ask(self, optimizer: Optimizer, masters: Sequence[Tensor], scale: LossScale | None) -> str:
-        """Find out, once all ranks have voted for an update, whether a gradient on a device forbids it.
+        """Check, after all ranks have voted for an update, whether a gradient on a device forbids the update.
 
-        Returns: the parameter, the same on all ranks; "" where there is none, or a flag is to guard the update.
+        Returns: the name of the parameter, equal on all ranks; "" if there is none, or if flags guard the update.
 
-        Collective: on a device an all-reduce (maximum) of 4 bytes a parameter; every rank must call.
+        Collective: on a device, an all-reduce (maximum) of 4 bytes per parameter; every rank must call.
         """
         return ""
 
     def blame(self, masters: Sequence[Tensor]) -> str:
-        """Return a parameter whose gradient the vote was about, the same on all ranks. Collective: as `Comm.texts`."""
+        """Return the parameter that caused a negative vote, equal on all ranks. Collective: as `Comm.texts`."""
         mine = next((slot_of(m).name for m in masters if m.grad is not None and not m.grad.isfinite().all()), "")
         texts = self._comm.texts(mine, "the parameter whose gradient is not finite")
         return min((text for text in texts if text), default="?")
 
     def arm(self, optimizer: Optimizer, masters: Sequence[Tensor]) -> list[Tensor]:
-        """Have the update change nothing if a flag says so; return the slices whose states it will make then."""
+        """Make the update change nothing if a flag is set; return the slices whose states are created here."""
         make_buffers(optimizer)
         return []
 
     def finish(self, optimizer: Optimizer) -> Answer | None:
-        """End an update: return what the host has yet to read of it."""
+        """End an update: return the result that the host has not read yet."""
         return None
 
     def is_awaited(self, optimizer: Optimizer) -> bool:
-        """Tell whether the host waits for a device before an optimizer's updates."""
+        """Return whether the host waits for a device before an optimizer's updates."""
         return False
 
 
 @final
 class HostGuard(Guard):
-    """In memory of the host: the vote before an update carries what each rank has found."""
+    """For host memory: the vote before an update includes the result of each rank."""
 
     def look(self, sums: Iterable[Tensor]) -> list[bool]:
         """See `Guard`."""
@@ -171,7 +171,7 @@ class HostGuard(Guard):
 
 @final
 class DeviceGuard(Guard):
-    """On a device: a flag there guards the update, and the host reads a copy of it later."""
+    """For a device: a flag on the device guards the update, and the host reads a copy later."""
 
     def __init__(self, comm: Comm, *, updates_on_host: bool) -> None:
         super().__init__(comm)
@@ -201,7 +201,7 @@ class DeviceGuard(Guard):
             flags.append(_spoiled(list(map(_part, masters)), mesh.device))
         found = torch.cat(flags)
         self._comm.flag(found, "whether gradients are finite")
-        # Begun before the update, which so does not delay it.
+        # Started before the update, so that the update does not delay the copy.
         answer = Answer(self._read_back(found), names, mesh, functools.partial(self.is_fatal, scale), scale)
         if self.is_awaited(optimizer):
             self.waits += 1
@@ -212,7 +212,7 @@ class DeviceGuard(Guard):
     def arm(self, optimizer: Optimizer, masters: Sequence[Tensor]) -> list[Tensor]:
         """See `Guard`."""
         for name in ("grad_scale", "found_inf") if self.updates_on_host else ():
-            # Of GradScaler: torch copies them to the host without a wait, and kernels there would read what is not yet.
+            # GradScaler's flag: torch copies it to the host without a wait, and kernels there would read it too early.
             if isinstance(value := getattr(optimizer, name, None), Tensor):
                 setattr(optimizer, name, value.cpu())
         state, is_full = optimizer.state, len(optimizer.state) >= len(masters)
@@ -242,7 +242,7 @@ class DeviceGuard(Guard):
 
 
 def make_buffers(optimizer: Optimizer) -> None:
-    """Make what torch's fused SGD makes in its first step; see "Note: the first step of SGD"."""
+    """Create the momentum buffers of torch's fused SGD; see "Note: the first step of SGD"."""
     for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
         for master in group["params"] if group["fused"] and group["momentum"] and not group["dampening"] else ():
             slot = slot_of(master)
@@ -254,10 +254,10 @@ def make_buffers(optimizer: Optimizer) -> None:
 
 
 def guard_of(comm: Comm, *, updates_on_host: bool) -> Guard:
-    """Return the guard for the memory that a transport's tensors lie in.
+    """Return the guard for the memory of a transport's tensors.
 
     Args:
-        updates_on_host: whether some states lie on the host, beside a device.
+        updates_on_host: whether some states are in host memory, with a CUDA device.
     """
     return HostGuard(comm) if comm.is_on_host else DeviceGuard(comm, updates_on_host=updates_on_host)
 
@@ -266,12 +266,12 @@ def not_finite(mesh: Mesh, name: str, scale: LossScale | None) -> RuntimeError:
     """Return the error for a gradient that is not finite.
 
     Args:
-        name: of the parameter.
+        name: name of the parameter.
     """
     if scale is None:
         return RuntimeError(
             f"{mesh} The gradient of '{name}' is not finite; nothing was changed on any rank. The training has "
-            "diverged, or a rank's data hold what is no number: look at the losses of each rank, lower the learning "
+            "diverged, or a rank's data contain NaN or infinity: check the losses of each rank, lower the learning "
             "rate, or clip."
         )
     return RuntimeError(
@@ -282,7 +282,7 @@ def not_finite(mesh: Mesh, name: str, scale: LossScale | None) -> RuntimeError:
 
 
 def _is_scaled(optimizer: Optimizer) -> bool:
-    """Tell whether torch.amp.GradScaler makes this step: it has given a fused optimizer a flag that is not ours."""
+    """Return whether torch.amp.GradScaler runs this step: the fused optimizer has a flag from another source."""
     return hasattr(optimizer, "found_inf") and not hasattr(optimizer.found_inf, "_zeroshard")
 
 
@@ -292,13 +292,13 @@ def _part(master: Tensor) -> Tensor:
 
 
 def _spoiled(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return (number of parts,) fp32: 1 for each with an element that is not finite, else 0.
+    """Return (number of parts,) fp32: 1 for each part with an element that is not finite, else 0.
 
-    The number of launches does not depend on that of parts, where they have one dtype.
+    For parts of one dtype, the number of kernel launches is constant.
     """
     with NoSubclasses():
-        # The largest magnitude neither overflows, as a sum may, nor hides what is no number. Where there are many ranks
-        # most slices have no element, and so no norm.
+        # The largest magnitude does not overflow, unlike a sum, and propagates NaN. With many ranks, most slices have
+        # no element, and so no norm.
         filled = [part for part in parts if part.numel()]
         norms = iter(foreach_norm(filled, INFINITY) if filled else filled)
         largest = [next(norms) if part.numel() else _zero(part.dtype, part.device) for part in parts]
@@ -313,13 +313,13 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _is_finite(masters: Sequence[Tensor]) -> bool:
-    """Tell whether the gradients of this rank's slices are; a sum costs one pass and is one number.
+    """Return whether the gradients of this rank's slices are finite, by a sum, which takes one pass.
 
-    It may overflow, and padding may hold anything: where it is not finite, the slices decide.
+    The sum may overflow, and padding is undefined: if the sum is not finite, the slices are checked.
     """
     buckets = {id(bucket): bucket for bucket in (slot_of(master).bucket for master in masters)}
     probes = [probe for bucket in buckets.values() for probe in bucket.grads.probes()]
-    # One kernel for many small ones.
+    # One kernel for many small tensors.
     small = [probe.reshape(-1) for probe in probes if probe.numel() < HOT_NUMEL]
     sums = [probe.sum() for probe in probes if probe.numel() >= HOT_NUMEL]
     sums += [torch.cat(small).sum()] if small else []

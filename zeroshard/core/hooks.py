@@ -1,7 +1,7 @@
-"""The hooks of a model's modules and parameters: each passes its event to the engine.
+"""The hooks of a model's modules and parameters, which pass events to the engine.
 
-Owns nothing of what happens then, nor where they hang (`state/wiring.py`). Hooks are objects, so that a deep copy of a
-module gets inert ones instead of a second engine.
+The engine handles the events, and `state/wiring.py` registers the hooks. Hooks are objects, so that a deep copy of a
+module gets inert hooks instead of a second engine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ __all__ = ["Eager", "Enter", "Exit", "Hook", "Inert", "Landed", "Registered"]
 
 
 class Hook:
-    """A hook that holds the engine and becomes inert in a copy."""
+    """A hook that references the engine and becomes inert in a copy."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Inert":
         return Inert()
@@ -29,7 +29,7 @@ class Hook:
 
 
 class Eager(Hook):
-    """A hook that runs as plain Python between compiled graphs; Dynamo would trace a plain one into them."""
+    """A hook that runs as plain Python between compiled graphs; Dynamo would trace other hooks into them."""
 
     def __init__(self) -> None:
         self._call = torch.compiler.disable(self._run)
@@ -44,7 +44,7 @@ class Eager(Hook):
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A place in a module where something must stay what it was: a parameter, or a module that holds one."""
+    """A place in a module whose parameter or submodule must not be replaced."""
 
     name: str
     container: Mapping[str, Any]
@@ -54,7 +54,7 @@ class Registered:
 
 @final
 class Inert:
-    """What a hook is in a copy of its module."""
+    """The replacement of a hook in a copy of its module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
@@ -62,11 +62,11 @@ class Inert:
 
 @final
 class Enter(Eager):
-    """Before a module's forward: tells the engine, and for the model that nothing of it was replaced or added.
+    """Before a module's forward: notifies the engine, and checks the model for replaced or added parameters.
 
     Args:
-        own: what must be found unchanged.
-        added: returns the name of a parameter that was added since, or "".
+        own: the places that must be unchanged.
+        added: returns the name of a parameter that was added after `shard`, or "".
     """
 
     def __init__(
@@ -87,20 +87,20 @@ class Enter(Eager):
                     self._check_whole(one.name)
                     break
                 raise RuntimeError(
-                    f"{self._engine.mesh} '{one.name}' was replaced after zs.shard(): the new one would neither be "
+                    f"{self._engine.mesh} '{one.name}' was replaced after zs.shard(): the replacement would neither be "
                     "sharded nor updated. Replace modules and parameters (and resize embeddings) before zs.shard(); "
-                    "to change values use `with zero.gathered(writeback=True):` and in-place operations."
+                    "to change values, use `with zero.gathered(writeback=True):` and in-place operations."
                 )
         if self._added is not None and (name := self._added()):
             raise RuntimeError(
                 f"{self._engine.mesh} '{name}' was added to the model after zs.shard(): its gradient would not be "
-                "reduced, no rank would have the others' values, and checkpoints would not have it. Add modules and "
-                "parameters before zs.shard(); what each rank keeps for itself is named in ignored= there."
+                "reduced, its values would differ between ranks, and checkpoints would not contain it. Add modules "
+                "and parameters before zs.shard(); name parameters that each rank keeps for itself in ignored=."
             )
         self._engine.enter(module, self.name, self._units, (args, kwargs))
 
     def _check_whole(self, name: str) -> None:
-        """Raise where a forward with other tensors in the place of parameters would gather parameters for nothing."""
+        """Raise if other tensors replace the parameters in a forward, which would gather parameters for nothing."""
         if self._engine.is_sharded and self._engine.gathered is None:
             raise RuntimeError(
                 f"{self._engine.mesh} functional_call() with another tensor for '{name}', while parameters are sharded "
@@ -111,7 +111,7 @@ class Enter(Eager):
 
 @final
 class Exit(Eager):
-    """After a module's forward: tells the engine."""
+    """After a module's forward: notifies the engine."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -123,13 +123,13 @@ class Exit(Eager):
 
 @final
 class Landed(Hook):
-    """The parameter's hook: a weak reference, since autograd keeps it where Python's collector cannot see it."""
+    """The hook of a parameter, with a weak reference, because Python's collector cannot see autograd's reference."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = ref(engine)
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        """Hand a gradient to the engine."""
+        """Pass a gradient to the engine."""
         engine = self._engine()
         if engine is not None:
             engine.landed(parameter)

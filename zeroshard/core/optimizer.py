@@ -42,8 +42,15 @@ class Source(Protocol):
     def has_failed(self) -> bool:
         """Whether a piece could not be brought or taken away; `agree` raises then."""
 
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of copies of masters and states, of elements, that it keeps in memory of the host."""
+
     def check(self) -> None:
         """Raise if states are lost."""
+
+    def begin(self) -> None:
+        """Begin a step, which reads states from now on."""
 
     def pieces(self, sharded: "ShardedOptimizer") -> Iterable[Piece]:
         """Return the parts of an update."""
@@ -151,6 +158,8 @@ class ShardedOptimizer:
             )
         self._engine.leave_passes("optimizer.step()")
         self._engine.check_reduced("optimizer.step()")
+        if self.source is not None:
+            self.source.begin()
         engine, guard, scale = self._engine, self._engine.guard, self._engine.loss_scale
         masters = self.masters
         # All ranks must stand at one place, so a schedule that differs between them is found here.

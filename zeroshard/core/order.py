@@ -1,29 +1,30 @@
-"""Passes: in which order ranks communicate, agreed in the first pass of a kind and followed from then on.
+"""The order of communication in passes: agreed in the first pass of a kind, then followed.
 
-Owns the pass under way, the records of past ones and the rounds in which ranks agree. It turns the schedule's actions
-into calls on units and events in the trace. It must not know hooks, parameters or the optimizer. Read
+Owns the current pass, the records of past passes, and the rounds in which ranks agree. It converts the schedule's
+actions into calls on units and events of the trace. It must not know hooks, parameters or the optimizer. Read
 `table/schedule.py` first.
 
 Note: rounds
-    Each pass has a vote of its end (`core/votes.py`). A rank that follows the record to the end of the pass asks for
-    nothing there. One that needs what the record does not foresee posts the vote earlier, with its request as a number,
-    and learns the smallest one. Numbers of gathers lie below those of reductions. All ranks serve the earliest request
-    together and ask again in rounds, until each has what it asked for and no one asks for anything.
+    Each pass ends with a vote (`core/votes.py`). A rank that follows the record to the end of the pass requests
+    nothing. A rank that needs a unit outside the record posts the vote earlier, with its request as a number, and reads
+    the minimum. Numbers of gathers are smaller than numbers of reductions. All ranks serve the smallest request
+    together and vote again in rounds, until no rank has a request.
 Note: leaving the record
-    A rank that needs what the record does not foresee issues all that is left of the record, so that nobody waits for
-    it, and asks in rounds; the other ranks follow the record to its end and serve those requests when they read the
-    vote there. The pass is slow and right, and what it needed is in the record of the next. After such a forward pass
-    the backward is agreed in rounds from its beginning, so that no rank has to keep gradients while another catches up.
-Note: when the vote of an end is read
-    That of a forward pass before the forward returns: user code may wait for other ranks behind it, one of which may
-    still ask. That of a backward pass which follows its record is left unread: what is read of it is on which
-    parameters some rank used, and whether some rank has gradients that the record does not foresee, and the optimizer's
-    step is the first to depend on that. Whatever depends on it earlier reads it (`catch_up`): a gradient that this rank
-    did not compute, the next pass, and a norm unless `is_sure` says that no rank can ask for anything.
+    A rank that needs a unit outside the record first issues the rest of the record, so that no rank waits for it, and
+    then requests the unit in rounds. The other ranks follow the record to its end and serve the requests when they read
+    the vote there. The pass is slow but correct, and the next record includes the requests. After such a forward pass,
+    ranks agree on the backward in rounds from its beginning, so that no rank has to keep gradients while another
+    catches up.
+Note: when the vote at the end of a pass is read
+    A forward pass reads its vote before the forward returns: user code may then wait for other ranks, and one of them
+    may still have a request. A backward pass that follows its record does not read its vote. The vote says which
+    parameters some rank used, and whether some rank has gradients outside the record; the optimizer's step is usually
+    the first to need this. Earlier readers (`catch_up`) are a gradient that this rank did not compute, the next pass,
+    and a norm unless `is_sure` proves that no rank can have a request.
 Note: one sum a pass
-    A rank may be asked for a reduction before its gradients are there: it uses units in another order. It says that it
-    is not ready; all ranks keep their gradients of the unit, and sum them once all have them, at the latest when the
-    pass closes (`core/unit.py`). From then on the record has the reduction at that place.
+    A reduction may be due before the gradients of a rank are complete, if it uses units in another order. The rank
+    reports that it is not ready. All ranks keep their gradients of the unit, and reduce them once all are ready, at the
+    latest when the pass closes (`core/unit.py`). The next record has the reduction at that place.
 """
 
 import logging
@@ -47,17 +48,17 @@ from zeroshard.wire.comm import Comm, Pending
 __all__ = ["Order"]
 
 CALM_PASSES = 3
-"""Passes of a kind that followed their record, after which a rank that leaves it is not expected."""
+"""Number of passes that must follow their record before a rank is expected to follow it."""
 EARLY = -2
-"""Payload of a step: something was answered before ranks had agreed on the gradients that it is of."""
+"""Payload of a step: a norm or similar was computed before ranks had agreed on the gradients."""
 
 
 class Order:
     """The passes of one model.
 
     Args:
-        units: all units; their numbers are their places in the list.
-        comm: the model's collectives.
+        units: all units, indexed by number.
+        comm: the communicator of the model.
     """
 
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
@@ -67,7 +68,7 @@ class Order:
         """Whether parameters are gathered for use."""
         self._held = frozenset(unit.number for unit in units if unit.spec.is_held)
         self.carried: frozenset[int] = frozenset()
-        """Units that a forward left whole for its backward; the same on all ranks."""
+        """Units that a forward left gathered for its backward; equal on all ranks."""
         self.current: Pass | None = None
         self._has_warned = False
         self._records: dict[Hashable, Record] = {}
@@ -75,20 +76,20 @@ class Order:
         self._count = 0
         self._in_flight: list[Reduction] = []
         self._tails: list[list[Pending]] = [[] for _ in units]
-        """What gathers sums where every rank needs them whole, by unit."""
+        """Gathers of sums that every rank needs in full, by unit."""
         self._has_left_record = False
-        """Whether some rank left the record of a forward pass that waits for its backward; the same on all ranks."""
+        """Whether a rank left the record of a forward pass whose backward is pending; equal on all ranks."""
         self.votes = Votes(comm)
         self.check_update: Callable[[], None] = lambda: None
-        """Raises on all ranks if one failed to update in the background. Collective: all-reduce of 8 bytes."""
+        """Raises on all ranks if an update in the background failed on one. Collective: all-reduce of 8 bytes."""
         self.launch: Callable[[], None] = lambda: None
-        """Launches gathers that wait for values of another memory (`store/ahead.py`); later collectives follow them."""
+        """Launches gathers that wait for values from another memory (`store/ahead.py`), before later collectives."""
         self._ended: list[Pass] = []
-        """Passes whose last vote this rank has not read."""
+        """Passes whose final vote this rank has not read."""
         self._calm: Counter[Hashable] = Counter()
-        """By kind of pass: how many followed their record, one after the other."""
+        """By kind of pass: the number of consecutive passes that followed their record."""
         self._has_made_rounds = False
-        """Whether a pass since ranks last settled needed rounds; the same on all ranks."""
+        """Whether a pass since the last `settle` needed rounds; equal on all ranks."""
 
     # -- one pass ---------------------------------------------------------------------------------------------------
 
@@ -102,15 +103,15 @@ class Order:
         place: str = "",
         holds: bool = False,
     ) -> Pass:
-        """Begin a pass; the one before must be closed.
+        """Begin a pass; the previous pass must be closed.
 
         Args:
-            place: what to tell other ranks first; nothing where it is empty.
-            holds: whether a backward will come, for which units stay whole that are asked to.
+            place: text of the first vote; "" for no vote.
+            holds: whether a backward will follow, for which units may stay gathered.
         """
         if phase == "backward" or self.is_sharded:
             self.catch_up()
-            # Any rank may make passes of its own that send nothing, and messages of the others keep their numbers.
+            # A rank may run local passes without messages, which must not change the numbers of messages.
             self._count += 1
         self.history.begin_step()
         key = (key, self.carried) if self.carried else key
@@ -130,7 +131,7 @@ class Order:
         return pass_
 
     def need(self, unit: int) -> None:
-        """Return when `unit` is whole. Collective: in agreement or by record; other ranks take part in any case."""
+        """Gather `unit`, and wait for it. Collective: by record or in rounds; other ranks take part in either case."""
         pass_ = self._open_pass()
         if self._units[unit].spec.is_whole:
             return
@@ -150,14 +151,14 @@ class Order:
         self._units[unit].wait()
 
     def leave(self, unit: int) -> None:
-        """Note that this rank needs `unit` no more for now."""
+        """Record that this rank does not need `unit` for now."""
         pass_ = self._open_pass()
         pass_.expected.discard(unit)
         pass_.marks.append(("leave", unit))
         self._do(pass_.schedule.leave(unit))
 
     def land(self, unit: int) -> None:
-        """Note that all gradients of `unit` that this rank will have are there."""
+        """Record that this rank has all its gradients of `unit`."""
         pass_ = self._open_pass()
         if pass_.scope is Scope.RANK:
             return
@@ -169,19 +170,19 @@ class Order:
             self._do(pass_.schedule.land(unit))
 
     def close(self) -> None:
-        """Complete the pass on all ranks: the rest of the record, what was not foreseen, and who used what.
+        """Complete the pass on all ranks: the rest of the record, requests outside it, and the used parameters.
 
         Collective: every rank that opened the pass must close it.
         """
         pass_ = self._open_pass()
         pass_.marks.append(("close", 0))
         pass_.is_closing = True
-        # Nothing is needed here any more: what is gathered from now on is for other ranks, and released at once.
+        # This rank needs no more units: later gathers serve other ranks, and are released at once.
         pass_.expected.clear()
         self._do(pass_.schedule.close())
         self._finish_all()
         if not pass_.asks:
-            # Else a rank may still wait in a round for this one.
+            # Otherwise a rank may still wait for this rank in a round.
             self._wait_for_tails()
         pass_.checksum, self.current = checksum_of(self._changes), None
         self.carried = frozenset(pass_.schedule.whole)
@@ -203,31 +204,30 @@ class Order:
             self.catch_up()
 
     def _left_over(self, pass_: Pass) -> Iterator[int]:
-        """Yield the units with gradients that are not reduced now, last first, as backward passes meet units."""
+        """Yield the units with unreduced gradients, last first, in the order of backward passes."""
         for unit in reversed(range(len(self._units))):
             if pass_.scope is not Scope.RANK and self._units[unit].has_local:
                 yield unit
 
     def _is_complete(self, pass_: Pass) -> bool:
-        """Tell whether a pass that follows its record leaves nothing that a rank could ask for."""
+        """Return whether a pass that follows its record leaves nothing for a rank to request."""
         requests = self._records[pass_.key].requests
         is_calm = not self.is_sharded or self._calm[pass_.key] >= CALM_PASSES
         return is_calm and all(("reduce", unit.number) in requests for unit in self._units if unit.reducible())
 
     def _end(self, pass_: Pass, told: Told | None) -> None:
-        """End a pass on all ranks: serve what ranks ask for, make the last sums, agree on who used what.
+        """End a pass on all ranks: serve requests, complete reductions, agree on used parameters.
 
         Args:
-            told: in the vote of its end; None where this rank posted it earlier, to ask for something.
+            told: the result of the final vote; None if this rank posted it earlier, with a request.
         """
         self._ended.remove(pass_)
         before, self.current = self.current, pass_
         try:
             if told is None or told.request != NOTHING:
                 told = self._serve_all(pass_, told)
-            # Whoever was not ready may have no gradients after all, and asks for nothing: now all ranks are closing.
-            # Where sums stay within copies, another copy may have had its sum before, so the record knows nothing of
-            # this one.
+            # A rank that was not ready may have no gradients, and no request; all ranks are closing here. Where sums
+            # stay within copies, another copy may have had its sum before, so the record knows nothing of this one.
             self._do([("reduce", unit) for unit in sorted(pass_.waiting)])
             self._finish_all()
             changes = self._agree_on_use(pass_, told)
@@ -241,7 +241,7 @@ class Order:
         self._keep_changes(*changes, str(pass_))
 
     def _serve_all(self, pass_: Pass, told: Told | None) -> Told:
-        """Agree in rounds until no rank asks for anything more, and return what all told in the last one."""
+        """Vote in rounds until no rank has a request, and return the result of the last vote."""
         self._has_made_rounds = True
         if told is not None:
             pass_.has_asked = True
@@ -256,7 +256,7 @@ class Order:
         return last
 
     def _wait_for_tails(self, *numbers: int) -> None:
-        """Wait for what gathers the sums of these units, or of all."""
+        """Wait for the gathers of sums of these units, or of all units."""
         for number in numbers or range(len(self._units)):
             tails, self._tails[number] = self._tails[number], []
             for tail in tails:
@@ -268,16 +268,16 @@ class Order:
         self._has_left_record = pass_.phase == "forward" and (self._has_left_record or has_left)
         self._calm[pass_.key] = 0 if pass_.asks or has_left else min(CALM_PASSES, self._calm[pass_.key] + 1)
         self._records[pass_.key] = pass_.next_record(self._records.get(pass_.key, Record()))
-        self.carried = frozenset(pass_.schedule.whole)  # it may have served others since it was closed
+        self.carried = frozenset(pass_.schedule.whole)  # it may have served other ranks after it was closed
         self.history.add_pass(pass_.phase, pass_.key, pass_.marks)
 
     def _agree_on_use(self, pass_: Pass, told: Told) -> tuple[int, int]:
-        """Agree on which parameters some rank used; return the least and the greatest checksum of changes in place."""
+        """Agree on the parameters that any rank used; return minimum and maximum checksum of in-place changes."""
         if pass_.scope is Scope.RANK:
             return told.least, told.greatest
         agreed, least, greatest = pass_.used, pass_.checksum, pass_.checksum
         if told.least != told.greatest:
-            # Used by some rank is "not unused by all": a minimum over ranks of the negated flags.
+            # Used by any rank equals not unused by all: a minimum of the negated flags over ranks.
             mine = [*(int(not flag) for flag in pass_.used), least, -least]
             *unused, least, greatest = self._comm.agree(mine, "the used parameters")
             agreed, greatest = [not flag for flag in unused], -greatest
@@ -290,24 +290,24 @@ class Order:
 
     @property
     def is_behind(self) -> bool:
-        """Whether this rank has not read yet what others told at the end of a pass."""
+        """Whether this rank has unread votes of the end of a pass."""
         return bool(self._ended)
 
     def catch_up(self) -> None:
-        """Read what ranks told, and do what they ask for. Collective: where some rank asks for something."""
+        """Read posted votes, and serve their requests. Collective: if a rank has a request."""
         self.votes.read()
 
     def let_go(self) -> None:
-        """Release what a forward left whole for a backward that did not come; every rank must call, outside passes."""
+        """Release units that a forward kept for a missing backward; every rank must call, outside passes."""
         for number in self.carried:
             self._units[number].release()
         self.carried = frozenset()
 
     def barrier(self, place: str, payload: int = 0) -> tuple[int, int]:
-        """Wait until all ranks stand at `place`, outside passes; return the least and the greatest payload.
+        """Wait until all ranks are at `place`, outside passes; return the minimum and the maximum payload.
 
         Raises:
-            RankMismatchError: ranks stand at different places.
+            RankMismatchError: ranks are at different places.
         Collective: all-reduce of 40 bytes; every rank must call.
         """
         self.check_update()
@@ -315,9 +315,9 @@ class Order:
         return told.least, told.greatest
 
     def answer(self, place: str) -> None:
-        """Tell the others that this rank is at `place`, where it answers from gradients that all ranks have summed.
+        """Post a vote at `place`, where this rank computes a result from reduced gradients.
 
-        It waits for the others unless nothing that they may have told can change the answer.
+        It waits for the others only if their votes may change the result.
         """
         is_sure = not self._comm.is_on_host and all(pass_.is_sure for pass_ in self._ended)
         self.votes.post(place)
@@ -327,12 +327,12 @@ class Order:
             pass_.relied_on = pass_.relied_on or place
 
     def settle(self, place: str, *, is_fine: Callable[[], bool] = lambda: True) -> bool:
-        """Wait until all ranks stand at `place`, outside passes, and keep what user code changed in place till then.
+        """Wait until all ranks are at `place`, outside passes, and keep in-place changes of user code.
 
-        Returns: whether `is_fine()` on all ranks; changes wait until then.
+        Returns: whether `is_fine()` on all ranks; otherwise changes stay pending.
 
         Raises:
-            RankMismatchError: ranks stand at different places, or did not make the same change.
+            RankMismatchError: ranks are at different places, or made different changes.
         Collective: all-reduce of 40 bytes; every rank must call.
         """
         self.check_update()
@@ -345,7 +345,7 @@ class Order:
 
         told = self.votes.meet(place, payload())
         if self._has_made_rounds:
-            # Some ranks told it before they heard what others asked for, and made sums since.
+            # Some ranks posted this vote before they read requests of others, and reduced gradients since.
             told = self.votes.round(place, payload())
         self._has_made_rounds = False
         if told.least == EARLY:
@@ -355,7 +355,7 @@ class Order:
         return told.least >= 0
 
     def _keep_changes(self, least: int, greatest: int, place: str) -> None:
-        """Keep what user code changed in place where it is the same on all ranks that hold the same tensors."""
+        """Keep in-place changes of user code that are equal on all ranks with the same tensors."""
         if not greatest:
             return
         what = f"the parameters that were changed in place before {place}"
@@ -368,13 +368,13 @@ class Order:
                 raise
         for unit in self._units:
             unit.keep_changes()
-        # Others may read the shards in place from now on.
+        # From here on, other ranks may read the shards in place.
         self.votes.round(what)
 
     # -- rounds -----------------------------------------------------------------------------------------------------
 
     def _ask(self, kind: Literal["gather", "reduce"], unit: int, is_again: bool) -> None:
-        """Serve requests of all ranks, earliest first, until it is this one's turn."""
+        """Serve requests of all ranks, smallest first, until this rank's request is served."""
         pass_ = self._open_pass()
         number = pass_.number_of(kind, unit, len(self._units), is_again=is_again)
         what = f"{kind} of {self._units[unit]} in {pass_}"
@@ -385,7 +385,7 @@ class Order:
                 return
 
     def _round(self, pass_: Pass, request: int, what: str) -> Told:
-        # Copies of the state exchange sums when a reduction is finished: no rank may wait here for one that does.
+        # Replicas exchange sums when a reduction is finished: no rank may wait here for such a rank.
         self._finish_all()
         if pass_.has_asked:
             return self.votes.round(pass_.end, pass_.payload, request, what)
@@ -393,7 +393,7 @@ class Order:
         return self.votes.meet(pass_.end, pass_.payload, request, what)
 
     def _serve(self, number: int, *, is_own: bool = False) -> None:
-        """Take part in the request with this number, which all ranks serve now."""
+        """Execute the request with this number, together with all ranks."""
         pass_ = self._open_pass()
         kind, unit, is_again = pass_.meaning_of(number, len(self._units))
         pass_.agreed.append((kind, unit, is_again))
@@ -422,27 +422,27 @@ class Order:
                 self._finish_all()
             before = sent[kind]
             if kind == "gather":
-                # A transform of torch.func that is under way would refuse to write where it did not begin.
+                # An active transform of torch.func would reject writes to tensors from outside it.
                 with NoFunctionTransforms():
                     unit.start_gather(self._comm, pass_.number, str(pass_))
             elif kind == "release":
                 if not unit.release():
                     continue
                 for staying in pass_.schedule.staying:
-                    # One that is also the model's head has done its part, for now, and may be much of the memory.
+                    # A unit that is also the model's head is not needed for now, and may be a large part of memory.
                     self._units[staying].rest()
             else:
-                # A late sum of the same pass goes where the first is being gathered.
+                # A late sum of the same pass writes to the buffer of the first sum, which is being gathered.
                 self._wait_for_tails(number)
                 is_ready = pass_.is_closing or not self._comm.can_postpone or unit.is_complete()
                 self._in_flight.append(
                     unit.start_reduction(self._comm, pass_.number, str(pass_), pass_.scope, is_ready=is_ready)
                 )
-            # Written once it has happened, with what the wire counted.
+            # Written after the action, with the bytes that the transport counted.
             nbytes = sent[kind] - before
             history.trace.add(history.event(pass_.phase, pass_.key, kind, number, history.steps, nbytes))
             if kind == "reduce" and self._comm.wire.is_in_place:
-                # Nothing travels meanwhile, and the next unit's gradients can have the buffer.
+                # No message is under way, and the next unit's gradients can reuse the buffer.
                 self._finish_all()
 
     def _finish_all(self) -> None:
@@ -466,7 +466,7 @@ class Order:
             self._tails[reduction.unit.number] += tails
 
     def _postpone(self, unit: Unit) -> None:
-        """Note that gradients of `unit` wait for another rank; say so where they take more than two units' memory."""
+        """Record that gradients of `unit` wait for another rank; warn if they take more memory than two units."""
         pass_ = self._open_pass()
         pass_.postponed.add(unit.number)
         pass_.waiting.add(unit.number)
@@ -476,8 +476,8 @@ class Order:
             self._has_warned = True
             nbytes = sum(self._units[number].local_bytes for number in pass_.postponed)
             logging.getLogger(__name__).warning(
-                "%s %s keeps the gradients of %d units (%.1f MB) until other ranks have theirs: ranks use units in "
-                "different orders, and each sum is made once. If memory is short, use units in one order on all ranks.",
+                "%s %s keeps the gradients of %d units (%.1f MB) until other ranks have theirs, because ranks use "
+                "units in different orders. If memory is short, use units in the same order on all ranks.",
                 self._comm.mesh,
                 pass_,
                 len(pass_.postponed),
@@ -491,7 +491,7 @@ class Order:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def publish(self, numbers: Sequence[int], start: Callable[[Unit], list[Pending]]) -> None:
-        """End an update: send the updated parameters of `numbers` where ranks keep them whole; count the step."""
+        """End an update: gather the updated parameters of the units `numbers` if replicated; count the step."""
         pending, sent = [], self._comm.sent_bytes
         for number in numbers:
             before = sent["gather"]
@@ -503,6 +503,6 @@ class Order:
         self.history.end_step()
 
     def next_number(self) -> int:
-        """Return a number for what is sent outside passes, another one than those of passes; see `Tag`."""
+        """Return a number for an exchange outside passes, distinct from the numbers of passes; see `Tag`."""
         self._count += 1
         return self._count

@@ -1,15 +1,15 @@
-"""The parameter objects of a sharded model: the user's own, of a class that never lets a wrong value be read.
+"""The parameter objects of a sharded model: the user's objects, with a class that prevents wrong reads.
 
-Owns the two classes a sharded parameter changes between and what each answers. It must not know passes: it asks its
-slot's owner for the unit. Read `core/slot.py`, `core/buffer.py` (where the bytes are) and `core/gradient.py` (what
+Owns the two classes of a sharded parameter. It must not know passes: it requests the unit from its slot's owner. Read
+`core/slot.py`, `core/buffer.py` (where the bytes are) and `core/gradient.py` (what
 `.grad` is) first.
 
 Note: two classes
-    While its values are there a parameter is a `ShardedParameter`: `__torch_function__` is disabled, so operations run
-    as on any parameter; only `grad` and `data` are Python properties. While the storage is empty it is a
-    `ReleasedParameter`, where every operation that would read values first has them gathered (inside a pass) or raises.
-    Changing the class of an object keeps its identity, so optimizers, hooks and user code that hold it stay right.
-    Reading a tensor without storage crashes the process on CPU, so nothing may reach it in that state.
+    While gathered, a parameter is a `ShardedParameter`: `__torch_function__` is disabled, so operations run as on any
+    parameter; only `grad` and `data` are Python properties. While the storage is empty, it is a `ReleasedParameter`:
+    every operation that would read values first gathers them (inside a pass) or raises. Changing the class of an object
+    keeps its identity, so references in optimizers, hooks and user code stay valid. Reading a tensor without storage
+    crashes the process on a CPU, so no operation may reach it in that state.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ import torch
 
 from zeroshard.callers import remedy_for
 from zeroshard.core import gradient
-from zeroshard.core.slot import Form, slot_of
+from zeroshard.core.slot import Form, Slot, slot_of
 from zeroshard.torch_private import DisabledFunction, NoSubclasses, raw_data
 from zeroshard.tree import find
 
@@ -46,16 +46,16 @@ METADATA = (
     """.split()
     )
 )
-"""What reads no values, so that a released parameter answers: attributes, methods, and what makes another tensor."""
+"""Attributes and functions that read no values, which a released parameter supports."""
 
 
 @final
 class PlainForm(Form):
-    """A plain parameter: the bucket holds it as it is."""
+    """A plain parameter, stored unchanged in the bucket."""
 
     @property
     def classes(self) -> tuple[type["ShardedParameter"], type["ShardedParameter"]]:
-        """Both of this module."""
+        """The two classes of this module."""
         return ShardedParameter, ReleasedParameter
 
     def part(self, tensor: Tensor) -> Tensor:
@@ -71,18 +71,18 @@ class PlainForm(Form):
         return part
 
     def point(self, parameter: Tensor, part: Tensor) -> None:
-        """Make the parameter a view of what `part` is one of."""
+        """Make the parameter a view of the storage of `part`."""
         parameter.data = part
 
 
 class ShardedParameter(torch.nn.Parameter):
-    """A parameter whose values are in its unit's bucket right now."""
+    """A parameter whose values are currently in its unit's bucket."""
 
     __torch_function__ = DisabledFunction  # type: ignore[assignment]
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient: a tensor where every rank keeps it whole, else a `LogicalGradient` of the same shape."""
+        """The gradient: a tensor if every rank keeps it in full, else a `LogicalGradient` of the same shape."""
         return gradient.read(self.__dict__["_zeroshard"])
 
     @grad.setter
@@ -103,14 +103,14 @@ class ShardedParameter(torch.nn.Parameter):
     def data(self, value: Tensor) -> None:
         is_like = (value.shape, value.dtype, value.device) == (self.shape, self.dtype, self.device)
         if value is self or (is_like and self.device.type == "cpu" and torch.equal(value, raw_data(self))):
-            return  # what model.to() assigns where there is nothing to do; to("cpu:0") has made a copy
-        name = slot_of(self).name
+            return  # model.to() assigns the same tensor if nothing changes; to("cpu:0") assigns a copy
+        slot = slot_of(self)
         raise RuntimeError(
-            f"The data of the sharded parameter '{name}' cannot be replaced (got {tuple(value.shape)}, {value.dtype}, "
-            f"{value.device}): its bytes are a view of its unit's bucket. This is what model.to(), half(), "
-            "resize_token_embeddings() and assigning p.data do. Convert, move and resize the model before zs.shard(), "
-            "and build the optimizer after that; to change values: `with zero.gathered(writeback=True):` and an "
-            "in-place operation such as p.copy_(...) under torch.no_grad()."
+            f"{_place_of(slot)} The data of the sharded parameter '{slot.name}' cannot be replaced (got "
+            f"{tuple(value.shape)}, {value.dtype}, {value.device}): it is a view of its unit's bucket. model.to(), "
+            "half(), resize_token_embeddings() and assignments to p.data replace it. Convert, move and resize the "
+            "model before zs.shard(), and build the optimizer after that; to change values, use `with "
+            "zero.gathered(writeback=True):` and an in-place operation such as p.copy_(...) under torch.no_grad()."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -144,7 +144,7 @@ class ReleasedParameter(ShardedParameter):
 
     @property
     def data(self) -> Tensor:
-        """The values, gathered on demand inside a pass; outside it raises."""
+        """The values, gathered on demand inside a pass; raises outside."""
         demand(self, "data")
         return super().data
 
@@ -162,15 +162,20 @@ class ReleasedParameter(ShardedParameter):
 
 
 def demand(parameter: Tensor, what: str) -> None:
-    """Have the parameter's unit gathered for an open pass, or raise."""
+    """Gather the parameter's unit in an open pass, or raise."""
     slot = slot_of(parameter)
     owner = slot.owner()
     if owner is None or not owner.demand(slot.unit):
-        where = owner.mesh if owner is not None else "[its engine is gone]"
         raise RuntimeError(
-            f"{where} Parameter '{slot.name}' {tuple(parameter.shape)} is sharded and its values are released here, so "
-            f"`{what}` cannot read them. {remedy_for(parameter, slot.name, what)}"
+            f"{_place_of(slot)} Parameter '{slot.name}' {tuple(parameter.shape)} is sharded and its values are "
+            f"released here, so `{what}` cannot read them. {remedy_for(parameter, slot.name, what)}"
         )
+
+
+def _place_of(slot: Slot) -> str:
+    """Return the rank as errors name it."""
+    owner = slot.owner()
+    return str(owner.mesh) if owner is not None else "[its engine is gone]"
 
 
 def _plain_copy(parameter: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""One pass under way: its kind, what it has asked for, and what is told at its end.
+"""The state of one pass: its kind, its requests, and the payload of its final vote.
 
-Owns the state of a pass. It must not know units but by number, nor how ranks agree: `core/order.py` does.
+Owns the state of a pass. It knows units only by number, and not how ranks agree (`core/order.py`).
 
 Note: requests
-    In rounds a request for a unit is a number; numbers of gathers lie below those of reductions. All ranks serve the
-    smallest one, and each knows from the number, and the pass that it is in, what it is.
+    In rounds, a request for a unit is a number; numbers of gathers are smaller than numbers of reductions. All ranks
+    serve the smallest number, and derive its meaning from the number and the pass.
 """
 
 import zlib
@@ -22,57 +22,57 @@ Phase = Literal["forward", "backward"]
 
 @dataclass
 class Pass:
-    """One pass under way. `key` names its kind: passes with equal keys share a record."""
+    """One open pass. `key` identifies its kind: passes with equal keys share a record."""
 
     phase: Phase
     key: Hashable
     number: int
     scope: Scope
-    """Over which ranks gradients are summed."""
+    """The ranks over which gradients are summed."""
     schedule: Schedule
     is_first: bool
     asks: bool
-    """Whether ranks agree on each request in rounds: there is no record, or a rank left it just before."""
+    """Whether ranks agree on each request in rounds: without a record, or after a rank left it."""
     is_closing: bool = False
     has_asked: bool = False
-    """Whether ranks agree in rounds by now: some rank asked for something in the vote of the pass's end."""
+    """Whether the final vote of the pass had a request, which starts rounds."""
     is_sure: bool = False
-    """At its end: whether no rank can ask for anything in that vote."""
+    """At its end: whether no rank can have a request in the final vote."""
     used: list[bool] = field(default_factory=list)
     checksum: int = 0
-    """At its end: the parameters that this rank used, and what it changed in place."""
+    """At its end: the parameters that this rank used, and its in-place changes."""
     relied_on: str = ""
-    """What this rank was sure of, and answered before it read that vote."""
+    """The result that this rank computed before it read the final vote."""
     postponed: set[int] = field(default_factory=set)
-    """Units whose reduction a rank was not ready for."""
+    """Units with a reduction for which a rank was not ready."""
     waiting: set[int] = field(default_factory=set)
-    """Of these, the ones that are not summed yet; the same on all ranks that share a copy of the state."""
+    """The postponed units that are not reduced yet; equal on all ranks of a replica."""
     marks: list[Mark] = field(default_factory=list)
     agreed: list[tuple[Literal["gather", "reduce"], int, bool]] = field(default_factory=list)
     expected: set[int] = field(default_factory=set)
-    """Units that this rank will still need in this pass: a gather that it served for others is kept for it."""
+    """Units that this rank still needs in this pass: a gather served for others is kept."""
 
     def __str__(self) -> str:
         return f"{self.phase} pass {self.number}"
 
     @property
     def end(self) -> str:
-        """The place where it ends."""
+        """The name of its end, for votes."""
         return f"the end of {self}"
 
     @property
     def payload(self) -> int:
-        """What is told at its end: facts of this rank, as one number."""
+        """The payload of the final vote: facts of this rank, as one number."""
         return zlib.crc32(bytes(self.used), self.checksum)
 
     def number_of(self, kind: Literal["gather", "reduce"], unit: int, count: int, *, is_again: bool) -> int:
         """Return the number of a request.
 
         Args:
-            count: units of the model.
+            count: number of units of the model.
             is_again: whether the unit was released too early.
         """
-        # The root comes first in both directions: it is needed throughout.
+        # The root comes first in both directions, because it is needed throughout.
         place = unit if self.phase == "forward" or unit == ROOT else count - unit
         return 2 * (place + (count if kind == "reduce" else 0)) + (not is_again)
 
@@ -83,7 +83,7 @@ class Pass:
         return "gather" if number // 2 < count else "reduce", unit, number % 2 == 0
 
     def next_record(self, record: Record) -> Record:
-        """Return the record for the next pass of this kind; its requests are agreed ones only, equal on all ranks."""
+        """Return the record for the next pass of this kind, with agreed requests, equal on all ranks."""
         requests, pinned = list(record.requests), set(record.pinned)
         seen: set[Request] = set()
         for kind, unit, is_again in self.agreed:
@@ -94,7 +94,7 @@ class Pass:
                 requests.insert(place, request)
             elif kind == "reduce":
                 if is_repeated or not self.asks:
-                    # It came too early for some rank, and is due later from now on.
+                    # The request was too early for a rank, so its next place is later.
                     requests = [r for r in requests if r != request] + [request]
             elif is_again or is_repeated:
                 pinned.add(unit)
@@ -105,7 +105,7 @@ class Pass:
 
 
 def _place_of(request: Request, requests: Sequence[Request], phase: Phase) -> int:
-    """Return where in a recorded order a request belongs that the record did not hold: by its unit's number."""
+    """Return the position of an unrecorded request in a recorded order, by its unit's number."""
     wanted, unit = request
     for place, (kind, other) in enumerate(requests):
         if kind == wanted and other != ROOT and (other > unit if phase == "forward" else other < unit):

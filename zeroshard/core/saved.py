@@ -1,15 +1,14 @@
-"""What autograd saves: parameters that are gathered on unpacking, and activations with their treatments.
+"""Tensors saved by autograd: parameters, which unpacking gathers, and activations with their treatments.
 
-Owns the only pair of saved-tensor hooks, around each outermost forward pass: of nested pairs autograd runs the
-innermost alone. Every tensor that autograd saves from a bucket is packed with its unit, and unpacking has the unit
-gathered first; this holds for whatever graph the user builds, where hooks on gradients are only hints. All other
-tensors lie in boxes, which a treatment sees when the forward that saved them is over. These hooks switch off autograd's
-own version check, so what is kept carries what is needed to check it here.
+Owns the only pair of saved-tensor hooks, around each outermost forward pass: of nested pairs, autograd runs only the
+innermost. A tensor saved from a bucket is packed with its unit, and unpacking gathers the unit first; this works for
+any graph, unlike hooks on gradients. Other tensors are stored in boxes, which a treatment processes after the forward
+that saved them. These hooks disable autograd's own version check, so boxes contain the versions for a check here.
 
 Note: derivatives of derivatives
-    A backward with `create_graph=True` saves tensors, too, and begins where no hook of a module can see it. So a node
-    that unpacks a tensor of a bucket has these hooks set for what it saves itself: autograd sets the hooks of its
-    thread anew for each node, so they end with the node. No other node saves a tensor of a bucket.
+    A backward with `create_graph=True` also saves tensors, and begins outside the hooks of modules. So a node that
+    unpacks a tensor of a bucket sets these hooks for the tensors that it saves: autograd resets the hooks of its thread
+    for each node, so they end with the node. No other node saves a tensor of a bucket.
 """
 
 from abc import ABC, abstractmethod
@@ -51,15 +50,15 @@ class _FromBucket(_Saved):
 
 @dataclass(slots=True)
 class Box(_Saved, Packed):
-    """What is kept of a tensor that autograd saved, if it is not a parameter's.
+    """A saved tensor that is not from a parameter.
 
     Args:
-        value: the tensor, or what a treatment put in its place.
-        version: of the tensor as autograd saved it.
+        value: the tensor, or its replacement by a treatment.
+        version: version of the tensor when autograd saved it.
         is_input: whether it is an input of a module that activation checkpointing recomputes.
-        treatment: what made the value, and makes the tensor of it again.
-        count: what lives as long as the box.
-        captured: what activation checkpointing keeps beside such inputs; until the treatment has seen it.
+        treatment: the treatment that created the value, and restores the tensor.
+        count: an object with the lifetime of the box.
+        captured: objects that activation checkpointing keeps besides such inputs, until the treatment.
     """
 
     is_input: bool
@@ -69,20 +68,20 @@ class Box(_Saved, Packed):
 
 
 class Treatment(ABC):
-    """What is done with activations between forward and backward."""
+    """The treatment of activations between forward and backward."""
 
     @abstractmethod
     def treat(self, boxes: Sequence[Box], unit: int, outputs: Any) -> None:
-        """Change the values of boxes, and name the treatment in those.
+        """Change the values of boxes, and set their treatment.
 
         Args:
-            boxes: what autograd saved in one forward of a unit, which is over, in order.
-            outputs: what that forward returned.
+            boxes: the tensors that autograd saved in one finished forward of a unit, in order.
+            outputs: the result of that forward.
         """
 
     @abstractmethod
     def restore(self, box: Box) -> Tensor:
-        """Return the tensor that autograd saved, with the same bits; the box may be asked again."""
+        """Return the tensor that autograd saved, with the same bits; may be called again."""
 
 
 class SavedTensors:
@@ -90,9 +89,9 @@ class SavedTensors:
 
     Args:
         buckets: (unit, bucket) pairs.
-        need: makes a unit whole; called while a backward pass unpacks.
-        treatment: of activations, if there is one.
-        unit_under_way: tells which unit's forward runs.
+        need: gathers a unit; called while a backward pass unpacks.
+        treatment: the treatment of activations, or None.
+        unit_under_way: returns the unit of the running forward.
     """
 
     def __init__(
@@ -105,29 +104,29 @@ class SavedTensors:
         self._by_storage = {storage_of(bucket.full): (unit, bucket) for unit, bucket in buckets}
         self._need, self._treatment, self._unit_under_way = need, treatment, unit_under_way
         self._boxes: dict[int, list[Box]] = {}
-        """What forwards under way have saved, by unit, until they are over."""
+        """Tensors saved by running forwards, by unit."""
 
     def context(self) -> Any:
-        """Return the context manager that packs what is saved inside it."""
+        """Return a context manager with the saved-tensor hooks."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def is_innermost(self) -> bool:
-        """Tell whether what autograd saves here goes through these hooks."""
+        """Return whether these hooks are the innermost."""
         hooks = innermost_hooks()
         return hooks is not None and hooks[0] == self.pack
 
     def treat(self, unit: int, outputs: Any) -> None:
-        """Treat what the forward of a unit has saved, which is over."""
+        """Treat the tensors saved by a finished forward of a unit."""
         if self._treatment is not None and (boxes := self._boxes.pop(unit, None)):
             self._treatment.treat(boxes, unit, outputs)
 
     def forget(self) -> None:
-        """Leave untreated what an unfinished forward has saved."""
+        """Leave the tensors of an unfinished forward untreated."""
         self._boxes.clear()
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what is kept of a tensor."""
-        # Autograd saves a DTensor as it is; the bytes are those of its local tensor.
+        """Return the packed form of a tensor."""
+        # Autograd saves a DTensor itself; its bytes are in the local tensor.
         inner = tensor if type(tensor) is Tensor else local_of(tensor)
         found = self._by_storage.get(storage_of(inner)) if inner.layout is torch.strided else None
         if found is not None:
@@ -142,10 +141,10 @@ class SavedTensors:
         return box
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return the tensor of which this was kept.
+        """Return the tensor of a packed form.
 
         Raises:
-            RuntimeError: it has changed since.
+            RuntimeError: the tensor has changed since.
         """
         is_of_bucket, treatment = type(packed) is _FromBucket, packed.treatment if type(packed) is Box else None
         if is_of_bucket and packed.bucket.updates != packed.updates:
@@ -166,11 +165,11 @@ class SavedTensors:
             self._need(packed.unit)
         if torch.is_grad_enabled() and graph_task() != -1:
             if is_called_by_checkpoint():
-                # What it recomputes is handed to nodes past these hooks, and they would save it past them.
+                # Recomputed tensors bypass these hooks, and nodes would save them without the hooks.
                 raise RuntimeError(
-                    "create_graph=True through activation checkpointing is not supported where parameters are sharded, "
-                    "or activations treated. Leave checkpointing (activations='recompute' included) out of what is "
-                    "differentiated twice, or keep parameters whole (stage 2)."
+                    "create_graph=True through activation checkpointing is not supported with sharded parameters or "
+                    "treated activations. Exclude the modules that are differentiated twice from checkpointing "
+                    "(including activations='recompute'), or keep parameters replicated (stage 2)."
                 )
             self.context().__enter__()
         found: Tensor = packed.value if treatment is None else treatment.restore(packed)

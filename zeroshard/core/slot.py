@@ -1,7 +1,7 @@
-"""Where one parameter lives, and what it needs of the engine that moves it.
+"""The slot of a parameter: its bucket, and its connection to the engine.
 
-Owns the slot that each sharded parameter and each slice of an optimizer holds. It must not know engines: what they
-answer to parameters and gradients is the protocol `Owner`. Read `core/buffer.py` first.
+Owns the slot that each sharded parameter and each optimizer slice references. It must not know engines: the protocol
+`Owner` defines their interface. Read `core/buffer.py` first.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 class Owner(Protocol):
-    """What parameters and gradients ask of their model's engine."""
+    """The interface of the engine for parameters and gradients."""
 
     mesh: Mesh
     comm: Comm
@@ -29,16 +29,16 @@ class Owner(Protocol):
     is_skipping: bool
     unread: Callable[[], None] | None
     copy: slice | list[int]
-    """The ranks whose parts make up whole gradients."""
+    """The ranks whose parts form the full gradients."""
 
     def learn(self) -> None:
-        """Read whether the last update was skipped, where the host does not know."""
+        """Read whether the last update was skipped, if the host does not know yet."""
 
     def demand(self, number: int) -> bool:
-        """Make a unit whole for code outside its modules; False where no pass is open."""
+        """Gather a unit for code outside its modules; return False without an open pass."""
 
     def leave_passes(self, what: str) -> None:
-        """Raise inside a pass; complete one that an exception left open."""
+        """Raise inside a pass; complete a pass that an exception interrupted."""
 
     def check_outside_backward(self, what: str) -> None:
         """Raise inside a backward."""
@@ -47,29 +47,29 @@ class Owner(Protocol):
         """Raise if gradients wait for a reduction."""
 
     def catch_up(self) -> None:
-        """Read what ranks told at the end of the last pass."""
+        """Read the final votes of past passes."""
 
     def answer(self, place: str) -> None:
-        """Tell the others that this rank answers from gradients that all ranks have summed."""
+        """Post a vote before this rank computes a result from reduced gradients."""
 
     def change_gradients(self, what: str, *, is_forgotten: bool = False) -> None:
         """Prepare for a change of gradients by user code; raise inside a backward."""
 
     def norms(self, p: float, dtype: torch.dtype | None = None) -> Tensor:
-        """Return (parameters,) fp64: the p-norm of every parameter's whole gradient, by place. Collective."""
+        """Return (parameters,) fp64: the p-norm of the full gradient of each parameter, in order. Collective."""
 
     def full_gradient(self, slot: "Slot") -> Tensor:
-        """Return a parameter's whole gradient. Collective."""
+        """Return the full gradient of a parameter. Collective."""
 
 
 class Form(ABC):
-    """What kind of tensor a parameter is to the model; its bucket holds plain ones.
+    """The kind of tensor that a parameter is in the model; its bucket holds plain tensors.
 
     Args:
-        has_axis: whether the mesh has another axis over which tensors of the model are split, so that no rank knows
-            whole gradients.
-        is_alike: whether the ranks along that axis have this one alike; norms count it on the first of them.
-        is_first: whether this rank is that.
+        has_axis: whether tensors of the model are split over another axis of the mesh, so that no rank has full
+            gradients.
+        is_alike: whether the parameter is equal on the ranks along that axis; norms count it on the first rank.
+        is_first: whether this rank is the first.
     """
 
     def __init__(self, *, has_axis: bool = False, is_alike: bool = False, is_first: bool = True) -> None:
@@ -78,28 +78,28 @@ class Form(ABC):
     @property
     @abstractmethod
     def classes(self) -> tuple[type[torch.nn.Parameter], type[torch.nn.Parameter]]:
-        """Of the parameter while its values are there, and while they are released."""
+        """The classes of the parameter while gathered, and while released."""
 
     @abstractmethod
     def part(self, tensor: Tensor) -> Tensor:
-        """Return, plain, what this rank's bucket holds of a tensor of this form; of a plain one all."""
+        """Return the plain tensor in this rank's bucket for a tensor of this form."""
 
     @abstractmethod
     def join(self, part: Tensor) -> Tensor:
-        """Return the tensor of this form of which the bucket holds `part`."""
+        """Return the tensor of this form for `part` of the bucket."""
 
     @abstractmethod
     def whole(self, part: Tensor) -> Tensor:
-        """Return the whole of it, plain. Collective: all-gather over the other axis, if there is one."""
+        """Return the full tensor, plain. Collective: all-gather over the other axis, if any."""
 
     @abstractmethod
     def point(self, parameter: Tensor, part: Tensor) -> None:
-        """Have the parameter's values be `part` from now on, and be of its dtype."""
+        """Set the values of the parameter to `part`, with its dtype."""
 
 
 @final
 class Slot:
-    """Where one parameter lives: its bucket and its place there. Held by the parameter object itself."""
+    """The bucket of a parameter, and its index there. Referenced by the parameter object."""
 
     __slots__ = tuple(
         "bucket crosses form grad_view has_master index is_own is_whole master_grad name owner place shape spare "
@@ -108,44 +108,44 @@ class Slot:
 
     def __init__(self, name: str, unit: int, bucket: Bucket, index: int, form: Form, parameter: Tensor) -> None:
         self.name, self.unit, self.bucket, self.index, self.form = name, unit, bucket, index, form
-        # Asked of a released parameter these would be calls of Python.
+        # For a released parameter, these would call Python code.
         self.shape, self.stride = parameter.shape, parameter.stride()
         spec, is_apart = bucket.spec, index < bucket.spec.apart_gradients
         self.is_whole = spec.holds_whole_gradients and spec.updates_all and not (form.has_axis or is_apart)
-        """Whether what this rank holds of its reduced gradient, and updates with, is all of it."""
+        """Whether this rank holds and updates with the full reduced gradient."""
         start, stop = bucket.layout.overlap(index, *spec.shard)
         self.is_own = form.is_counted and stop > start
-        """Whether norms count elements of it on this rank."""
+        """Whether norms count its elements on this rank."""
         self.crosses = index < spec.apart and not is_apart and bucket.device.type != "cpu"
         """Whether its gradient is held in another memory than its states."""
         self.place = 0
-        """Among the parameters of the model."""
+        """Index among the parameters of the model."""
         self.owner: Callable[[], Owner | None] = _no_owner
-        """A weak reference: parameters must not keep alive what holds them."""
+        """A weak reference to the engine: parameters must not keep it alive."""
         self.has_master = False
         self.updater: int | None = None
-        """The place, among the ranks of a copy, of the one that updates all of it; None where each updates its own."""
+        """The rank within a replica that updates the whole parameter; None if each rank updates its slice."""
         self.grad_view: Tensor | None = None
         self.spare: Tensor | None = None
-        """A logical gradient that nobody else holds, for the next step."""
+        """An unreferenced logical gradient, reused in the next step."""
         self.master_grad: Tensor | None = None
         self.wide: tuple[int, Tensor] | None = None
-        """The master's gradient in the dtype of the update, and the version of what is held that it was made of."""
+        """The master's gradient in the dtype of the update, and the version of the held gradient it was made from."""
 
     def living_owner(self) -> "Owner":
         """Return the owner.
 
         Raises:
-            RuntimeError: the model is gone.
+            RuntimeError: the model was deleted.
         """
         owner = self.owner()
         if owner is None:
-            raise RuntimeError(f"The model of '{self.name}' was deleted; its gradients are gone.")
+            raise RuntimeError(f"The model of '{self.name}' was deleted, and its gradients with it.")
         return owner
 
     @property
     def has_whole_states(self) -> bool:
-        """Whether the parameter is updated whole, and by this rank."""
+        """Whether this rank updates the whole parameter."""
         return self.updater is not None and (self.bucket.spec.updates_all or self.updater == self.bucket.spec.rank)
 
     @property
@@ -155,7 +155,7 @@ class Slot:
 
     @property
     def has_grad(self) -> bool:
-        """Whether some rank has a gradient. Collective: where this rank has none, and ranks have yet to agree."""
+        """Whether any rank has a gradient. Collective: if this rank has none, and ranks have not agreed yet."""
         grads = self.bucket.grads
         if not grads.is_known(self.index) and (owner := self.owner()) is not None:
             owner.catch_up()

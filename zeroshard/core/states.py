@@ -1,6 +1,6 @@
-"""The states of a unit and of a gradient, each with what it costs in memory.
+"""The states of a unit and of a gradient, each with its memory.
 
-Owns the words alone. `core/unit.py` changes the states of units, `core/grads.py` those of gradients.
+Owns the enumerations. `core/unit.py` changes the states of units, `core/grads.py` those of gradients.
 """
 
 from enum import Enum, IntEnum, auto
@@ -9,47 +9,47 @@ __all__ = ["Own", "Presence", "Scope", "Sum"]
 
 
 class Presence(Enum):
-    """Whether the parameters of a unit are there."""
+    """The state of the parameters of a unit."""
 
     RELEASED = auto()
     """This rank has its shard; reads of the parameters raise."""
     COMING = auto()
-    """The whole unit has memory, and its values are on their way from other ranks."""
+    """The full unit is allocated, and its values are being received."""
     WHOLE = auto()
-    """The whole unit has memory, and its values are there."""
+    """The full unit is allocated, with its values."""
 
 
 class Own(Enum):
-    """This rank's gradient of one parameter, before it is summed over ranks."""
+    """The state of this rank's gradient of one parameter, before the sum over ranks."""
 
     NONE = auto()
-    """No gradient came since ranks last agreed on who used what: no memory."""
+    """No gradient arrived since ranks last agreed on used parameters: no memory."""
     LOCAL = auto()
-    """It lies in `FlatGradients.local`, which has the size of the whole bucket."""
+    """The gradient is in `FlatGradients.local`, which has the size of the full bucket."""
     SENT = auto()
-    """A reduction has it, and the memory it lies in; ranks have not agreed yet."""
+    """A reduction has the gradient and its memory; ranks have not agreed yet."""
 
 
 class Sum(Enum):
-    """What is held of one parameter's gradient: this rank's elements of the sum over ranks.
+    """The state of the held gradient of one parameter: this rank's elements of the sum over ranks.
 
-    The memory is that of `FlatGradients.held`, for the whole bucket together; it goes when the last sum is forgotten.
+    Its memory is `FlatGradients.held`, for the whole bucket; it is freed when the last sum is dropped.
     """
 
     STALE = auto()
-    """Left over from before `zero_grad`: the next sum overwrites it."""
+    """Stale after `zero_grad`: the next sum overwrites it."""
     UNUSED = auto()
-    """A sum of nothing so far: no rank had a gradient."""
+    """An empty sum so far: no rank had a gradient."""
     USED = auto()
-    """A sum to which some rank had something to add: `.grad` is there, and the optimizer updates."""
+    """A sum with a gradient of some rank: `.grad` exists, and the optimizer updates."""
 
 
 class Scope(IntEnum):
-    """Over which ranks a backward pass sums gradients; a gradient that is held has the scope of its sum."""
+    """The ranks over which a backward pass sums gradients; a held gradient has the scope of its sum."""
 
     RANK = auto()
-    """None: they stay on this rank, whole (`no_sync()`)."""
+    """No sum: full gradients stay on this rank (`no_sync()`)."""
     COPY = auto()
-    """The ranks that share one copy of the state; the sum over copies is left to a later pass."""
+    """The ranks of one replica of the state; the sum over replicas is deferred to a later pass."""
     ALL = auto()
     """All ranks of the mesh."""

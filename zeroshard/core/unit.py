@@ -1,20 +1,20 @@
-"""One unit: the parameters that are gathered and reduced together, and what happens to them in order of events.
+"""A unit: parameters that are gathered and reduced together, and their operations.
 
-Owns the unit's buckets and the state of its gather. It decides nothing: `core/order.py` says when, `wire/comm.py` how.
-"Note: a step" in `core/engine.py` has the whole.
+Owns the unit's buckets and the state of its gather. `core/order.py` decides when to run operations, `wire/comm.py`
+implements them. See "Note: a step" in `core/engine.py`.
 
 Note: the life of a unit at stage 3
     1. released: its storage is empty, its parameters are of the raising class.
-    2. `start_gather`: memory, the own shard, receives from the other ranks.
-    3. `wait`: the values are there; the parameters change to the quiet class. Modules compute.
-    4. `release`: the memory goes, the raising class comes back.
-    5. In backward the same again, while gradients land in each bucket, local to this rank.
-    6. `Reduction`, and with the next unit's reduction or at the end of the pass (at once, where ranks read each
-       other's memory), `Reduction.finish`: this rank's shard of the sum is added to what is held.
+    2. `start_gather`: allocates memory, copies this rank's shard, receives the other shards.
+    3. `wait`: the values have arrived; the parameters change to the readable class. Modules compute.
+    4. `release`: frees the memory, and restores the raising class.
+    5. In backward, the same again, while gradients arrive in each bucket, local to this rank.
+    6. `Reduction`, and with the next unit's reduction or at the end of the pass (at once in shared memory),
+        `Reduction.finish`: adds this rank's shard of the sum to the held gradients.
 Note: one sum a pass
-    The bits of a sum depend on the order of its additions. So each unit is reduced once in a pass, when the gradients
-    of all ranks are there, whatever the order in which ranks use units. A rank that is asked earlier says that it is
-    not ready; then every rank keeps its gradients, and the unit is reduced when the pass closes.
+    The bits of a sum depend on the order of its additions. So each unit is reduced once per pass, when the gradients of
+    all ranks are complete, whatever the order in which ranks use units. A rank whose gradients are incomplete reports
+    that it is not ready; then every rank keeps its gradients, and the unit is reduced when the pass closes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +47,7 @@ class Reduction:
     """The reduction of one unit under way.
 
     Args:
-        is_ready: whether this rank's gradients are all there.
+        is_ready: whether this rank's gradients are complete.
     """
 
     def __init__(self, unit: "Unit", comm: Comm, number: int, where: str, scope: Scope, *, is_ready: bool) -> None:
@@ -67,14 +67,14 @@ class Reduction:
             self._pending.append((bucket, grads, local, own, comm.reduce(full, own, bucket.codec, scale, tag)))
 
     def finish(self) -> list[Pending] | None:
-        """Add the sums to what is held, and return what gathers them where every rank needs them whole.
+        """Add the sums to the held gradients, and return the gathers of sums that every rank needs in full.
 
-        None: a rank was not ready, and what was handed over is local again.
+        Returns None if a rank was not ready; the gradients are then local again.
         """
         tails: list[Pending] | None = []
         for bucket, grads, local, own, pending in self._pending:
             is_ready = pending.wait()
-            # What is held within this copy alone is added to there, and summed over copies as a whole.
+            # Sums within this replica are added to the held sums, and the total is summed over replicas.
             scope = min(grads.scope, self._scope)
             if scope is Scope.ALL:
                 unit = self.unit
@@ -87,16 +87,18 @@ class Reduction:
             grads.scope = scope
             grads.add_reduced(local, own)
             tails += self.unit.complete_sum(bucket, grads, own, self._comm, self._number, self._what)
+        if tails is not None and self.unit.after_sum is not None:
+            self.unit.after_sum(self.unit)
         return tails
 
 
 @final
 class Unit:
-    """Parameters that travel together.
+    """Parameters that are gathered and reduced together.
 
     Args:
-        scale: what sums of gradients are multiplied by.
-        blocks: where it is of several modules, these: it is left when a module of another unit begins.
+        scale: factor of sums of gradients.
+        blocks: the modules, for a unit of several modules, which is left when a module of another unit begins.
     """
 
     def __init__(self, spec: UnitSpec, buckets: Sequence[Bucket], scale: float, blocks: tuple[Any, ...]) -> None:
@@ -104,48 +106,50 @@ class Unit:
         self.buckets, self.scale, self.blocks = list(buckets), scale, blocks
         self.parameters: list[torch.nn.Parameter] = []
         self._classes: list[tuple[type[torch.nn.Parameter], type[torch.nn.Parameter]]] = []
-        """Of each parameter: its class while its values are there, and while they are released."""
+        """For each parameter: its class while gathered, and its class while released."""
         self._gathered = [bucket for bucket in buckets if bucket.spec.is_gathered]
         self._known: tuple[list[tuple[bool, bool]], UnitSpec] = [], spec
         self.presence = Presence.WHOLE
         self._pending: list[Waitable] = []
         self.calls = 0
-        """Calls with gradients whose backward has not come to its end."""
+        """Number of calls with gradients whose backward has not ended."""
         self.users = 0
-        """Modules that compute with the unit right now."""
+        """Number of modules that currently compute with the unit."""
         self.landed = 0
-        """Gradients that came in this pass."""
+        """Number of gradients that arrived in this pass."""
         self._missing: dict[int, Tensor] = {}
-        """Once one came: the parameters that got none yet in this pass, by identity, whether or not they want one."""
+        """After the first gradient: the parameters without a gradient in this pass, by identity."""
         self.is_read_outside = False
-        """Whether code outside its modules has read its parameters, which keeps it whole to the end of that pass."""
+        """Whether code outside its modules has read its parameters, which keeps it gathered to the end of the pass."""
         self.has_end_hint = False
         self.is_recomputed = False
+        self.after_sum: Callable[[Unit], None] | None = None
+        """Told that the sums of its gradients of a backward are there, or on their way to another memory."""
         self.loss_scale: LossScale | None = None
         self.look: Callable[[Iterable[Tensor]], list[Any]]
-        """Returns what a loss scale has to know of sums of gradients."""
+        """Checks sums of gradients for a loss scale."""
 
     def __str__(self) -> str:
         return f"unit '{self.name}'" if self.name else "the root unit"
 
     @property
     def numel(self) -> int:
-        """Elements of all its parameters."""
+        """Number of elements of all parameters."""
         return self.spec.numel
 
     @property
     def has_local(self) -> bool:
-        """Whether this rank has gradients of the unit that were not reduced yet."""
+        """Whether this rank has unreduced gradients of the unit."""
         return any(bucket.grads.has_local for bucket in self.reducible())
 
     @property
     def waits(self) -> bool:
-        """Whether gradients of it wait for a sum over all ranks, those of parameters frozen since then included."""
+        """Whether gradients wait for a sum over all ranks, including those of parameters frozen since then."""
         return any(b.grads.scope is Scope.COPY or b.grads.has_local for b in self.buckets)
 
     @property
     def is_deferred(self) -> bool:
-        """Whether a sum over copies of the state was left to a later pass."""
+        """Whether a sum over replicas was deferred to a later pass."""
         return any(bucket.grads.scope is Scope.COPY for bucket in self.buckets)
 
     @property
@@ -154,7 +158,7 @@ class Unit:
         return [slot_of(p) for p in self.parameters]
 
     def described(self) -> UnitSpec:
-        """Return what the unit is now: which buckets are trained and updated may change."""
+        """Return the current specification of the unit: trained and updated buckets may change."""
         trained = self.reducible()
         if (now := [(bucket in trained, bucket.has_states) for bucket in self.buckets]) != self._known[0]:
             specs = [replace(b.spec, is_trained=t, is_updated=u) for b, (t, u) in zip(self.buckets, now, strict=True)]
@@ -162,31 +166,31 @@ class Unit:
         return self._known[1]
 
     def reducible(self) -> list[Bucket]:
-        """Return the buckets that hold elements and a parameter that wants gradients now; the same on every rank."""
-        with NoSubclasses():  # a released parameter would answer in Python, at each event of a pass
+        """Return the non-empty buckets with a trainable parameter; equal on every rank."""
+        with NoSubclasses():  # a released parameter would run Python code at each event of a pass
             return [b for b in self.buckets if b.layout.full_numel and any(map(_is_trained, b.parameters))]
 
     # -- changes in place -----------------------------------------------------------------------------------------
 
     @property
     def changes(self) -> list[Changes]:
-        """What user code changed in each bucket."""
+        """The changes of user code in each bucket."""
         return [bucket.changes for bucket in self.buckets]
 
     def note_changes(self) -> None:
-        """Note what was changed since the last time, where values are always there."""
+        """Record changes since the last call, for parameters that are never released."""
         for bucket in self.buckets if self.spec.is_whole else ():
             bucket.changes.note()
 
     def keep_changes(self) -> None:
-        """Follow the changes that ranks agreed on."""
+        """Apply the changes that ranks agreed on."""
         for bucket in self.buckets:
             if bucket.changes.values is not None:
                 bucket.keep()
                 bucket.changes.clear()
 
     def drop_changes(self) -> None:
-        """Forget the changes that ranks did not agree on; a parameter that stays whole has its new value already."""
+        """Drop the changes that ranks did not agree on; replicated parameters already have the new values."""
         for bucket in self.buckets:
             if not bucket.spec.is_whole:
                 bucket.changes.clear()
@@ -194,7 +198,7 @@ class Unit:
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def start_gather(self, comm: Comm, number: int, where: str, kind: str = "gather") -> None:
-        """Begin to make the unit whole; harmless where it is (another rank asked again)."""
+        """Start to gather the unit; no effect if it is gathered (another rank requested it again)."""
         for bucket in self._gathered:
             if self.presence is Presence.RELEASED:
                 bucket.await_update()
@@ -204,7 +208,7 @@ class Unit:
         self.presence = Presence.COMING if self._pending else Presence.WHOLE
 
     def wait(self) -> None:
-        """Return when the values are there."""
+        """Wait for the values."""
         if self.presence is Presence.COMING:
             while self._pending:
                 if is_profiling():
@@ -212,13 +216,13 @@ class Unit:
                         self._pending[0].wait()
                 else:
                     self._pending[0].wait()
-                self._pending.pop(0)  # one that is interrupted is awaited again
+                self._pending.pop(0)  # an interrupted wait is repeated
             for bucket in self._gathered:
                 bucket.changes.restore()
             self.let_read(Presence.WHOLE)
 
     def release(self) -> int:
-        """Give the memory back, and return its bytes; a gather under way is awaited first, since others still send."""
+        """Free the memory, and return its bytes; a pending gather is awaited first, because others still send."""
         nbytes = 0
         self.wait()
         for bucket in self._gathered:
@@ -229,12 +233,12 @@ class Unit:
         return nbytes
 
     def rest(self) -> None:
-        """Have what is whole, but not in use right now, cost as little as its memory can do."""
+        """Minimize the memory of a gathered unit that is not in use."""
         for bucket in self._gathered:
             bucket.rest()
 
     def let_read(self, presence: Presence) -> None:
-        """Change what the parameters answer to a read: their values, or an error."""
+        """Change the result of a read of the parameters: values, or an error."""
         self.presence = presence
         if len(self._classes) != len(self.parameters):
             self._classes = [slot.form.classes for slot in self.slots]
@@ -242,10 +246,10 @@ class Unit:
             parameter.__class__ = classes[presence is Presence.RELEASED]
 
     def publish(self, comm: Comm, number: int, what: str, kind: str, *, is_forced: bool = False) -> list[Pending]:
-        """Begin to gather updated parameters that are kept whole, and updated in parts.
+        """Start to gather updated parameters that are replicated and updated in parts.
 
         Args:
-            is_forced: those that no optimizer updates, too.
+            is_forced: include parameters without an optimizer.
         """
         due = [b for b in self.buckets if b.spec.is_published and (is_forced or b.has_states)]
         return [comm.gather(bucket.full, Tag(number, bucket.number, what), kind) for bucket in due]
@@ -254,25 +258,25 @@ class Unit:
 
     @property
     def local_bytes(self) -> int:
-        """Bytes of its gradients before they are reduced."""
+        """Bytes of unreduced gradients."""
         return sum(b.layout.full_numel * b.dtypes.grad.itemsize for b in self.reducible())
 
     def start_reduction(self, comm: Comm, number: int, where: str, scope: Scope, *, is_ready: bool) -> Reduction:
-        """Begin to sum its gradients over ranks."""
+        """Start to sum its gradients over ranks."""
         return Reduction(self, comm, number, where, scope, is_ready=is_ready)
 
     def has_landed(self) -> list[bool]:
-        """Tell of each parameter whether a gradient of it came since ranks last agreed on who used what."""
+        """Return for each parameter whether a gradient arrived since ranks last agreed on used parameters."""
         none = Own.NONE
         return [own is not none for bucket in self.buckets for own in bucket.grads.own]
 
     def take_used(self, flags: Iterator[bool]) -> None:
-        """Take what ranks agreed on: the next flags tell of its parameters whether some rank used them."""
+        """Apply the agreed flags: for each parameter, whether any rank used it."""
         for bucket in self.buckets:
             bucket.grads.take_used(flags)
 
     def count_landed(self, parameter: Tensor) -> bool:
-        """Note that a gradient landed, and tell whether all have."""
+        """Count a gradient, and return whether all gradients have arrived."""
         if not self.landed:
             self._missing = dict(zip(map(id, self.parameters), self.parameters, strict=True))
         self.landed += 1
@@ -280,16 +284,16 @@ class Unit:
         return self.has_all_landed()
 
     def has_all_landed(self) -> bool:
-        """Tell whether every parameter that wants a gradient got one in this pass."""
+        """Return whether every trainable parameter has a gradient in this pass."""
         return self.landed > 0 and not any(map(_is_trained, self._missing.values()))
 
     def is_complete(self) -> bool:
-        """Tell whether the backward pass that this thread is in will bring no more gradients of the unit."""
+        """Return whether the backward pass of this thread will produce no more gradients of the unit."""
         waits_for = self._missing.values() if self.landed else self.parameters
         return not any(p.requires_grad and will_get_gradient(p) for p in waits_for)
 
     def finish_deferred(self, comm: Comm, number: int, where: str) -> list[Pending]:
-        """Sum over copies what earlier passes left to this one; return what gathers it, as `Reduction.finish` does."""
+        """Run the deferred sums over replicas; return their gathers, as `Reduction.finish` does."""
         tails, what = [], f"the deferred reduction of {self} in {where}"
         for bucket in self.buckets:
             if bucket.grads.scope is Scope.COPY:
@@ -303,39 +307,39 @@ class Unit:
     def reduce_copies(
         self, bucket: Bucket, own: Tensor, comm: Comm, number: int, what: str, *, is_ready: bool = True
     ) -> bool:
-        """Sum this rank's shard of gradients over copies, where there are several; False if a copy is not ready."""
+        """Sum this rank's shard of gradients over replicas, if any; return False if a replica is not ready."""
         if comm.mesh.replicas == 1:
             return is_ready
         tag = Tag(number, bucket.number, what)
         return comm.reduce_copies(own, bucket.codec, self.scale, tag, is_ready=is_ready).wait()
 
     def note_overflow(self, sums: Iterable[Tensor]) -> None:
-        """Note for the loss scale if one of the sums is not finite."""
+        """Record for the loss scale whether a sum is not finite."""
         if self.loss_scale is not None:
             self.loss_scale.noted += self.look(sums)
 
     def complete_sum(
         self, bucket: Bucket, grads: FlatGradients, own: Tensor, comm: Comm, number: int, what: str
     ) -> list[Pending]:
-        """Note what the loss scale has to know of a sum; begin to gather it where every rank needs all of it."""
+        """Check a sum for the loss scale, and start to gather it if every rank needs the full sum."""
         self.note_overflow(grads.parts_of(own))
         if grads.scope is Scope.COPY or not bucket.spec.updates_all or comm.mesh.shard_size == 1:
             return []
         return [comm.gather(grads.hold(), Tag(number, bucket.number, what), kind="reduce")]
 
     def copy_arrived(self) -> None:
-        """Copy gradients that wait for one another; see `FlatGradients`."""
+        """Copy gradients that wait for the completion of the unit; see `FlatGradients`."""
         for bucket in self.buckets:
             if bucket.flat is not None:
                 bucket.flat.copy_arrived()
 
     def end_backward(self) -> None:
-        """Forget what belonged to one backward pass."""
+        """Reset the state of one backward pass."""
         self.copy_arrived()
         self.calls = self.landed = 0
         self.has_end_hint = self.is_recomputed = False
 
 
 def will_get_gradient(parameter: Tensor) -> bool:
-    """Tell whether the backward pass that this thread is in reaches `parameter`; a pass is required."""
+    """Return whether the current backward pass of this thread reaches `parameter`."""
     return will_run(accumulator_of(parameter))

@@ -9,15 +9,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from types import MappingProxyType
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, final
 
 from zeroshard.table.cells import Cell, Elsewhere, Residency
-from zeroshard.table.spec import BucketSpec, Range, UnitSpec
+from zeroshard.table.spec import BucketSpec, Range, UnitSpec, itemsize
 
-__all__ = ["AUTO", "Offload", "OffloadLike", "choices_for", "least_of", "offload_of", "row_with", "with_apart"]
+__all__ = [
+    "AUTO",
+    "Offload",
+    "OffloadLike",
+    "choices_for",
+    "least_of",
+    "offload_of",
+    "row_with",
+    "with_apart",
+    "written_bytes",
+]
 
 AUTO = "auto"
 HOST = "host"
+STEP: Final = "step"
+IN_BACKWARD: Final = "in-backward"
 PARTS = 100
 """Number of fractions of a column that `offload="auto"` tries."""
 STAGING_BYTES = 16 << 20
@@ -27,9 +39,7 @@ LEAST_STAGING_BYTES = 1 << 16
 @final
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """The state that is stored in host memory or in files instead of on the device:
-
-    `zs.shard(offload=)`.
+    """The state that is stored in host memory or in files instead of on the device, for `zs.shard(offload=)`.
 
     Args:
         states: fraction of a rank's optimizer states and master weights, from 0 to 1. Only whole slices of parameters
@@ -43,6 +53,10 @@ class Offload:
         staging_bytes: size in bytes of the staging buffer. State passes through it in pieces, whatever the size of the
             model.
         update: "step": `optimizer.step()` runs the update, or starts it if the device can compute in parallel.
+            "in-backward": the backward updates a copy of the states in host memory, unit by unit; `optimizer.step()`
+            takes the values that equal its own, and updates the rest.
+        max_norm: with "in-backward", `step()` clips the 2-norm of all gradients to this value, as `clip_grad_norm_`
+            does; None does not clip. `clip_grad_norm_` and `clip_grad_value_` then raise.
 
     Raises:
         ValueError, TypeError: a value is out of range or of another type.
@@ -64,7 +78,8 @@ class Offload:
     parameters: float = 0.0
     to: str | PathLike[str] = HOST
     staging_bytes: int = STAGING_BYTES
-    update: str = "step"
+    update: str = STEP
+    max_norm: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "to", fspath(self.to))
@@ -80,11 +95,7 @@ class Offload:
                 f"Offload(gradients={self.gradients}) with states={self.states}: gradients are stored with their "
                 "states. Omit gradients=, or write gradients=0 to keep them on the device until the update."
             )
-        if self.update != "step":
-            raise ValueError(
-                f"Offload(update={self.update!r}): updates during backward are not supported; the only value is "
-                "'step'. optimizer.step() returns while states on the host are updated; see docs/offload.md."
-            )
+        self._check_update()
         if isinstance(self.staging_bytes, bool) or not isinstance(self.staging_bytes, int):
             raise TypeError(f"Offload(staging_bytes=) takes a number of bytes; got {self.staging_bytes!r}.")
         if self.staging_bytes < LEAST_STAGING_BYTES:
@@ -98,18 +109,40 @@ class Offload:
                 "ranks may run in different folders."
             )
 
+    def _check_update(self) -> None:
+        is_ahead = self.update == IN_BACKWARD
+        if self.update not in (STEP, IN_BACKWARD):
+            raise ValueError(f"Offload(update=) must be 'step' or 'in-backward'; got {self.update!r}.")
+        if is_ahead and (self.to != HOST or not self.states or self.gradients == 0):
+            raise ValueError(
+                f"Offload(update='in-backward') updates states in memory of the host with gradients that come there; "
+                f"got to={self.to!r}, states={self.states:g} and gradients={self.gradients}. Leave to= and gradients= "
+                "out, and give states= above 0; or write update='step'."
+            )
+        if self.max_norm is None:
+            return
+        is_number = isinstance(self.max_norm, int | float) and not isinstance(self.max_norm, bool)
+        if not is_number or not 0 < self.max_norm < math.inf:
+            raise ValueError(f"Offload(max_norm=) takes a norm above 0, such as 1.0, or None; got {self.max_norm!r}.")
+        if not is_ahead:
+            raise ValueError(
+                f"Offload(max_norm={self.max_norm:g}) is for update='in-backward', where step() clips. With "
+                "update='step' call torch.nn.utils.clip_grad_norm_() before optimizer.step()."
+            )
 
-NUMBERS = MappingProxyType({"states": float, "gradients": float, "parameters": float, "staging_bytes": int})
-"""Fields that a string argument may set, besides `to`."""
+
+NUMBERS = MappingProxyType(
+    {"states": float, "gradients": float, "parameters": float, "staging_bytes": int, "max_norm": float}
+)
+"""Fields that a string argument may set, besides `TEXTS`."""
+TEXTS = ("to", "update")
 
 OffloadLike = Offload | str | PathLike[str] | None
 """Values of the argument `offload=`."""
 
 
 def offload_of(asked: OffloadLike) -> Offload | None:
-    """Return the `Offload` of an argument:
-
-    None, "host", a folder, "states=0.6,to=/scratch", or an `Offload`.
+    """Return the offload for None, "host", a folder, "states=0.6,to=/scratch", or an `Offload`.
 
     Raises:
         ValueError, TypeError: the argument is none of these.
@@ -161,11 +194,11 @@ def least_of(choices: Sequence[Offload | None], fits: Callable[[Offload | None],
 def _value_of(part: str) -> tuple[str, Any]:
     """Return the name and the value of one part of "states=0.6,to=/scratch"."""
     name, _, text = (one.strip() for one in part.partition("="))
-    if name not in NUMBERS and name != "to":
+    if name not in NUMBERS and name not in TEXTS:
         raise ValueError(
-            f"offload=: '{part}' is none of {', '.join([*NUMBERS, 'to'])}, as in 'states=0.6,to=/scratch'."
+            f"offload=: '{part}' is none of {', '.join([*NUMBERS, *TEXTS])}, as in 'states=0.6,to=/scratch'."
         )
-    if name == "to":
+    if name in TEXTS:
         return name, text
     try:
         return name, NUMBERS[name](text)
@@ -180,7 +213,8 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
         is_alone: whether there is one rank, which then keeps only gradients that it updates with.
 
     Raises:
-        ValueError: `offload` includes parameters, but the row does not gather them before use.
+        ValueError: `offload` includes parameters, but the row does not gather them before use; or it updates states in
+            the backward, but the row does not move gradients to their memory.
     """
     if offload is None:
         return row
@@ -196,9 +230,22 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
         row = replace(row, parameters=Elsewhere(row.parameters, memory, offload.parameters, folder, staging_bytes))
     if not offload.states:
         return row
-    states = Elsewhere(row.states, memory, offload.states, folder, staging_bytes)
+    states = Elsewhere(
+        row.states,
+        memory,
+        offload.states,
+        folder,
+        staging_bytes,
+        IN_BACKWARD if offload.update == IN_BACKWARD else STEP,
+        offload.max_norm,
+    )
     moves = offload.gradients is None and (is_alone or row.cuts_gradients)
     moves |= bool(offload.gradients)
+    if states.spares and not (is_alone or row.cuts_gradients):
+        raise ValueError(
+            f"Offload(update='in-backward') with gradients {row.gradients}: they stay whole on the device until the "
+            "update, so none comes to the host while the backward runs. Write stage=2 or stage=3; or update='step'."
+        )
     gradients = Elsewhere(row.gradients, "host", offload.states) if moves else row.gradients
     return replace(row, states=states, gradients=gradients)
 
@@ -216,6 +263,12 @@ def with_apart(units: Sequence[UnitSpec], row: Residency) -> tuple[UnitSpec, ...
         return replace(one, apart=states.get(one.number, moved), apart_parameters=moved)
 
     return tuple(replace(unit, buckets=tuple(map(with_apart, unit.buckets))) for unit in units)
+
+
+def written_bytes(bucket: BucketSpec) -> int:
+    """Return the bytes of each element that an update of states in files also writes: parameters beside masters."""
+    is_stored = bucket.apart_parameters > 0 and bucket.row.parameters.memory == "file"
+    return itemsize(bucket.formats.param) * (is_stored and not bucket.shares_apart)
 
 
 def _counts(cell: Cell, kept: Sequence[tuple[BucketSpec, Range]]) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """`zeroshard plan`: a plan, or a search, as text or JSON.
 
-Owns the arguments and the words of its errors. It prints through what `cli.py` hands it, and needs typer only when it
-is asked for its command. Plans of shapes work without torch.
+Owns the arguments and their errors. It prints through functions of `cli.py`, and imports typer only in `add_commands`.
+Plans of shapes work without torch.
 """
 
 import dataclasses
@@ -28,33 +28,34 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
 
     Args:
         show: prints a text of one or more lines.
-        fail: ends with a message about something that the user can put right.
+        fail: exits with a message about an error of the user.
     """
     import typer
 
     def plan(
         model: Annotated[
-            str, typer.Argument(help="A bundled shape, or a config.json or its folder; --list names all.")
+            str, typer.Argument(help="A bundled shape, or a config.json or its folder; --list shows shapes.")
         ] = "",
-        ranks: Annotated[str, typer.Option(help="Processes; with --search also several: 8,16,32.")] = "8",
-        device: Annotated[str, typer.Option(help="A preset, this (see doctor), or a file of doctor.")] = "h100-80",
-        batch: Annotated[int, typer.Option(help="Sequences of one micro-batch of one rank.")] = 1,
-        seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
-        stage: Annotated[str | None, typer.Option(help="Row of the residency table, 0 to 3, or auto.")] = None,
-        residency: Annotated[str | None, typer.Option(help="C1 to C5: a row of the ZeRO paper.")] = None,
+        ranks: Annotated[str, typer.Option(help="Number of processes; with --search, several: 8,16,32.")] = "8",
+        device: Annotated[str, typer.Option(help="A preset, this (see doctor), or a profile.")] = "h100-80",
+        batch: Annotated[int, typer.Option(help="Sequences per micro-batch and rank.")] = 1,
+        seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+        stage: Annotated[str | None, typer.Option(help="ZeRO stage, 0 to 3, or auto.")] = None,
+        residency: Annotated[str | None, typer.Option(help="Configuration of the ZeRO paper, C1 to C5.")] = None,
         activations: Annotated[str | None, typer.Option(help="recompute, recompute-rest, ..., joined by +.")] = None,
         offload: Annotated[
-            str | None, typer.Option(help="host, /folder, states=0.6,parameters=1,to=/folder, auto.")
+            str | None,
+            typer.Option(help="host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, auto."),
         ] = None,
-        precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, or the paper's: paper.")] = None,
-        mesh: Annotated[int, typer.Option(help="Copies of the sharded state.")] = 1,
-        tensor: Annotated[int, typer.Option(help="Ranks that products are split over.")] = 1,
+        precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, or paper (the paper's).")] = None,
+        mesh: Annotated[int, typer.Option(help="Replicas of the sharded state.")] = 1,
+        tensor: Annotated[int, typer.Option(help="Ranks of tensor parallelism.")] = 1,
         optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, muon, lion, ...")] = "adamw",
         micro_batches: Annotated[int, typer.Option(help="Of a step.")] = 1,
-        host: Annotated[float | None, typer.Option(help="GB of memory of a node, in place of the preset's.")] = None,
+        host: Annotated[float | None, typer.Option(help="Host memory of a node in GB; replaces the preset's.")] = None,
         as_search: Annotated[bool, typer.Option("--search", help="Try many configurations.")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,
-        as_list: Annotated[bool, typer.Option("--list", help="Name the bundled shapes and devices.")] = False,
+        as_list: Annotated[bool, typer.Option("--list", help="List the bundled shapes and devices.")] = False,
     ) -> None:
         """Predict memory and time of a run, without a device."""
         if as_list or not model:
@@ -105,7 +106,7 @@ def _stage(asked: str | None) -> int | Literal["auto"] | None:
     """Return a stage.
 
     Raises:
-        ValueError: neither a number nor "auto".
+        ValueError: the text is neither a number nor "auto".
     """
     if asked is None or asked == "auto":
         return "auto" if asked else None
@@ -118,7 +119,7 @@ def _numbers(ranks: str) -> list[int]:
     """Return numbers of ranks.
 
     Raises:
-        ValueError: a part of the text is no number.
+        ValueError: a part of the text is not a number.
     """
     try:
         return [int(one) for one in ranks.split(",")]

@@ -1,19 +1,19 @@
-"""Devices and networks in numbers: what a kernel and a collective take.
+"""Devices and networks in numbers: the cost of a kernel and of a collective.
 
-Owns the presets, and the two formulas that turn work into seconds. Must not know models or schedules. Each number of a
-preset is a vendor's figure or a public measurement; none comes from a run that `scorecard.py` judges by.
+Owns the presets, and the formulas that convert work into seconds. It must not know models or schedules. Each number of
+a preset is a vendor's figure or a public measurement; none comes from a run that `scorecard.py` compares with.
 
 Note: what bounds a kernel
-    A kernel takes the longer of its arithmetic and its traffic with memory, and not less than a launch. Products reach
-    a measured part of the vendor's peak (`Device.matmul_part`), less where tiles of 128 x 256 do not fill the result,
-    or the last wave of tiles does not fill the device.
+    The time of a kernel is the maximum of its arithmetic, its memory traffic and its launch. Matrix products reach a
+    measured fraction of the vendor's peak (`Device.matmul_part`), and less if tiles of 128 x 256 do not fill the
+    result, or the last wave of tiles does not fill the device.
 Note: what bounds a collective
-    A ring sends (N - 1) / N of the bytes through the narrowest link, and pays a latency for each of its N - 1 hops.
-    Within a node links are those between devices; between nodes the node's adapters are shared by its ranks.
+    A ring sends (N - 1) / N of the bytes through the slowest link, and adds a latency for each of its N - 1 hops.
+    Within a node, the links are those between devices; between nodes, its ranks share the node's adapters.
 
 Note: what a retry of the caching allocator costs
-    The driver frees memory only when the device is idle, so the host loses its lead: nothing runs until all calls to
-    the driver are done and the next kernel is launched. Memory that was freed is cleared before it is given again.
+    The driver frees memory only when the device is idle, so the host loses its lead: the device is idle until all calls
+    to the driver are done and the next kernel is launched. The driver clears freed memory before it allocates it again.
 
 Source: vendors' data sheets; ml-engineering (S. Bekman), "Maximum Achievable Matmul FLOPS"; the Ultra-Scale Playbook's
 measurements of collectives on 8 to 512 H100.
@@ -30,14 +30,14 @@ __all__ = ["Cost", "DEVICES", "Device", "Span", "device_named"]
 GB: Final = 10**9
 MIB: Final = 1 << 20
 DRIVER_CALL_S: Final = 50e-6
-"""Of one cudaMalloc or cudaFree on an idle device, without what grows with the size.
+"""Seconds of one cudaMalloc or cudaFree on an idle device, without the part that grows with the size.
 
 54,628 calls of cudaMalloc on a Quadro RTX 5000 took 59 microseconds each, frees outside a collection 46
 (github.com/JuliaGPU/CuArrays.jl/pull/414, September 2019; 5.8 MB each). That includes what grows with the size, so a
 price of both is high rather than low.
 """
 CLEARED_S_PER_BYTE: Final = 0.35 / 16e9
-"""Of cudaMalloc, for memory that the process freed before.
+"""Rate of cudaMalloc, for memory that the process freed before.
 
 16 GB took 300 to 400 ms on an A10 after a cudaFree, and 10 to 20 ms without one
 (github.com/ggml-org/llama.cpp/pull/5429). A gibibyte, taken and returned, took 31 ms elsewhere
@@ -50,13 +50,13 @@ TILE: Final = (128, 256)
 @final
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one kernel does.
+    """The work of one kernel.
 
     Args:
-        flops: floating-point operations, a multiplication and an addition being two.
-        moved_bytes: read from memory and written to it.
-        kind: "matmul", "attention" or "memory": which part of the peak can be reached.
-        rows, columns: of the result, where it is a product; 0 where that is not known.
+        flops: floating-point operations; a multiplication and an addition count as two.
+        moved_bytes: bytes read from and written to memory.
+        kind: "matmul", "attention" or "memory", which determines the reachable fraction of the peak.
+        rows, columns: shape of the result of a matrix product; 0 if unknown.
     """
 
     flops: float = 0
@@ -69,12 +69,12 @@ class Cost:
 @final
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where the ranks of a collective are.
+    """The placement of the ranks of a collective.
 
     Args:
-        ranks: that take part.
-        per_node: of them on one node.
-        sharing: ranks of a node that use its adapters at the same time, each in a collective of its own.
+        ranks: number of ranks that take part.
+        per_node: number of these ranks on one node.
+        sharing: number of ranks of a node that use its adapters at the same time, in separate collectives.
     """
 
     ranks: int
@@ -83,35 +83,36 @@ class Span:
 
     @property
     def nodes(self) -> int:
-        """Nodes that the ranks lie on."""
+        """Number of nodes of the ranks."""
         return -(-self.ranks // max(1, self.per_node))
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Device:
-    """One accelerator, in nodes of several, or one process on a CPU.
+    """One accelerator of a node, or one process on a CPU.
 
     Args:
-        peak_flops: of dense products, by dtype, in operations a second.
-        matmul_part: of the peak that large products reach.
-        attention_part: of the peak that fused attention reaches.
-        memory_bytes: that a process can see.
-        memory_bytes_per_s: of the device's memory, as the vendor says.
-        memory_part: of it that kernels reach.
-        link_bytes_per_s: to the other devices of the node, in one direction.
-        node_bytes_per_s: of a node's adapters together, in one direction.
-        host_bytes_per_s: to the host's memory, in one direction.
-        node_ranks: devices of a node.
-        host_bytes: memory of a node.
-        multiprocessors: that share the tiles of a product.
-        launch_s: the least time of a kernel.
+        peak_flops: peak of dense matrix products by dtype, in operations per second.
+        matmul_part: fraction of the peak that large products reach.
+        attention_part: fraction of the peak that fused attention reaches.
+        memory_bytes: device memory that a process can use.
+        memory_bytes_per_s: bandwidth of the device's memory, as specified by the vendor.
+        memory_part: fraction of that bandwidth that kernels reach.
+        link_bytes_per_s: bandwidth to the other devices of the node, in one direction.
+        node_bytes_per_s: bandwidth of all network adapters of a node, in one direction.
+        host_bytes_per_s: bandwidth to host memory, in one direction.
+        node_ranks: number of devices of a node.
+        host_bytes: host memory of a node.
+        multiprocessors: number of multiprocessors that share the tiles of a product.
+        launch_s: minimum time of a kernel.
         hop_s, node_hop_s: latency of one hop of a ring, within a node and between nodes.
-        half_bytes: of a rank's part of a collective at which half of the bandwidth is reached.
-        context_bytes: what a process takes outside the allocator.
-        communicator_bytes: what each group of ranks takes outside the allocator.
-        host_memory_bytes_per_s: that the processors of a node read and write together in an update on the host.
-        disk_bytes_per_s: of the disk of a node that states are offloaded to, in each direction while both are used.
+        half_bytes: bytes of a rank's part of a collective that reach half of the bandwidth.
+        context_bytes: device memory of a process outside the allocator.
+        communicator_bytes: device memory of each process group outside the allocator.
+        host_memory_bytes_per_s: bytes per second that the processors of a node read and write together, in an update on
+            the host.
+        disk_bytes_per_s: bandwidth of a node's disk for offloaded states, in each direction with both in use.
 
     ```python
     import dataclasses, zeroshard as zs
@@ -162,14 +163,14 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is a host's processor, whose kernels differ from those of an accelerator."""
+        """Whether the device is a CPU, whose kernels differ from those of an accelerator."""
         return self.multiprocessors == 1
 
     def kernel_s(self, cost: Cost, dtype: str) -> float:
         """Return the seconds of one kernel.
 
         Args:
-            dtype: of its operands, by torch's name; one without a peak of its own counts as float32.
+            dtype: dtype of the operands, by torch's name; a dtype without a peak counts as float32.
         """
         peak = self.peak_flops.get(dtype, self.peak_flops["float32"])
         part = {"matmul": self.matmul_part, "attention": self.attention_part}.get(cost.kind, 1.0)
@@ -177,21 +178,21 @@ class Device:
         return max(arithmetic_s, cost.moved_bytes / (self.memory_bytes_per_s * self.memory_part), self.launch_s)
 
     def _filled(self, cost: Cost) -> float:
-        """Return the part of a product's tiles, and of its waves of tiles, that is used."""
+        """Return the used fraction of a product's tiles and waves of tiles."""
         if not cost.rows or not cost.columns or self.multiprocessors <= 1:
             return 1.0
         down, across = -(-cost.rows // TILE[0]), -(-cost.columns // TILE[1])
         used = cost.rows * cost.columns / (down * TILE[0] * across * TILE[1])
         waves = down * across / self.multiprocessors
-        # A library splits the sum where tiles are few, so that at least half of the device works.
+        # With few tiles, libraries split the sum, which keeps at least half of the device busy.
         return used * max(waves / math.ceil(waves), 0.5)
 
     def spread(self, ranks: int, stride: int = 1) -> Span:
-        """Return where the ranks of a group are.
+        """Return the placement of a group of ranks.
 
         Args:
-            ranks: of the group.
-            stride: between neighbours of the group, in the order of all ranks.
+            ranks: number of ranks in the group.
+            stride: distance of neighbours of the group, in the order of all ranks.
         """
         per_node = max(1, min(ranks, self.node_ranks // stride))
         return Span(ranks, per_node, min(stride, self.node_ranks))
@@ -201,14 +202,14 @@ class Device:
 
         Args:
             kind: "gather", "reduce" (a reduce-scatter), "all-reduce", "send" or "all-to-all".
-            nbytes: of the whole: what every rank has after a gather, or before a reduction. Of "send" and "all-to-all",
-                the most that one rank sends or receives.
+            nbytes: bytes of the full tensor, as after a gather or before a reduction; for "send" and "all-to-all", the
+                maximum that one rank sends or receives.
         """
         if span.ranks <= 1 or nbytes <= 0:
             return 0.0
         link, hop_s = self.link_bytes_per_s * self.link_part, self.hop_s
         if span.nodes > 1:
-            # Each node's adapters carry the ring once for each of the node's ranks in it.
+            # The ring passes each node's adapters once for each of the node's ranks in it.
             link = min(link, self.node_bytes_per_s * self.link_part / span.sharing)
             hop_s = self.node_hop_s
         if kind == "send":
@@ -220,15 +221,15 @@ class Device:
             inside = nbytes * (span.per_node - 1) / hops / (self.link_bytes_per_s * self.link_part)
             return hop_s + max(inside, outside)
         moved_s = nbytes * hops / span.ranks / link * (1 + self.half_bytes * span.ranks / nbytes)
-        # An all-reduce is a reduce-scatter and a gather; along trees it takes a third of their hops.
+        # An all-reduce is a reduce-scatter and an all-gather; trees need a third of their hops.
         return 2 * moved_s + 2 / 3 * hops * hop_s if kind == "all-reduce" else moved_s + hops * hop_s
 
     def retry_s(self, driver_calls: int, taken_bytes: float) -> float:
         """Return the seconds that the device waits for one retry of the caching allocator.
 
         Args:
-            driver_calls: segments that were returned to the driver or taken from it.
-            taken_bytes: of memory that was taken after the return.
+            driver_calls: number of segments that were freed or allocated.
+            taken_bytes: bytes that were allocated after the free.
         """
         return self.launch_s + driver_calls * DRIVER_CALL_S + taken_bytes * CLEARED_S_PER_BYTE
 
@@ -240,15 +241,16 @@ class Device:
         """Return the seconds of work on the host.
 
         Args:
-            moved_bytes: of memory that are read and written.
-            sharing: ranks of the node that do the same at the same time; on a CPU a rank's own rate is what it reaches.
+            moved_bytes: bytes that are read and written.
+            sharing: number of ranks of the node that do the same at the same time; on a CPU, the measured rate already
+                includes sharing.
         """
         if self.is_cpu:
             return moved_bytes / (self.memory_bytes_per_s * self.memory_part)
         return moved_bytes * sharing / self.host_memory_bytes_per_s
 
     def disk_s(self, nbytes: float, sharing: int = 1) -> float:
-        """Return the seconds of reading or writing so many bytes, of each of some ranks of the node."""
+        """Return the seconds to read or write `nbytes` on each of `sharing` ranks of a node."""
         return nbytes * sharing / self.disk_bytes_per_s
 
 
@@ -264,11 +266,11 @@ def _preset(
     """Return a preset.
 
     Args:
-        tflops: of bfloat16, float16 and float32.
-        mib: of memory that a process can see.
-        rates: in GB/s, of the memory, the links, a node's adapters, and to the host.
-        reached: multiprocessors, and the parts of the peak that products and attention reach.
-        host_memory: in GB/s, of an update on the host: a server's, or a desktop's with two channels.
+        tflops: peaks of bfloat16, float16 and float32.
+        mib: device memory that a process can use, in MiB.
+        rates: bandwidths in GB/s of memory, links, a node's adapters, and to the host.
+        reached: number of multiprocessors, and the fractions of the peak that products and attention reach.
+        host_memory: GB/s of an update on the host: a server, or a desktop with two channels.
     """
     peaks = dict(zip(("bfloat16", "float16", "float32"), (one * 1e12 for one in tflops), strict=True))
     memory, link, node, host = (one * GB for one in rates)
@@ -311,10 +313,10 @@ DEVICES: Final[Mapping[str, Device]] = MappingProxyType(
 
 
 def device_named(device: "str | Device") -> Device:
-    """Return a preset by its name, or the device itself.
+    """Return a preset by name, or the device itself.
 
     Raises:
-        ValueError: there is no such preset.
+        ValueError: no preset has this name.
     """
     if isinstance(device, Device):
         return device

@@ -1,7 +1,7 @@
-"""What is asked of a plan, and the job of one rank that follows.
+"""The options of a plan, and the job of one rank that follows from them.
 
-Owns the options and their checks, and how a shape's tapes and specs become a `Job`. Must not know what a job comes to
-(`planning.py`). Needs no torch. Read `film.py` first.
+Owns the options, their checks, and the conversion of a shape's tapes and specs into a `Job`. It must not know the
+result of a job (`planning.py`). Needs no torch. Read `film.py` first.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 TOKEN_BYTES: Final = 8
-"""Of a token and of a target: torch's int64."""
+"""Bytes of a token or target: torch's int64."""
 
 
 PLAIN_KERNELS: Final = Kernels()
@@ -52,7 +52,7 @@ FILED: Final = (
     *("adamw", "adam", "sgd", "momentum", "adagrad"),
     *("adadelta", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop"),
 )
-"""Optimizers whose states can be in files, and updates after `step()`: torch's own that are element-wise."""
+"""Optimizers with support for states in files and updates after `step()`: torch's element-wise optimizers."""
 
 COUNTS: Final = MappingProxyType(
     {
@@ -64,34 +64,32 @@ COUNTS: Final = MappingProxyType(
         "micro_batches": "micro_batches",
     }
 )
-"""Numbers of a plan, each with the argument that it is asked by."""
+"""Numbers of a plan, with the names of their arguments."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a plan is asked for.
+    """The options of a plan.
 
     Args:
-        world_size: ranks in all.
-        device: where they run.
-        batch: sequences of one micro-batch of one rank.
-        sequence: tokens of each.
-        row: of the residency table, with its activations.
+        world_size: number of ranks.
+        device: the device of each rank.
+        batch: sequences per micro-batch and rank.
+        sequence: tokens per sequence.
+        row: row of the residency table, with its activations.
         precision: a name in `PRECISIONS`.
-        replicas: copies of the sharded state.
-        tensor: ranks that products are split over.
-        is_sequence_parallel: whether the rest is split by tokens over them.
-        optimizer: a name in `OPTIMIZERS`, or the names of the classes of `optimizers`, joined by "+".
-        optimizers: of a module, over its parameters.
-        micro_batches: of a step.
-        kernels: of the program.
-        shared_memory: whether ranks of a CPU read each other's memory where all are on one host, as
-            `zs.Settings(shared_memory=)` says.
-        zeros: the part of the results of ReLUs that are zero, where activations of modules are compressed; None where
-            nobody knows.
-        fused: whether the optimizer updates in one kernel, which takes nothing beside its states.
-        offload: what lies elsewhere than on the device.
+        replicas: number of replicas of the sharded state.
+        tensor: number of ranks of tensor parallelism.
+        is_sequence_parallel: whether the other operations are split by tokens over these ranks.
+        optimizer: a name in `OPTIMIZERS`, or the class names of `optimizers`, joined by "+".
+        optimizers: optimizers of a module's parameters.
+        micro_batches: number of micro-batches per step.
+        kernels: the kernels of the program.
+        shared_memory: whether CPU ranks of one host read each other's memory, as in `zs.Settings(shared_memory=)`.
+        zeros: fraction of zeros in the results of ReLUs, for compressed activations of modules; None if unknown.
+        fused: whether the optimizer updates in one kernel, which needs no temporary memory.
+        offload: the state that is stored in other memory.
     """
 
     world_size: int
@@ -113,7 +111,7 @@ class Options:
     optimizers: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        # Caches are keyed by these numbers: an integer of numpy equals Python's, and would be kept in its place.
+        # Caches are keyed by these numbers, and a numpy integer equals a Python integer.
         for name, asked in COUNTS.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral):
@@ -124,32 +122,32 @@ class Options:
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks that one copy of the state is sharded over."""
+        """Number of ranks over which one replica of the state is sharded."""
         return self.world_size // self.tensor // self.replicas
 
     @property
     def node_processes(self) -> int:
-        """Ranks of one node."""
+        """Number of ranks on one node."""
         return min(self.world_size, self.device.node_ranks)
 
     @property
     def placed_row(self) -> Residency:
-        """The row with cells in other memories, as `offload` says."""
+        """The row with the offloaded cells of `offload`."""
         return row_with(self.row, self.offload, is_alone=self.shard_ranks * self.replicas == 1)
 
     @property
     def is_fused(self) -> bool:
-        """Whether the optimizer updates in one kernel: asked for, or chosen since states are in another memory."""
+        """Whether the optimizer updates in one kernel: by request, or because states are offloaded."""
         return self.fused or (self.placed_row.states.memory != "device" and self.states.is_fused)
 
     @property
     def states(self) -> States:
-        """What the optimizer keeps, by its name; of several that of the first one that has a name."""
+        """The states of the optimizer, by its name; for several optimizers, those of the first with a known name."""
         return next((OPTIMIZERS[name] for name in self.optimizer.split("+") if name in OPTIMIZERS), States(0, 0))
 
     @property
     def is_filed(self) -> bool:
-        """Whether states can be in files, and updates on the host go on after `step()`."""
+        """Whether states can be in files, and updates on the host continue after `step()`."""
         return all(name in FILED for name in self.optimizer.split("+"))
 
     @property
@@ -163,7 +161,7 @@ class Options:
         return self.batch * self.sequence * self.micro_batches * (self.world_size // self.tensor)
 
     def words(self) -> Mapping[str, str | int]:
-        """Return the options as a person reads them."""
+        """Return the options as readable text."""
         return {
             "ranks": self.world_size,
             "device": self.device.name,
@@ -181,7 +179,7 @@ class Options:
 
 
 def precision_for(device: Device) -> str:
-    """Return the half precision that a device computes in: bfloat16 where it is as fast as float16."""
+    """Return the half precision of a device: bfloat16 if it is as fast as float16."""
     peaks = device.peak_flops
     return "bf16" if peaks.get("bfloat16", 0) >= peaks.get("float16", 0) else "fp16"
 
@@ -190,8 +188,8 @@ def row_of(stage: int | None, residency: Residency | str | None, activations: Ac
     """Return the row that `zs.shard` would use for the same arguments.
 
     Raises:
-        ValueError: both a stage and a residency, or a name of no configuration.
-        TypeError: a residency that is neither a name nor a row.
+        ValueError: both a stage and a residency are given, or no configuration has this name.
+        TypeError: `residency` is neither a name nor a row.
     """
     if residency is not None and stage is not None:
         raise ValueError(f"Give stage={stage!r} or residency={residency!r}, not both.")
@@ -206,10 +204,10 @@ def row_of(stage: int | None, residency: Residency | str | None, activations: Ac
 
 
 def check_options(options: Options) -> None:
-    """Raise where no run could have these options.
+    """Raise if no run can have these options.
 
     Raises:
-        ValueError: a count is below 1, or ranks do not divide; a name is not known.
+        ValueError: a count is below 1, ranks do not divide, or a name is unknown.
     """
     for name, asked in COUNTS.items():
         if getattr(options, name) < 1:
@@ -230,13 +228,13 @@ def check_options(options: Options) -> None:
         )
     if options.placed_row.states.memory == "file" and not options.is_filed:
         raise ValueError(
-            f"optimizer={options.optimizer!r} cannot keep its states in files; {', '.join(FILED)} can, and the host "
-            "takes those of any."
+            f"optimizer={options.optimizer!r} cannot keep its states in files; {', '.join(FILED)} can, and "
+            "offload='host' works for every optimizer."
         )
 
 
 class Treatment(NamedTuple):
-    """What a tape does with what its forward saves: the arguments of `tape.instructions`."""
+    """The treatment of saved tensors in a tape: the arguments of `tape.instructions`."""
 
     name: str = "keep"
     input_parts: int = 1
@@ -244,25 +242,25 @@ class Treatment(NamedTuple):
 
 
 def treatment_of(chain: Chain, options: Options) -> Treatment:
-    """Return what a chain comes to in a tape; `notes_of` says what a tape does not do.
+    """Return the treatment of a chain; `notes_of` lists what a tape does not predict.
 
     Raises:
-        ValueError: modules are recomputed in segments, which tapes of one module do not have.
+        ValueError: the chain recomputes segments of several modules, which tapes do not support.
     """
     links = {type(link): link for link in chain}
     how = links.get(Recomputed)
     if not isinstance(how, Recomputed):
         return Treatment()
     if how.every != 1:
-        raise ValueError(f"activations={how}: segments of several modules are not planned; plan every=1.")
-    # Where tokens are split over the tensor ranks, each has a part of its own already.
+        raise ValueError(f"activations={how}: segments of several modules cannot be planned; plan every=1.")
+    # With tokens split over the tensor ranks, each rank already has a separate part.
     parts = options.tensor if Partitioned in links and not options.is_sequence_parallel else 1
     name = "recompute-rest" if how.keeps == "products" else "recompute"
     return Treatment(name, parts, links.get(Offloaded) == Offloaded())
 
 
 def outside_bytes_of(options: Options) -> int:
-    """Return what a process takes of a device outside the allocator: its context, a communicator for each group."""
+    """Return the device bytes of a process outside the allocator: its context, and a communicator per group."""
     groups = (options.shard_ranks > 1) + (options.tensor > 1) + (options.replicas > 1)
     return options.device.context_bytes + groups * options.device.communicator_bytes
 
@@ -278,14 +276,14 @@ def wire_of(options: Options) -> Wire:
 
 
 def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = False, rank: int = 0) -> Job:
-    """Return what a rank does in a step of a shape.
+    """Return the job of a rank in a step of a shape.
 
     Args:
-        is_coarse: sum each unit's instructions up, for searches.
+        is_coarse: combine the instructions of each unit, for searches.
 
     Raises:
-        ValueError: sizes of the model that the tensor ranks do not divide, a sequence that it does not take, or a
-            pattern of units that fits none.
+        ValueError: the tensor ranks do not divide a size of the model, the sequence is too long, or a pattern matches
+            no unit.
     """
     check_options(options)
     check_shape(model, options)
@@ -330,7 +328,7 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
 
 
 def activations_of_shape(model: Transformer, options: Options) -> tuple[float, int, float]:
-    """Return the bytes that a block keeps for each token, the number of blocks, and what the rest keeps for a token."""
+    """Return (bytes that a block keeps per token, number of blocks, bytes that the other modules keep per token)."""
     load = load_of(options)
     treatment = treatment_of(options.row.activations.chain, options)
     block = _parts(model, load, "block", treatment, None).saved_bytes
@@ -352,10 +350,10 @@ def load_of(options: Options) -> Workload:
 
 
 def check_shape(model: Transformer, options: Options) -> None:
-    """Raise where a shape cannot be split or used as asked.
+    """Raise if a shape cannot be split or used as requested.
 
     Raises:
-        ValueError: heads or widths that the tensor ranks do not divide; positions beyond the model's.
+        ValueError: the tensor ranks do not divide heads or widths, or the sequence exceeds the model's positions.
     """
     if options.sequence > model.sequence:
         raise ValueError(

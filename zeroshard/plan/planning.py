@@ -1,7 +1,7 @@
-"""What a run will take, before anything is rented: memory, time, traffic, and what to change.
+"""The prediction of a run: memory, time, traffic, and suggested changes.
 
-Owns the plan and its verdict. Must not know how a step is simulated (`film.py`) nor how models are described (`job.py`,
-`traced.py`). Needs no torch for a shape; a model is traced with it.
+Owns the plan and its verdict. It must not know how a step is simulated (`film.py`) or how models are described
+(`job.py`, `traced.py`). Shapes need no torch; modules are traced with torch.
 """
 
 import dataclasses
@@ -80,50 +80,51 @@ def make_plan(
 ) -> Plan:
     """Predict a run: memory by column and at its peak, time of a step, traffic, and whether it fits.
 
-    Nothing is built and no device is needed. A shape, or a `config.json` of a known type, needs no torch: its norms,
-    attention and gates are single kernels, as fast programs have them. Modules are traced as they are.
+    The prediction needs no device and builds no model. A shape, or a `config.json` of a supported type, needs no torch;
+    it assumes fused kernels for norms, attention and gates. Modules are traced without changes.
 
     Args:
-        model: the name of a bundled shape (`zeroshard.plan.shapes.SHAPES`), the path of a Transformers `config.json`
-            or of its folder, a `Transformer`, a configuration object of Transformers, or any `nn.Module`, which may be
-            on the meta device and stays as it is.
-        world_size: ranks.
-        device: the name of a preset (`zeroshard.plan.hardware.DEVICES`), or a `Device`, such as the one that
-            `zeroshard doctor` stored.
-        batch: sequences in one micro-batch of one rank.
-        seq: tokens of each; the model's longest, at most 4,096, where not said.
-        stage, residency, activations, offload, parameters: as `zs.shard` takes them; stage "auto" is the least one
-            whose plan fits, or 3, and offload "auto" the least whose plan fits, or all.
-        precision: "bf16", "fp16", "fp32", or another name in `zeroshard.plan.specs.PRECISIONS`; bf16 where the device
-            has it, else fp16, where not said.
-        mesh: copies of the sharded state, or the DeviceMesh that `zs.shard` would be given.
-        tensor: ranks that products are split over; a mesh with an axis "tensor" says it, too. Parameters of a module
-            are split then by `parallelize`, or are DTensors already.
-        sequence_parallel: whether the rest of a shape is split by tokens over these ranks; a module says itself.
-        optimizer: a name in `zeroshard.plan.specs.OPTIMIZERS`; of a module also what `zs.shard` would be given: an
-            optimizer of its parameters, or several. "muon" and "adafactor" have the groups of `zs.optim.muon_groups`,
-            and all parameters.
-        micro_batches: of a step.
-        shared_memory: whether ranks on a CPU, all on one host, read each other's memory, as
-            `zs.Settings(shared_memory=)` says.
-        zeros: the part of the results of ReLUs that are zero, from 0 to 1, for compressed activations of a module;
-            where not said they count as kept, and a note says so.
-        fused: whether the optimizer has `fused=True`; torch's own choice on a CPU updates one parameter after the
-            other, and takes memory for it.
-        inputs: of a module: the arguments of its forward for one micro-batch, by place or by name; tokens and labels of
-            `batch` and `seq` for language models of Transformers, where not said. In its place count tokens, or
-            samples where no input is of integers.
-        loss: makes the loss of a module's output; by default the output itself, its `loss`, or its sum.
-        units: of a module, as `zs.shard` takes them.
-        reads: answers what a module reads of tensors' values, as `if x.any():` does.
-        parallelize: of a module: called with a copy of it on the meta device and the mesh of `tensor` ranks, it splits
-            the copy, as `parallelize_module(module, mesh, plan)` does. Collectives are emulated, so the process must
-            have no process group. A module that is split already needs none.
+        model: the name of a bundled shape (`zeroshard.plan.shapes.SHAPES`), the path of a Transformers `config.json` or
+            its folder, a `Transformer`, a configuration object of Transformers, or any `nn.Module`, which may be on the
+            meta device and is not changed.
+        world_size: number of ranks.
+        device: the name of a preset (`zeroshard.plan.hardware.DEVICES`), or a `Device`, such as the profile of
+            `zeroshard doctor`.
+        batch: sequences per micro-batch and rank.
+        seq: tokens per sequence; by default the maximum of the model, but at most 4,096.
+        stage, residency, activations, offload, parameters: as in `zs.shard`. Stage "auto" is the lowest stage whose
+            plan fits, or 3; offload "auto" is the smallest offload whose plan fits, or everything.
+        precision: "bf16", "fp16", "fp32", or another name in `zeroshard.plan.specs.PRECISIONS`; by default bf16 if the
+            device supports it, else fp16.
+        mesh: number of replicas of the sharded state, or the DeviceMesh for `zs.shard`.
+        tensor: number of ranks of tensor parallelism; also given by a mesh with an axis "tensor". The parameters of a
+            module are split by `parallelize`, or are already DTensors.
+        sequence_parallel: for shapes, whether the other operations are split by tokens over these ranks.
+        optimizer: a name in `zeroshard.plan.specs.OPTIMIZERS`; for modules also an optimizer of their parameters, or
+            several, as in `zs.shard`. "muon" and "adafactor" have the groups of `zs.optim.muon_groups`, over all
+            parameters.
+        micro_batches: number of micro-batches per step.
+        shared_memory: whether CPU ranks of one host read each other's memory, as in `zs.Settings(shared_memory=)`.
+        zeros: for compressed activations of a module, the fraction of zeros in the results of ReLUs, from 0 to 1. By
+            default these results count as uncompressed, and a note says so.
+        fused: whether the optimizer has `fused=True`. On a CPU, torch's default updates parameters in a loop, with
+            temporary memory.
+        inputs: for modules, the positional or keyword arguments of forward for one micro-batch; by default, tokens and
+            labels of `batch` and `seq` for language models of Transformers. Tokens are counted in these inputs, or
+            samples if no input has integers.
+        loss: for modules, a function from the output to the loss; by default the output itself, its `loss`, or its sum.
+        units: for modules, as in `zs.shard`.
+        reads: for modules, returns the values of tensors that the module reads, as in `if x.any():`.
+        parallelize: for modules, a function that splits a copy on the meta device over the mesh of `tensor` ranks, like
+            `parallelize_module(module, mesh, plan)`. Collectives are emulated, so the process must not have a process
+            group. A module that is already split needs no function.
+
+    Returns: the plan; `print(plan)` shows it.
 
     Raises:
-        ValueError: a name that is not known, or numbers that do not go together.
-        TypeError: a model that is none of these.
-        RuntimeError: a module whose step depends on values that `reads` does not answer.
+        ValueError: a name is unknown, or numbers are inconsistent.
+        TypeError: `model` has an unsupported type.
+        RuntimeError: the step of a module depends on values that `reads` does not return.
 
     ```python
     import zeroshard as zs

@@ -1,6 +1,6 @@
-"""Profiles of machines: where they lie, what they hold, and which one a name means.
+"""Profiles of machines: their files and names.
 
-Owns the file alone; `report/doctor.py` measures. Needs no torch. `hardware.py` has what a profile is: a `Device`.
+Owns the file format; `report/doctor.py` measures. Needs no torch. A profile is a `Device` (`hardware.py`).
 """
 
 import dataclasses
@@ -16,19 +16,19 @@ __all__ = ["device_for", "host_device", "profile_path", "read_profile", "write_p
 
 VERSION: Final = 1
 LATER: Final = frozenset(["host_memory_bytes_per_s", "disk_bytes_per_s"])
-"""What profiles of earlier releases do not hold; presets' values stand for it."""
+"""Fields that profiles of earlier releases lack; values of presets replace them."""
 
 
 def profile_path() -> Path:
-    """Return where the profile of this machine lies."""
+    """Return the path of this machine's profile."""
     return Path.home() / ".cache" / "zeroshard" / "device.json"
 
 
 def device_for(name: str) -> Device:
-    """Return a preset by name, a profile by its file, or with "this" the profile of this machine.
+    """Return the device of a name: a preset, the file of a profile, or "this" for the profile of this machine.
 
     Raises:
-        ValueError: there is no such preset, or the file is no profile.
+        ValueError: no preset has this name, or the file is not a profile.
 
     ```python
     import zeroshard as zs
@@ -42,7 +42,7 @@ def device_for(name: str) -> Device:
 
 
 def host_device() -> Device:
-    """Return this host as a device whose speed nobody has measured: its memory is known, times mean nothing.
+    """Return this host as a device with known memory and unmeasured speed: predicted times are meaningless.
 
     ```python
     import zeroshard as zs
@@ -70,7 +70,7 @@ def host_device() -> Device:
 
 
 def write_profile(device: Device, path: Path) -> None:
-    """Write a profile as JSON, and make its folder."""
+    """Write a profile as JSON; create its folder."""
     values = {one.name: getattr(device, one.name) for one in dataclasses.fields(device)}
     values["peak_flops"] = dict(device.peak_flops)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def read_profile(path: Path) -> Device:
     """Read a profile.
 
     Raises:
-        ValueError: the file is not one.
+        ValueError: the file is not a profile.
     """
     try:
         stored = json.loads(path.read_text())

@@ -1,8 +1,8 @@
-"""Many plans: which configuration is fastest and fits, and what each change of one costs.
+"""The search for the fastest configuration that fits, and the cost of each change of a configuration.
 
-Owns the choice of candidates, the frontier of memory against speed, and the changes that a plan proposes. Candidates
-are simulated with each unit summed up (`tape.coarse`), which keeps peak and time. Those of the frontier and the best
-are planned wholly, with the allocator: their verdicts count what it reserves.
+Owns the choice of candidates, the frontier of memory against speed, and the changes that a plan suggests. Candidates
+are simulated with coarse units (`tape.coarse`), which preserves peak and time. Candidates of the frontier and the best
+candidates are planned in full, with the allocator: their verdicts include reserved memory.
 """
 
 import dataclasses
@@ -29,19 +29,19 @@ BATCHES: Final = (1, 2, 4, 8, 16, 32)
 TREATMENTS: Final = ("keep", "recompute-rest", "recompute")
 TENSORS: Final = (1, 2, 4, 8)
 LISTED: Final = 2000
-"""Candidates that are written out, evenly chosen."""
+"""Maximum number of printed candidates, evenly chosen."""
 
 
 @final
 @dataclass(frozen=True)
 class Search:
-    """Configurations of one model.
+    """The result of a search over configurations of one model.
 
     Args:
-        candidates: all that were simulated.
-        frontier: those that no other beats in both allocated memory and tokens a second, by memory; their verdicts
-            count what the allocator reserves, those of other candidates what is allocated.
-        best: for each number of ranks the plan of the fastest that fits; None where none does.
+        candidates: all simulated configurations.
+        frontier: the Pareto frontier of allocated memory and tokens per second, sorted by memory. Verdicts of the
+            frontier include reserved memory; those of other candidates count only allocated memory.
+        best: for each number of ranks, the plan of the fastest configuration that fits, or None.
     """
 
     model: Transformer
@@ -53,7 +53,7 @@ class Search:
         return _render(self)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the frontier, candidates and the best plans as numbers, texts, lists and mappings."""
+        """Return the frontier, the candidates and the best plans as JSON values."""
         return {
             "version": 1,
             "model": self.model.name,
@@ -78,17 +78,17 @@ def search(
     activations: Sequence[str] = TREATMENTS,
     global_batch: int | None = None,
 ) -> Search:
-    """Simulate many configurations of a model, and return the frontier and the fastest that fits.
+    """Simulate many configurations of a model, and return the frontier and the fastest configuration that fits.
 
     Args:
-        world_size: ranks, or several numbers of ranks.
-        stages, batches, tensors, activations: what is tried: ZeRO stages, micro-batches in sequences, ranks that
-            products are split over (within a node), treatments of activations. Copies of the sharded state are tried
-            from one to one a node.
-        global_batch: sequences of a step, over all ranks; one micro-batch a step where not said.
+        world_size: number of ranks, or several such numbers.
+        stages, batches, tensors, activations: values to try: ZeRO stages, micro-batches in sequences, ranks of tensor
+            parallelism (within a node), treatments of activations. The search also tries one replica of the sharded
+            state up to one per node.
+        global_batch: sequences of a step, over all ranks; by default one micro-batch per step.
 
     Raises:
-        ValueError: as `zs.plan`, or nothing could be tried.
+        ValueError: as `zs.plan`, or no configuration is possible.
 
     ```python
     import zeroshard as zs
@@ -127,12 +127,12 @@ def search(
 
 
 def _settled(one: Candidate, plan: Plan) -> Candidate:
-    """Return a candidate with what its whole plan says of memory."""
+    """Return a candidate with the memory of its full plan."""
     return dataclasses.replace(one, verdict=plan.verdict, reserved_bytes=plan.reserved_bytes)
 
 
 def _plain(one: Candidate) -> dict[str, Any]:
-    """Return a candidate as numbers, texts and mappings."""
+    """Return a candidate as JSON values."""
     return {
         "options": dict(one.options.words()),
         "peak_bytes": one.peak_bytes,

@@ -1,7 +1,7 @@
-"""Transformers by their sizes: the bundled ones, and those of a local `config.json`.
+"""Transformers by their sizes: bundled shapes, and shapes of a local `config.json`.
 
-Owns names, sizes and the parameters that follow from them, unit by unit. Must not know ranks, memory or time; needs no
-torch. `transformer.py` says what such a model does.
+Owns names, sizes and the parameters of each unit. It must not know ranks, memory or time, and needs no torch.
+`transformer.py` has the operations of such a model.
 
 Source: the models' public configurations; for the ZeRO paper's models its tables 4 to 10 (`paper.py` has those).
 """
@@ -23,22 +23,22 @@ Parameters = tuple[tuple[str, int], ...]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """A decoder by its sizes.
+    """A decoder-only transformer by its sizes.
 
     Args:
         block: "gpt2" (layer norms, biases, GELU, learned positions) or "llama" (RMS norms, rotary positions, a gate).
-        inner: width of the MLP; of one expert, where there are experts.
-        kv_heads: heads of keys and values; 0 stands for `heads`.
-        head_width: of one head; 0 stands for hidden / heads.
-        sequence: the longest, in tokens.
-        is_tied: whether the head is the embedding.
-        has_qk_norm: whether queries and keys are normalized by head.
-        experts, experts_used: in all, and for each token; 0 stands for a dense MLP.
+        inner: width of the MLP, or of one expert.
+        kv_heads: number of heads of keys and values; 0 for `heads`.
+        head_width: width of one head; 0 for hidden / heads.
+        sequence: maximum sequence length in tokens.
+        is_tied: whether the output head shares the embedding's parameter.
+        has_qk_norm: whether queries and keys are normalized per head.
+        experts, experts_used: number of experts in total and per token; 0 for a dense MLP.
         shared_inner: width of the expert that all tokens use.
-        dense_layers, dense_inner: the first layers, whose MLP is dense, and its width.
-        latent: of multi-head latent attention: ranks of queries and of keys and values, widths of a head without
-            positions, with them, and of its values; empty without.
-        dropout: after attention and MLP, and in attention where that is not fused.
+        dense_layers, dense_inner: number of leading layers with a dense MLP, and its width.
+        latent: sizes of multi-head latent attention: ranks of queries and of keys and values, and the widths of a head
+            without positions, with positions, and of values; () for other attention.
+        dropout: probability of dropout after attention and MLP, and in attention that is not fused.
 
     ```python
     import zeroshard as zs
@@ -101,16 +101,16 @@ class Transformer:
 
     @property
     def query_width(self) -> int:
-        """Of all heads of queries."""
+        """Width of all query heads."""
         return self.heads * self.head_width
 
     @property
     def kv_width(self) -> int:
-        """Of all heads of keys."""
+        """Width of all key heads."""
         return self.kv_heads * self.head_width
 
     def has_experts(self, layer: int) -> bool:
-        """Tell whether a layer's MLP is a mixture of experts."""
+        """Return whether a layer's MLP is a mixture of experts."""
         return self.experts > 0 and layer >= self.dense_layers
 
     def units(self) -> Mapping[str, Parameters]:
@@ -118,7 +118,7 @@ class Transformer:
         h, is_gpt2 = self.hidden, self.block == "gpt2"
         prefix = "transformer." if is_gpt2 else "model."
         norm = prefix + ("ln_f" if is_gpt2 else "norm")
-        # Learned positions are small beside blocks, and stay in the root.
+        # Learned positions are small compared with blocks, and stay in the root.
         positions = ((f"{prefix}wpe.weight", self.sequence * h),) if is_gpt2 else ()
         found: dict[str, Parameters] = {"": (*positions, *self._norm(norm))}
         found[prefix + ("wte" if is_gpt2 else "embed_tokens")] = (("weight", self.vocabulary * h),)
@@ -129,11 +129,11 @@ class Transformer:
         return MappingProxyType(found)
 
     def numel(self) -> int:
-        """Return the elements of all parameters."""
+        """Return the number of elements of all parameters."""
         return sum(numel for unit in self.units().values() for _, numel in unit)
 
     def used_numel(self) -> int:
-        """Return the elements that each token is multiplied with: of the experts, those that it uses."""
+        """Return the number of elements that each token uses: without unused experts."""
         unused = sum(self.has_experts(layer) for layer in range(self.layers)) * (self.experts - self.experts_used)
         return self.numel() - unused * 3 * self.hidden * self.inner
 
@@ -141,8 +141,8 @@ class Transformer:
         """Return the parameters of a block.
 
         Args:
-            tensor: ranks that products are split over: outputs first, then inputs.
-            expert_ranks: ranks that experts are spread over.
+            tensor: number of ranks of tensor parallelism: the first product is split by outputs, the second by inputs.
+            expert_ranks: number of ranks of expert parallelism.
         """
         h, names = self.hidden, list[tuple[str, int]]()
         names += self._norm("norm_1")
@@ -257,15 +257,15 @@ SHAPES: Final[Mapping[str, Transformer]] = MappingProxyType(
 
 
 def shape_named(name: str) -> Transformer:
-    """Return a bundled shape.
+    """Return a bundled shape by name.
 
     Raises:
-        ValueError: there is no such shape.
+        ValueError: no shape has this name.
     """
     if name not in SHAPES:
         raise ValueError(
-            f"No shape is called {name!r}. There are {', '.join(SHAPES)}; or give the folder or file of a "
-            "config.json, a Transformer, or a model."
+            f"No shape is named {name!r}. Known shapes: {', '.join(SHAPES)}. Or pass a config.json or its folder, a "
+            "Transformer, or a model."
         )
     return SHAPES[name]
 
@@ -280,7 +280,7 @@ def read_config(path: str | Path) -> Transformer:
         path: the file, or its folder.
 
     Raises:
-        ValueError: there is no such file, or its `model_type` is none of those that shapes exist for.
+        ValueError: the file does not exist, or no shape supports its `model_type`.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
@@ -295,7 +295,7 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Transformer:
     """Return the shape that a Transformers configuration describes.
 
     Raises:
-        ValueError: its `model_type` is none of those that shapes exist for, or a size is missing.
+        ValueError: no shape supports its `model_type`, or a size is missing.
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"{name}: a configuration is a mapping, got {type(config).__name__}.")
@@ -313,10 +313,10 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Transformer:
     except KeyError as error:
         raise ValueError(f"{name}: the configuration of {kind!r} has no {error.args[0]!r}.") from error
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}: the configuration of {kind!r} has a size that no shape takes: {error}") from error
+        raise ValueError(f"{name}: the configuration of {kind!r} has an unsupported size: {error}") from error
     raise ValueError(
-        f"{name}: no shape is known for model_type {kind!r} (known: gpt2, {', '.join(_LLAMAS)}). Give the model "
-        "itself, on the meta device, which is then traced."
+        f"{name}: no shape supports model_type {kind!r} (supported: gpt2, {', '.join(_LLAMAS)}). Pass the model "
+        "itself, on the meta device, to trace it."
     )
 
 

@@ -6,6 +6,7 @@ Owns their sums alone. Must not know when they are used (`film.py`). `state/stre
 from collections.abc import Sequence
 from typing import Final
 
+from zeroshard.describe.offload import written_bytes
 from zeroshard.table.bytes import Updates
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 
@@ -18,7 +19,7 @@ LEAST_BYTES: Final = 64
 
 def piece_numel(bucket: BucketSpec, per_element: int) -> int:
     """Return the elements of a piece of an update of states in files."""
-    each_bytes = itemsize(bucket.formats.master) * (1 + per_element) + bucket.written_bytes
+    each_bytes = itemsize(bucket.formats.master) * (1 + per_element) + written_bytes(bucket)
     blocks = bucket.row.states.staging_bytes // SETS // each_bytes // BLOCK_BYTES
     return max(1, blocks) * BLOCK_BYTES
 
@@ -43,7 +44,7 @@ def file_staging_bytes(units: Sequence[UnitSpec], updates: Sequence[Updates]) ->
                 end = min(start + step, stop - first)
                 own[count % SETS] = max(own[count % SETS], _blocks(end - start, size) * (1 + one.per_element))
                 stored = max(0, min(end, bucket.apart_shard[1] - bucket.apart_shard[0]) - start)
-                written[count % SETS] = max(written[count % SETS], _blocks(stored, bucket.written_bytes))
+                written[count % SETS] = max(written[count % SETS], _blocks(stored, written_bytes(bucket)))
                 count += 1
         sets = [sum(parts) for parts in zip(sets, own, written, strict=True)]
     return sum(sets)

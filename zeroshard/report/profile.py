@@ -1,6 +1,6 @@
 """Where the time of steps went on this rank: by category, by unit, as a table and as a trace for Perfetto.
 
-Owns what a person is shown. What is timed is in `report/probe.py`, how in `report/timeline.py`.
+Owns the presentation. `report/probe.py` chooses the measured events, `report/timeline.py` measures them.
 """
 
 import json
@@ -26,23 +26,21 @@ _ROOT_NAME: Final = "(root)"
 
 @final
 class Profile:
-    """The time of steps on this rank. It counts inside `with`, and goes on counting when it is entered again.
+    """The time of steps on this rank, measured inside `with`; a second `with` adds to the first.
 
-    Categories, none of which holds time of another:
+    Categories, which do not overlap:
 
-    - "forward", "backward": the model's own work, recomputation in backward included. Backward begins at the gradient
+    - "forward", "backward": the model's own work, including recomputation in backward. Backward begins at the gradient
       of the model's outputs; a loss that is computed outside the model is "other".
-    - "waiting": for messages of other ranks, and for them to agree.
-    - "sending": handing messages to the backend, rounded to what they are sent in.
-    - "copies": gradients that land, sums, shards copied to where they are gathered, casts of masters, memory taken and
-      given back.
-    - "hooks": the engine's own Python around these.
-    - "optimizer": updates, their check for finite gradients, norms.
+    - "waiting": waits for messages and votes of other ranks.
+    - "sending": conversion of messages, and their submission to the backend.
+    - "copies": copies of gradients and shards, sums, casts of master weights, allocation and release of memory.
+    - "hooks": the engine's own Python code.
+    - "optimizer": updates, checks for finite gradients, norms.
     - "other": the program around the model.
 
-    Times are the host's. On a GPU the device works behind the host, so that they say what the host was busy with, and
-    the device's own time is where the host waits for it. Looking costs about a microsecond for each event; a model that
-    is not looked at pays nothing.
+    Times are measured on the host. On a GPU the device runs asynchronously: its own time appears where the host waits
+    for it. The overhead is about a microsecond per event; without a profile there is none.
 
     ```python
     import torch, zeroshard as zs

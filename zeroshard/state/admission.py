@@ -1,7 +1,7 @@
-"""Which optimizers may be cut into slices, or run one whole parameter after the other.
+"""The check whether an optimizer can update slices or single parameters.
 
-Owns the list of torch's element-wise optimizers and the trials of any other. Nothing here communicates.
-`optim/keeps.py` tries what an optimizer keeps.
+Owns the list of torch's element-wise optimizers and the trials of other optimizers. Nothing here communicates.
+`optim/keeps.py` measures the states of an optimizer.
 """
 
 import inspect
@@ -23,23 +23,23 @@ Tensor = torch.Tensor
 ELEMENTWISE = frozenset(
     ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"]
 )
-"""Classes of torch.optim whose update of an element depends on that element alone."""
+"""Classes of torch.optim whose update of an element depends only on that element."""
 SLICED = frozenset(["AdamW8bit", "Lamb", "Lion"])
-"""Classes of zeroshard.optim that update slices: as they would any tensor, or with sums that ranks add up."""
+"""Classes of zeroshard.optim that update slices, element-wise or with sums over ranks."""
 
 
 STEPS = 3
 SIZES = ((6, 4, 2, 2), (3, 5, 2, 3))
-"""The first dimensions of these are the shapes of whole parameters in a trial."""
+"""The shapes of parameters in a trial are the first dimensions of these."""
 
 Options = Mapping[str, Any]
 
 
 def refuse(optimizer: torch.optim.Optimizer) -> None:
-    """Raise where an optimizer cannot be sharded at any stage, whatever it makes of slices.
+    """Raise if an optimizer cannot be sharded at any stage.
 
     Raises:
-        ValueError: its step evaluates a closure, or takes sparse gradients alone.
+        ValueError: its step evaluates a closure, or supports only sparse gradients.
     """
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -47,8 +47,8 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(_evaluates(name))
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
-            f"{name} updates sparse gradients alone, and those of a sharded model are dense when they are summed. Use "
-            "torch.optim.Adam, which works with nn.Embedding(sparse=True), too."
+            f"{name} supports only sparse gradients, but the gradients of a sharded model are dense after their "
+            "reduction. Use torch.optim.Adam, which works with nn.Embedding(sparse=True), too."
         )
 
 
@@ -59,17 +59,17 @@ def admit(
     shape: tuple[int, ...] = (6, 4),
     options: Options | None = None,
 ) -> None:
-    """Raise unless the optimizer's update may be cut into slices.
+    """Raise unless the optimizer can update slices.
 
-    Torch's own element-wise optimizers are known. Another is tried: three steps on a small matrix, whole and in slices,
-    must agree bit for bit.
+    Torch's own element-wise optimizers are known. For other optimizers, three steps on a small matrix, full and in
+    slices, must agree bit for bit.
 
     Args:
-        shape: of the matrix; its 24 elements may have one dimension as well.
-        options: of the group in question.
+        shape: shape of the matrix, or of its 24 elements as a vector.
+        options: options of the group.
 
     Raises:
-        ValueError: the update is not element-wise, or cannot be tried.
+        ValueError: the update is not element-wise, or the trial failed.
     """
     cls = type(optimizer)
     known = ELEMENTWISE if cls.__module__.startswith("torch.optim") else SLICED
@@ -90,7 +90,7 @@ def admit(
         )
     if needed := _arguments(optimizer):
         raise ValueError(
-            f"{cls.__name__} is not known to be element-wise, and cannot be tried on slices: it is built with "
+            f"{cls.__name__} is not known to be element-wise, and cannot be tried on slices: its constructor needs "
             f"{', '.join(needed)}, which its groups do not have. {remedy}"
         )
     try:
@@ -111,16 +111,16 @@ def admit(
 
 
 def admit_whole(optimizer: torch.optim.Optimizer, whole: Whole, elementwise: bool | None, *, is_cut: bool) -> None:
-    """Raise unless the optimizer may update one parameter after the other, and the rest of them in slices.
+    """Raise unless the optimizer can update parameters one at a time, and the others in slices.
 
-    Three steps on small parameters, all at once and one after the other, must agree bit for bit.
+    Three steps on small parameters, all at once and one at a time, must agree bit for bit.
 
     Args:
-        whole: which parameters it updates whole.
+        whole: the parameters that it updates as a whole.
         is_cut: whether ranks update slices of the others.
 
     Raises:
-        ValueError: the update of a parameter depends on others, or cannot be tried.
+        ValueError: the update of a parameter depends on others, or the trial failed.
     """
     name, taken, left = type(optimizer).__name__, list[tuple[Options, int]](), list[tuple[Options, int]]()
     for group in optimizer.param_groups:
@@ -133,27 +133,27 @@ def admit_whole(optimizer: torch.optim.Optimizer, whole: Whole, elementwise: boo
         if _needs_closure(optimizer):
             raise ValueError(_evaluates(name)) from None
         raise ValueError(
-            f"{name} is to update whole parameters on their owners, and trying it on small ones, one after the other, "
-            f"failed with {type(error).__name__}: {error}. Its step() must take no closure, run on any of its "
-            "parameters alone, and do nothing where its groups are empty."
+            f"{name} updates whole parameters on their owners, but a trial on small parameters, one at a time, failed "
+            f"with {type(error).__name__}: {error}. Its step() must take no closure, run on any single parameter, and "
+            "do nothing for empty groups."
         ) from error
     if not torch.equal(at_once, in_turn):
         raise ValueError(
-            f"{name} is to update whole parameters on their owners, but what it makes of one depends on others, or on "
-            f"how often step() runs: after {STEPS} steps {int((at_once != in_turn).sum())} of {at_once.numel()} "
-            "elements differ between all parameters at once and one after the other. Keep counters by parameter, in "
-            "optimizer.state, and nothing that is common to several; else the optimizer cannot be sharded."
+            f"{name} updates whole parameters on their owners, but the update of a parameter depends on others, or on "
+            f"the number of calls of step(): after {STEPS} steps {int((at_once != in_turn).sum())} of "
+            f"{at_once.numel()} elements differ between all parameters at once and one at a time. Keep all counters "
+            "per parameter, in optimizer.state; otherwise the optimizer cannot be sharded."
         )
     for chosen, ndim in left if is_cut else ():
         admit(optimizer, elementwise, shape=(6, 4) if ndim > 1 else (24,), options=chosen)
 
 
 def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[tuple[Options, int]], *, is_in_turn: bool) -> Tensor:
-    """Run some steps of a fresh optimizer on two parameters of each kind; return their elements.
+    """Run some steps of a new optimizer on two parameters of each kind; return their elements.
 
     Args:
-        kinds: the options of a group, and the dimensions of parameters in it.
-        is_in_turn: one parameter after the other.
+        kinds: (options of a group, number of dimensions of its parameters).
+        is_in_turn: update one parameter at a time.
     """
     if not kinds:
         return torch.empty(0)
@@ -181,7 +181,7 @@ def _probe(
     numels: Sequence[int],
     options: Options | None = None,
 ) -> Tensor:
-    """Run three steps of a fresh optimizer of the same class on 24 elements, cut into `numels`; return the elements."""
+    """Run three steps of a new optimizer of the same class on 24 elements, split into `numels`; return the elements."""
     values = torch.linspace(-1.0, 2.0, 24)
     parts = [
         torch.nn.Parameter((part.reshape(shape) if shape else part).clone()) for part in values.split(list(numels))
@@ -198,13 +198,13 @@ def _probe(
 def _evaluates(name: str) -> str:
     return (
         f"{name}.step() evaluates a closure: forwards and backwards inside the update, which cannot run while shards "
-        "change. Use an optimizer that updates from gradients alone, such as torch.optim.AdamW or SGD; one that "
-        "evaluates again (LBFGS, SAM) trains a model that is not sharded."
+        "change. Use an optimizer that needs only gradients, such as torch.optim.AdamW or SGD; optimizers that "
+        "evaluate the loss again (LBFGS, SAM) cannot be sharded."
     )
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether a step on a matrix fails without a closure, and calls the one that it is given."""
+    """Return whether a step on a matrix fails without a closure, and calls a given closure."""
     calls: list[int] = []
     parameter = torch.nn.Parameter(torch.ones(6, 4))
     parameter.grad = torch.ones(6, 4)
@@ -217,13 +217,13 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     with suppress(Exception):
         rebuild(optimizer, [{"params": [parameter]}]).step()
         return False
-    with suppress(Exception):  # whatever it needs besides
+    with suppress(Exception):  # it may need more arguments
         rebuild(optimizer, [{"params": [parameter]}]).step(closure)
     return bool(calls)
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return what an optimizer is built with besides parameters and options."""
+    """Return the constructor arguments of an optimizer besides parameters and options."""
     arguments = list(inspect.signature(type(optimizer).__init__).parameters.values())[2:]
     named = (p for p in arguments if p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD))
     return [p.name for p in named if p.default is inspect.Parameter.empty and p.name not in optimizer.defaults]

@@ -45,7 +45,7 @@ from zeroshard.torch_private import NoSubclasses, body_of
 from zeroshard.tree import find
 from zeroshard.watch.process import end_with, is_child_of, wait_before_forks
 
-__all__ = ["Early", "is_worthwhile", "may_be_early"]
+__all__ = ["Early", "Waiting", "is_worthwhile", "may_be_early", "twin_of"]
 
 Tensor = torch.Tensor
 
@@ -81,6 +81,11 @@ class Early:
     def has_failed(self) -> bool:
         """See `Source`: an exception before the thread began is the optimizer's own."""
         return False
+
+    spare_bytes = 0
+
+    def begin(self) -> None:
+        """See `Source`: what reads states has waited."""
 
     def check(self) -> None:
         """See `Source`. Collective: where an update has ended since ranks last agreed, as `_agree`."""
@@ -176,7 +181,7 @@ class _Run:
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> None:
         self._optimizer, self._states = optimizer, optimizer.state
         self._process = os.getpid()
-        self._twin = _twin_of(optimizer)
+        self._twin = twin_of(optimizer)
         self.error: BaseException | None = None
         self.futures: list[Future[None]] = []
         self._masters = [master for group in groups for master in group]
@@ -322,7 +327,7 @@ def _is_early(slot: Slot) -> bool:
     return is_there and spec.is_gathered and slot.updater is None and not slot.bucket.dtypes.is_stochastic
 
 
-def _twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer with the same options, which nobody changes, and without entries and states."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))

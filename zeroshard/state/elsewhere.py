@@ -14,6 +14,7 @@ from zeroshard.core.optimizer import ShardedOptimizer, Source
 from zeroshard.optim.keeps import state_cost
 from zeroshard.state import early
 from zeroshard.state.admission import ELEMENTWISE
+from zeroshard.state.in_backward import InBackward
 from zeroshard.state.request import Described
 from zeroshard.state.streamed import Streams
 from zeroshard.store import files
@@ -23,7 +24,7 @@ from zeroshard.table.cells import Cell, Residency
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.wire.transports import MEMORIES
 
-__all__ = ["check_streamed", "make_apart", "reserve", "source_of"]
+__all__ = ["check_updates", "make_apart", "reserve", "source_of"]
 
 IN_MEMORY: Final = ("tmpfs", "ramfs")
 
@@ -38,7 +39,7 @@ def make_apart(described: Described) -> tuple[Apart | None, Apart | None]:
             in pieces.
     """
     row, made = described.row, dict[str, Apart]()
-    check_streamed(row, described.units, described.optimizers)
+    check_updates(row, described.units, described.optimizers)
     for cell in (row.states, row.parameters):
         if cell.memory in MEMORIES and cell.memory not in made:
             made[cell.memory] = _make(described, cell)
@@ -55,8 +56,7 @@ def _make(described: Described, cell: Cell) -> Apart:
             f"offload to '{cell.folder}': no file can be made there ({error}). Give a folder that exists, on a disk of "
             "this host, in which this user may write."
         ) from error
-    # Other ranks on a CPU wait in a receive for a late gather, where user code of this rank may wait for them.
-    apart.ahead.is_late = mesh.device.type != "cpu" or mesh.world_size == 1
+    apart.is_alone = mesh.world_size == 1
     if apart.disk is not None and (kind := files.kind_of(apart.disk.folder)) in IN_MEMORY:
         warnings.warn(
             f"{mesh} offload to '{cell.folder}': a {kind}, whose files lie in memory of the host. Give a folder on a "
@@ -103,12 +103,15 @@ def _room_of(bucket: BucketSpec, states: int, *, is_first: bool) -> int:
     return sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes)
 
 
-def check_streamed(row: Residency, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise where states in files cannot be updated in pieces.
+def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise where states in files cannot be updated in pieces, or those on the host not in the backward.
 
     Raises:
-        ValueError: an optimizer that is not known to update each element by itself; masters that are rounded at random.
+        ValueError: an optimizer that is not known to update each element by itself; masters that are rounded at random;
+            what an update in the backward cannot be taken back for.
     """
+    if row.states.spares:
+        _check_ahead(units, optimizers)
     for optimizer in optimizers if row.states.memory == "file" else ():
         kind = type(optimizer)
         if not kind.__module__.startswith("torch.optim") or kind.__name__ not in ELEMENTWISE:
@@ -131,6 +134,41 @@ def check_streamed(row: Residency, units: Sequence[UnitSpec], optimizers: Sequen
         )
 
 
+def _check_ahead(units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise where states cannot be updated in the backward, before `step()` is called.
+
+    Raises:
+        ValueError: several optimizers, or one that is not known to update each element by itself; masters that are
+            rounded at random, or are parameters.
+    """
+    mode = "Offload(update='in-backward')"
+    if len(optimizers) > 1:
+        names = ", ".join(type(one).__name__ for one in optimizers)
+        raise ValueError(
+            f"{mode} takes one optimizer, since max_norm= is of all gradients and step() clips them; got "
+            f"{len(optimizers)}: {names}. Put all parameters into groups of one, or write update='step'."
+        )
+    for optimizer in optimizers:
+        if not early.may_be_early(optimizer):
+            raise ValueError(
+                f"{mode} cannot update with {type(optimizer).__name__}: units are updated one by one, in a thread, "
+                f"which is known to be right of {', '.join(sorted(ELEMENTWISE))} of torch.optim alone. Use one of "
+                "these, or write update='step'."
+            )
+    buckets = [bucket for unit in units for bucket in unit.buckets if bucket.apart and bucket.is_trained]
+    if any(bucket.formats.state != bucket.formats.master for bucket in buckets):
+        raise ValueError(
+            f"{mode} with rounding='stochastic': masters are widened at step() for the update. Use "
+            "master=torch.float32, or write update='step'."
+        )
+    if shared := [bucket.name or "(root)" for bucket in buckets if bucket.shares_apart]:
+        raise ValueError(
+            f"{mode} with Offload(parameters=): in {buckets[0].formats.param} the parameters on the host are the "
+            f"master weights, which are read while the backward runs (unit '{shared[0]}', {len(shared)} in all). Use "
+            "precision='bf16', whose masters lie beside them, leave parameters= out, or write update='step'."
+        )
+
+
 def source_of(engine: Engine, apart: Apart | None, home: Apart | None, sharded: ShardedOptimizer) -> Source | None:
     """Return what updates an optimizer's entries in files, or in the background; None where `step()` does it all.
 
@@ -141,6 +179,8 @@ def source_of(engine: Engine, apart: Apart | None, home: Apart | None, sharded: 
     apart = home if apart is None and home is not None and home.disk is not None else apart
     if apart is None:
         return None
+    if apart.cell.spares:
+        return InBackward(engine, sharded, apart.cell.max_norm)
     if apart.disk is None:
         has_time = early.is_worthwhile(engine.mesh.device) and early.may_be_early(sharded.optimizer)
         return early.Early(engine) if has_time and sharded.exchange is None else None

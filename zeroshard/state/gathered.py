@@ -1,6 +1,6 @@
-"""Whole parameters, and whole optimizer states, for code that reads or changes them.
+"""Full parameters and optimizer states, for code that reads or changes them.
 
-Owns the way in and the way out of `zero.gathered()`, and the exchange of slices of states for whole ones. Read
+Owns the entry and exit of `zero.gathered()`, and the exchange of state slices for full states. Read
 `core/unit.py` (gather and release) first.
 """
 
@@ -32,15 +32,15 @@ Tensor = torch.Tensor
 def gathered(
     engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimizer], *, writeback: bool, states: bool
 ) -> Iterator[None]:
-    """Hold all parameters whole; on the way out with `writeback`, rank 0's values become everybody's.
+    """Gather all parameters; on exit with `writeback`, broadcast the values of rank 0.
 
-    Collective: gathers of all units (and all states); with `writeback`, broadcasts of them on the way out.
+    Collective: gathers of all units (and all states) on entry; with `writeback`, broadcasts on exit.
     """
     if engine.gathered is not None:
-        raise RuntimeError(f"{engine.mesh} gathered() inside gathered(): the parameters are whole already.")
+        raise RuntimeError(f"{engine.mesh} gathered() inside gathered(): the parameters are already gathered.")
     engine.leave_passes("gathered()")
     engine.order.let_go()
-    # What ranks changed in another way each is rank 0's after writing back; else it is an error here.
+    # With writeback, different changes of ranks are replaced by those of rank 0; otherwise they are an error here.
     enter = engine.order.barrier if writeback else engine.order.settle
     enter(f"gathered(writeback={writeback}, states={states})")
     number = engine.order.next_number()
@@ -63,7 +63,7 @@ def gathered(
             if keeps:
                 _spread(engine, model, expanded)
             elif has_finished:
-                # Whoever leaves may change its shards next, and others may read them in place until they leave.
+                # A rank that has left may change its shards, which other ranks may still read in place.
                 after = _versions(parameters, expanded)
                 told = _changes(engine, [name for name in before | after if after.get(name) != before.get(name)])
         finally:
@@ -77,9 +77,9 @@ def gathered(
                     unit.release()
         if told:
             raise RuntimeError(
-                f"{engine.mesh} Values were changed in place under gathered() without writeback=True:\n{told}\nWhere "
-                "they are sharded the change is lost, and ranks may differ now where they are not. Use `with "
-                "zero.gathered(writeback=True):` on every rank; rank 0's values then become everybody's."
+                f"{engine.mesh} Values were changed in place under gathered() without writeback=True:\n{told}\nChanges "
+                "of sharded parameters are lost, and replicated parameters may now differ between ranks. Use `with "
+                "zero.gathered(writeback=True):` on every rank, which keeps the values of rank 0."
             )
 
 
@@ -89,15 +89,15 @@ def parameters_of(engine: Engine) -> dict[str, nn.Parameter]:
 
 
 def _versions(parameters: Mapping[str, nn.Parameter], expanded: Sequence["WholeStates"]) -> dict[str, tuple[int, int]]:
-    """Return which tensor each name stands for, and how often that was changed."""
+    """Return the identity and the version of the tensor of each name."""
     named = [*parameters.items(), *(held for one in expanded for held in one.held())]
     return {name: (id(tensor), version_of(tensor)) for name, tensor in named}
 
 
 def _changes(engine: Engine, changed: Sequence[str]) -> str:
-    """Return a line for each rank that changed something, the same on all ranks; "" where none did.
+    """Return a line for each rank with changes, equal on all ranks; "" without changes.
 
-    Collective: an all-reduce of 32 bytes; where a rank did, an all-gather of 4 KiB.
+    Collective: an all-reduce of 32 bytes; with changes, an all-gather of 4 KiB.
     """
     if not engine.order.barrier("the end of gathered()", bool(changed))[1]:
         return ""
@@ -107,7 +107,7 @@ def _changes(engine: Engine, changed: Sequence[str]) -> str:
 
 
 def _spread(engine: Engine, model: nn.Module, expanded: Sequence["WholeStates"]) -> None:
-    """Make rank 0's parameters, buffers and states everybody's, and keep this rank's part."""
+    """Broadcast parameters, buffers and states of rank 0, and keep this rank's part."""
     buffers = [(name, buffer.data, False) for name, buffer in model.named_buffers()]
     named = [state for one in expanded for state in one.tensors()]
     shapes = ";".join(f"{name}{tuple(t.shape)}" for name, t, _ in [*named, *buffers])
@@ -129,10 +129,11 @@ def _spread(engine: Engine, model: nn.Module, expanded: Sequence["WholeStates"])
 
 @final
 class WholeStates:
-    """One optimizer that holds the model's parameters and their whole states for a while, instead of slices.
+    """An optimizer that temporarily has the model's parameters and full states instead of slices.
 
     Args:
-        parameters: the model's, by name.
+        parameters: the parameters of the model, by name.
+
     Collective: all-gather of each state.
     """
 
@@ -153,7 +154,7 @@ class WholeStates:
         )
 
     def contract(self, *, writeback: bool) -> None:
-        """Put the slices back, with the states they had, or with slices of what the whole states are now."""
+        """Restore the slices, with their previous states, or with `writeback` with slices of the full states."""
         for hook in self._hooks:
             hook.remove()
         changed = dict(self._optimizer.state)
@@ -170,7 +171,7 @@ class WholeStates:
         self._given = state_dict
 
     def _widen_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give loaded states the dtype of master weights; torch rounds them to that of the parameters held here."""
+        """Restore the dtype of master weights in loaded states, which torch rounds to the dtype of parameters."""
         given, self._given = self._given, {}
         numbers = [number for group in given["param_groups"] for number in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -182,14 +183,14 @@ class WholeStates:
                     loaded[key] = value.to(dtype=dtype, device=parameter.device, copy=True)
 
     def held(self) -> list[tuple[str, Tensor]]:
-        """Return the whole states as they are, with names for messages."""
+        """Return the current full states, with names for messages."""
         states = ((slot_of(p).name, state) for p in self._sharded.masters if (state := self._optimizer.state.get(p)))
         return [(f"{n}/{key}", v) for n, state in states for key, v in state.items() if isinstance(v, Tensor)]
 
     def tensors(self) -> list[tuple[str, Tensor, bool]]:
-        """Return (name, tensor, whether ranks along the tensor axis have other parts of it) of the whole states.
+        """Return (name, tensor, whether ranks along the tensor axis have different parts) of the full states.
 
-        The order is the same on every rank.
+        The order is equal on every rank.
         """
         found = []
         for parameter in self._sharded.masters:

@@ -1,7 +1,7 @@
-"""What the caller of `shard()` asks for, and what a rank knows of it once it was checked.
+"""The arguments of `shard()`, their checks, and the description of the sharded model that follows.
 
-Owns the arguments, their checks and what follows from them, before any tensor is touched and any rank is asked. It must
-not know engines. Read `Request` first, then `describe`.
+Owns the arguments, their checks and their consequences, before any tensor changes and any communication. It must not
+know engines. Read `Request` first, then `describe`.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ from zeroshard.describe.specs import describe_units
 from zeroshard.describe.treatments import ActivationsLike, activations_of
 from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.optim.whole import whole_of
+from zeroshard.peers import ARGUMENTS
 from zeroshard.state.admission import admit, admit_whole, refuse
 from zeroshard.state.automatic import device_bytes, least_offload, least_row
 from zeroshard.state.duplicate import owner_of
@@ -49,9 +50,9 @@ FormsOf = Callable[[nn.Module, Mesh, bool], Mapping[int, Form]]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 AUTO: Final = "auto"
-"""A stage that is chosen: the least that fits."""
+"""The value of `stage` that chooses the lowest stage that fits."""
 AXES = ("replicate", "shard", "tensor", "pipe")
-"""What an axis of a mesh may be called."""
+"""The names of axes of a mesh."""
 
 
 @final
@@ -74,23 +75,23 @@ class Request:
     weights: str | Path | InitFn | None = None
     settings: Settings = field(default_factory=Settings)
     room_bytes: int | None = None
-    """What `offload="auto"` may take of the device, on each rank; None for no limit."""
+    """Device bytes that `offload="auto"` may use on each rank; None for no limit."""
 
 
 @final
 @dataclass(frozen=True)
 class Described:
-    """What a rank is to do, checked: the model's units, and how each of their tensors is kept and moved.
+    """The checked description of a sharded model: its units, and the storage and communication of their tensors.
 
     Args:
-        reduction: "mean", "sum", or what sums of gradients over ranks are divided by.
-        plans: the units in the model: their modules and parameters.
-        units: the same as records: their buckets, as this rank has them.
-        forms: what kind of tensor each parameter is, by identity.
-        source: where the values of a model on the meta device come from.
-        chosen: a line on what was chosen for the caller, and why.
-        own_precision: modules with a precision of their own.
-        ignored: the names of parameters that are left to the caller, by identity.
+        reduction: "mean", "sum", or the divisor of sums of gradients over ranks.
+        plans: the units as modules and parameters.
+        units: the units as records, with their buckets on this rank.
+        forms: the form of each parameter, by identity.
+        source: the source of values for a model on the meta device.
+        chosen: a line about automatic choices, with the reason.
+        own_precision: modules with a separate precision.
+        ignored: the names of ignored parameters, by identity.
     """
 
     model: nn.Module
@@ -110,26 +111,26 @@ class Described:
 
     @property
     def scale(self) -> float:
-        """What sums of gradients over ranks are multiplied by."""
+        """The factor of sums of gradients over ranks."""
         if isinstance(self.reduction, str):
             return 1.0 / len(self.mesh.data_ranks) if self.reduction == "mean" else 1.0
         return 1.0 / self.reduction
 
     def options(self) -> str:
-        """Return, in words, what all ranks must have in common beside the model and its optimizers."""
+        """Return, as text, the options that must be equal on all ranks."""
         row = name_of_row(self.row)
         kind = self.mesh.device.type
         return f"{row}, reduction={self.reduction}, {self.precision}, axes={self.mesh.axes}, on {kind}, {self.settings}"
 
 
 def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
-    """Check what can be refused, and return what is to be done. Nothing is changed, and no rank is asked.
+    """Check a request, and return its description, without changes and communication.
 
     Args:
-        forms_of: tells what kind of tensor each parameter is, by identity.
+        forms_of: returns the form of each parameter, by identity.
 
     Raises:
-        ValueError, TypeError: an argument, a parameter or an optimizer that cannot be sharded; the text says which.
+        ValueError, TypeError: an argument, a parameter or an optimizer cannot be sharded; the text says which.
     """
     model, settings = request.model, request.settings
     if not isinstance(settings, Settings):
@@ -188,7 +189,7 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
 
 
 def _row(request: Request) -> Residency:
-    """Return the row of the residency table that two of the arguments ask for."""
+    """Return the requested row of the residency table."""
     assert request.stage != AUTO
     stage, residency, cell = request.stage, request.residency, activations_of(request.activations)
     if residency is None:
@@ -197,7 +198,9 @@ def _row(request: Request) -> Residency:
         raise ValueError(f"Give stage= or residency=, not both; got stage={stage} and {residency}.")
     if isinstance(residency, str):
         if residency not in CONFIGURATIONS:
-            raise ValueError(f"residency={residency!r}: a zs.Residency, or one of {', '.join(CONFIGURATIONS)}.")
+            raise ValueError(
+                f"residency must be a zs.Residency or one of {', '.join(CONFIGURATIONS)}; got {residency!r}."
+            )
         residency = CONFIGURATIONS[residency]
     if not isinstance(residency, Residency):
         raise TypeError(f"residency must be a zs.Residency; got {residency!r}.")
@@ -213,8 +216,8 @@ def _check_memories(row: Residency) -> None:
     for column, known in (("states", everywhere), ("gradients", ("device", "host")), ("parameters", everywhere)):
         if (cell := getattr(row, column)).memory not in known:
             raise ValueError(
-                f"Residency({column}={cell}) asks for memory '{cell.memory}', where {column} cannot lie; known: "
-                f"{', '.join(known)}."
+                f"Residency({column}={cell}) requests memory '{cell.memory}', which does not support {column}; "
+                f"supported: {', '.join(known)}."
             )
 
 
@@ -229,24 +232,29 @@ def _as_list(optimizers: object) -> list[torch.optim.Optimizer]:
         return [] if optimizers is None else [optimizers]
     if isinstance(optimizers, Sequence):
         return list(optimizers)
-    raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them; got {type(optimizers).__name__}.")
+    hint = ""
+    if isinstance(optimizers, Mapping):
+        hint = f" If these are settings of DeepSpeed: {ARGUMENTS['config']}."
+    raise TypeError(
+        f"optimizer must be a torch.optim.Optimizer or a list of them; got {type(optimizers).__name__}.{hint}"
+    )
 
 
 def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh, asked: Sequence[object]) -> None:
-    """Raise where a model cannot be sharded.
+    """Raise if a model cannot be sharded.
 
     Args:
-        asked: parameters that are ignored.
+        asked: ignored parameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
     if isinstance(forward_methods, str):
-        raise TypeError(f"Settings(forward_methods=) takes a list of names; got the text {forward_methods!r}.")
+        raise TypeError(f"Settings(forward_methods=) takes a list of names; got the string {forward_methods!r}.")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
-                f"Module '{name}' ({type(module).__name__}) is TorchScript, whose code reads parameters where no hook "
-                "can gather them. Shard the plain module; torch.compile works on it."
+                f"Module '{name}' ({type(module).__name__}) is TorchScript, which reads parameters without hooks that "
+                "could gather them. Shard the plain module; torch.compile works on it."
             )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise TypeError(
@@ -264,27 +272,27 @@ def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh, a
             )
         if type(parameter).__name__ == "DTensor" and len(mesh.tensor_ranks) == 1:
             raise TypeError(
-                f"Parameter '{name}' is a DTensor, and the ranks have no axis 'tensor'. Pass zs.shard(mesh=...) the "
-                "mesh whose mesh['tensor'] parallelize_module() was given; use the plain model instead of "
-                "fully_shard()."
+                f"Parameter '{name}' is a DTensor, but the mesh has no axis 'tensor'. Pass to zs.shard(mesh=...) the "
+                "mesh whose mesh['tensor'] was passed to parallelize_module(); instead of fully_shard(), use the "
+                "plain model."
             )
         if type(parameter) is not nn.Parameter and type(parameter).__name__ != "DTensor":
             raise TypeError(
-                f"Parameter '{name}' is a {type(parameter).__module__}.{type(parameter).__qualname__}; what that class "
-                "does would be lost with zs.shard(). Hold plain torch.nn.Parameters (quantized weights as integers "
-                "that do not require gradients, beside their scales)."
+                f"Parameter '{name}' is a {type(parameter).__module__}.{type(parameter).__qualname__}; zs.shard() "
+                "would lose the behaviour of that class. Use plain torch.nn.Parameters (for quantized weights, "
+                "integers that do not require gradients, with separate scales)."
             )
         if parameter.requires_grad and parameter.is_floating_point() and parameter.itemsize == 1:
             raise ValueError(
-                f"Parameter '{name}' is trainable and of {parameter.dtype}, in which no optimizer computes. Freeze it "
-                "with requires_grad_(False), or hold it in bfloat16 or wider."
+                f"Parameter '{name}' is trainable and of {parameter.dtype}, which no optimizer supports. Freeze it "
+                "with requires_grad_(False), or store it in bfloat16 or a wider dtype."
             )
         if parameter.layout is not torch.strided:
             raise ValueError(f"Parameter '{name}' has layout {parameter.layout}; only dense parameters can be sharded.")
     if held := [name for name, p in model.named_parameters() if id(p) not in ignored and p.grad is not None]:
         raise ValueError(
-            f"{len(held)} parameter(s) hold a gradient from before zs.shard(), '{held[0]}' first. It is this rank's "
-            "own, and would be lost. Use it (optimizer.step()) or clear it (model.zero_grad()) before zs.shard()."
+            f"{len(held)} parameter(s) have a gradient from before zs.shard(), '{held[0]}' first. It is local to this "
+            "rank, and would be lost. Use it (optimizer.step()) or clear it (model.zero_grad()) before zs.shard()."
         )
     for path in forward_methods:
         try:
@@ -294,19 +302,20 @@ def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh, a
             is_there = False
         if not is_there:
             raise ValueError(
-                f"forward_methods names '{path}', which {type(model).__name__} does not have. Write the module's name "
-                "in the model and the method's, such as 'encoder.encode'; a method of the model itself by its name."
+                f"forward_methods names '{path}', which {type(model).__name__} does not have. Write the name of the "
+                "module in the model and of the method, such as 'encoder.encode', or only the name of a method of the "
+                "model."
             )
 
 
 def place_of(model: object) -> torch.device | None:
-    """Return the device of a model's parameters, where it is one; those without values are nowhere."""
+    """Return the common device of a model's parameters, without those on the meta device; None for several devices."""
     places = _places_of(model, ()) if isinstance(model, nn.Module) else {}
     return next(iter(places)) if len(places) == 1 else None
 
 
 def _places_of(model: nn.Module, ignored: Collection[int]) -> dict[torch.device, list[str]]:
-    """Return the devices that a model's parameters have values on, and by device the names of these parameters."""
+    """Return the names of a model's parameters by device, without those on the meta device."""
     places: dict[torch.device, list[str]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and id(parameter) not in ignored:
@@ -315,18 +324,18 @@ def _places_of(model: nn.Module, ignored: Collection[int]) -> dict[torch.device,
 
 
 def _check_devices(model: nn.Module, mesh: Mesh, ignored: Collection[int]) -> None:
-    """Raise if parameters are on several devices, or on one that this run cannot train on.
+    """Raise if parameters are on several devices, or on a device that this run cannot use.
 
-    A model on one device, the CPU included, is accepted: `shard()` moves it to the rank's device unit by unit.
+    A model on one device, including the CPU, is accepted: `shard()` moves it to the rank's device unit by unit.
     """
     places = _places_of(model, ignored)
     if len(places) > 1:
         held = "; ".join(f"{len(names)} on {device}, '{names[0]}' first" for device, names in places.items())
         raise ValueError(
             f"{mesh} The parameters of {type(model).__name__} are on {len(places)} devices: {held}. A model that is "
-            "split over devices by hand (device_map=, .to() on parts) cannot be sharded: each rank trains on one. Move "
-            f"it to this rank's, model.to('{mesh.device}'), or leave it whole on the CPU: zs.shard() moves it unit by "
-            "unit."
+            "split over devices (device_map=, .to() on parts) cannot be sharded, because each rank trains on one "
+            f"device. Move it with model.to('{mesh.device}'), or keep the whole model on the CPU: zs.shard() moves it "
+            "unit by unit."
         )
     elsewhere = [(device, names[0]) for device, names in places.items() if device.type not in ("cpu", mesh.device.type)]
     if elsewhere and mesh.device.type == "cpu":
@@ -335,17 +344,17 @@ def _check_devices(model: nn.Module, mesh: Mesh, ignored: Collection[int]) -> No
         if dist.is_initialized():
             why = f"the process group has the backend {backend_of(device.type)!r} for '{device.type}'"
         raise ValueError(
-            f"{mesh} Parameter '{name}' is on {device}, and this rank trains on the CPU, since {why}. It would be "
-            "moved into host memory. Join the ranks with zs.init() or init_process_group('nccl'), which serve CUDA "
-            "devices; to train on the CPU, call model.cpu() before zs.shard()."
+            f"{mesh} Parameter '{name}' is on {device}, but this rank trains on the CPU, because {why}. To train on "
+            "CUDA devices, create the process group with zs.init() or init_process_group('nccl'); to train on the "
+            "CPU, call model.cpu() before zs.shard()."
         )
 
 
 def _lay_out(mesh: Mesh, wanted: DeviceMesh | int | None) -> Mesh:
-    """Return the ranks with their axes.
+    """Return the mesh with its axes.
 
     Raises:
-        ValueError: the axes do not fit the ranks, or leave nothing to shard over.
+        ValueError: the axes do not match the ranks, or leave no ranks to shard over.
     """
     if isinstance(wanted, DeviceMesh):
         axes = _axes_of(wanted, mesh.world_size)
@@ -359,15 +368,15 @@ def _lay_out(mesh: Mesh, wanted: DeviceMesh | int | None) -> Mesh:
     laid = dataclasses.replace(mesh, axes=axes)
     if isinstance(wanted, DeviceMesh) and len(laid.tensor_ranks) > 1 and wanted.device_type != mesh.device.type:
         raise ValueError(
-            f"mesh= was made for '{wanted.device_type}', and this rank's device is {mesh.device}: tensors that are "
-            f"split over its axis 'tensor' stay on '{wanted.device_type}'. Make it with "
+            f"mesh= was created for '{wanted.device_type}', but this rank's device is {mesh.device}: tensors that are "
+            f"split over its axis 'tensor' stay on '{wanted.device_type}'. Create it with "
             f"init_device_mesh('{mesh.device.type}', ...) and parallelize the model there."
         )
     if mesh.world_size > 1 and laid.shard_size == len(laid.tensor_ranks) == 1:
         sizes = ", ".join(f"{name} {size}" for name, size in axes)
         raise ValueError(
-            f"The axes ({sizes}) of {mesh.world_size} ranks leave one rank a copy, so nothing would be sharded. Use "
-            "stage=0 for plain data parallelism, and an axis 'shard' of two or more ranks beside others."
+            f"The axes ({sizes}) of {mesh.world_size} ranks leave one rank per replica, so nothing would be sharded. "
+            "Use stage=0 for plain data parallelism, or an axis 'shard' of two or more ranks."
         )
     return laid
 
@@ -376,19 +385,19 @@ def _axes_of(device_mesh: DeviceMesh, world_size: int) -> tuple[tuple[str, int],
     names, sizes = device_mesh.mesh_dim_names or (), tuple(device_mesh.mesh.shape)
     if not names or not set(names) <= set(AXES):
         raise ValueError(
-            f"mesh= takes axes called {', '.join(AXES)}; got {names or 'no names'}. Make it with "
+            f"mesh= takes axes named {', '.join(AXES)}; got {names or 'no names'}. Create it with "
             "init_device_mesh(device, sizes, mesh_dim_names=('shard', 'tensor'))."
         )
     if (ranks := device_mesh.mesh.flatten().tolist()) != list(range(world_size)):
         raise ValueError(
             f"mesh= must hold all {world_size} ranks of the run in order; got axes {names} of sizes {sizes} with ranks "
-            f"{ranks}. Pass what init_device_mesh() returned, not a part of it."
+            f"{ranks}. Pass the full result of init_device_mesh(), not a submesh."
         )
     axes = tuple(zip(names, sizes, strict=True))
     if dict(axes).get("pipe", 1) > 1:
         raise ValueError(
-            f"The axis 'pipe' has {dict(axes)['pipe']} ranks, and stages of a pipeline cannot be sharded yet. Use the "
-            "axes replicate, shard and tensor."
+            f"The axis 'pipe' has {dict(axes)['pipe']} ranks, but pipeline stages are not supported yet. Use the axes "
+            "replicate, shard and tensor."
         )
     return axes
 
@@ -402,11 +411,11 @@ def check_optimizers(
     is_final: bool,
     ignored: Mapping[int, str],
 ) -> None:
-    """Raise where optimizers and model do not belong together, or where an update cannot be cut.
+    """Raise if optimizers do not match the model, or if an update cannot be sharded.
 
     Args:
-        ignored: the names of parameters that are left to the caller, by identity.
-        is_final: False while an optimizer may still come (`zero.attach`), so that none is missed yet.
+        ignored: the names of ignored parameters, by identity.
+        is_final: False if another optimizer may follow (`zero.attach`), so that missing parameters are not an error.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     taken: dict[int, str] = {}
@@ -459,10 +468,10 @@ def check_optimizers(
 
 
 def check_bucket_count(units: Sequence[UnitSpec]) -> None:
-    """Raise where a model has more buckets than messages can tell apart."""
+    """Raise if a model has more buckets than message tags can distinguish."""
     count = sum(len(unit.buckets) for unit in units)
     if count > Tag.BUCKETS:
         raise ValueError(
-            f"The model has {count:,} buckets (a unit has one for each dtype and trainability), and messages tell "
-            f"{Tag.BUCKETS:,} apart. Name larger units with units=: there are {len(units):,} now."
+            f"The model has {count:,} buckets (a unit has one for each dtype and trainability), but message tags "
+            f"support {Tag.BUCKETS:,}. Name larger units with units=: there are {len(units):,} now."
         )

@@ -26,6 +26,7 @@ from zeroshard.core.gradient import part_of
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.slot import slot_of
 from zeroshard.core.update import Piece, Resident
+from zeroshard.describe.offload import written_bytes
 from zeroshard.store.disk import BLOCK_BYTES, Disk, buffer_of
 from zeroshard.store.stored import StoredTensor, is_stored
 
@@ -58,6 +59,11 @@ class Streams:
         self.moving: set[Future[Any]] = set()
         """Reads and writes under way."""
 
+    spare_bytes = 0
+
+    def begin(self) -> None:
+        """See `Source`: pieces are read one ahead."""
+
     def check(self) -> None:
         """See `Source`."""
         self.disk.check()
@@ -81,7 +87,7 @@ class Streams:
             yield from self._of_bucket(sharded, bucket, by_bucket[bucket])
 
     def _of_bucket(self, sharded: ShardedOptimizer, bucket: Bucket, entries: dict[int, Any]) -> Iterator[Piece]:
-        each_bytes = bucket.dtypes.master.itemsize * (1 + self._per_element) + bucket.spec.written_bytes
+        each_bytes = bucket.dtypes.master.itemsize * (1 + self._per_element) + written_bytes(bucket.spec)
         step = self._set_bytes // each_bytes // BLOCK_BYTES * BLOCK_BYTES
         first, stop = bucket.spec.apart_states
         for start in range(0, stop - first, step := max(BLOCK_BYTES, step)):

@@ -18,6 +18,7 @@ from zeroshard.core.unit import Unit
 from zeroshard.describe.blocks import LARGE_PART
 from zeroshard.describe.units import UnitPlan
 from zeroshard.state.accounting import predict_step_bytes
+from zeroshard.state.in_backward import InBackward
 from zeroshard.state.kernels import describe_waits
 from zeroshard.table.bytes import kept_bytes
 from zeroshard.table.schedule import ROOT
@@ -65,7 +66,16 @@ def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str) 
     ]
     owned = [text for one in optimizers if (text := _owned(one))]
     return "\n".join(
-        [f"{engine.mesh} {row}", *table, *_judge(engine.units), *_offloaded(engine.units), *owned, *saved, *waits]
+        [
+            f"{engine.mesh} {row}",
+            *table,
+            *_judge(engine.units),
+            *_offloaded(engine.units),
+            *(one.source.describe() for one in optimizers if isinstance(one.source, InBackward)),
+            *owned,
+            *saved,
+            *waits,
+        ]
     )
 
 

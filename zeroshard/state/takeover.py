@@ -1,7 +1,7 @@
-"""How a described model is taken over: units, buckets and slots come to be, with the values of rank 0.
+"""The construction of units, buckets and slots from a description, with the values of rank 0.
 
-Owns the steps from a description to units. `state/request.py` has checked everything before, here and on the other
-ranks, so that a refusal leaves the model as it was.
+Owns the steps from a description to units. `state/request.py` has checked the description on all ranks, so that errors
+leave the model unchanged.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,23 +38,23 @@ def build(
     apart: Apart | None = None,
     home: Apart | None = None,
 ) -> Engine:
-    """Take a model over, unit by unit, and return its engine, which no hook calls yet.
+    """Take over a model unit by unit, and return its engine, without hooks.
 
     Args:
-        apart: the memory for states that are elsewhere.
-        home: the memory for parameters that are elsewhere.
+        apart: the memory of offloaded states.
+        home: the memory of offloaded parameters.
 
     Collective: broadcast of parameters and buffers from rank 0; every rank must call.
     """
-    # Without it clipping would be one collective and the update one kernel a parameter. torch's lists are global; they
-    # hold types only, and adding twice changes nothing.
+    # Otherwise clipping would need a collective, and the update a kernel, per parameter. torch's lists are global; they
+    # hold types, and adding twice has no effect.
     accept_in_foreach(LogicalGradient, MasterGradient, MasterSlice)
     model, made = described.model, dict[int, Unit]()
     unset = [(name, p) for name, p in model.named_parameters() if id(p) in described.ignored and p.is_meta]
     for number in materialize(model, described.plans, described.mesh, described.source, described.ignored):
         made[number] = _make_unit(number, described, comm, ledger, apart, home)
-        # Taken over and released before the next is made: never more than one unit is there twice, and of a model that
-        # is elsewhere never more than one unit besides the shards is on the rank's device.
+        # Each unit is taken over and released before the next: at most one unit exists twice, and of a model on another
+        # device, at most one unit besides the shards is on the rank's device.
         _take_over(made[number], described.plans[number], described.forms, comm)
     for name, parameter in unset:
         comm.broadcast(parameter.data, f"the ignored parameter '{name}'", "start")
@@ -86,7 +86,7 @@ def _launch(comm: Comm, trace: Trace, name: str, begin: Callable[[], Waitable]) 
 def _make_unit(
     number: int, described: Described, comm: Comm, ledger: Ledger, apart: Apart | None, home: Apart | None
 ) -> Unit:
-    """Make a described unit, with empty buckets."""
+    """Create a unit from its description, with empty buckets."""
     plan, spec = described.plans[number], described.units[number]
     parameters = {name: described.forms[id(p)].part(p.detach()) for name, p in plan.parameters}
     device = described.mesh.device
@@ -96,13 +96,13 @@ def _make_unit(
     ]
     for bucket in buckets:
         if bucket.flat is not None:
-            # Gradients of the root come from the first to the last moment of a backward, and would wait throughout.
+            # Gradients of the root arrive throughout a backward, and would wait for its end.
             bucket.flat.lands_together = comm.wire.lands_together and number != ROOT
     return Unit(spec, buckets, described.scale, plan.blocks)
 
 
 def _take_over(unit: Unit, plan: UnitPlan, forms: Mapping[int, Form], comm: Comm) -> None:
-    """Move a unit's parameters into its buckets, with rank 0's values, and release it. Collective: broadcast."""
+    """Move a unit's parameters into its buckets, with the values of rank 0, and release it. Collective: broadcast."""
     homes = {name: (bucket, index) for bucket in unit.buckets for index, name in enumerate(bucket.spec.names)}
     start = [bucket.start_values() for bucket in unit.buckets]
     views = {bucket.number: bucket.places.views_of(values) for bucket, values in zip(unit.buckets, start, strict=True)}
@@ -125,9 +125,9 @@ def _take_over(unit: Unit, plan: UnitPlan, forms: Mapping[int, Form], comm: Comm
 
 
 def move_states(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the states of an optimizer that are not cut to the rank's device; what is cut moves slice by slice.
+    """Move the unsharded states of an optimizer to the rank's device; sharded states move slice by slice.
 
-    Step counters stay where they are, unless the update reads them on the device.
+    Step counters are not moved, unless the update reads them on the device.
     """
     for group in optimizer.param_groups:
         reads_steps = bool(group.get("fused") or group.get("capturable"))
@@ -140,10 +140,12 @@ def move_states(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
 
 
 def spread(bucket: Bucket, values: torch.Tensor, comm: Comm, what: str, kind: str) -> None:
-    """Overwrite a whole bucket with rank 0's. Collective: broadcasts; every rank must call.
+    """Overwrite a full bucket with the values of rank 0.
+
+    Collective: broadcasts; every rank must call.
 
     Args:
-        values: (full_numel,); each rank along the tensor axis has its own parts there, beside what all have alike.
+        values: (full_numel,); ranks along the tensor axis have different parts, and replicated values.
     """
     for parameter, view in zip(bucket.parameters, bucket.places.views_of(values), strict=True):
         if slot_of(parameter).form.is_alike:

@@ -1,11 +1,11 @@
-"""Where the engine's hooks hang on a model.
+"""Registration of the engine's hooks on a model.
 
-Owns registration, and the refusal of whole states where there is none; `core/hooks.py` has the other hooks. Read
-it first.
+Owns the registration, and the hooks that reject state dicts outside `gathered()`; `core/hooks.py` has the other hooks.
+Read it first.
 
 Note: order
-    The pre-hook is prepended, so that the user's own hooks find the parameters there; the post-hook is registered last
-    with `always_call=True`, so that it runs after them, and when forward raises.
+    The pre-hook is prepended, so that the user's hooks see gathered parameters. The post-hook is registered last with
+    `always_call=True`, so that it runs after the user's hooks, and when forward raises.
 """
 
 import functools
@@ -40,13 +40,13 @@ def wire(
     precision: Precision,
     chosen: Sequence[Chosen] = (),
 ) -> dict[nn.Module, tuple[Enter, Exit]]:
-    """Hang the hooks: every module whose forward needs units that come and go, and the model itself.
+    """Register the hooks on every module whose forward needs gathered units, and on the model.
 
     Returns: the hooks of each module's forward.
     """
     entries: dict[nn.Module, tuple[str, tuple[int, ...]]] = {model: ("", ())}
     for unit, plan in zip(engine.units, plans, strict=True):
-        # Elsewhere no module needs an event but the model itself, whose entry checks and completes passes.
+        # Otherwise only the model needs an event; its entry checks and completes passes.
         for module, name in plan.entries.items() if engine.has_frames else ():
             known = entries.get(module, ("", ()))[1]
             entries[module] = (name, (*known, unit.number))
@@ -65,9 +65,9 @@ def _hang(
     """Register all hooks of a model; return those of each module's forward.
 
     Args:
-        entries: modules whose forward needs units: the module's name and the units' numbers.
-        own: what the model must find unchanged.
-        forward_methods: methods that compute as forward does, such as "encoder.encode".
+        entries: modules whose forward needs units, with the name of the module and the numbers of the units.
+        own: places that must not change.
+        forward_methods: methods that act like forward, such as "encoder.encode".
     """
     hooks, added = {}, Additions(model).first
     for module, (name, units) in entries.items():
@@ -84,7 +84,7 @@ def _hang(
     for parameter in parameters:
         if not (parameter.is_floating_point() or parameter.is_complex()):
             continue  # it can never be trained
-        # torch takes hooks of trainable parameters only; a frozen one may be trained later.
+        # torch supports hooks only on trainable parameters; a frozen parameter may be trained later.
         is_trainable = parameter.requires_grad
         parameter.requires_grad_(True).register_post_accumulate_grad_hook(landed)
         parameter.requires_grad_(is_trainable)
@@ -109,11 +109,11 @@ def _hang(
 def _hang_casts(
     engine: Engine, model: nn.Module, blocks: Iterable[nn.Module], precision: Precision, chosen: Iterable[Chosen]
 ) -> Edge | None:
-    """Cast at the edges of the model, and at those of the modules that have a precision, or keep a dtype, of their own.
+    """Cast at the edges of the model, and of the modules with a separate precision or dtype.
 
     Args:
-        blocks: modules that user code may call by themselves.
-        chosen: modules with a precision of their own.
+        blocks: modules that user code may call directly.
+        chosen: modules with a separate precision.
     """
     casts = [(one.module, one.inside, one.outside) for one in chosen]
     edge, edges = None, dict[nn.Module, None]()
@@ -126,7 +126,7 @@ def _hang_casts(
         edges = dict.fromkeys((model, *blocks))
         for module in edges:
             module.register_forward_pre_hook(EdgeIn(edge), with_kwargs=True)
-    # Inside the edge, on the way in and out, where a module has both.
+    # Inside the other edge, for inputs and outputs, if a module has both.
     for module, inside, outside in casts:
         module.register_forward_pre_hook(CastIn(inside), with_kwargs=True)
         module.register_forward_hook(CastOut(outside), with_kwargs=True)
@@ -157,7 +157,7 @@ def _wrap(module: nn.Module, method: str, enter: Enter, leave: Exit, edge: Edge 
 
 
 def _registered(model: nn.Module) -> list[Registered]:
-    """Return every place where a parameter is registered, and the modules on the way there."""
+    """Return every place where a parameter is registered, and the modules on the path to it."""
     found: dict[str, Registered] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():
@@ -180,7 +180,7 @@ def _way_to(model: nn.Module, path: str) -> Iterator[Registered]:
 
 @final
 class NameGradient(Hook):
-    """Of an ignored parameter: marks its gradient, this rank's own, for norms that would mix it with sharded ones."""
+    """Marks the local gradient of an ignored parameter, for norms that would mix it with sharded gradients."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -199,26 +199,27 @@ class RefuseSave(Hook):
         self._engine, self._is_whole = engine, all(unit.spec.is_whole for unit in engine.units)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Raise unless parameters are whole."""
+        """Raise unless parameters are gathered."""
         self._engine.learn()
         if self._engine.gathered is None and not self._is_whole:
             raise RuntimeError(
-                f"{self._engine.mesh} state_dict() outside gathered() would not hold the whole parameters, which are "
-                "sharded. Use `with zero.gathered():` around it, on every rank, `for _ in zero.on_first_rank():` in "
-                "the place of `if rank == 0:`, or zero.save(path) for a checkpoint."
+                f"{self._engine.mesh} state_dict() outside gathered() would not hold full parameters, because they are "
+                "sharded. Use `with zero.gathered():` around it, on every rank, `for _ in zero.on_first_rank():` "
+                "instead of `if rank == 0:`, or zero.save(path) for a checkpoint."
             )
 
 
 @final
 class RefuseDDP(Hook):
-    """What stands where DistributedDataParallel looks for the names of parameters that it leaves alone."""
+    """Replaces the list in which DistributedDataParallel looks up ignored parameters."""
 
     def __iter__(self) -> Iterator[str]:
         raise RuntimeError(
-            "DistributedDataParallel around a model of zs.shard() would reduce its gradients twice: leave it out. With "
-            "Accelerate, prepare the optimizer and the data loader, and not the model: `optimizer, loader = "
+            "DistributedDataParallel around a model of zs.shard() would reduce its gradients twice: remove it. With "
+            "Accelerate, prepare the optimizer and the data loader, but not the model: `optimizer, loader = "
             "accelerator.prepare(optimizer, loader)`; with Fabric, `fabric.setup_optimizers(optimizer)` and "
-            "`fabric.setup_dataloaders(loader)`."
+            "`fabric.setup_dataloaders(loader)`. The Trainer of Transformers wraps the model by itself wherever there "
+            "are several ranks or torchrun: it works on one process, without a launcher."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -233,7 +234,7 @@ class RefuseLoad(Hook):
         self._engine = engine
 
     def __call__(self, module: Any, state: Any, prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
-        """Raise unless what is loaded reaches the shards; values are copied into the parameters that are there."""
+        """Raise unless loaded values reach the shards; values are copied into the existing parameters."""
         local_metadata.pop("assign_to_params_buffers", None)  # load_state_dict(assign=True)
         if self._engine.gathered is None or not self._engine.gathered.writeback:
             raise RuntimeError(

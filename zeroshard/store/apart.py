@@ -69,6 +69,8 @@ class Apart(ABC):
         """The file, if the memory is a file."""
         self.ahead = Ahead(device, where)
         """Copies to the device ahead of use."""
+        self.is_alone = True
+        """Whether no other rank takes part in gathers."""
         self._buffers: SimpleQueue[Buffer] | None = None
         self._lock = threading.Lock()
 
@@ -97,7 +99,10 @@ class Apart(ABC):
         if self.takes_time:
             return self.ahead.begin(copy, begin, name)
         if copy is not None:
-            copy()
+            try:
+                copy()
+            except Exception as error:
+                raise self.ahead.failed(name, error) from error
         return begin()
 
     def bring(self, target: Tensor, source: Tensor) -> None:
@@ -186,8 +191,12 @@ class FileApart(Apart):
 
     @property
     def takes_time(self) -> bool:
-        """See `Apart`: a disk takes time on a CPU, too."""
-        return True
+        """See `Apart`: a disk takes time on a CPU, too.
+
+        Several ranks on a CPU wait at once. A gather that starts later could wait for user code of another rank, which
+        waits for this rank.
+        """
+        return self.device.type != "cpu" or self.is_alone
 
     def bring(self, target: Tensor, source: Tensor) -> None:
         """See `Apart`."""
@@ -266,6 +275,15 @@ class Landing:
         total = target.to(self._device, non_blocking=True).add_(values, alpha=scale)
         if self._is_far:
             self.put(target, total)
+
+    @contextmanager
+    def unread(self) -> Iterator[devices.Mark | None]:
+        """Let gradients be taken inside without a wait; yields what has to be waited for before they are read."""
+        event, self._event = self._event, None
+        try:
+            yield event
+        finally:
+            self._event = event
 
     def wait(self) -> None:
         """Return when all that was begun is there."""

@@ -169,12 +169,6 @@ class BucketSpec:
         return is_reached and is_alike
 
     @cached_property
-    def written_bytes(self) -> int:
-        """Bytes of each parameter element that an update of states in files also writes: parameters beside masters."""
-        is_stored = self.apart_parameters > 0 and self.row.parameters.memory == "file"
-        return itemsize(self.formats.param) * (is_stored and not self.shares_apart)
-
-    @cached_property
     def master_memory(self) -> str:
         """The memory of offloaded masters."""
         return (self.row.states if self.is_trained else self.row.parameters).memory

@@ -54,8 +54,18 @@ def row_of_stage(stage: int) -> Residency:
         names = "; ".join(
             f"{n}: states {r.states}, gradients {r.gradients}, parameters {r.parameters}" for n, r in STAGES.items()
         )
-        raise ValueError(f"stage must be one of {sorted(STAGES)} ({names}); got {stage!r}.")
+        meant = _meant(stage)
+        hint = f" Write stage={meant}." if meant is not None else ""
+        raise ValueError(f"stage must be one of {sorted(STAGES)} ({names}); got {stage!r}.{hint}")
     return STAGES[stage]
+
+
+def _meant(stage: object) -> int | None:
+    """Return the stage that a text or another library's name stands for: "3", "ZeRO-3", "FULL_SHARD"."""
+    text = "".join(letter for letter in str(stage).rpartition(".")[2].lower() if letter.isalnum())
+    named = {"fullshard": 3, "shardgradop": 2, "noshard": 0, "ddp": 0}
+    digit = text.removeprefix("zero").removeprefix("stage")
+    return int(digit) if digit in map(str, STAGES) else named.get(text)
 
 
 def name_of_row(row: Residency) -> str:

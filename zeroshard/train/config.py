@@ -1,6 +1,6 @@
-"""The configuration of a run: what can be set, in TOML or as `section.key=value`, and what follows from the model.
+"""The configuration of a run: settings in TOML or as `section.key=value`, and defaults derived from the model.
 
-Owns the names, types, defaults and limits of all settings. Must not know what they do; that stands with each one's use.
+Owns the names, types, defaults and limits of all settings. It must not know what they do.
 Read `Config` first, then `load_config`. Needs pydantic (the extra `zeroshard[cli]`).
 """
 
@@ -43,7 +43,7 @@ _HF_LEARNING_RATE: Final = 3e-4
 LEARNING_RATE_FACTORS: Final = MappingProxyType(
     {"adamw": 1.0, "muon": 4.0, "adafactor": 10.0, "adamw8bit": 1.0, "sgd": 25.0, "lion": 0.4}
 )
-"""What the model's learning rate, which is AdamW's, is multiplied with; `benchmarks/optimizers.py` compares others."""
+"""Factors of the model's learning rate, which is for AdamW; `benchmarks/optimizers.py` compares other factors."""
 _FREE: Final = frozenset(
     """
     data.path data.column data.tokenizer data.cache train.steps train.accumulation train.eval_every train.eval_bytes
@@ -53,7 +53,7 @@ _FREE_SECTIONS: Final = frozenset(["checkpoint", "run", "zero"])
 _SEED: Final = "run.seed"
 _MAX_TOML_BYTES: Final = 1 << 16
 AUTO: Final = "auto"
-"""A stage that `planned.py` chooses."""
+"""The value with which `planned.py` chooses a stage or an offload."""
 ALIASES: Final = MappingProxyType(
     {
         "batch_size": "train.batch",
@@ -64,11 +64,11 @@ ALIASES: Final = MappingProxyType(
         "seq_len": "model.context",
     }
 )
-"""Names that other programs have for settings; a setting's own name does without its section, too."""
+"""Names of settings in other programs. A setting may also be given without its section."""
 _CPU_RANKS: Final = 2
 _TOKENIZERS: Final = ("tokenizer*", "vocab.*", "*.model", "spiece.*")
 _SHOWN: Final = 200
-"""Characters of a wrong value in a message."""
+"""Maximum number of characters of a wrong value in a message."""
 
 
 def _known_stage(stage: int | str) -> int | str:
@@ -95,38 +95,42 @@ def _known_source(source: str) -> str:
 
 
 def _holds_tokenizer(folder: str) -> bool:
-    """Tell whether a model's folder holds the files of a tokenizer, too."""
+    """Return whether a model's folder also contains a tokenizer."""
     return bool(folder) and any(found for pattern in _TOKENIZERS for found in Path(folder).glob(pattern))
 
 
 def _count_devices() -> int:
     """Return how many GPUs this process sees."""
-    import torch  # takes its time, which `--help` does not have
+    import torch  # slow to import, which `--help` avoids
 
     return torch.cuda.device_count()
 
 
 def _plain_name(name: str) -> str:
     if name in ("", "..") or Path(name).name != name or not name.isprintable():
-        raise ValueError("must be one plain folder name of printable characters, as it becomes a folder of run.folder")
+        raise ValueError(
+            "must be one plain folder name of printable characters, because it becomes a folder in run.folder"
+        )
     return name
 
 
 class _Section(BaseModel):
-    """One section: frozen, strict about types, and without room for unknown keys."""
+    """A section: frozen, with strict types and no unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 @final
 class Model(_Section):
-    """The model: one dial, or somebody else's."""
+    """The model: a GPT sized by `depth`, or a transformers model."""
 
     source: Annotated[str, AfterValidator(_known_source)] = Field(
         default=_GPT, description="gpt, or hf:DIR for a transformers causal model in a local folder"
     )
-    depth: int = Field(default=4, ge=1, description="blocks of gpt; width, heads, batch and learning rate follow")
-    context: int = Field(default=128, ge=2, description="tokens that the model reads at once")
+    depth: int = Field(
+        default=4, ge=1, description="number of blocks of gpt; sets width, heads, batch and learning rate"
+    )
+    context: int = Field(default=128, ge=2, description="context length in tokens")
 
 
 @final
@@ -134,100 +138,106 @@ class Data(_Section):
     """The text."""
 
     path: str = Field(
-        default="", description="text, .jsonl, .parquet, or a folder of them; empty for CPython's documentation"
+        default="", description="text, .jsonl, .parquet, or a folder of these; empty for CPython's documentation"
     )
-    column: str = Field(default="text", min_length=1, description="what holds the text in .jsonl and .parquet")
+    column: str = Field(default="text", min_length=1, description="column of the text in .jsonl and .parquet")
     tokenizer: str = Field(
-        default="", description="a file of `zeroshard tokenizer`, a Hugging Face folder; empty for the model's or bytes"
+        default="",
+        description="a file of `zeroshard tokenizer` or a Hugging Face folder; empty for the model's, or bytes",
     )
-    cache: str = Field(default="", description="a folder for tokens that later runs use; empty for run.folder/.cache")
+    cache: str = Field(default="", description="folder for tokens that later runs reuse; empty for run.folder/.cache")
     heldout_fraction: float = Field(
-        default=0.1, gt=0, lt=1, description="share of the text, at its end, kept for evaluation"
+        default=0.1, gt=0, lt=1, description="fraction of the text, at its end, held out for evaluation"
     )
 
 
 @final
 class Train(_Section):
-    """The loop. `batch` and `learning_rate` follow from the model where they are 0."""
+    """The loop. `batch` and `learning_rate` are derived from the model if they are 0."""
 
     steps: int = Field(default=1500, ge=1, description="updates of the parameters")
     batch: int = Field(
-        default=0, ge=0, description="windows of a step, over all ranks, at least one a rank; 0 follows the model"
+        default=0, ge=0, description="windows per step over all ranks, at least one per rank; 0 for the model's default"
     )
-    accumulation: int = Field(default=1, ge=1, description="micro-batches of a step, on each rank")
+    accumulation: int = Field(default=1, ge=1, description="micro-batches per step on each rank")
     optimizer: Literal["adamw", "muon", "adafactor", "adamw8bit", "sgd", "lion"] = Field(
         default="adamw", description="adamw, muon, adafactor, adamw8bit, sgd or lion"
     )
-    learning_rate: float = Field(default=0.0, ge=0, description="at its highest; 0 follows model and optimizer")
-    warmup_fraction: float = Field(default=0.05, ge=0, le=1, description="share of the steps in which it rises")
-    final_fraction: float = Field(default=0.1, ge=0, le=1, description="what the cosine leaves of it at the last step")
-    weight_decay: float = Field(default=0.1, ge=0, description="of matrices, embeddings aside")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's and Lion's first, and the momentum of SGD")
-    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's and Lion's second")
-    precision: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="dtype that the model computes in")
+    learning_rate: float = Field(
+        default=0.0, ge=0, description="maximum learning rate; 0 for the default of model and optimizer"
+    )
+    warmup_fraction: float = Field(
+        default=0.05, ge=0, le=1, description="fraction of the steps in which the learning rate rises"
+    )
+    final_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="fraction of the learning rate at the last step (cosine)"
+    )
+    weight_decay: float = Field(default=0.1, ge=0, description="weight decay of matrices, without embeddings")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="first beta of AdamW and Lion, and momentum of SGD")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="second beta of AdamW and Lion")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32", description="precision of the model's computation"
+    )
     compile_blocks: bool = Field(default=False, description="compile each block of the model with torch.compile")
-    clip: float = Field(default=1.0, ge=0, description="largest 2-norm of the gradients; 0 does not clip")
-    eval_every: int = Field(default=250, ge=0, description="steps between evaluations; 0 for one at the end")
-    eval_bytes: int = Field(default=131_072, ge=0, description="held-out bytes scored at most; 0 for all")
+    clip: float = Field(default=1.0, ge=0, description="maximum 2-norm of the gradients; 0 for no clipping")
+    eval_every: int = Field(default=250, ge=0, description="steps between evaluations; 0 for only one at the end")
+    eval_bytes: int = Field(default=131_072, ge=0, description="maximum number of held-out bytes to score; 0 for all")
 
 
 @final
 class Zero(_Section):
-    """What is handed to `zeroshard.shard`."""
+    """The arguments of `zeroshard.shard`."""
 
     stage: Annotated[int | Literal["auto"], AfterValidator(_known_stage)] = Field(
-        default=3, description="the row of the residency table; auto: the least whose plan fits this machine"
+        default=3, description="ZeRO stage; auto for the lowest stage whose plan fits this machine"
     )
     residency: Literal["", "C1", "C2", "C3", "C4", "C5"] = Field(
-        default="", description="a row of the ZeRO paper by name, instead of zero.stage and zero.activations"
+        default="", description="configuration of the ZeRO paper; replaces zero.stage and zero.activations"
     )
     offload: Annotated[str, AfterValidator(_known_offload)] = Field(
-        default="", description="what lies elsewhere: host, /folder, states=0.6,parameters=1,to=/folder, or auto"
+        default="",
+        description="offloaded state: host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, or auto",
     )
     activations: Annotated[str, AfterValidator(_known_activations)] = Field(
         default="keep",
         description="keep, recompute (activation checkpointing), compress, ..., joined by +: docs/activations.md",
     )
-    no_sync: bool = Field(default=False, description="reduce once a step, not at each micro-batch")
-    check_every: int = Field(
-        default=100, ge=0, description="steps between comparisons of what ranks hold copies of; 0 for none"
-    )
+    no_sync: bool = Field(default=False, description="reduce gradients once per step, not once per micro-batch")
+    check_every: int = Field(default=100, ge=0, description="steps between comparisons of replicated state; 0 for none")
     watchdog_s: float = Field(
-        default=600.0, gt=0, description="seconds that a rank waits for the others before it raises"
+        default=600.0, gt=0, description="seconds that a rank waits for other ranks before it raises an error"
     )
 
 
 @final
 class Checkpoint(_Section):
-    """When a run saves, beside its end and a signal. Both may be set: whichever comes first."""
+    """When a run saves, besides at its end and on a signal: after steps or seconds, whichever comes first."""
 
-    every_steps: int = Field(default=0, ge=0, description="steps between checkpoints; 0 for none by steps")
-    every_s: float = Field(default=600.0, ge=0, description="seconds between checkpoints; 0 for none by time")
-    keep: int = Field(default=2, ge=2, description="checkpoints that stay, the newest ones")
+    every_steps: int = Field(default=0, ge=0, description="steps between checkpoints; 0 for no limit in steps")
+    every_s: float = Field(default=600.0, ge=0, description="seconds between checkpoints; 0 for no limit in time")
+    keep: int = Field(default=2, ge=2, description="number of newest checkpoints to keep")
 
 
 @final
 class Run(_Section):
-    """Where, how often, and on how many ranks."""
+    """Files, output and processes of a run."""
 
     name: Annotated[str, AfterValidator(_plain_name)] = Field(default="default", description="files go to runs/<name>/")
-    folder: str = Field(default="runs", description="where that folder is; a run that is there resumes")
+    folder: str = Field(default="runs", description="parent folder of the run; an existing run resumes")
     ranks: int = Field(
-        default=0, ge=0, description="processes; 0 for one a GPU, or 2 on a CPU; torchrun's own number wins"
+        default=0, ge=0, description="processes; 0 for one per GPU, or 2 on a CPU; torchrun's number has priority"
     )
     seed: int = Field(default=1, ge=0, description="seed of parameters, data order and sample")
     profile_steps: int = Field(default=0, ge=0, description="steps to profile, after the first two; 0 for none")
-    log_every: int = Field(
-        default=50, ge=1, description="steps between lines where there is no terminal for a progress bar"
-    )
-    prompt: str = Field(default="The ", min_length=1, description="how the sample begins")
+    log_every: int = Field(default=50, ge=1, description="steps between lines without a terminal")
+    prompt: str = Field(default="The ", min_length=1, description="prompt of the sample")
     sample_bytes: int = Field(default=400, ge=0, description="bytes of the sample; 0 for none")
     temperature: float = Field(default=0.7, ge=0, description="temperature of the sample; lower is likelier text")
 
 
 @final
 class Config(_Section):
-    """A whole run. `resolved` fills in what follows from the model."""
+    """The configuration of a run. `resolved` fills in derived values."""
 
     model: Model = Model()
     data: Data = Data()
@@ -253,7 +263,7 @@ class Config(_Section):
 
     @property
     def tokenizer(self) -> str:
-        """The tokenizer's file or folder; empty for bytes, as where a model's folder holds no tokenizer."""
+        """The tokenizer's file or folder; empty for bytes, the default if a model's folder has no tokenizer."""
         return self.data.tokenizer or (self.hf_folder if _holds_tokenizer(self.hf_folder) else "")
 
     @property
@@ -262,7 +272,7 @@ class Config(_Section):
         return Path(self.data.cache) if self.data.cache else Path(self.run.folder, ".cache")
 
     def resolved(self) -> Self:
-        """Return the configuration with every value that follows from the model or the machine written out."""
+        """Return the configuration with all values filled in that derive from the model or the machine."""
         batch, learning_rate = self.gpt.batch, self.gpt.learning_rate
         if self.hf_folder:
             batch, learning_rate = _HF_BATCH, _HF_LEARNING_RATE
@@ -288,8 +298,8 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
 
     Args:
         path: a TOML file with the sections of `Config`; None for the defaults.
-        overrides: each `section.key=value`, `key=value`, or with a name of `ALIASES`; the last one of a setting wins.
-            Values are read as TOML; text needs no quotes.
+        overrides: each `section.key=value`, `key=value`, or with a name of `ALIASES`; the last value of a setting
+            applies. Values are parsed as TOML; text needs no quotes.
 
     Returns:
         The configuration, resolved.
@@ -354,11 +364,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _check_names(settings: dict[str, Any]) -> None:
-    """Raise for a section or key that does not exist, naming the likeliest one that does."""
+    """Raise for an unknown section or key, with the most similar known name."""
     for section, values in settings.items():
         if not isinstance(values, dict):
             raise ValueError(
-                f"{section}={_shown(values)} stands in no section; write [train], then steps = 100 below it"
+                f"{section}={_shown(values)} is outside a section; write [train], then steps = 100 below it"
             )
         for key in [key for key in values if ALIASES.get(key, "").startswith(f"{section}.")]:
             values[ALIASES[key].partition(".")[2]] = values.pop(key)
@@ -382,7 +392,7 @@ def _known_names() -> dict[str, list[str]]:
 
 
 def _unknown(kind: str, name: str, names: list[str], *, is_exact: bool = False) -> str:
-    """Say that a name is unknown, and which one was meant."""
+    """Return a message about an unknown name, with the most similar known name."""
     close = names if is_exact else difflib.get_close_matches(name, names, n=1)
     if close:
         return f"unknown {kind} {name!r}; did you mean {close[0]!r}?"
@@ -400,7 +410,7 @@ def _apply(settings: dict[str, Any], override: str) -> None:
 
 
 def _full_name(name: str) -> str:
-    """Return `section.key` of a setting that is named by its key alone, or as other programs name it."""
+    """Return `section.key` of a setting given by its key or by an alias."""
     names = [f"{section}.{key}" for section, keys in _known_names().items() for key in keys]
     section, dot, key = name.partition(".")
     if dot:
@@ -414,13 +424,13 @@ def _full_name(name: str) -> str:
 
 
 def choices_of(name: str) -> tuple[str, ...]:
-    """Return the values that `section.key` can have, where there are few; else nothing."""
+    """Return the possible values of `section.key` if there are few; otherwise ()."""
     annotation = _field_of(name).annotation
     return tuple(str(one) for one in get_args(annotation)) if get_origin(annotation) is Literal else ()
 
 
 def default_of(name: str) -> Any:
-    """Return the value that `section.key` has where nothing sets it."""
+    """Return the default of `section.key`."""
     return _field_of(name).default
 
 
@@ -430,7 +440,7 @@ def _field_of(name: str) -> Any:
 
 
 def _typed(section: str, key: str, text: str) -> Any:
-    """Read the text of an override: as it stands where text is wanted, else as TOML."""
+    """Parse the text of an override: literally for text settings, otherwise as TOML."""
     wants_text = isinstance(default_of(f"{section}.{key}"), str)
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -440,7 +450,7 @@ def _typed(section: str, key: str, text: str) -> Any:
 
 
 def _explain(error: ValidationError) -> list[str]:
-    """Return one line for each setting that is wrong: which, what was got, and what it should be."""
+    """Return one line for each wrong setting: its name, the value, and what is expected."""
     lines = []
     for problem in error.errors():
         message = problem["msg"].removeprefix("Value error, ")
@@ -450,14 +460,14 @@ def _explain(error: ValidationError) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """Return a wrong value as it is shown: of a long one the beginning."""
+    """Return the text of a wrong value, truncated if it is long."""
     try:
         text = repr(value)
     except RecursionError:
-        return "(values in values, too deep to be shown)"
+        return "(nested too deeply to show)"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _toml_value(value: str | float | bool) -> str:
-    """Write one value. JSON's text, numbers and booleans are TOML's, but for the delete character."""
+    """Write one value. JSON strings, numbers and booleans are valid TOML, except for the delete character."""
     return json.dumps(value).replace("\x7f", "\\u007f")

@@ -1,19 +1,18 @@
-"""Ranks as processes: starting them through torchrun's own launcher, joining it, and ending on a signal.
+"""Ranks as processes: start through torchrun's launcher, detection of a launcher, and signals.
 
-Owns the child processes of `--ranks`, the environment they get, and signals. Must not know what the ranks do: they run
-the same command again, and find that they were launched. Read `launch_ranks` first, then `StopSignal`.
+Owns the child processes of `--ranks`, their environment, and signals. It must not know what the ranks do: they run the
+same command, and detect that they were launched. Read `launch_ranks` first, then `StopSignal`.
 
 Note: Ctrl-C
-    The launcher starts each rank in a session of its own, so the terminal's signal reaches the launcher alone. It
-    passes the signal on and waits; the ranks finish their step, agree to stop, write what they have and end. They get
-    as long for it as a rank waits for the others (`zero.watchdog_s`). A second signal ends them at once. A rank that is
-    still starting, and holds nothing worth writing, ends at once, too. A rank that was stopped goes on, since it would
-    not hear the signal.
+    The launcher starts each rank in a separate session, so the terminal's signal reaches only the launcher. It forwards
+    the signal and waits; the ranks finish their step, agree to stop, save and end. The limit is the time that a rank
+    waits for others (`zero.watchdog_s`). A second signal ends the ranks at once. A rank that is still starting has
+    nothing to save, and ends at once. A stopped rank is continued, because otherwise it would not receive the signal.
 Note: network
-    Ranks of one host need no network: the launcher's store and gloo's connections are on the loopback interface, where
-    no other host can reach them.
+    Ranks of one host need no network: the launcher's store and gloo's connections use the loopback interface, which no
+    other host can reach.
 Note: no orphans
-    A launcher that is killed can pass nothing on. So a rank looks after the process that started it, and ends with it.
+    A killed launcher cannot forward a signal. So a rank watches the process that started it, and ends with it.
 """
 
 import logging
@@ -37,7 +36,7 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S: Final = 1.0
 _LOOPBACK: Final = "127.0.0.1"
 _LAUNCHER: Final = "ZEROSHARD_LAUNCHER"
-"""The launcher's process, for its ranks: it may end before they look."""
+"""Environment variable with the launcher's process, which may end before its ranks check."""
 _RANK_MAIN: Final = """
 import os, signal
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -48,19 +47,19 @@ main()
 
 
 def joined_world_size() -> int | None:
-    """Return how many ranks torchrun (or `launch_ranks`) started, this one among them; None where it did not."""
+    """Return the number of ranks that torchrun (or `launch_ranks`) started; None without a launcher."""
     if "TORCHELASTIC_RUN_ID" not in os.environ and "RANK" not in os.environ:
         return None
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first_rank() -> bool:
-    """Tell whether this process is rank 0 of those that were started, or the only one."""
+    """Return whether this process is rank 0, or the only process."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def follow_launcher() -> None:
-    """End this process when the one that started it is gone, however that ended, and also if it is gone already."""
+    """End this process when its parent has ended for any reason, also if it has already ended."""
     launcher = int(os.environ.get(_LAUNCHER, os.getppid()))
     threading.Thread(target=_end_without, args=(launcher,), daemon=True).start()
 
@@ -72,18 +71,17 @@ def _end_without(launcher: int) -> None:
 
 
 def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> tuple[int, str]:
-    """Run `zeroshard` with these arguments once for each rank, and wait for all of them.
+    """Run `zeroshard` with these arguments once for each rank, and wait for all ranks.
 
-    Each rank gets one thread, unless OMP_NUM_THREADS says otherwise: ranks on one host share its cores.
+    Each rank gets one thread, unless OMP_NUM_THREADS is set, because ranks on one host share its cores.
 
     Args:
-        ranks: processes to start on this host.
-        arguments: of the command line.
-        patience_s: after a signal, how long ranks may take to finish their step before they are killed.
+        ranks: number of processes on this host.
+        arguments: arguments of the command line.
+        patience_s: seconds after a signal in which ranks may finish their step before they are killed.
 
-    Returns:
-        The exit status: 0, that of the first rank that failed, or 128 and the number of the signal that ended it all;
-        and, where a rank failed, which it was and how its process ended.
+    Returns: The exit status (0, the status of the first failed rank, or 128 plus the number of the signal), and a
+        description of the failed rank, or "".
     """
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -91,15 +89,15 @@ def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> 
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Not an argument of LaunchConfig: not every torch has that, and the launcher's own default is half a minute.
+    # Not an argument of LaunchConfig, which not every torch version has; the default is half a minute.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(patience_s)))
     os.environ[_LAUNCHER] = str(os.getpid())
     _quieten()
     listener = socket.socket()
     listener.bind((_LOOPBACK, 0))
     port = listener.getsockname()[1]
-    # A store that opens its port by itself listens on all interfaces. Within a process, stores of one port share what
-    # listens there, so the launcher's own store, made with the same port, listens on loopback, too.
+    # A store that opens its own port listens on all interfaces. Stores of one port share the listener within a process,
+    # so the launcher's own store with the same port also listens on loopback.
     store = TCPStore(
         _LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
     )
@@ -129,10 +127,10 @@ def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> 
 
 @contextmanager
 def _insisting() -> Iterator[None]:
-    """Have stopped ranks go on at the first signal to this process, and have a second one kill all ranks.
+    """Continue stopped ranks at the first signal to this process, and kill all ranks at the second.
 
-    torch's launcher has handlers of its own, which wait for the ranks. What the interpreter writes of each signal, and
-    this thread reads, does not depend on them. Whatever ends that launcher, no rank is left.
+    torch's launcher has its own handlers, which wait for the ranks. The interpreter's wakeup descriptor, which this
+    thread reads, is independent of them. However the launcher ends, no rank remains.
     """
     others = _children()
     signals, written = socket.socketpair()
@@ -159,7 +157,7 @@ def _insisting() -> Iterator[None]:
 
 
 def _children() -> set[int]:
-    """Return the processes that this one started, as far as they live."""
+    """Return the living child processes of this process."""
     return {int(child) for path in Path("/proc/self/task").glob("*/children") for child in path.read_text().split()}
 
 
@@ -170,21 +168,21 @@ def _send(number: signal.Signals, processes: set[int]) -> None:
 
 
 def _quieten() -> None:
-    """Drop the launcher's own log: a failed rank has shown its traceback by then, and an ended one has said so."""
+    """Disable the launcher's own log: a failed rank has already printed its traceback."""
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
 
 
 def _how(exit_code: int) -> str:
-    """Say how a process ended."""
+    """Describe how a process ended."""
     if exit_code < 0:
         return f"was ended by {signal.Signals(-exit_code).name}"
     return f"ended with exit status {exit_code}"
 
 
 def _status(exit_code: int) -> int:
-    """Return the exit status of a process as a shell has it: 128 and the number for one that a signal ended."""
+    """Return the exit status of a process as in a shell: 128 plus the number of a signal that ended it."""
     return 128 - exit_code if exit_code < 0 else exit_code
 
 

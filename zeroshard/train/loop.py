@@ -1,13 +1,13 @@
-"""The training loop: the README's, with its bookkeeping.
+"""The training loop of the README, with its bookkeeping.
 
-Owns the order of what happens in a run. Must not know the terminal (it tells a `Reporter`), nor how ranks are started
-(`launch.py`), nor what a stage means: the model, the optimizer and the loop are those of one process, and `zs.shard` is
-the one line that makes them sharded. Read `train` first, then `_step`.
+Owns the order of the operations of a run. It must not know the terminal (it calls a `Reporter`), how ranks are started
+(`launch.py`), or the meaning of a stage: the model, the optimizer and the loop are those of one process, and a single
+call of `zs.shard` shards them. Read `train` first, then `_step`.
 
 Note: what ranks agree on
-    A signal reaches the ranks at different times, and their clocks differ. So after each step ranks agree whether one
-    of them wants to stop or is due to save, and all do it after the same step. Files that rank 0 cannot write call for
-    a checkpoint, too, and before each of these ranks agree whether there are any.
+    A signal reaches the ranks at different times, and their clocks differ. So after each step, ranks agree whether any
+    rank must stop or save, and all do so after the same step. A file that rank 0 cannot write also triggers a
+    checkpoint, and ranks agree on such files before each checkpoint.
 """
 
 import contextlib
@@ -35,36 +35,36 @@ __all__ = ["train"]
 
 _EVAL_WINDOWS: Final = 8
 _UNPROFILED_STEPS: Final = 2
-"""The first steps of a start agree on an order and touch memory for the first time."""
+"""The first steps of a start, which agree on an order and allocate memory, are not profiled."""
 _PROFILE: Final = "profile.json"
 
 
 def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool] = lambda: False) -> Summary:
-    """Train a model as `config` says, from the newest checkpoint of the run on, and write the run's files.
+    """Train a model from the newest checkpoint of the run, and write the run's files.
 
     Args:
-        config: resolved; the same on all ranks.
-        reporter: told what happens, on rank 0.
-        is_stop_wanted: asked after each step; one rank's yes ends the run on all.
+        config: resolved configuration; equal on all ranks.
+        reporter: receives events, on rank 0.
+        is_stop_wanted: called after each step; True on any rank ends the run on all.
 
     Returns:
         The summary, on every rank.
 
     Raises:
-        ValueError: the text or the model does not fit the configuration; the folder is in use, or holds a run with
+        ValueError: the text or the model does not match the configuration, or the folder is in use, or has a run with
             other settings.
-        CheckpointError: the run cannot be saved, or none of its checkpoints is whole.
-        RankMismatchError: ranks were given different settings, or a rank failed.
-        RuntimeError: the folder of the run was removed, moved or replaced meanwhile, or its disk refuses a write.
+        CheckpointError: the run cannot be saved, or none of its checkpoints is complete.
+        RankMismatchError: settings differ between ranks, or a rank failed.
+        RuntimeError: the folder of the run was removed, moved or replaced during the run, or its disk rejects a write.
 
-    Collective: joins the process group of torchrun's environment and leaves it at the end, unless there is one already;
-    every rank must call.
+    Collective: creates the process group of torchrun's environment, and destroys it at the end, unless a group exists;
+        every rank must call.
     """
     start_s, is_joined = time.perf_counter(), torch.distributed.is_initialized()
     mesh = zs.init(config.run.seed, watchdog_s=config.zero.watchdog_s)
     try:
         with contextlib.ExitStack() as stack:
-            # Nothing is worth a save yet, and waits for ranks that prepare something can be long.
+            # There is nothing to save yet, and waits for ranks that prepare data can be long.
             with zs.ends_by_signal():
                 check_equal(config, mesh)
                 check_settings(config)
@@ -84,10 +84,10 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
 
 
 def _train(run: Run, tell: Reporters, files: RunFiles | None, is_stop_wanted: Callable[[], bool]) -> Summary:
-    """Run the loop, with evaluations and checkpoints between and after the steps, and the sample.
+    """Run the loop, with evaluations, checkpoints and the sample.
 
     Args:
-        files: those of the run, on rank 0.
+        files: the files of the run, on rank 0.
     """
     tally, steps = run.tally, run.config.train.steps
     tell.started(describe_start(run))
@@ -111,7 +111,7 @@ def _train(run: Run, tell: Reporters, files: RunFiles | None, is_stop_wanted: Ca
 
 
 def _profile_if_wanted(run: Run) -> contextlib.AbstractContextManager[object]:
-    """Return the context of one step: the profile, or nothing."""
+    """Return the context of one step: the profile, or a null context."""
     made = run.tally.steps_of_start - _UNPROFILED_STEPS
     return run.profile if 0 <= made < run.config.run.profile_steps else contextlib.nullcontext()
 
@@ -119,13 +119,13 @@ def _profile_if_wanted(run: Run) -> contextlib.AbstractContextManager[object]:
 def _tell_profile(run: Run) -> str:
     """Write the trace of the profiled steps, and return their table.
 
-    Collective: all-gathers of some bytes an event, where steps were profiled; every rank must call.
+    Collective: all-gathers of some bytes per event, if steps were profiled; every rank must call.
     """
     if not run.config.run.profile_steps:
         return ""
     if not run.profile.steps:
         return (
-            f"no step was profiled: of the {run.tally.steps_of_start} made, the first {_UNPROFILED_STEPS} are left out"
+            f"no step was profiled: the first {_UNPROFILED_STEPS} of {run.tally.steps_of_start} steps are not profiled"
         )
     run.profile.save(run.config.folder / _PROFILE)
     return run.profile.table()
@@ -134,10 +134,9 @@ def _tell_profile(run: Run) -> str:
 def _step(
     run: Run, is_stop_wanted: Callable[[], bool], is_save_due: Callable[[int], bool]
 ) -> tuple[StepRecord, bool, bool]:
-    """Make one step.
+    """Run one step.
 
-    Returns:
-        Its record, whether some rank wants to stop, and whether a checkpoint is due on some rank.
+    Returns: Its record, whether any rank must stop, and whether a checkpoint is due on any rank.
 
     Collective: the engine's, one or two agreements, and a mean of two numbers; every rank must call.
     """
@@ -151,7 +150,7 @@ def _step(
     run.optimizer.zero_grad()
     step, own_s = run.tally.steps + 1, time.perf_counter() - start_s
     is_told = is_stop_wanted()
-    # A run that stops is saved, too, so most steps need the one question.
+    # A run that stops is also saved, so most steps need a single vote.
     is_due = not run.zero.agree(not (is_told or is_save_due(step)), "go on without a checkpoint?")
     is_interrupted = is_due and not run.zero.agree(not is_told, "go on?")
     mean_loss, step_s = zs.mean_across_ranks(torch.stack([loss, torch.tensor(own_s).to(loss)])).tolist()
@@ -172,11 +171,11 @@ def _step(
 def _backward(run: Run) -> Tensor:
     """Accumulate the gradients of this rank's part of the global batch.
 
-    Each micro-batch counts by its windows, so that the mean over ranks is the mean over all windows, also where ranks
-    have more or fewer of them.
+    Each micro-batch is weighted by its windows, so that the mean over ranks is the mean over all windows, even if ranks
+    have different numbers of windows.
 
     Returns:
-        The loss of that part in nats, 0-d; its mean over ranks is that of the global batch.
+        The loss of that part in nats, 0-d; its mean over ranks is the loss of the global batch.
     """
     train, mesh = run.config.train, run.mesh
     inputs, targets = training_batch(
@@ -201,16 +200,16 @@ def _backward(run: Run) -> Tensor:
 
 
 def _reduction(run: Run, *, is_last: bool) -> contextlib.AbstractContextManager[object]:
-    """Return the context of one micro-batch: without a reduction, where that is wanted and others follow."""
+    """Return the context of one micro-batch: `no_sync` if requested, except for the last."""
     if run.config.zero.no_sync and not is_last:
         return run.zero.no_sync()
     return contextlib.nullcontext()
 
 
 def _clip(run: Run) -> Tensor:
-    """Clip the gradients, if that is wanted, and return their 2-norm before it, 0-d."""
-    if run.config.train.clip:
-        return torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.train.clip)
+    """Clip the gradients, if requested, and return their previous 2-norm, 0-d."""
+    if run.clip:
+        return torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.clip)
     return run.zero.grad_norm()
 
 
@@ -230,7 +229,7 @@ def _count(run: Run, before: Counter[str], loss: float, step_s: float, memory: z
 
 
 def _evaluate_if_due(run: Run, tell: Reporters) -> None:
-    """Evaluate every so many steps and after the last, once. Collective: as `_evaluate`."""
+    """Evaluate every `eval_every` steps, and once after the last. Collective: as `_evaluate`."""
     tally, wanted = run.tally, run.config.train
     is_due = tally.steps == wanted.steps or (wanted.eval_every and tally.steps % wanted.eval_every == 0)
     is_done = tally.last_eval is not None and tally.last_eval.step == tally.steps
@@ -276,7 +275,7 @@ def _evaluate(run: Run) -> EvalRecord:
 
 
 def _sample(run: Run) -> str:
-    """Let the model write, on rank 0 alone, while its parameters are whole on all.
+    """Generate a sample on rank 0, while parameters are gathered on all ranks.
 
     Collective: `gathered()`; every rank must call.
     """

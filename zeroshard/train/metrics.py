@@ -1,7 +1,7 @@
-"""What a run measures, writes down and tells: the records, the files of a run, and who is told.
+"""The measurements of a run: the records, the files of a run, and the reporters.
 
-Owns the shape of `metrics.jsonl` and `summary.json`, and the `Reporter` interface. Must not know the terminal (that is
-`cli.py`) nor how the numbers come about (that is `loop.py`). Read `Reporter` first, then the records.
+Owns the format of `metrics.jsonl` and `summary.json`, and the `Reporter` interface. It must not know the terminal
+(`cli.py`) or the computation of the numbers (`loop.py`). Read `Reporter` first, then the records.
 """
 
 import dataclasses
@@ -24,18 +24,18 @@ Bytes = Mapping[str, int]
 @final
 @dataclass(frozen=True)
 class Start:
-    """What is known before the first step.
+    """The description of a run before its first step.
 
     Args:
-        model: one line that names the model and its size.
-        mesh: one line that names the ranks.
-        data: one line that names the text.
-        row: how the row of the residency table is called.
-        cells: by column, where it lives.
-        predicted_bytes: for each rank, by column.
-        steps: how many there will be, in all.
-        done: how many of them earlier starts of the run have made.
-        folder: where the files go.
+        model: one line with the model and its size.
+        mesh: one line with the ranks.
+        data: one line with the text.
+        row: name of the row of the residency table.
+        cells: the cell of each column, in words.
+        predicted_bytes: bytes by column, for each rank.
+        steps: total number of steps.
+        done: number of steps that earlier starts of the run have completed.
+        folder: folder of the run's files.
     """
 
     model: str
@@ -52,7 +52,7 @@ class Start:
 @final
 @dataclass(frozen=True)
 class StepRecord:
-    """One step: `loss` in nats a token and seconds, means over all ranks; bytes are of rank 0, by column."""
+    """One step: `loss` in nats per token, and seconds, as means over all ranks; bytes of rank 0, by column."""
 
     step: int
     loss: float
@@ -67,9 +67,9 @@ class StepRecord:
 @final
 @dataclass(frozen=True)
 class EvalRecord:
-    """One evaluation on held-out text, after `step` steps: `loss` in nats a token, and bits a byte of the text.
+    """One evaluation on held-out text, after `step` steps.
 
-    Seconds are the mean over all ranks.
+    `loss` is in nats per token. Seconds are the mean over all ranks.
     """
 
     step: int
@@ -85,13 +85,13 @@ class RankBytes:
     """Bytes of one rank: in memory by column of the residency table, sent by collective.
 
     Args:
-        predicted_bytes: that it should hold in training.
-        resident_bytes: that it held at the end of the last step, gradients included.
-        peak_bytes: that it held at most, each column by itself.
-        predicted_sent_bytes: that the training steps should send, by the schedule of the first one; empty where each
-            of them followed an evaluation.
-        sent_bytes: that the training steps sent.
-        other_sent_bytes: that everything else sent: the start, evaluations, the sample.
+        predicted_bytes: predicted bytes in training.
+        resident_bytes: bytes at the end of the last step, including gradients.
+        peak_bytes: peak bytes, separately for each column.
+        predicted_sent_bytes: predicted bytes sent in training steps, by the schedule of the first step; empty if each
+            step followed an evaluation.
+        sent_bytes: bytes sent in training steps.
+        other_sent_bytes: bytes sent by everything else: the start, evaluations, the sample.
     """
 
     predicted_bytes: Bytes
@@ -108,19 +108,19 @@ class Summary:
     """The whole run.
 
     Args:
-        model: one line that names it and its size.
-        is_interrupted: whether it was ended before its last step.
-        steps: made in all.
-        resumed_at: how many were made when the run was gone on with, once for each time; `ranks` counts from the last.
-        depth: of a GPT; None for other models.
-        final_train_loss: mean over the last steps, up to 50, in nats a token.
-        final_heldout_loss: of the last evaluation, in nats a token.
-        bits_per_byte: of the last evaluation, for each byte of text; other than losses, it compares tokenizers.
-        tokens_per_s: of the training steps, over all ranks.
-        train_s: spent in training steps; `wall_s` also counts start, evaluations and sample.
-        ranks: by rank.
-        profile: the table of the profiled steps, of rank 0; empty where none was wanted.
-        plan: what `zs.plan` predicts of rank 0, beside what was measured; empty on the other ranks.
+        model: one line with the model and its size.
+        is_interrupted: whether the run ended before its last step.
+        steps: total number of completed steps.
+        resumed_at: number of completed steps at each resume; `ranks` counts from the last resume.
+        depth: depth of a GPT; None for other models.
+        final_train_loss: mean over the last (up to 50) steps, in nats per token.
+        final_heldout_loss: loss of the last evaluation, in nats per token.
+        bits_per_byte: result of the last evaluation; unlike the loss, it is comparable between tokenizers.
+        tokens_per_s: tokens per second of training steps, over all ranks.
+        train_s: seconds in training steps; `wall_s` also includes start, evaluations and sample.
+        ranks: bytes of each rank.
+        profile: the table of the profiled steps of rank 0; "" without a profile.
+        plan: the prediction of `zs.plan` for rank 0, with the measurements; empty on other ranks.
     """
 
     name: str
@@ -149,7 +149,7 @@ class Summary:
 
 
 class Reporter(Protocol):
-    """Who is told what happens. Only rank 0 tells anyone."""
+    """The interface for events of a run, which rank 0 calls."""
 
     def started(self, start: Start) -> None:
         """Take the banner."""
@@ -161,18 +161,18 @@ class Reporter(Protocol):
         """Take one evaluation."""
 
     def saving(self, step: int) -> None:
-        """Know that a checkpoint is about to be made after `step` steps: what was told must outlast it."""
+        """Handle the start of a checkpoint after `step` steps: earlier records must be durable before it."""
 
     def saved(self, step: int, path: Path) -> None:
-        """Take a checkpoint that is on the disk."""
+        """Handle a checkpoint that is on disk."""
 
     def finished(self, summary: Summary) -> None:
-        """Take the end of the run, whole or interrupted."""
+        """Handle the end of the run, complete or interrupted."""
 
 
 @final
 class Reporters:
-    """Several reporters as one; none of them for a rank that says nothing."""
+    """Several reporters as one; an empty list for ranks other than 0."""
 
     def __init__(self, reporters: Sequence[Reporter]) -> None:
         self._reporters = reporters
@@ -212,16 +212,15 @@ class Reporters:
 class RunFiles:
     """The folder of a run: `config.toml`, `metrics.jsonl` and `summary.json`. A reporter that writes.
 
-    A line of `metrics.jsonl` is in the file as soon as it is told, so an interrupted run keeps what it did, and on the
-    disk before a checkpoint that comes after it. So the lines up to a checkpoint are whole wherever there is one.
-    A failure to write raises nothing here, where the other ranks would wait for this one: it is in `problem`, which
-    ranks look at together.
+    A line of `metrics.jsonl` is written at once, so an interrupted run keeps its records, and flushed to disk before
+    the next checkpoint. So every checkpoint has complete records of its steps. A failed write does not raise here,
+    where the other ranks would wait for this rank: it is stored in `problem`, which ranks check together.
 
     Args:
-        folder: made if it is not there.
+        folder: the folder, created if missing.
         config_toml: the resolved configuration.
-        done: steps that the run has made already. Lines about later ones, from a start that was cut off after its last
-            checkpoint, go: their steps are made again.
+        done: number of steps that the run has completed. Lines of later steps, from a start that was interrupted after
+            its last checkpoint, are removed, because these steps run again.
     """
 
     def __init__(self, folder: Path, config_toml: str, done: int = 0) -> None:
@@ -238,29 +237,29 @@ class RunFiles:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with self._noted():  # closing writes what could not be written before, if anything
+        with self._noted():  # closing flushes buffered data
             self._metrics.close()
 
     @property
     def problem(self) -> str:
-        """What keeps the files of the run from being written; empty while they are in their place."""
+        """The reason why the files of the run cannot be written; "" if they can."""
         try:
             if not self._failure and not os.path.samestat(self._path.stat(), os.fstat(self._metrics.fileno())):
-                self._failure = f"{self._path} is another file now"
+                self._failure = f"{self._path} was replaced by another file"
         except OSError as error:
-            self._failure = f"{self._path} is not there any more ({error.strerror})"
+            self._failure = f"{self._path} no longer exists ({error.strerror})"
         return self._failure
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        """Keep the first failure to write."""
+        """Store the first failed write."""
         try:
             yield
         except OSError as error:
             self._failure = self._failure or f"{error.filename or self._path} cannot be written ({error.strerror})"
 
     def started(self, start: Start) -> None:
-        """Write nothing: all of it is in the configuration or will be in the summary."""
+        """Write nothing: the configuration or the summary contains everything."""
 
     def stepped(self, record: StepRecord) -> None:
         """Append one step."""
@@ -271,12 +270,12 @@ class RunFiles:
         self._append("eval", record)
 
     def saving(self, step: int) -> None:
-        """Have all lines on the disk."""
+        """Flush all lines to disk."""
         with self._noted():
             os.fsync(self._metrics.fileno())
 
     def saved(self, step: int, path: Path) -> None:
-        """Write nothing: the checkpoint is there."""
+        """Write nothing: the checkpoint exists."""
 
     def finished(self, summary: Summary) -> None:
         """Write the summary."""
@@ -290,7 +289,7 @@ class RunFiles:
 
 
 def _lines_until(metrics: Path, step: int) -> list[str]:
-    """Return the lines about steps up to `step`; what is no whole record, and what comes after it, is left out."""
+    """Return the lines of steps up to `step`, without an incomplete record and the lines after it."""
     lines: list[str] = []
     if not step or not metrics.exists():
         return lines
@@ -309,14 +308,14 @@ def _lines_until(metrics: Path, step: int) -> list[str]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file atomically."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(text, "utf-8")
     os.replace(unfinished, path)
 
 
 def _plain(value: Any) -> Any:
-    """Return a record as what JSON holds. A number that is not finite becomes its name, as JSON has none."""
+    """Return a record as JSON values. Numbers that are not finite become their names, because JSON lacks them."""
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

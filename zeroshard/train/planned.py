@@ -18,12 +18,12 @@ from zeroshard.train.tokenizer import load_tokenizer
 
 __all__ = ["choose_offload", "choose_stage", "compare_plan", "describe_plan", "describe_text", "plan_run"]
 
-UNTIMED: Final = "no profile of this machine is stored, so time is not predicted; `zeroshard doctor` measures it"
+UNTIMED: Final = "time is not predicted without a profile of this machine; `zeroshard doctor` creates one"
 MB: Final = 1e6
 
 
 def plan_run(config: Config) -> tuple[zs.Plan, bool]:
-    """Return the plan of a run, and whether its times mean anything: whether a profile of this machine is stored.
+    """Return the plan of a run, and whether its times are valid: whether a profile of this machine exists.
 
     Raises:
         ValueError, TypeError, RuntimeError, ImportError: the model cannot be planned.
@@ -32,14 +32,14 @@ def plan_run(config: Config) -> tuple[zs.Plan, bool]:
         device, is_timed = zs.device_for("this"), True
     except ValueError:
         device, is_timed = zs.host_device(), False
-    if device.is_cpu:  # the ranks of a host share its memory
+    if device.is_cpu:  # ranks of a host share its memory
         device = replace(device, memory_bytes=device.memory_bytes // config.run.ranks)
     train, zero = config.train, config.zero
     batch = -(-train.batch // (config.run.ranks * train.accumulation))  # of the rank with the most windows
     inputs: Any = None
     if config.hf_folder:
         if not (Path(config.hf_folder) / "config.json").is_file():
-            raise ValueError(f"{config.hf_folder} is no folder with a config.json.")
+            raise ValueError(f"{config.hf_folder} is not a folder with a config.json.")
         import transformers
 
         model: Any = transformers.AutoConfig.from_pretrained(config.hf_folder, local_files_only=True)
@@ -66,18 +66,18 @@ def plan_run(config: Config) -> tuple[zs.Plan, bool]:
 
 
 def choose_stage(config: Config) -> Config:
-    """Return the settings with a number for `zero.stage=auto`: the least stage whose plan fits this machine.
+    """Return the settings with `zero.stage=auto` resolved: the lowest stage whose plan fits this machine.
 
-    Every rank chooses for itself, and alike: a plan depends on the settings and on the host's memory alone.
+    Every rank makes the same choice, because a plan depends only on the settings and the host's memory.
 
     Raises:
-        ValueError: there is no plan of this model.
+        ValueError: the model cannot be planned.
     """
     if config.zero.stage != AUTO:
         return config
     for stage in range(4):
         chosen = config.model_copy(update={"zero": config.zero.model_copy(update={"stage": stage})})
-        # What is to be offloaded is chosen for the stage, and no stage for that.
+        # The offload is chosen for a given stage, not the stage for an offload.
         resident = {} if config.zero.offload != AUTO else {"offload": ""}
         try:
             plan, _ = plan_run(chosen.model_copy(update={"zero": chosen.zero.model_copy(update=resident)}))
@@ -98,19 +98,19 @@ def describe_text(config: Config) -> str:
 
 
 def choose_offload(config: Config) -> Config:
-    """Return the settings with what `zero.offload=auto` stands for: the least whose plan fits this machine.
+    """Return the settings with `zero.offload=auto` resolved: the smallest offload whose plan fits this machine.
 
-    Every rank chooses for itself, and alike, as in `choose_stage`.
+    Every rank makes the same choice, as in `choose_stage`.
 
     Raises:
-        ValueError: there is no plan of this model, or nothing that fits.
+        ValueError: the model cannot be planned, or no offload fits.
     """
     if config.zero.offload != AUTO:
         return config
     try:
         plan, _ = plan_run(config)
     except (TypeError, RuntimeError, ImportError, OSError) as error:
-        raise ValueError(f"zero.offload=auto: {str(error).splitlines()[0]} Say what lies elsewhere.") from error
+        raise ValueError(f"zero.offload=auto: {str(error).splitlines()[0]} Set zero.offload to a value.") from error
     chosen = plan.asked.offload
     if chosen is not None and plan.verdict == "no":
         raise ValueError(
@@ -123,13 +123,13 @@ def choose_offload(config: Config) -> Config:
 
 
 def _text_of(offload: zs.Offload) -> str:
-    """Return what `zs.offload_of` reads as this."""
+    """Return the text that `zs.offload_of` parses as this offload."""
     parts = {"states": offload.states, "parameters": offload.parameters}
     return ",".join([*(f"{name}={part:g}" for name, part in parts.items()), f"to={offload.to}"])
 
 
 def describe_plan(config: Config) -> Sequence[str]:
-    """Return the plan of a run in lines, or the reason why there is none."""
+    """Return the plan of a run in lines, or the reason why it is missing."""
     try:
         plan, is_timed = plan_run(config)
     except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
@@ -148,11 +148,11 @@ def describe_plan(config: Config) -> Sequence[str]:
 def compare_plan(
     config: Config, resident_bytes: Mapping[str, int], step_s: float, tokens_per_s: float, peak_bytes: int | None
 ) -> Mapping[str, Any]:
-    """Return what was predicted of the first rank beside what it took, or the reason why nothing was predicted.
+    """Return predictions and measurements of the first rank, or the reason why predictions are missing.
 
     Args:
-        resident_bytes: between steps, by column.
-        peak_bytes: of torch's allocator at most; None where it does not say, as on a CPU.
+        resident_bytes: bytes between steps, by column.
+        peak_bytes: peak bytes of torch's allocator; None if unknown, as on a CPU.
     """
     try:
         plan, is_timed = plan_run(config)

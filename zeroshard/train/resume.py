@@ -1,13 +1,13 @@
-"""Saving a run and going on with it: when, what beside tensors, and whether a start may follow an earlier one.
+"""Saving and resuming a run: when to save, the data besides tensors, and the checks of a resume.
 
-Owns the names of a run's checkpoints and what their `extra` holds. Must not know the loop (`loop.py`) nor the format
-(`zeroshard/checkpoint`). Read `resume` first, then `Saver`.
+Owns the names of a run's checkpoints and the content of their `extra`. It must not know the loop (`loop.py`) or the
+format (`zeroshard/checkpoint`). Read `resume` first, then `Saver`.
 
-Note: exactly
+Note: exact resumption
     The batch of a step is a function of seed and step, so the data's position is the number of steps. Parameters,
-    states, the loss scale and each rank's random generators are in the checkpoint, the rest is here. So a run that was
-    cut off and gone on with has the same bits as one that was not, on the same number of ranks at the same stage; on
-    others its sums have another order.
+    states, the loss scale and each rank's random generators are in the checkpoint; `extra` has the rest. So a resumed
+    run has the same bits as an uninterrupted run, on the same number of ranks at the same stage; otherwise its sums
+    have another order.
 """
 
 import os
@@ -38,14 +38,13 @@ _CONTENTS: Final = ("sha256", "tokenizer_sha256", "train_tokens", "heldout_token
 
 
 def check_folder(config: Config, *, is_fresh: bool = False) -> None:
-    """Raise where a start must not write to the folder of its run, before there are ranks.
+    """Raise if a start must not write to the folder of its run, before ranks start.
 
     Args:
-        is_fresh: whether the run must be a new one.
+        is_fresh: whether the run must be new.
 
     Raises:
-        ValueError: another process writes there; there is a run already, and a new one is wanted; or it is a run with
-            other settings.
+        ValueError: another process writes to the folder, the run exists with `is_fresh`, or it has other settings.
     """
     if not config.folder.exists():
         return
@@ -58,25 +57,25 @@ def check_folder(config: Config, *, is_fresh: bool = False) -> None:
 
 
 def check_settings(config: Config) -> None:
-    """Raise ValueError where the folder of the run holds one with other settings."""
+    """Raise ValueError if the folder contains a run with other settings."""
     file = config.folder / _FILE
     if file.exists():
         _compare(load_config(file), config, file)
 
 
 def is_complete(config: Config) -> bool:
-    """Tell whether an earlier start has made all steps and summed them up."""
+    """Return whether an earlier start has completed all steps and the summary."""
     if not (config.folder / "summary.json").exists():
         return False
     return any(one.step >= config.train.steps for one in zs.list_checkpoints(config.folder) if not one.problem)
 
 
 def resume(run: Run) -> None:
-    """Go on from the newest whole checkpoint in the folder of the run, where there is one.
+    """Resume from the newest complete checkpoint in the folder of the run, if any.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is whole.
-        ValueError: it is of a run with other settings or another text.
+        CheckpointError: checkpoints exist, but none is complete.
+        ValueError: the checkpoint is of a run with other settings or another text.
 
     Collective: an all-gather of 8 bytes, and a load; every rank must call.
     """
@@ -101,10 +100,10 @@ def resume(run: Run) -> None:
 
 
 def _find(folder: Path) -> int:
-    """Return the step of the newest whole checkpoint, -1 where there is none, and clear away what is not whole.
+    """Return the step of the newest complete checkpoint (-1 without any), and move incomplete folders away.
 
-    What a killed save has left, or what was damaged after it, would stand in the way of the next save of its name. The
-    lease is what makes it safe to touch.
+    Remains of a killed save, or a damaged checkpoint, would block the next save with the same name. The lease makes
+    this safe.
     """
     for unfinished in folder.glob(".tmp-*"):
         shutil.rmtree(unfinished) if unfinished.is_dir() and not unfinished.is_symlink() else unfinished.unlink()
@@ -127,12 +126,12 @@ def _path(folder: Path, step: int) -> Path:
 
 
 def _compare(before: Config, now: Config, where: Path) -> None:
-    """Raise where the settings are of another training than those in `where`."""
+    """Raise if the settings differ from those in `where` in a way that changes the training."""
     if found := differences(before, now):
         listed = "\n".join(f"  {one}" for one in found)
         raise ValueError(
-            f"run.name: {where} is of a run with other settings:\n{listed}\nGive these as they were to go on with it, "
-            "or another --name to start anew"
+            f"run.name: {where} is of a run with other settings:\n{listed}\nRestore these settings to resume it, or "
+            "give another --name to start a new run"
         )
 
 
@@ -143,12 +142,12 @@ def _contents(run: Run) -> dict[str, str | int]:
 
 @final
 class Saver:
-    """Saves a run when it is due, and at most once after each step.
+    """Saves a run when a checkpoint is due, at most once per step.
 
     Args:
-        run: which to save.
-        tell: told before and after.
-        files: those of the run, on rank 0.
+        run: the run.
+        tell: reporters, called before and after.
+        files: the files of the run, on rank 0.
     """
 
     def __init__(self, run: Run, tell: Reporters, files: RunFiles | None) -> None:
@@ -156,9 +155,9 @@ class Saver:
         self._last_step, self._last_s = run.tally.steps, time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Tell whether this rank's clock, or the number of steps, calls for a checkpoint after `step` steps.
+        """Return whether this rank's clock, or the number of steps, requires a checkpoint after `step` steps.
 
-        Files that cannot be written do, too, since all ranks hear of these before they save.
+        Files that cannot be written also require one, because ranks share such failures before they save.
         """
         wanted = self._run.config.checkpoint
         is_late = bool(wanted.every_s) and time.monotonic() - self._last_s >= wanted.every_s
@@ -166,11 +165,11 @@ class Saver:
         return is_late or is_lost or (bool(wanted.every_steps) and step % wanted.every_steps == 0)
 
     def save(self) -> None:
-        """Save the run as it is now.
+        """Save the run.
 
         Raises:
-            RuntimeError: on every rank, where the files of the run cannot be written: a checkpoint without the lines
-                before it would be gone on from without them.
+            RuntimeError: on every rank, if the files of the run cannot be written: a run resumed from this checkpoint
+                would lack records.
 
         Collective: a mean of one number, all-gathers of some bytes, and a save; every rank must call.
         """
@@ -185,7 +184,7 @@ class Saver:
 
 
 def _extra(run: Run) -> dict[str, Any]:
-    """Return what a checkpoint holds beside tensors, equal on all ranks. Collective: a mean of one number."""
+    """Return the data of a checkpoint besides tensors, equal on all ranks. Collective: a mean of one number."""
     tally = run.tally
     wall_s = torch.tensor(tally.earlier_s + time.perf_counter() - run.start_s, dtype=torch.float64)
     return {

@@ -1,7 +1,7 @@
-"""The objects of one run on one rank, and what is counted over its steps.
+"""The objects of one run on one rank, and the counters over its steps.
 
-Owns how they are made, in the order of the README: model, optimizer, `zs.shard`, scheduler. Must not know the loop that
-uses them (`loop.py`). Read `Run` first.
+Owns their construction, in the order of the README: model, optimizer, `zs.shard`, scheduler. It must not know the loop
+that uses them (`loop.py`). Read `Run` first.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any, Final, final
 import torch
 
 import zeroshard as zs
-from zeroshard.train.config import Config
+from zeroshard.train.config import AUTO, Config
 from zeroshard.train.corpus import Corpus, open_corpus, prepare_corpus
 from zeroshard.train.metrics import EvalRecord, RunFiles
 from zeroshard.train.models.hf import check_causal, check_folder, check_hf, load_hf
@@ -29,10 +29,10 @@ _FINAL_STEPS: Final = 50
 
 
 def prepare(config: Config) -> None:
-    """Check what a run needs from outside, and make its tokens, before there are ranks that would wait.
+    """Check the inputs of a run, and create its tokens, before ranks start that would wait.
 
     Raises:
-        ValueError: the text, the tokenizer or the model is missing or does not fit.
+        ValueError: the text, the tokenizer or the model is missing or unsuitable.
         ImportError: an extra is missing.
     """
     check_paths(config)
@@ -43,7 +43,7 @@ def prepare(config: Config) -> None:
 
 
 def check_paths(config: Config) -> None:
-    """Raise ValueError where the model's folder, the tokenizer or the text that the settings name is not there."""
+    """Raise ValueError if the model's folder, the tokenizer or the text does not exist."""
     if config.hf_folder:
         check_folder(config.hf_folder)
     if config.data.tokenizer and not Path(config.data.tokenizer).exists():
@@ -52,7 +52,7 @@ def check_paths(config: Config) -> None:
 
 
 def check_equal(config: Config, mesh: zs.Mesh) -> None:
-    """Raise RankMismatchError on every rank unless all were given the same settings. Collective: all-gathers."""
+    """Raise RankMismatchError on every rank unless all have the same settings. Collective: all-gathers."""
     mine = [
         f"{section}.{key}={value!r}" for section, values in config.model_dump().items() for key, value in values.items()
     ]
@@ -64,24 +64,24 @@ def check_equal(config: Config, mesh: zs.Mesh) -> None:
 
 
 def check_files(run: "Run", files: RunFiles | None) -> None:
-    """Raise RuntimeError on every rank where the files of the run cannot be written.
+    """Raise RuntimeError on every rank if the files of the run cannot be written.
 
     Args:
-        files: those of the run, on rank 0.
+        files: the files of the run, on rank 0.
 
     Collective: all-gathers of some bytes; every rank must call.
     """
     problem = zs.texts_across_ranks(run.mesh, zs.printable(files.problem) if files else "")[0]
     if problem:
         raise RuntimeError(
-            f"{run.mesh} {run.config.folder}: the files of the run cannot be written: {problem}. Leave the folder as "
-            "it is while a run writes to it; the same command goes on from the newest checkpoint that is there."
+            f"{run.mesh} {run.config.folder}: the files of the run cannot be written: {problem}. Do not change the "
+            "folder while a run writes to it. The same command resumes from the newest checkpoint."
         )
 
 
 @final
 class Run:
-    """One run on one rank: the objects of the loop, and what was counted so far."""
+    """One run on one rank: the objects of the loop, and its counters."""
 
     def __init__(self, config: Config, mesh: zs.Mesh, start_s: float) -> None:
         self.config, self.mesh, self.start_s = config, mesh, start_s
@@ -91,10 +91,15 @@ class Run:
         self.model = self.language.module
         self.parameters_numel = sum(p.numel() for p in self.model.parameters())
         self.optimizer = make_optimizer(config.train, self.language)
+        offload = _offload(config)
+        is_clipped_later = isinstance(offload, zs.Offload) and offload.update == "in-backward"
+        self.clip = 0.0 if is_clipped_later else config.train.clip
+        """What the loop clips the norm of the gradients to before a step; 0 for no clipping there."""
         self.zero = zs.shard(
             self.model,
             self.optimizer,
             **_row(config),
+            offload=offload,
             precision=config.train.precision,
             weights=self.language.weights,
             settings=zs.Settings(watchdog_s=config.zero.watchdog_s),
@@ -119,7 +124,7 @@ class Run:
 
 
 def _compile_blocks(model: torch.nn.Module) -> None:
-    """Have torch compile each block of a model when it is first called; equal blocks share their code."""
+    """Compile each block of a model at its first call; equal blocks share their code."""
     if isinstance(model, torch.nn.ModuleList):
         for block in model:
             block.compile()
@@ -129,26 +134,37 @@ def _compile_blocks(model: torch.nn.Module) -> None:
 
 
 def _row(config: Config) -> dict[str, Any]:
-    """Return the arguments of `zs.shard` that say where training state lives."""
-    offload = config.zero.offload or None
+    """Return the arguments of `zs.shard` that place the training state."""
     if config.zero.residency:
-        return {"residency": config.zero.residency, "offload": offload}
-    return {"stage": config.zero.stage, "activations": config.zero.activations, "offload": offload}
+        return {"residency": config.zero.residency}
+    return {"stage": config.zero.stage, "activations": config.zero.activations}
+
+
+def _offload(config: Config) -> zs.Offload | str | None:
+    """Return what lies elsewhere; where updates in the backward leave clipping to the step, with its limit."""
+    if config.zero.offload == AUTO:
+        return AUTO
+    offload = zs.offload_of(config.zero.offload or None)
+    if offload is None or offload.update != "in-backward" or offload.max_norm is not None or not config.train.clip:
+        return offload
+    return replace(offload, max_norm=config.train.clip)
 
 
 @final
 @dataclass
 class Tally:
-    """What is counted over the steps of a run, on this rank. Bytes are those of this start.
+    """The counters over the steps of a run, on this rank.
+
+    Bytes count from this start.
 
     Args:
-        steps: made so far, by this start and earlier ones.
-        losses: of the last of them, up to 50.
-        train_s: spent in them.
-        earlier_s: all that earlier starts took, up to the checkpoint that was gone on from.
-        resumed_at: steps that were made when the run was gone on with, once for each time.
-        predicted_step_bytes: None until a step was made that did not follow another pass, which would count as its.
-        follows_pass: whether a pass that is no step's, such as an evaluation, came after the last step.
+        steps: number of completed steps, including earlier starts.
+        losses: losses of the last (up to 50) steps.
+        train_s: seconds in steps.
+        earlier_s: seconds of earlier starts, up to the checkpoint of the resume.
+        resumed_at: number of completed steps at each resume.
+        predicted_step_bytes: None until a step that did not follow another pass, whose bytes would count for the step.
+        follows_pass: whether a pass outside a step, such as an evaluation, ran after the last step.
     """
 
     steps: int = 0
@@ -164,18 +180,18 @@ class Tally:
 
     @property
     def steps_of_start(self) -> int:
-        """How many steps this start has made."""
+        """Number of steps of this start."""
         return self.steps - (self.resumed_at[-1] if self.resumed_at else 0)
 
 
 def learning_rate_factor(step: int, *, steps: int, warmup_fraction: float, final_fraction: float) -> float:
-    """Return what the highest learning rate is multiplied with at a step: a linear rise, then a cosine fall.
+    """Return the factor of the maximum learning rate at a step: a linear warmup, then a cosine decay.
 
     Args:
-        step: counts from 0.
-        steps: of the run.
-        warmup_fraction: share of the steps in which it rises.
-        final_fraction: where the fall ends.
+        step: number of the step, from 0.
+        steps: number of steps of the run.
+        warmup_fraction: fraction of the steps with warmup.
+        final_fraction: the factor at the last step.
     """
     warmup = max(1, round(steps * warmup_fraction))
     if step < warmup:
@@ -185,7 +201,7 @@ def learning_rate_factor(step: int, *, steps: int, warmup_fraction: float, final
 
 
 def _make_model(config: Config, tokenizer: Tokenizer) -> LanguageModel:
-    """Make the model for the tokenizer's vocabulary, without values: `zs.shard` gives it those unit by unit."""
+    """Create the model for the tokenizer's vocabulary on the meta device; `zs.shard` initializes it unit by unit."""
     if config.hf_folder:
         return load_hf(config.hf_folder, context=config.model.context, vocabulary=tokenizer.vocabulary)
     with torch.device("meta"):
@@ -193,7 +209,7 @@ def _make_model(config: Config, tokenizer: Tokenizer) -> LanguageModel:
 
 
 def _share_corpus(config: Config, tokenizer: Tokenizer, mesh: zs.Mesh) -> Corpus:
-    """Have rank 0 make the corpus, and open it on all ranks.
+    """Create the corpus on rank 0, and open it on all ranks.
 
     Collective: an all-gather of 32 bytes; every rank must call.
     """

@@ -345,7 +345,10 @@ def _end_of(published: str) -> str:
     """Describe the end of a rank without an error, from its last status."""
     words = _words(published)
     if words.startswith(ENDED):
-        return f"it ended while others needed it; before that it was {words.removeprefix(ENDED)}"
+        return (
+            f"it ended while others needed it; before that it was {words.removeprefix(ENDED)} (if it had fewer batches "
+            "than others: zero.agree() decides alike whether there is a next one)"
+        )
     # Only the parent of a process learns the number of a signal.
     return f"its process is gone without a word (a signal, a crash, os._exit); it was last seen to be: {words}"
 

@@ -1,0 +1,89 @@
+"""What other libraries call things, and what is written here instead: for errors alone.
+
+Owns the names that code for DDP, FSDP, DeepSpeed and Accelerate uses where zeroshard has another one. Imports nothing.
+`docs/coming-from.md` has the tables.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+__all__ = ["ARGUMENTS", "FUNCTIONS", "METHODS", "SEE"]
+
+SEE: Final = "docs/coming-from.md has the rest"
+_DEEPSPEED: Final = f"settings of DeepSpeed's JSON are arguments here, such as stage=3 and precision='bf16'; {SEE}"
+_DEVICE: Final = "zs.init() chooses each rank's device; leave it out"
+_IGNORED: Final = "write ignored=[...]"
+_NOTHING: Final = "there is nothing to set; leave it out"
+_OFFLOAD: Final = "write offload='host' or a zs.Offload"
+_PRECISION: Final = "write precision='bf16' or a zs.Precision"
+_SHARD: Final = "zero = zs.shard(model, optimizer, stage=3), which shards both in place"
+
+ARGUMENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "auto_wrap_policy": "units are found by themselves; units=[Block] or units=['Block'] names others",
+        "broadcast_buffers": _NOTHING,
+        "bucket_cap_mb": _NOTHING,
+        "config": _DEEPSPEED,
+        "config_params": _DEEPSPEED,
+        "cpu_offload": _OFFLOAD,
+        "device_id": _DEVICE,
+        "device_ids": _DEVICE,
+        "device_mesh": "write mesh=, a number of copies or a DeviceMesh",
+        "ds_config": _DEEPSPEED,
+        "find_unused_parameters": "parameters that no rank used always keep grad None; leave it out",
+        "forward_prefetch": _NOTHING,
+        "gradient_as_bucket_view": _NOTHING,
+        "ignored_modules": _IGNORED,
+        "ignored_params": _IGNORED,
+        "ignored_states": _IGNORED,
+        "limit_all_gathers": _NOTHING,
+        "mixed_precision": _PRECISION,
+        "model_parameters": "build the optimizer from model.parameters() and give it as the second argument",
+        "mp_policy": _PRECISION,
+        "offload_policy": _OFFLOAD,
+        "overlap_comm": _NOTHING,
+        "param_init_fn": "write weights=function",
+        "reshard_after_forward": "write parameters='until-backward' for False, and nothing for True",
+        "sharding_strategy": "write stage=3 for FULL_SHARD, stage=2 for SHARD_GRAD_OP, stage=0 for NO_SHARD",
+        "static_graph": _NOTHING,
+        "sync_module_states": _NOTHING,
+        "use_orig_params": _NOTHING,
+        "zero_optimization": _DEEPSPEED,
+    }
+)
+"""Arguments of wrappers."""
+
+METHODS: Mapping[str, str] = MappingProxyType(
+    {
+        "backward": "loss.backward(), as in plain PyTorch",
+        "clip_grad_norm_": "torch.nn.utils.clip_grad_norm_(model.parameters(), ...)",
+        "load_checkpoint": "zero.load(path)",
+        "module": "`model`, which zs.shard() has sharded in place",
+        "optim_state_dict": "optimizer.state_dict() inside `with zero.gathered(states=True):`",
+        "save_checkpoint": "zero.save(path), on every rank",
+        "save_pretrained": "zero.save(path), then `zeroshard checkpoint export`",
+        "step": "optimizer.step(), then optimizer.zero_grad()",
+        "summon_full_params": "`with zero.gathered():`",
+    }
+)
+"""Of engines and wrappers, asked of the handle."""
+
+FUNCTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "DDP": _SHARD,
+        "DistributedDataParallel": _SHARD,
+        "FSDP": _SHARD,
+        "FullyShardedDataParallel": _SHARD,
+        "GatheredParameters": "`with zero.gathered(writeback=True):` on the handle of zs.shard()",
+        "Init": "`with torch.device('meta'):` around the model, and zs.shard(model, ..., weights=)",
+        "ZeroRedundancyOptimizer": _SHARD,
+        "fully_shard": _SHARD,
+        "init_distributed": "zs.init()",
+        "init_process_group": "zs.init()",
+        "initialize": _SHARD,
+        "prepare": _SHARD,
+        "wrap": _SHARD,
+    }
+)
+"""Of packages."""
