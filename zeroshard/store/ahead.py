@@ -120,8 +120,8 @@ class Ahead:
         """Return the error of a copy for a unit."""
         of = f"unit '{name}'" if name else "the root unit"
         return RuntimeError(
-            f"{self.where} The offloaded parameters of {of} could not be brought to the device: {error} Resume from the "
-            "last checkpoint in a new run."
+            f"{self.where} The offloaded parameters of {of} could not be brought to the device: {error} "
+            "Resume from the last checkpoint in a new run."
         )
 
     def before_fork(self) -> None:
