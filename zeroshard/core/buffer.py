@@ -189,12 +189,13 @@ class Bucket:
         """Round the masters into the parameters that this rank keeps; call `count_update` once all are whole.
 
         Args:
-            is_apart_done: whether offloaded masters are already rounded (`follow_part`).
+            is_apart_done: whether offloaded masters are already rounded (`follow_part`, `follow_here`).
         """
         self.updates += 1
         with torch.no_grad():
             for part, masters in self._rounded(True):
-                part.copy_(masters)
+                if not (is_apart_done and is_stored(part)):
+                    part.copy_(masters)
         if not (is_apart_done and is_stored(self._masters[0])) and self.updating is None:
             self.follow_apart()
 
@@ -212,16 +213,32 @@ class Bucket:
         if self.spec.has_masters:
             self._masters[1] = move(self._masters[1])
 
+    def follow_here(self) -> None:
+        """Write masters on the device to parameters in a file."""
+        with torch.no_grad():
+            for part, masters in self._rounded(True):
+                if is_stored(part):
+                    part.copy_(masters)
+
     def put_apart(self, masters: Tensor) -> Tensor:
         """Replace offloaded masters and return the previous ones. The optimizer's entries are not changed."""
         before, self._masters[0] = self._masters[0], masters
         return before
 
-    def follow_part(self, start: int, values: Tensor) -> None:
-        """Round updated offloaded masters, from element `start` on, into parameters."""
+    def follow_part(self, start: int, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Round updated offloaded masters, from element `start` on, into parameters.
+
+        Returns:
+            Parameters in a file, which the caller must write, and their new values; None without such parameters.
+        """
+        stored = None
         with torch.no_grad():
             for part, new in beside(self._updated, values, start):
-                self._bring(part, new)
+                if not is_stored(part):
+                    self._bring(part, new)
+                elif not self.spec.shares_apart:
+                    stored = part, new
+        return stored
 
     def _bring(self, part: Tensor, masters: Tensor) -> None:
         assert self._apart is not None, "nothing is offloaded"
