@@ -21,7 +21,7 @@ FRACTIONS = (0.0, 0.5, 1.0)
 
 
 def train(name: str, stage: int, states: float) -> dict[str, Any]:
-    """Train a few steps; return parameters and states, whole. Runs on a rank."""
+    """Train a few steps; return parameters and states, whole. Checks the predicted bytes of states. Runs on a rank."""
     model = models.build(models.GPT)
     optimizer = MAKES[name](model)
     offload = zs.Offload(states=states) if states else None
@@ -31,7 +31,11 @@ def train(name: str, stage: int, states: float) -> dict[str, Any]:
         models.gpt_loss(model, step, zero.mesh.rank).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
+        memory = zero.memory()  # includes gradients, as the prediction does
         optimizer.zero_grad()
+    for column in ("states", "host"):
+        held, predicted = memory.resident_bytes.get(column), memory.predicted_bytes.get(column)
+        assert held == predicted, f"{name}, stage {stage}, {states}, {column}: {held}, {predicted}"
     with zero.gathered(states=True):
         parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
         return {"parameters": parameters, "states": optimizer.state_dict()["state"]}

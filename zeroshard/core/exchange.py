@@ -109,7 +109,7 @@ class Exchange:
             grad = grad.to(values.dtype)
             entry.grad = grad.as_strided(shape, strides, grad.storage_offset())
             if master in state:
-                state[entry] = state.pop(master)
+                state[entry] = _moved(state.pop(master), values.device)
             self._lent.append((master, entry, values))
             groups[place].append(entry)
         return groups
@@ -119,7 +119,7 @@ class Exchange:
         lent, self._lent, state = self._lent, [], self.optimizer.state
         for master, entry, values in lent:
             if entry in state:
-                state[master] = state.pop(entry)
+                state[master] = _moved(state.pop(entry), master.device)
             if entry.data_ptr() != values.data_ptr():  # an optimizer may replace `.data`
                 slot = slot_of(master)
                 values.copy_(_flat(entry, slot.bucket.places.strides[slot.index]))
@@ -135,6 +135,22 @@ def _flat(entry: Tensor, strides: tuple[int, ...]) -> Tensor:
     if held.stride() != strides:
         held = torch.empty_strided(held.shape, strides, dtype=held.dtype, device=held.device).copy_(held)
     return held.as_strided((held.numel(),), (1,), held.storage_offset())
+
+
+def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Move the states of a matrix to a device; counters stay, since kernels read them on the host."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.ndim:
+            state[key] = value.to(device)
+    return state
+
+
+def _join(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Write flat tensors to `out`, one after another; offloaded ones are on another device."""
+    if all(part.device == out.device for part in parts):
+        torch.cat([*parts], out=out)
+    else:
+        foreach_copy_([*out.split_with_sizes([part.numel() for part in parts])], [*parts])
 
 
 @final
@@ -192,8 +208,8 @@ class _Routed(Piece):
         self._grads = self._take(given, grads[0].dtype), self._take(owned, grads[0].dtype)
         self._values = self._take(given, masters[0].dtype), self._take(owned, masters[0].dtype)
         with torch.no_grad(), NoSubclasses():
-            torch.cat(grads, out=self._grads[0])
-            torch.cat(self._parts, out=self._values[0])
+            _join(grads, self._grads[0])
+            _join(self._parts, self._values[0])
         self._pending = [
             self._route(*self._grads, turn.counts, 0, "gradients to their owners"),
             self._route(*self._values, turn.counts, 1, "values to their owners"),

@@ -43,6 +43,11 @@ class Owned:
         return self.bucket.updates_all or self.owner == self.bucket.rank
 
     @property
+    def is_apart(self) -> bool:
+        """Whether its states are in another memory than the device's between updates."""
+        return self.index < self.bucket.apart
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sends in a step: gradient and values to the owner, or new values as the owner."""
         if self.bucket.updates_all:
@@ -89,7 +94,7 @@ class Updates:
         """Return the bytes of all states, without counters, that this rank updates on its device or in other memory."""
         numels = [numel for _, numel in self._slices(is_apart=is_apart)]
         packed = sum(n * self.element_bytes - -n // self.block_numel * self.block_bytes for n in numels)
-        whole = 0 if is_apart else sum(one.state_bytes for one in self.whole if one.is_kept)
+        whole = sum(one.state_bytes for one in self.whole if one.is_kept and one.is_apart is is_apart)
         return self.per_element * self.numel_bytes(is_apart=is_apart) + packed + whole
 
     def _slices(self, *, is_apart: bool, has_whole: bool = False) -> Iterator[tuple[BucketSpec, int]]:
@@ -156,6 +161,8 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
         for bucket, index in sliced:
             only, spares = replace(one, parameters=[(bucket, index)], whole=()), bucket.row.states.spares
             apart[bucket.row.states.memory] += only.state_bytes(is_apart=True) * (1 + spares)
+        for owned in (o for o in whole if o.is_kept and o.is_apart):
+            apart[owned.bucket.row.states.memory] += owned.state_bytes
         spared = {bucket.number: bucket for bucket, index in sliced if index < bucket.apart}
         for bucket in spared.values():
             apart[bucket.master_memory] += spare_bytes(bucket)
