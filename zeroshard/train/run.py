@@ -135,7 +135,6 @@ def _compile_blocks(model: torch.nn.Module) -> None:
 
 def _row(config: Config) -> dict[str, Any]:
     """Return the arguments of `zs.shard` that place the training state."""
-    offload = config.zero.offload or None
     if config.zero.residency:
         return {"residency": config.zero.residency}
     return {"stage": config.zero.stage, "activations": config.zero.activations}
@@ -158,7 +157,7 @@ class Tally:
 
     Args:
         steps: number of steps done, including earlier starts.
-        losses: losses of up to 50 last steps.
+        losses: losses of the last (up to 50) steps.
         train_s: seconds of training steps.
         earlier_s: seconds of earlier starts, up to the checkpoint of the resume.
         resumed_at: number of steps done at each resume.
