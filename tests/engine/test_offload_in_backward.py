@@ -216,6 +216,11 @@ def change_slices(run: Made) -> None:
             master.data.mul_(0.9)
 
 
+def change_slices_together(run: Made) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([master for group in run[1].param_groups for master in group["params"]], 0.9)
+
+
 def change_slices_gradients(run: Made) -> None:
     for group in run[1].param_groups:
         for master in group["params"]:
@@ -306,6 +311,7 @@ BETWEEN: tuple[Callable[[Made], Any], ...] = (
     change_gradients,
     replace_gradient,
     change_slices,
+    change_slices_together,
     change_slices_gradients,
     change_states,
     change_parameters,

@@ -72,13 +72,13 @@ def with_offload(spec: Spec) -> Spec:
     if len(spec["optimizers"]) == 1 and r.random() < 0.5:
         limit = ",max_norm=0.3" * any(op["op"] == "clip" for op in ops)
         mode, ops = f",update=in-backward{limit}", [op for op in ops if op["op"] != "clip"]
-    # In fp32 parameters on the host are the masters, which cannot be updated in the backward.
-    can_move = not mode or spec["options"].get("precision") == "bf16"
 
     def options() -> Spec:
         states, parameters = (r.choice([0.0, 0.3, 1.0]) for _ in range(2))
-        states = states or 1.0 if mode else states
-        return {"stage": 3, "offload": f"states={states},parameters={parameters * can_move}{mode}"}
+        if mode:
+            # Parameters on the host may be the masters, which cannot be updated in the backward.
+            states, parameters = states or 1.0, 0.0
+        return {"stage": 3, "offload": f"states={states},parameters={parameters}{mode}"}
 
     ops = [op | {"options": op["options"] | options()} if op["op"] == "resume" else op for op in ops]
     return spec | {"options": spec["options"] | options(), "ops": ops}

@@ -93,7 +93,8 @@ class Engine:
         self.unread: Callable[[], None] | None = None
         """Reads whether the last update was skipped, and acts on it; None if the host knows."""
         self.end_update: Callable[[], None] | None = None
-        """Waits for the update in the background, and resets itself; None without such an update."""
+        """Waits for the update in the background, and resets itself, or refuses who asks where updates run in the
+        backward; None without such an update."""
         self._frames: list[Frame] = []
         self._forwards: list[Hashable] = []
         self._used: set[int] = set()

@@ -151,10 +151,10 @@ def _check_ahead(units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Opt
             f"{mode} with rounding='stochastic': masters are widened at step() for the update. Use "
             "master=torch.float32, or write update='step'."
         )
-    if shared := [bucket.name or "(root)" for bucket in buckets if bucket.shares_apart]:
+    if shared := [bucket for bucket in buckets if bucket.shares_apart]:
         raise ValueError(
-            f"{mode} with Offload(parameters=): in {buckets[0].formats.param} the parameters on the host are the "
-            f"master weights, which are read while the backward runs (unit '{shared[0]}', {len(shared)} in all). Use "
+            f"{mode} with Offload(parameters=): the {shared[0].formats.param} parameters on the host are the master "
+            f"weights, which are read while the backward runs ('{shared[0].name}', {len(shared)} buckets in all). Use "
             "precision='bf16', whose masters lie beside them, leave parameters= out, or write update='step'."
         )
 

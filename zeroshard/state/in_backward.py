@@ -145,6 +145,7 @@ class InBackward:
         self._refuse_callers()
         if hasattr(self._optimizer, "found_inf") and not hasattr(self._optimizer.found_inf, "_zeroshard"):
             raise self._refusal("GradScaler.step", _SCALER)
+        self._forget_begun()  # of a step that raised
         self._begun, self._jobs = self._jobs, {}
         self._show()
 
@@ -180,16 +181,21 @@ class InBackward:
             if job.take(self._members_of(job.bucket)):
                 self.counts["taken"] += 1
             else:
-                self._note_failure(job)
+                assert job.error is not None, "it was not taken"
+                self._note_failure(f"the update of '{job.bucket.spec.name or '(root)'}'", job.error)
                 yield Resident(job.groups(len(groups)))
         if any(last):
             yield Resident(last)
 
     def agree(self, sharded: ShardedOptimizer) -> None:
         """See `Source`: make room for the copies that the next backward updates, once there are states."""
-        if not self.counts["begun"]:
+        if self.counts["begun"]:
+            return
+        try:
             for number, members in self._by_bucket().items():
                 self._spare(number).make(members, self._optimizer)
+        except (MemoryError, RuntimeError) as error:  # of this rank alone; what the thread cannot copy the step updates
+            self._note_failure("the memory for updates", error)
 
     # -- a backward -----------------------------------------------------------------------------------------------
 
@@ -208,9 +214,12 @@ class InBackward:
             if self._pool is None:
                 wait_before_forks(self)
                 self._pool = ThreadPoolExecutor(1, "zeroshard-update", devices.begin_thread, (self._device,))
-            states = self._states
-            job = _Job(bucket, members, self._optimizer, states, self._spare(number))
-            job.begin(self._pool)
+            job = _Job(bucket, members, self._optimizer, self._states, self._spare(number))
+            try:
+                job.begin(self._pool)
+            except RuntimeError as error:  # no thread can be had
+                self._note_failure(f"the update of '{unit.name or '(root)'}'", error)
+                continue
             self._jobs[number] = job
             self.counts["begun"] += 1
 
@@ -257,20 +266,23 @@ class InBackward:
 
     def _after_step(self, *args: Any) -> None:
         """Forget what a step has not asked for, as one that is skipped."""
-        for job in self._begun.values():
-            job.forget()
-        self._begun, self._members = {}, None
+        self._forget_begun()
+        self._members = None
         self._sums, self._usual_sums = Counter(), self._sums
 
-    def _note_failure(self, job: "_Job") -> None:
-        text = f"{type(job.error).__name__}: {job.error}"
+    def _forget_begun(self) -> None:
+        for job in self._begun.values():
+            job.forget()
+        self._begun = {}
+
+    def _note_failure(self, what: str, error: BaseException) -> None:
+        text = f"{type(error).__name__}: {error}"
         if text not in self._failures:
             self._failures.add(text)
             logging.getLogger(__name__).warning(
-                "%s the update of '%s' in the backward failed (%s); nothing was changed by it, and optimizer.step() "
-                "makes it.",
+                "%s %s in the backward failed (%s); nothing was changed by it, and optimizer.step() makes the update.",
                 self._where,
-                job.bucket.spec.name or "(root)",
+                what,
                 text,
             )
 
@@ -307,6 +319,7 @@ class InBackward:
         self._states = None
         for master in self._hidden:
             master.__class__ = MasterSlice
+            del master.__dict__["_zeroshard_drop"]
         self._hidden = []
 
     def before_fork(self) -> None:
@@ -527,7 +540,8 @@ class WatchedSlice(MasterSlice):
     ) -> Any:
         if name_of(func) not in METADATA:
             for one in find((args, kwargs), WatchedSlice):
-                one._drop()
+                if isinstance(one, WatchedSlice):  # the first one may have shown the others
+                    one._drop()
         with NoSubclasses():
             return func(*args, **(kwargs or {}))
 
