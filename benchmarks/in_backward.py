@@ -82,11 +82,11 @@ class Copy:
 def main() -> None:
     """Train, print a table and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--depth", type=int, default=6)
+    parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=40)
     given = parser.parse_args()
     config = GPTConfig(given.depth, given.context, given.vocabulary)
     copies = {(limit, update): Copy(config, update, LIMITS[limit]) for limit in LIMITS for update in UPDATES}

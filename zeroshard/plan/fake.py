@@ -6,7 +6,8 @@ model object stays the user's, so its hooks, wrapped functions and closures run.
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -70,16 +71,15 @@ class Fakes:
         self._storages.clear()
 
 
-def on_meta(model: nn.Module, dtype: str | None = None) -> nn.Module:
-    """Return a copy of a model on the meta device, with floating-point parameters in `dtype`; ties are preserved."""
+def on_meta(model: nn.Module, dtypes: Mapping[int, str] = MappingProxyType({})) -> nn.Module:
+    """Return a copy of a model on the meta device; tied parameters stay tied.
+
+    Args:
+        dtypes: of parameters, by identity; others keep theirs.
+    """
     memo: dict[int, Any] = {}
-    wanted = None if dtype is None else getattr(torch, dtype)
     for parameter in model.parameters():
-        kind = (
-            wanted
-            if wanted is not None and parameter.is_floating_point() and parameter.element_size() > 1
-            else parameter.dtype
-        )
+        kind = getattr(torch, dtypes[id(parameter)]) if id(parameter) in dtypes else parameter.dtype
         local = local_of(parameter)
         made = torch.empty_strided(local.shape, local.stride(), dtype=kind, device="meta")
         made = made if local is parameter else like_split(made, parameter)

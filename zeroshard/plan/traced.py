@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zeroshard.describe.activations import check_activations, recomputed_modules
+from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.parameters import check_patterns
-from zeroshard.describe.precision import Precision
+from zeroshard.describe.precision import Precision, chosen_modules, formats_of_model
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.split import local_numel
 from zeroshard.describe.units import UnitPlan, plan_units
@@ -41,7 +42,8 @@ from zeroshard.table.activations import PRODUCTS, Compressed, Offloaded, Partiti
 from zeroshard.table.bytes import Updates
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.spec import Formats
-from zeroshard.tree import find
+from zeroshard.torch_private import local_of
+from zeroshard.tree import find, map_floating
 
 __all__ = ["Traced", "language_inputs", "trace_job"]
 
@@ -51,6 +53,7 @@ BOUNDED: Final = (
     "count as uncompressed, which is an upper bound. Pass the fraction of zeros in a ReLU's results as zeros=."
 )
 
+LEFT: Final = "Of ignored parameters only the values are counted: their gradients and optimizer are the caller's own."
 SHOWN_RANKS: Final = 16
 """Maximum number of shards that are shown separately."""
 
@@ -105,6 +108,7 @@ def trace_job(
     personality: str = "cuda",
     reads: Callable[[Tensor], bool | int | float] | None = None,
     homes: Mapping[int, str] = MappingProxyType({}),
+    ignored: Sequence[object] = (),
 ) -> Traced:
     """Trace a step of a model, and return the job of one rank. The model does not change.
 
@@ -115,6 +119,7 @@ def trace_job(
         personality: name of the kernels, "cuda" or "cpu".
         reads: returns values of tensors that the model reads, as in `trace_step`.
         homes: the names of the parameters of `options.optimizers`, by identity.
+        ignored: as `zs.shard` takes them.
 
     Raises:
         TypeError: inputs without tensors, or a loss without a graph.
@@ -122,9 +127,11 @@ def trace_job(
     """
     tokens = _tokens(inputs)
     check_split(model, options.tensor)
-    precision = _precision(options.formats)
-    copied = on_meta(model, options.formats.param)
-    plans = plan_units(model, units)
+    precision = options.chosen or _precision(options.formats)
+    left = ignored_of(model, ignored)
+    formats = {key: one for key, one in formats_of_model(model, precision).items() if key not in left}
+    copied = on_meta(model, {key: one.param for key, one in formats.items()})
+    plans = plan_units(model, units, left)
     check_activations(options.row.activations, plans, options.tensor)
     check_patterns(options.row, [plan.name for plan in plans])
     specs = describe_units(
@@ -137,15 +144,17 @@ def trace_job(
     )
     twins = dict(zip(model.modules(), copied.modules(), strict=True))
     treat(plans, twins, options)
+    hang_casts(model, twins, precision)
     kept, compressions = kept_of(plans, options)
     if kept is not None:
         kept.hang(model, plans, twins)
     names = {name: number for number, plan in enumerate(plans) for name in plan.entries.values() if number != ROOT}
     given = inputs if isinstance(inputs, Mapping) else tuple(inputs)
-    dtype = getattr(torch, options.formats.param)
+    dtype = precision.param or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
     def step(run: nn.Module, given: Any) -> Tensor:
         out = run(**_cast(given, dtype)) if isinstance(given, Mapping) else run(*_cast(given, dtype))
+        out = out if precision.param is None else _cast(out, precision.output or torch.float32)
         made = loss(out) if loss is not None else loss_of(out)
         if not isinstance(made, Tensor) or not made.requires_grad:
             raise TypeError(
@@ -182,7 +191,7 @@ def trace_job(
         spans,
         options.micro_batches,
         by_category[Category.INPUT],
-        by_category[Category.BUFFER],
+        by_category[Category.BUFFER] + sum(local_of(p).nbytes for p in model.parameters() if id(p) in left),
         script=script,
         update_bytes=_update_bytes(options, updates),
         host_ranks=options.node_processes,
@@ -196,7 +205,7 @@ def trace_job(
         flops,
         trace.saved_bytes(),
         tokens,
-        [BOUNDED] * any(one.has_bounds for one in compressions) + list(_not_counted(trace)),
+        [BOUNDED] * any(one.has_bounds for one in compressions) + [LEFT] * bool(left) + list(_not_counted(trace)),
         _other_ranks(job, options, plans, precision, homes),
     )
 
@@ -312,16 +321,32 @@ def _not_counted(trace: Trace) -> tuple[str, ...]:
 
 def _precision(formats: Formats) -> Precision:
     kinds = {name: getattr(torch, getattr(formats, name)) for name in ("param", "reduce", "grad", "master")}
-    return Precision(**kinds) if formats.param != formats.master else Precision()
+    return Precision() if formats.param == formats.master == "float32" else Precision(**kinds)
+
+
+def hang_casts(model: nn.Module, twins: Mapping[nn.Module, nn.Module], precision: Precision) -> None:
+    """Have modules of the copy that keep a dtype, or have a precision of their own, cast as those of the model do."""
+    casts = [(one.module, one.inside, one.outside) for one in chosen_modules(model, precision)]
+    for module in model.modules():
+        is_kept = precision.param is not None and isinstance(module, precision.keep)
+        if is_kept and (own := next(module.parameters(False), None)) is not None:
+            casts.append((module, own.dtype, precision.param or own.dtype))
+    for module, inside, outside in casts:
+        twins[module].register_forward_pre_hook(functools.partial(_cast_in, inside), with_kwargs=True)
+        twins[module].register_forward_hook(functools.partial(_cast_out, outside))
+
+
+def _cast_in(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return map_floating(args, lambda one: one.to(dtype)), map_floating(kwargs, lambda one: one.to(dtype))
+
+
+def _cast_out(dtype: torch.dtype, module: nn.Module, args: Any, out: Any) -> Any:
+    return map_floating(out, lambda one: one.to(dtype))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating-point inputs to the dtype in which modules compute."""
-    if isinstance(value, Mapping):
-        return {name: _cast(one, dtype) for name, one in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_cast(one, dtype) for one in value)
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    """Cast floating-point tensors at the edge of a model: inputs to what modules compute with, or outputs."""
+    return map_floating(value, lambda one: one.to(dtype))
 
 
 def _before(trace: Trace) -> Mapping[Category, int]:

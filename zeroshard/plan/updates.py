@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from zeroshard.describe.ignored import ignored_of
 from zeroshard.optim import Adafactor, Muon, muon_groups
 from zeroshard.optim.keeps import is_taken, state_cost, whole_bytes, whole_costs
 from zeroshard.optim.whole import Whole, whole_of
@@ -26,11 +27,12 @@ Optimizer = torch.optim.Optimizer
 OURS: Final = ("torch.optim", "zeroshard.optim")
 
 
-def optimizers_of(asked: Any, model: nn.Module) -> tuple[Optimizer, ...]:
+def optimizers_of(asked: Any, model: nn.Module, ignored: Sequence[object] = ()) -> tuple[Optimizer, ...]:
     """Return the optimizers of a plan of a module; for a name, only if some matrices are updated as a whole.
 
     Args:
         asked: a name in `OPTIMIZERS`, an optimizer of the model's parameters, or a sequence of optimizers.
+        ignored: as in `zs.shard`.
 
     Raises:
         TypeError: the argument is none of these.
@@ -42,7 +44,8 @@ def optimizers_of(asked: Any, model: nn.Module) -> tuple[Optimizer, ...]:
             return ()
         return (Muon(muon_groups(model)),) if asked == "muon" else (Adafactor(trained),)
     given = tuple(asked) if isinstance(asked, Sequence) else (asked,)
-    names, seen = {id(parameter): name for name, parameter in model.named_parameters()}, set[int]()
+    left, seen = ignored_of(model, ignored), set[int]()
+    names = {id(parameter): name for name, parameter in model.named_parameters() if id(parameter) not in left}
     for one in given:
         if not isinstance(one, Optimizer):
             raise TypeError(
@@ -53,12 +56,12 @@ def optimizers_of(asked: Any, model: nn.Module) -> tuple[Optimizer, ...]:
             if id(parameter) not in names:
                 raise ValueError(
                     f"optimizer=: {type(one).__name__} has a parameter of shape {tuple(parameter.shape)} that is not "
-                    "in the module. Build the optimizer from the parameters of the module that is passed to plan()."
+                    "in the module, or ignored. Build the optimizer from the module that is passed to plan()."
                 )
             if id(parameter) in seen:
                 raise ValueError(f"optimizer=: '{names[id(parameter)]}' has two entries; remove one of them.")
             seen.add(id(parameter))
-    if missed := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in seen]:
+    if missed := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in seen | left.keys()]:
         raise ValueError(
             f"optimizer=: {len(missed)} trainable parameter(s) are in no optimizer, '{missed[0]}' first. Add them to a "
             "group, or freeze them with requires_grad_(False)."

@@ -141,7 +141,7 @@ def _row(config: Config) -> dict[str, Any]:
 
 
 def _offload(config: Config) -> zs.Offload | str | None:
-    """Return what lies elsewhere; where updates in the backward leave clipping to the step, with its limit."""
+    """Return the argument `offload` of `zs.shard`; for updates in the backward, `step()` clips to the setting."""
     if config.zero.offload == AUTO:
         return AUTO
     offload = zs.offload_of(config.zero.offload or None)
