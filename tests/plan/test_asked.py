@@ -165,8 +165,8 @@ class Silent(nn.Linear):
         (nn.Linear(4, 4), torch.ones(2, 4), TypeError, r"inputs= takes .* \[x\]"),
         (nn.Linear(4, 4), ["a"], TypeError, "must contain a tensor"),
         (nn.Linear(4, 4), [torch.ones(0, 4)], ValueError, "must contain samples"),
-        (nn.Linear(4, 4).requires_grad_(False), [torch.ones(2, 4)], TypeError, "No parameter of Linear that wants"),
-        (Silent(4, 4), [torch.ones(2, 4)], TypeError, "No parameter of Silent that wants"),
+        (nn.Linear(4, 4).requires_grad_(False), [torch.ones(2, 4)], TypeError, "No parameter of Linear that requires"),
+        (Silent(4, 4), [torch.ones(2, 4)], TypeError, "No parameter of Silent that requires"),
     ],
 )
 def test_modules_that_cannot_be_planned(model: nn.Module, inputs: Any, error: type[Exception], said: str) -> None:

@@ -273,7 +273,7 @@ def test_tokenizer_mistakes_end_with_one_message(monkeypatch, capsys, tmp_path):
     out = str(tmp_path / "t.json")
     for arguments, message in (
         (["/nowhere", "--out", out], "zeroshard: data.path: there is no file or folder '/nowhere'"),
-        (["--out", out, "--vocab", "9"], "zeroshard: --vocab: 9 tokens; "),
+        (["--out", out, "--vocab", "9"], "zeroshard: --vocab must be at least 257 "),
     ):
         status, _, err = _main(monkeypatch, capsys, "tokenizer", *arguments)
         assert status == 2

@@ -69,7 +69,7 @@ def test_learned_tokenizer_is_what_was_asked_for(tmp_path):
 
 
 def test_what_cannot_be_learned_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"--vocab: 256 tokens; .* make 257 at least"):
+    with pytest.raises(ValueError, match=r"--vocab must be at least 257 .* got 256"):
         train_tokenizer(["text"], 256, tmp_path / "x")
     with pytest.raises(ValueError, match=r"--vocab: the text yields only 2\d\d of 400 tokens"):
         train_tokenizer(["text"], 400, tmp_path / "x")

@@ -94,7 +94,7 @@ class Run:
         offload = _offload(config)
         is_clipped_later = isinstance(offload, zs.Offload) and offload.update == "in-backward"
         self.clip = 0.0 if is_clipped_later else config.train.clip
-        """What the loop clips the norm of the gradients to before a step; 0 for no clipping there."""
+        """Maximum norm to which the loop clips the gradients before a step; 0 for no clipping in the loop."""
         self.zero = zs.shard(
             self.model,
             self.optimizer,
@@ -141,7 +141,7 @@ def _row(config: Config) -> dict[str, Any]:
 
 
 def _offload(config: Config) -> zs.Offload | str | None:
-    """Return the argument `offload` of `zs.shard`; for updates in the backward, `step()` clips to the setting."""
+    """Return the argument `offload` of `zs.shard`; with updates in the backward, `step()` clips the gradients."""
     if config.zero.offload == AUTO:
         return AUTO
     offload = zs.offload_of(config.zero.offload or None)
@@ -157,7 +157,7 @@ class Tally:
 
     Args:
         steps: number of steps done, including earlier starts.
-        losses: losses of up to 50 last steps.
+        losses: losses of the last (up to 50) steps.
         train_s: seconds of training steps.
         earlier_s: seconds of earlier starts, up to the checkpoint of the resume.
         resumed_at: number of steps done at each resume.
