@@ -36,12 +36,10 @@ from zeroshard.core.buffer import Bucket
 from zeroshard.state import early
 from zeroshard.state.streamed import Chunk
 from zeroshard.store.ahead import Late
-from zeroshard.store.apart import Apart, HostApart, Landing
+from zeroshard.store.apart import Apart, FileApart, HostApart, Landing
 from zeroshard.store.disk import BLOCK_BYTES, Disk
 
 __all__ = ["Block", "Machine", "emulated"]
-
-BUFFERS = 2
 
 
 def sleep_until(moment_s: float) -> None:
@@ -65,6 +63,10 @@ class Mark:
     machine: "Machine"
     marked_s: float
     copy: Ticket | None
+
+    def synchronize(self) -> None:
+        """Wait as the host does."""
+        self.wait()
 
     def wait(self) -> None:
         """Wait for the copy, and be at the moment of the mark."""
@@ -111,13 +113,10 @@ class Machine:
     disk: float
     computed_s: float = 0.0
     lanes: dict[str, Lane] = field(default_factory=dict)
-    _buffers: list[Ticket | None] = field(default_factory=lambda: [None] * BUFFERS)
     _stream: Ticket | None = None
     """The last copy that the compute stream runs behind."""
 
     _clock: threading.local = field(default_factory=threading.local)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    """Of the buffers."""
     _memory: set[int] = field(default_factory=set)
     """Storages beside the device's."""
 
@@ -187,15 +186,20 @@ class Machine:
         target.add_(values, alpha=scale)
         self._run("out", values.nbytes / self.bus)
 
-    def bring(self, target: Tensor, source: Tensor, staging_bytes: int) -> None:
-        """Round values on the host, and copy them to the device, if the target is there; the stream follows."""
-        if self.is_beside(target):
-            target.copy_(source)
-            self.work(source.nbytes + target.nbytes)
-        elif self.is_ahead:
-            self._clock.copy = self._fill(target, source, staging_bytes, "copier")
+    def fill(self, piece: Tensor, values: Tensor) -> None:
+        """Convert values on the host, into a buffer."""
+        piece.copy_(values)
+        self._run("copier" if self.is_ahead else "host", (values.nbytes + piece.nbytes) / self.host)
+
+    def launch(self, target: Tensor, piece: Tensor) -> Mark:
+        """Copy a buffer to the device; the stream of this thread follows."""
+        target.copy_(piece)
+        copy = self.lanes["back"].begin(self.now_s, target.nbytes / self.bus)
+        if self.is_ahead:
+            self._clock.copy = copy
         else:
-            self._stream = self._fill(target, source, staging_bytes, "host")
+            self._stream = copy
+        return Mark(self, self.now_s, copy)
 
     @property
     def is_ahead(self) -> bool:
@@ -212,20 +216,6 @@ class Machine:
     def mark(self) -> Mark:
         """Mark the stream of this thread."""
         return Mark(self, self.now_s, self._clock.copy if self.is_ahead else None)
-
-    def _fill(self, target: Tensor, source: Tensor, staging_bytes: int, lane: str) -> Ticket | None:
-        last: Ticket | None = None
-        step = max(1, staging_bytes // BUFFERS // target.itemsize)
-        for to, values in zip(target.split(step), source.split(step), strict=True):
-            with self._lock:
-                before = self._buffers.pop(0)
-                if before is not None:
-                    self.await_copy(before)
-                self._run(lane, (values.nbytes + to.nbytes) / self.host)
-                to.copy_(values)
-                last = self.lanes["back"].begin(self.now_s, to.nbytes / self.bus)
-                self._buffers.append(last)
-        return last
 
     def submit(self, begin: Callable[..., "Future[Any]"], move: Callable[..., Any], *args: Any) -> "Future[Any]":
         """Have a thread of the disk read or write a stretch of an array, and sleep until it is done."""
@@ -270,8 +260,28 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
     def add(landing: Landing, target: Tensor, values: Tensor, scale: float = 1.0) -> None:
         machine.add(target, values, scale)
 
-    def bring(apart: Apart, target: Tensor, source: Tensor) -> None:
-        machine.bring(target, source, apart.cell.staging_bytes)
+    bring = HostApart.bring
+
+    def bring_within_host(apart: HostApart, target: Tensor, source: Tensor) -> None:
+        bring(apart, target, source)
+        if machine.is_beside(target):
+            machine.work(source.nbytes + target.nbytes)
+
+    def fill(apart: Apart, piece: Tensor, values: Tensor) -> None:
+        machine.fill(piece, values)
+
+    def launch(apart: Apart, target: Tensor, piece: Tensor) -> Any:
+        return machine.launch(target, piece)
+
+    def is_far(apart: Apart, target: Tensor) -> bool:
+        return not machine.is_beside(target)
+
+    def make_buffer(apart: Apart) -> Tensor:
+        return torch.empty(apart._buffer_bytes, dtype=torch.uint8)
+
+    def await_read(apart: FileApart, move: Any) -> None:
+        move.result()
+        machine.follow_to(move.done_s)
 
     def submit_to(disk: Disk, move: Callable[..., Any], *args: Any) -> "Future[Any]":
         return machine.submit(lambda run: submit(disk, run), move, *args)
@@ -317,7 +327,12 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
         stack.enter_context(patch.object(functional, "adam", update))
         stack.enter_context(patch.object(Landing, "put", put))
         stack.enter_context(patch.object(Landing, "add", add))
-        stack.enter_context(patch.object(Apart, "bring", bring))
+        stack.enter_context(patch.object(HostApart, "bring", bring_within_host))
+        stack.enter_context(patch.object(Apart, "_fill", fill))
+        stack.enter_context(patch.object(Apart, "_launch", launch))
+        stack.enter_context(patch.object(Apart, "_is_far", is_far))
+        stack.enter_context(patch.object(Apart, "_make_buffer", make_buffer))
+        stack.enter_context(patch.object(FileApart, "_await", await_read))
         stack.enter_context(patch.object(Disk, "submit", submit_to))
         stack.enter_context(patch.object(Chunk, "_wait", wait_for))
         stack.enter_context(patch.object(HostApart, "zeros", host_zeros))

@@ -34,7 +34,7 @@ PLACES: Final[Mapping[str, zs.Offload | None]] = MappingProxyType(
         "states on the host": zs.Offload(),
         "states and parameters on the host": zs.Offload(parameters=1.0),
         "states in files": zs.Offload(to="/scratch"),
-        "states in files, parameters on the host": zs.Offload(parameters=1.0, to="/scratch"),
+        "states and parameters in files": zs.Offload(parameters=1.0, to="/scratch"),
     }
 )
 SIZES: Final = MappingProxyType({24: DEVICES["rtx4090"], 48: DEVICES["l40s"], 80: DEVICES["h100-80"]})

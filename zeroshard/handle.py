@@ -42,7 +42,7 @@ from zeroshard.state.access import open_states
 from zeroshard.state.automatic import free_bytes
 from zeroshard.state.average import Average, count_averages
 from zeroshard.state.copies import check_copies
-from zeroshard.state.elsewhere import check_updates, home_of, make_apart, reserve, source_of
+from zeroshard.state.elsewhere import check_updates, make_apart, reserve, source_of
 from zeroshard.state.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
 from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.state.gathered import gathered
@@ -229,11 +229,11 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     check_equal(described.mesh, comm, facts_of(described, VERSION))
     check_torch()
     with accepted_by_all(described.mesh, "zs.shard()"):
-        apart = make_apart(described)
+        apart, home = make_apart(described)
     cell, plans = described.row.activations, described.plans
     treatment = treatment_of(cell, plans, comm, ledger)
-    engine = build(described, comm, ledger, treatment, apart, home_of(described, apart))
-    zero = Zero(engine, described, apart)
+    engine = build(described, comm, ledger, treatment, apart, home)
+    zero = Zero(engine, described, apart, home)
     hooks = wire(engine, described.model, plans, settings.forward_methods, described.precision, described.own_precision)
     recompute_units(cell, plans, hooks, engine.saved, ledger)
     warn_if_whole(described.mesh, engine.units, described.plans)
@@ -271,8 +271,10 @@ class Zero:
     ```
     """
 
-    def __init__(self, engine: Engine, described: Described, apart: Apart | None = None) -> None:
-        self._apart, self._specs = apart, described.units
+    def __init__(
+        self, engine: Engine, described: Described, apart: Apart | None = None, home: Apart | None = None
+    ) -> None:
+        self._apart, self._home, self._specs = apart, home, described.units
         self._engine, self._model, self._elementwise = engine, described.model, described.settings.elementwise
         self._ignored, self._sharded = described.ignored, list[ShardedOptimizer]()
         self._chosen = [described.chosen] if described.chosen else []
@@ -365,7 +367,7 @@ class Zero:
             row, is_known = self.residency, self._elementwise
             check_optimizers(self._model, [optimizer], row, is_known, is_final=False, ignored=self._ignored)
             check_updates(self.residency, self._specs, [*self.optimizers, optimizer])
-            reserve(self._apart, self._specs, [optimizer], has_masters=False)
+            reserve(self._apart, self._specs, [optimizer], is_first=False)
         except (TypeError, ValueError) as error:
             tell_refusal(engine.mesh, engine.comm, error)
             raise
@@ -382,7 +384,7 @@ class Zero:
         open_states(self._engine, self._sharded[-1])
         self._sharded[-1].whole_costs = costs
         give_sums(self._engine, optimizer)
-        self._sharded[-1].source = source_of(self._engine, self._apart, self._sharded[-1])
+        self._sharded[-1].source = source_of(self._engine, self._apart, self._home, self._sharded[-1])
         if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
             optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step)
 

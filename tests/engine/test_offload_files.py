@@ -122,9 +122,9 @@ def test_pieces_cut_parameters_and_change_no_bit(name: str, world: int, stage: i
 # -- disks that fail --------------------------------------------------------------------------------------------------
 
 
-def fail_at(folder: str, operation: str, number: int, failure: str, rank: int) -> list[str]:
-    """Train while the n-th read or write of one rank's file fails; return what is said, then, and by a save."""
-    run = build(adamw, offload=in_files(folder), stage=3)
+def fail_at(folder: str, operation: str, number: int, failure: str, rank: int, options: dict[str, Any]) -> list[str]:
+    """Train while the n-th read or write of one rank's file fails; return the errors of training and of a save."""
+    run = build(adamw, offload=in_files(folder, **options), stage=3)
     advance(run, range(2))
     run[2].save(Path(folder) / "step-2")
     original, count = getattr(files, operation), 0
@@ -155,13 +155,39 @@ def fail_at(folder: str, operation: str, number: int, failure: str, rank: int) -
 @pytest.mark.parametrize("failure", ["short", "EIO"])
 @pytest.mark.parametrize(("operation", "number"), [("read_at", 1), ("read_at", 7), ("write_at", 1), ("write_at", 9)])
 def test_a_failing_disk_is_one_error_on_all_ranks(tmp_path: Path, operation: str, number: int, failure: str) -> None:
-    for said in run_ranks(fail_at, 2, str(tmp_path), operation, number, failure, 1):
+    for said in run_ranks(fail_at, 2, str(tmp_path), operation, number, failure, 1, {}):
         assert len(said) == 2
         assert "rank 1: " in said[0]
         assert ("Input/output error" in said[0]) is (failure == "EIO")
         assert str(tmp_path) in said[0]
         assert "resume from it" in said[0]
         assert "resume from it" in said[1]  # a save of what is left is refused
+
+
+@pytest.mark.parametrize("failure", ["short", "EIO"])
+@pytest.mark.parametrize("states", [0.0, 1.0])
+def test_a_write_of_parameters_that_fails_is_one_error_on_all_ranks(
+    tmp_path: Path, states: float, failure: str
+) -> None:
+    options = {"states": states, "parameters": 1.0}
+    for said in run_ranks(fail_at, 2, str(tmp_path), "write_at", 2, failure, 1, options):
+        assert "rank 1: " in said[0]
+        assert "writing " in said[0]
+        assert str(tmp_path) in said[0]
+        assert "resume from it" in said[0]
+
+
+@pytest.mark.parametrize("failure", ["short", "EIO"])
+@pytest.mark.parametrize(("states", "number"), [(0.0, 3), (1.0, 9)])
+def test_a_read_of_parameters_that_fails_names_rank_folder_and_unit(
+    tmp_path: Path, states: float, number: int, failure: str
+) -> None:
+    options = {"states": states, "parameters": 1.0}
+    (said,) = run_ranks(fail_at, 1, str(tmp_path), "read_at", number, failure, 0, options, process_group=False)
+    assert "[rank 0/1] The offloaded parameters of " in said[0]
+    assert "reading " in said[0]
+    assert str(tmp_path) in said[0]
+    assert "not used again" in said[0]
 
 
 def shard_in(folder: str, **options: Any) -> str:
@@ -250,7 +276,7 @@ import sys, torch, zeroshard as zs
 from tests import models
 from tests.engine.test_offload_files import adamw, build, advance, in_files
 folder, scratch = sys.argv[1:]
-run = build(adamw, offload=in_files(scratch))
+run = build(adamw, offload=in_files(scratch, parameters=1.0), stage=3)
 start = 0
 if zs.latest(folder) is not None:
     start = run[2].load(zs.latest(folder)).step

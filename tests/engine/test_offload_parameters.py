@@ -46,13 +46,17 @@ def train(name: str, to: str) -> dict[Any, Any]:
     [
         ("accumulates", 1, "host"),
         ("accumulates", 2, "host"),
-        ("accumulates", 3, "file"),
+        ("accumulates", 1, "file"),
+        ("accumulates", 2, "file"),
         ("leaves-out", 1, "file"),
         ("leaves-out", 3, "host"),
         ("overflows", 1, "host"),
         ("overflows", 2, "host"),
         ("bf16", 1, "host"),
         ("bf16", 3, "host"),
+        ("bf16", 1, "file"),
+        ("bf16", 2, "file"),
+        ("overflows", 2, "file"),
         ("masters-at-random", 2, "host"),
     ],
 )
@@ -94,10 +98,16 @@ def recompute(offload: zs.Offload | None) -> list[Any]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_recomputed_tied_and_frozen_parameters_and_averages(world: int) -> None:
+def test_recomputed_tied_and_frozen_parameters_and_averages(world: int, tmp_path: Path) -> None:
     expected = run_ranks(recompute, world, None, process_group=world > 1)
-    for fractions in ((0.3, 1.0), (1.0, 0.6)):
-        assert_same(expected, run_ranks(recompute, world, offload_at(*fractions), process_group=world > 1))
+    for fractions, folder in (
+        ((0.3, 1.0), ""),
+        ((1.0, 0.6), ""),
+        ((0.3, 1.0), str(tmp_path)),
+        ((1.0, 1.0), str(tmp_path)),
+    ):
+        found = run_ranks(recompute, world, offload_at(*fractions, folder), process_group=world > 1)
+        assert_same(expected, found, f"{fractions} in {folder or 'memory'}")
 
 
 def move(stage: int) -> dict[str, Any]:
@@ -109,7 +119,7 @@ def move(stage: int) -> dict[str, Any]:
         folder, found, name = Path(shared[0]), {}, "overflows"
         straight = runs.build(name, runs.fused, stage)
         found["straight"] = runs.advance(name, straight, range(4))[-1], runs.state_of(straight)
-        first = runs.build(name, runs.fused, 3, offload=offload_at(1.0, 0.7))
+        first = runs.build(name, runs.fused, 3, offload=offload_at(1.0, 0.7, own))
         runs.advance(name, first, range(2))
         first[2].save(folder / "step-2", asynchronous=True)
         first[2].wait()
@@ -175,19 +185,23 @@ def account(states: float, parameters: float, folder: str, precision: str) -> di
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("states", "parameters"), [(0.0, 0.4), (1.0, 1.0), (0.4, 1.0)])
+@pytest.mark.parametrize(
+    ("states", "parameters", "place"),
+    [(0.0, 0.4, "host"), (0.0, 0.4, "file"), (1.0, 1.0, "file"), (0.4, 1.0, "host"), (0.4, 1.0, "file")],
+)
 def test_bytes_are_predicted_by_memory(
-    states: float, parameters: float, precision: str, world: int, tmp_path: Path
+    states: float, parameters: float, place: str, precision: str, world: int, tmp_path: Path
 ) -> None:
-    folder = str(tmp_path) if states == 1.0 else ""
+    folder = str(tmp_path) if place == "file" else ""
     for found in run_ranks(account, world, states, parameters, folder, precision, process_group=world > 1):
         now, said = found["now"], found["said"]
         assert {k: v for k, v in now.items() if k != "transient"} == {k: v for k, v in said.items() if k != "transient"}
         assert found["peak"] == said["transient"]
-        assert now["host"] >= found["moved"] * (2 if precision == "bf16" else 4) > 0
+        assert now["file" if folder else "host"] >= found["moved"] * (2 if precision == "bf16" else 4) > 0
         assert (now["parameters"] == 0) is (parameters == 1.0)
         assert "offloaded: the parameters with" in found["text"]
-        assert found["row"] == ("sharded, on the host" if parameters == 1.0 else "sharded, 40% on the host")
+        words = "in files" if folder else "on the host"
+        assert found["row"] == (f"sharded, {words}" if parameters == 1.0 else f"sharded, 40% {words}")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

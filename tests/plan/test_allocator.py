@@ -370,7 +370,7 @@ def test_an_empty_expandable_segment_goes() -> None:
 @pytest.mark.parametrize(
     ("events", "message"),
     [
-        ([alloc("a", 1), alloc("a", 1)], "allocation 'a' of 1 bytes: this key is allocated and not freed"),
+        ([alloc("a", 1), alloc("a", 1)], "allocation 'a' of 1 bytes: this key is already allocated"),
         ([alloc("a", -1)], "allocation 'a': bytes must not be negative, got -1"),
         (free("a"), "free of 'a': this key is not allocated"),
         ([Event("a", 0, 1, Action.RECORD)], "use of 'a' on stream 1: this key is not allocated"),

@@ -163,8 +163,8 @@ class Silent(nn.Linear):
     ("model", "inputs", "error", "said"),
     [
         (nn.Linear(4, 4), torch.ones(2, 4), TypeError, r"inputs= takes .* \[x\]"),
-        (nn.Linear(4, 4), ["a"], TypeError, "must hold a tensor"),
-        (nn.Linear(4, 4), [torch.ones(0, 4)], ValueError, "must hold samples"),
+        (nn.Linear(4, 4), ["a"], TypeError, "must contain a tensor"),
+        (nn.Linear(4, 4), [torch.ones(0, 4)], ValueError, "must contain samples"),
         (nn.Linear(4, 4).requires_grad_(False), [torch.ones(2, 4)], TypeError, "No parameter of Linear that wants"),
         (Silent(4, 4), [torch.ones(2, 4)], TypeError, "No parameter of Silent that wants"),
     ],

@@ -27,9 +27,10 @@ def cases_at(world: int) -> list[tuple[int, float, float, str, str]]:
     found = [(stage, states, 0.0, "host", "fp32") for stage in STAGES_AT[world] for states in (0.3, 1.0)]
     found += [(min(STAGES_AT[world]), 0.0, 0.0, "host", "fp32"), (min(STAGES_AT[world]), 0.3, 0.0, "file", "bf16")]
     found += [(3, 1.0, 0.0, "file", "fp32"), (3, 1.0, 0.0, "host", "bf16")]
+    found += [(3, 1.0, 0.3, "host", "bf16"), (3, 0.3, 1.0, "file", "fp32"), (3, 0.0, 0.5, "host", "fp32")]
     # "ahead" is the host with updates in the backward, which are made on a second copy.
     found += [(2 if 2 in STAGES_AT[world] else 3, 0.3, 0.0, "ahead", "fp32"), (3, 1.0, 0.3, "ahead", "bf16")]
-    return [*found, (3, 1.0, 0.3, "host", "bf16"), (3, 0.3, 1.0, "file", "fp32"), (3, 0.0, 0.5, "host", "fp32")]
+    return [*found, (3, 1.0, 1.0, "host", "fp32"), (3, 1.0, 0.4, "file", "bf16"), (3, 0.0, 1.0, "file", "fp32")]
 
 
 def hold(stage: int, states: float, parameters: float, place: str, precision: str) -> dict[str, int]:

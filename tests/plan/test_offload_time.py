@@ -100,6 +100,7 @@ CASES: Sequence[tuple[str, str, dict[str, float], int]] = (
     ("parameters are awaited", "parameters, too", {"bus": 15e6, "host": 500e6, "disk": 1e9}, 2),
     ("copies in many pieces", "small pieces", {"bus": 60e6, "host": 500e6, "disk": 1e9}, 2),
     ("the disk is slow", "file", {"bus": 100e6, "host": 500e6, "disk": 15e6}, 1),
+    ("parameters in files", "file with parameters", {"bus": 60e6, "host": 500e6, "disk": 30e6}, 1),
     ("disk and host are alike", "file", {"bus": 30e6, "host": 125e6, "disk": 30e6}, 1),
 )
 
@@ -108,8 +109,8 @@ CASES: Sequence[tuple[str, str, dict[str, float], int]] = (
 def test_exposed_time_is_the_schedule_s(
     name: str, place: str, rates: dict[str, float], micro_batches: int, tmp_path: Path
 ) -> None:
-    to, parameters = (str(tmp_path) if place == "file" else "host"), float(place in ("parameters, too", "small pieces"))
-    staging_bytes = 1 << 16 if place == "small pieces" else 1 << 20
+    to, parameters = str(tmp_path) if "file" in place else "host", float("parameters" in place or "pieces" in place)
+    staging_bytes = {"small pieces": 1 << 16, "file with parameters": 1 << 18}.get(place, 1 << 20)
     offload, stage = zs.Offload(to=to, parameters=parameters, staging_bytes=staging_bytes), 3 if parameters else 0
     with emulated(Machine(**rates), BYTES_PER_ELEMENT) as machine:
         model = model_on(machine)

@@ -18,7 +18,7 @@ def test_what_fits_follows_from_what_models_take() -> None:
     assert one_gpu.best_table(NEEDS) in TEXT
 
 
-@pytest.mark.parametrize("place", ["states on the host", "states in files, parameters on the host"])
+@pytest.mark.parametrize("place", ["states on the host", "states and parameters in files"])
 def test_a_row_is_a_plan(place: str) -> None:
     (row,) = [one for one in NEEDS if (one.model, one.place) == ("llama-3.2-1b", place)]
     assert row == one_gpu.needs_of("llama-3.2-1b", place)

@@ -34,7 +34,10 @@ def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 def adam_of_matrices(model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer that is marked by hand, with a group of slices."""
-    groups = [{"params": [*model.parameters()][2:]}, {"params": [*model.parameters()][:2], "whole": False}]
+    groups: list[dict[str, Any]] = [
+        {"params": [*model.parameters()][2:]},
+        {"params": [*model.parameters()][:2], "whole": False},
+    ]
     return zs.optim.whole_matrix(torch.optim.Adam(groups), takes=lambda shape: len(shape) == 2)
 
 
@@ -156,5 +159,6 @@ def test_all_ranks_wait_for_the_slowest_owner() -> None:
     ],
 )
 def test_optimizers_that_cannot_be_planned_are_refused(model: Any, asked: dict[str, Any], said: str) -> None:
+    inputs: Any = {} if model == "gpt2" else {"inputs": [torch.ones(2, 4)]}
     with pytest.raises((ValueError, TypeError), match=said):
-        zs.plan(model, world_size=2, **asked, **({} if model == "gpt2" else {"inputs": [torch.ones(2, 4)]}))
+        zs.plan(model, world_size=2, **asked, **inputs)

@@ -47,7 +47,7 @@ def test_a_step_without_memory_ends_the_play() -> None:
     found = play_steps(steps, RULES, V100)
     assert found == Retries((0, 1), is_served=False)
     assert (found.steady, found.steady_s) == (0, 0.0)
-    assert str(found) == "out of memory in step 2 (retries: 1): what is free lies in pieces"
+    assert str(found) == "out of memory in step 2 (retries: 1): free memory is fragmented"
 
 
 def test_no_step_has_no_retry() -> None:

@@ -2,12 +2,16 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
 import zeroshard as zs
+from zeroshard.describe.offload import choices_for
+from zeroshard.plan.hardware import DEVICES
 from zeroshard.plan.planning import plan_shape, shape_of
 from zeroshard.plan.search import frontier_of
+from zeroshard.plan.trying import candidate_of
 
 SMALL = {"device": "a100-40", "seq": 1024, "batches": (1, 4), "tensors": (1, 2)}
 
@@ -43,7 +47,7 @@ def test_verdicts_of_the_frontier_count_what_the_allocator_reserves() -> None:
 
 def test_what_is_allocated_may_fit_where_what_is_reserved_does_not() -> None:
     """Between both lies a device on which the two verdicts differ."""
-    sizes = {"seq": 1024, "batches": (4,), "tensors": (1,), "stages": (3,), "activations": ("keep",)}
+    sizes = {"seq": 1024, "batches": (4,), "tensors": (1,), "stages": (3,), "activations": ("keep",), "offload": ()}
     plenty = zs.search("gpt2-xl", world_size=8, device="h100-80", **sizes).frontier[-1]  # type: ignore[arg-type]
     assert plenty.reserved_bytes is not None
     device = plenty.options.device
@@ -83,3 +87,63 @@ def test_a_search_as_json() -> None:
     assert stored["candidates"] == len(found.candidates)
     assert len(stored["frontier"]) == len(found.frontier)
     assert stored["best"]["8"]["verdict"] == "fits"
+
+
+# -- offload ----------------------------------------------------------------------------------------------------------
+
+ONE: dict[str, Any] = {"world_size": 1, "seq": 2048, "batches": (1, 4), "tensors": (1,), "activations": ("recompute",)}
+
+
+def test_offload_is_the_best_where_nothing_fits_without() -> None:
+    """The fastest of all offloads of all configurations, by brute force in tenths, is not faster."""
+    found = zs.search("llama-3.2-3b", device="rtx5090", stages=(2, 3), **ONE)
+    best = found.best[1]
+    assert best is not None
+    assert best.verdict == "fits"
+    assert found.reasons == {1: "nothing fits without offload"}
+    assert "; nothing fits without offload" in str(found)
+    assert zs.search("llama-3.2-3b", device="rtx5090", stages=(2, 3), offload=(), **ONE).best == {1: None}
+    tries = [
+        candidate_of(found.model, dataclasses.replace(one.options, offload=offload))
+        for one in found.candidates
+        if one.options.offload is None
+        for offload in choices_for(one.options.row)[10::10]
+    ]
+    faster = [one for one in tries if one.verdict == "fits" and one.tokens_per_s > best.tokens_per_s]
+    whole = [plan_shape(found.model, one.options) for one in faster]
+    assert all(plan.verdict != "fits" or plan.tokens_per_s <= best.tokens_per_s for plan in whole)
+    assert 0 < sum(one.verdict == "fits" for one in tries) < len(tries)
+    assert found.offloads_tried < len(tries)
+
+
+def test_offload_is_taken_where_it_is_faster() -> None:
+    """Without offload only the whole recomputation fits, or so."""
+    sizes: dict[str, Any] = {"world_size": 8, "seq": 4096, "tensors": (1,), "batches": (1, 2), "stages": (2, 3)}
+    device = dataclasses.replace(DEVICES["a100-40"], host_bytes_per_s=450 * 10**9)  # a fast bus
+    found = zs.search("llama-3-8b", device=device, **sizes)
+    without = zs.search("llama-3-8b", device=device, offload=(), **sizes)
+    best, resident = found.best[8], without.best[8]
+    assert best is not None
+    assert resident is not None
+    assert best.asked.offload is not None
+    assert best.tokens_per_s > resident.tokens_per_s
+    assert "faster than the fastest that fits without offload" in found.reasons[8]
+    assert without.reasons == {}
+
+
+def test_a_folder_is_taken_where_the_host_is_too_small() -> None:
+    small = dataclasses.replace(DEVICES["rtx5090"], host_bytes=25 * 10**9)
+    assert zs.search("llama-3.2-3b", device=small, stages=(2,), **ONE).best == {1: None}
+    asked: dict[str, Any] = {"device": small, "stages": (2,), "offload": ("host", "/scratch"), **ONE}
+    best = zs.search("llama-3.2-3b", **asked).best[1]
+    assert best is not None
+    assert best.asked.offload is not None
+    assert best.asked.offload.to == "/scratch"
+    assert zs.search("llama-3.2-3b", optimizer="lion", **asked).best == {1: None}
+
+
+def test_places_are_checked() -> None:
+    with pytest.raises(TypeError, match=r"search\(offload=\) takes a list of places"):
+        zs.search("gpt2", offload="host", **ONE)
+    with pytest.raises(ValueError, match="write 'host', or a folder"):
+        zs.search("gpt2", offload=["disk"], **ONE)

@@ -145,5 +145,5 @@ def plan_with_a_group() -> None:
 
 
 def test_splitting_needs_a_process_without_a_group() -> None:
-    with pytest.raises(RankFailure, match="parallelize= needs a process without a process group"):
+    with pytest.raises(RankFailure, match="parallelize= emulates a process group, but the process already has one"):
         run_ranks(plan_with_a_group, 2, timeout_s=TIMEOUT_S)

@@ -328,9 +328,9 @@ def test_bytes_at_two_batches_predict_a_third() -> None:
 
 def test_what_is_wrong_is_said() -> None:
     x = torch.empty(B, S, H)
-    with pytest.raises(ValueError, match="no module called 'layers'"):
+    with pytest.raises(ValueError, match="no module named 'layers'"):
         trace_step(total, nn.Linear(H, H), [x], units=["layers"])
-    with pytest.raises(ValueError, match=r"'tpu' is not known; there are cpu, cuda\."):
+    with pytest.raises(ValueError, match=r"'tpu' is unknown; known: cpu, cuda\."):
         trace_step(total, nn.Linear(H, H), [x], personality="tpu")
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         trace_step(total, nn.Linear(H, H), [x], steps=0)
@@ -355,7 +355,7 @@ class Branching(nn.Module):
 def test_a_value_that_is_read_is_named_or_answered() -> None:
     model, x = nn.Sequential(Branching()), torch.empty(B, S, H)
     weight = next(model.parameters())
-    with pytest.raises(RuntimeError, match=r"module '0' reads some .*Say by reads="):
+    with pytest.raises(RuntimeError, match=r"module '0' reads some .*Give the value with reads="):
         trace_step(total, model, [x])
     assert next(model.parameters()) is weight  # also after an error
     yes, no = (

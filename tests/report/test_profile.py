@@ -136,7 +136,7 @@ def check_units(found: dict[str, Any]) -> None:
 
 def check_table(found: dict[str, Any], rank: int, world: int) -> None:
     title, heads, *lines, total, share = found["table"].splitlines()
-    assert title == f"[rank {rank}/{world}] {STEPS} step(s) in {found['wall_s']:.3f} s; milliseconds of a step"
+    assert title == f"[rank {rank}/{world}] {STEPS} step(s) in {found['wall_s']:.3f} s; milliseconds per step"
     assert heads.split() == ["unit", *CATEGORIES, "total"]
     rows = {re.split(r"\s\s+", line)[0]: [float(n) for n in re.split(r"\s\s+", line)[1:]] for line in [*lines, total]}
     assert list(rows) == ["(root)", *found["names"][1:], NO_UNIT, "total"]

@@ -107,13 +107,13 @@ def test_several_runs_are_told_apart(tmp_path: Path) -> None:
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="folders is empty"):
         read_runs([])
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path} holds no run: there is no metrics.jsonl")):
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path} has no run: metrics.jsonl is missing")):
         read_runs([tmp_path])
     (tmp_path / "metrics.jsonl").write_text("no\n")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1, is no JSON"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1, is not JSON"):
         read_runs([tmp_path])
     (tmp_path / "metrics.jsonl").write_text("")
-    for text, message in (("{", "is no JSON"), (json.dumps({"name": "a"}), "has no bytes by rank")):
+    for text, message in (("{", "is not JSON"), (json.dumps({"name": "a"}), "has no bytes by rank")):
         (tmp_path / "summary.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             read_runs([tmp_path])

@@ -79,5 +79,5 @@ def test_kept_inputs_agree_with_the_bytes_that_were_measured() -> None:
 def test_a_recording_that_misses_a_moment_is_refused() -> None:
     broken = json.loads(RECORDING.read_text("utf-8"))
     broken["measured"][2].pop()
-    with pytest.raises(ValueError, match="rank 2 has 26 measured moments for 26 events; one more is due"):
+    with pytest.raises(ValueError, match="rank 2 has 26 measurements for 26 events; expected one more"):
         tell_walk(broken)

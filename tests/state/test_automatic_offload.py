@@ -36,7 +36,7 @@ def test_only_what_does_not_fit_is_moved(bytes_per_parameter: float | None, stat
     if bytes_per_parameter is not None:
         assert kept(zero) <= bytes_per_parameter * NUMEL
     assert zero.residency.parameters.memory == "device"
-    assert "offload='auto': " + ("zs.Offload(" if states else "nothing is moved") in zero.summary()
+    assert "offload='auto': " + ("zs.Offload(" if states else "nothing is offloaded") in zero.summary()
 
 
 def test_parameters_follow_at_stage_3_where_states_are_not_enough(caplog: pytest.LogCaptureFixture) -> None:
@@ -50,9 +50,9 @@ def test_parameters_follow_at_stage_3_where_states_are_not_enough(caplog: pytest
 
 
 def test_where_nothing_fits_the_error_has_the_numbers() -> None:
-    with pytest.raises(ValueError, match=r"take 1\.\d MB of a rank's device, and 0\.\d MB .* stage=3 lets parameters"):
+    with pytest.raises(ValueError, match=r"need 1\.\d MB of a rank's device, and 0\.\d MB .* stage=3 can also offload"):
         sharded(0, 1.0)
-    with pytest.raises(ValueError, match=r"there are 0\.0 MB, half of the 0\.0 MB that are free\. More ranks"):
+    with pytest.raises(ValueError, match=r"they may use 0\.0 MB, half of the 0\.0 MB free\. Use more ranks"):
         sharded(3, 0.01)
 
 

@@ -211,7 +211,7 @@ REMEDIES = {
     read_optimizer: "zero.attach(optimizer)",
     read_norm: "with zero.gathered():",
     read_vector: "with zero.gathered():",
-    read_apply: "`zero_` cannot read them. Use `with zero.gathered():`",
+    read_apply: "`zero_` cannot read its values. Use `with zero.gathered():`",
 }
 
 

@@ -84,9 +84,9 @@ def test_a_launcher_may_show_each_rank_one_device_of_its_own() -> None:
         (
             2,
             ([2, 2], [], [None, None]),
-            r"has cuda:0, which is the device of rank [01], too: LOCAL_RANK is not set, and this process sees 2 CUDA",
+            r"has cuda:0, which is also the device of rank [01]: LOCAL_RANK is not set, and this process sees 2 CUDA",
         ),
-        (2, ([1, 1],), r"has cuda:0, which is the device of rank [01], too: LOCAL_RANK is [01], .* sees 1 CUDA"),
+        (2, ([1, 1],), r"has cuda:0, which is also the device of rank [01]: LOCAL_RANK is [01], .* sees 1 CUDA"),
         (3, ([2, 2, 2],), r"has no cuda:2: LOCAL_RANK is 2, and this process sees 2 CUDA device"),
         (2, ([2, 0],), r"has the backend '(nccl|gloo)' here and '(nccl|gloo)' on another rank.*backend='gloo'"),
     ],
@@ -128,7 +128,7 @@ def at_shard() -> list[str]:
 def test_a_group_without_a_named_backend_is_asked_what_it_uses() -> None:
     found = run_ranks(at_shard, 2, timeout_s=TIMEOUT_S)
     assert [device for device, _ in found] == ["cuda:0"] * 2
-    assert sum("which is the device of rank" in text for _, text in found) == 2
+    assert sum("which is also the device of rank" in text for _, text in found) == 2
     assert sum("was rejected on another rank" in text for _, text in found) == 1
 
 

@@ -370,7 +370,10 @@ def test_what_the_command_line_says_of_a_run_that_is_there(tmp_path, monkeypatch
         "--name.\n"
     )
     for extra, text in (
-        (["--fresh"], "zeroshard: --fresh: runs/default holds a run, and nothing is overwritten; give another --name"),
+        (
+            ["--fresh"],
+            "zeroshard: --fresh: runs/default holds a run, and runs are not overwritten; give another --name",
+        ),
         (["--seed", "7"], "zeroshard: run.name: runs/default/config.toml is of a run with other settings:\n  run.seed"),
     ):
         status, out, err = _main(monkeypatch, capsys, *command, *extra)

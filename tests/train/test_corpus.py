@@ -101,7 +101,7 @@ def test_damaged_cache_is_made_anew_and_never_read(damage, tmp_path):
     path.unlink()  # the file that was mapped stays as it was
     content[-1] ^= 1
     path.write_bytes({"flipped": content, "cut": content[:-100], "empty": b""}[damage])
-    with pytest.raises(ValueError, match=r"data\.cache: '.*safetensors', .* is not there or is damaged"):
+    with pytest.raises(ValueError, match=r"data\.cache: .*'.*safetensors', but this rank finds it missing or damaged"):
         open_corpus(tmp_path, path.stem, "a text")
     assert torch.equal(_corpus(tmp_path).train, tokens)
     assert _cached(tmp_path) == path
@@ -127,11 +127,11 @@ def test_what_fails_leaves_no_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "context", "message"),
     [
-        ("", 4, r"holds 0 bytes, which are 0 tokens to train on and 0 held out; .* at least 5"),
+        ("", 4, r"has 0 bytes: 0 tokens for training and 0 held out. .* at least 5 tokens"),
         (
             "0123456789" * 5,
             5,
-            r"holds 50 bytes, which are 45 tokens to train on and 5 held out; with model\.context=5 ",
+            r"has 50 bytes: 45 tokens for training and 5 held out. With model\.context=5, ",
         ),
     ],
 )

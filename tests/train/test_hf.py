@@ -142,7 +142,7 @@ def _check_loaded(folder, expected):
         (
             "mixtral",
             lambda state: state.pop("model.layers.1.block_sparse_moe.experts.1.w3.weight"),
-            r"'model\.layers\.1\.mlp\.experts\.gate_up_proj' of 3 tensor\(s\), .*The files lack a part",
+            r"'model\.layers\.1\.mlp\.experts\.gate_up_proj' from 3 tensor\(s\), .*The files are incomplete",
         ),
         (
             "llama",

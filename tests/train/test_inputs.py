@@ -35,7 +35,7 @@ ODD = {
     "an endless device": lambda path: path.symlink_to("/dev/zero"),
     "a socket": _socket,
     "a link to itself": lambda path: path.symlink_to(path.name),
-    "a link to nothing": lambda path: path.symlink_to("nothing"),
+    "a broken link": lambda path: path.symlink_to("nothing"),
 }
 
 
@@ -65,18 +65,18 @@ def test_what_is_no_regular_file_is_named(kind, tmp_path):
         with pytest.raises((ValueError, zs.CheckpointError)) as caught:
             use()
         # The place that a link leads to is named where it is what is opened.
-        names = {"an endless device": "/dev/zero", "a link to nothing": "nothing"}
+        names = {"an endless device": "/dev/zero", "a broken link": "nothing"}
         name = {"model.source": "model", "data.tokenizer of a folder": "config.json"}.get(place, "odd")
         assert (names.get(kind, name) if place == "export" else name) in str(caught.value), place
     assert not (tmp_path / "hf").exists()
 
 
 def test_a_folder_in_the_place_of_a_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"^--config: '.*' is a folder, and a regular file is wanted"):
+    with pytest.raises(ValueError, match=r"^--config: '.*' is a folder, but must be a regular file"):
         load_config(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "linked").symlink_to(tmp_path)
-    with pytest.raises(ValueError, match=r"^data.path: '.*linked' is a folder, and a regular file is wanted"):
+    with pytest.raises(ValueError, match=r"^data.path: '.*linked' is a folder, but must be a regular file"):
         open_source(str(tmp_path / "texts"))
 
 
@@ -110,13 +110,13 @@ def test_a_hostile_folder_of_a_model_is_named(name, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}", "utf-8")
     for content in (b"[" * DEEP, b"[]", b'{"model_type": 3}', b"\xff\xfe", b"", b'{"a":' * 5000 + b"1" + b"}" * 5000):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=r"^data\.tokenizer: '.*' holds no tokenizer of transformers"):
+        with pytest.raises(ValueError, match=r"^data\.tokenizer: '.*' has no tokenizer of transformers"):
             load_tokenizer(str(tmp_path))
         if name == "config.json":
             with pytest.raises(ValueError, match=r"^model\.source: '.*' holds no model of transformers"):
                 check_hf(str(tmp_path), context=8, vocabulary=256)
         if name == "tokenizer.json":
-            with pytest.raises(ValueError, match=r"^data\.tokenizer: '.*' is not a file of the library tokenizers"):
+            with pytest.raises(ValueError, match=r"^data\.tokenizer: '.*' is not a file of the tokenizers library"):
                 load_tokenizer(str(tmp_path / name))
 
 

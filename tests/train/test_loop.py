@@ -125,7 +125,7 @@ def test_a_run_can_be_profiled(tmp_path):
     trace = json.loads((tmp_path / "0" / "profile.json").read_text())
     steps = [(event["pid"], event["name"]) for event in trace["traceEvents"] if event["name"] == "step"]
     assert sorted(steps) == [(0, "step")] * 2 + [(1, "step")] * 2
-    assert short["summary"]["profile"] == "no step was profiled: the first 2 of 2 steps are not profiled"
+    assert short["summary"]["profile"] == "no step was profiled: this start made 2, and the first 2 are not profiled"
     assert not (tmp_path / "1" / "profile.json").exists()
 
 
@@ -243,7 +243,7 @@ def test_a_run_whose_folder_is_gone_says_so_on_all_ranks(ranks, tmp_path):
     for rank, texts in enumerate(run_ranks(_run_and_lose, ranks, str(tmp_path), cases, timeout_s=60)):
         for number, text in enumerate(texts):
             assert text.startswith(f"[rank {rank}/{ranks}] {tmp_path / str(number)}: the files of the run cannot be")
-            why = "was replaced by another file" if cases[number][0] == "replaced" else "no longer exists"
+            why = "was replaced by another file" if cases[number][0] == "replaced" else "was removed"
             assert f"metrics.jsonl {why}" in text
     # Nothing was saved into a folder that somebody had removed.
     assert not (tmp_path / "0").exists()

@@ -239,7 +239,7 @@ def test_a_new_run_overwrites_nothing(tmp_path):
     check_folder(config, is_fresh=True)
     _run(tmp_path, "run", stop_after=1)
     check_folder(config)
-    with pytest.raises(ValueError, match=r"--fresh: .* holds a run, and nothing is overwritten; give another"):
+    with pytest.raises(ValueError, match=r"--fresh: .* holds a run, and runs are not overwritten; give another"):
         check_folder(config, is_fresh=True)
 
 

@@ -85,8 +85,8 @@ def test_missing_sources_are_named(tmp_path):
             r"line 1: no key 'text', but the keys \['body', 'id'\]; set data\.column",
         ),
         ("a.jsonl", b"[1]\n", r"line 1: no key 'text', but a list; set data\.column"),
-        ("a.jsonl", b'{"text": null}\n', r"line 1: 'text' holds no text but None"),
-        ("a.jsonl", b'{"text": "ab\\ud800"}\n', r"line 1: 'text' holds half of a surrogate pair, at character 2"),
+        ("a.jsonl", b'{"text": null}\n', r"line 1: 'text' must be text, got None"),
+        ("a.jsonl", b'{"text": "ab\\ud800"}\n', r"line 1: 'text' has an unpaired surrogate at character 2"),
         ("a.parquet", b"PAR1 or not", r"a\.parquet' cannot be read as parquet: "),
     ],
 )
@@ -100,7 +100,7 @@ def test_bad_columns_are_named(tmp_path):
     pq.write_table(pa.table({"id": [1], "body": ["x"]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"has no column 'text', but \['id', 'body'\]; set data\.column"):
         _documents(tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"row 1: 'id' holds no text but 1"):
+    with pytest.raises(ValueError, match=r"row 1: 'id' must be text, got 1"):
         _documents(tmp_path / "a.parquet", "id")
 
 

@@ -71,7 +71,7 @@ def test_learned_tokenizer_is_what_was_asked_for(tmp_path):
 def test_what_cannot_be_learned_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"--vocab: 256 tokens; .* make 257 at least"):
         train_tokenizer(["text"], 256, tmp_path / "x")
-    with pytest.raises(ValueError, match=r"--vocab: the text is enough for 2\d\d tokens, not for 400"):
+    with pytest.raises(ValueError, match=r"--vocab: the text yields only 2\d\d of 400 tokens"):
         train_tokenizer(["text"], 400, tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
 
@@ -79,16 +79,16 @@ def test_what_cannot_be_learned_is_named(tmp_path):
 def test_what_cannot_be_loaded_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"data\.tokenizer: there is no file or folder '/nowhere'; make one with"):
         load_tokenizer("/nowhere")
-    with pytest.raises(ValueError, match=r"data\.tokenizer: .* holds no tokenizer of transformers"):
+    with pytest.raises(ValueError, match=r"data\.tokenizer: .* has no tokenizer of transformers"):
         load_tokenizer(str(tmp_path))
-    with pytest.raises(ValueError, match=r"hf' names no eos_token"):
+    with pytest.raises(ValueError, match=r"hf' has no eos_token"):
         load_tokenizer(_make_folder(tmp_path))
     path = tmp_path / "tokens.json"
     path.write_text(path.read_text("utf-8").replace("<|endoftext|>", "<end>"), "utf-8")
     with pytest.raises(ValueError, match=r"tokens\.json' has no token '<\|endoftext\|>'"):
         load_tokenizer(str(path))
     path.write_text("{}", "utf-8")
-    with pytest.raises(ValueError, match=r"tokens\.json' is not a file of the library tokenizers"):
+    with pytest.raises(ValueError, match=r"tokens\.json' is not a file of the tokenizers library"):
         load_tokenizer(str(path))
 
 

@@ -1,15 +1,15 @@
 """Flat tensors: the bucket whose views are the parameters.
 
 Owns the storage of parameters and of their master values. It must not know passes or hooks. Read `table/layout.py`
-(where elements lie) and `table/cells.py` (what is kept) first; `core/grads.py` has the gradients.
+(positions of elements) and `table/cells.py` (residency) first; `core/grads.py` has the gradients.
 
 Note: the life of a parameter's bytes
-    `Bucket.full` holds the whole bucket; the model's parameters are views of it for good. Where parameters are kept
-    whole, `shards` is a view of `full`, and nothing ever moves. Where they are sharded, `shards` are tensors of their
-    own, the first in another memory, the second on the device, and `full` has no memory between uses: `open()` gives it
-    memory with this rank's part on the device in it, `brought()` what lies elsewhere, a gather the rest, and `close()`
-    takes the memory back. The views stay valid throughout, also those that autograd saved. Whether memory is
-    this process's alone or shared on the host is for `wire/memory.py`.
+    `Bucket.full` holds the whole bucket; the model's parameters are always views of it. Where parameters are kept
+    whole, `shards` is a view of `full`, and nothing is copied. Where parameters are sharded, `shards` are separate
+    tensors, the first in offload memory, the second on the device, and `full` has no memory between uses. `open()`
+    allocates `full` and copies this rank's part on the device into it, `brought()` copies the offloaded part, a gather
+    the other ranks' parts, and `close()` releases the memory. The views stay valid throughout, also those that
+    autograd saved. `wire/memory.py` decides whether memory is private or shared on the host.
 """
 
 import warnings
@@ -40,11 +40,11 @@ class Bucket:
     """One flat tensor of a unit, of one dtype and trainability; the unit's parameters are views of it.
 
     Args:
-        spec: what it holds, and where each column of it lives.
-        parameters: as they are in the model, in registration order, on any device.
-        device: the rank's.
-        apart: the memory for states that are elsewhere; None where there are none.
-        home: the memory for parameters that are elsewhere between uses; None where no rank has any.
+        spec: the bucket's contents, and the residency of each column.
+        parameters: the model's parameters, in registration order, on any device.
+        device: the rank's device.
+        apart: the memory of offloaded states; None without any.
+        home: the memory of parameters that are offloaded between uses; None if no rank has any.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Bucket:
         self.dtype, self.device = dtypes.param, device
         self.codec = codec_of(spec.formats.reduce)
         self.places = Places(spec, parameters)
-        # What one rank keeps elsewhere the others cannot read in place.
+        # Other ranks cannot read a rank's offloaded values in place.
         self._ledger, self._memory, (start, stop) = ledger, pool.memory if home is None else OwnMemory(), spec.shard
         if spec.is_whole:
             self.full = self._memory.zeros(spec.layout.full_numel, self.dtype, self.device)
@@ -73,25 +73,25 @@ class Bucket:
         self.own = self.full[start:stop]
         self._home = home
         self._away: tuple[Tensor, Tensor] | None = None
-        """Where parameters that lie elsewhere are brought to, and where they lie."""
+        """The destination on the device of offloaded parameters, and the offloaded parameters."""
         if home is not None and spec.apart_parameters:
             self.shards[0] = away = home.zeros(spec.here[0] - start, self.dtype)
             self._away = self.own[: away.numel()], away
         self.updating: Callable[[], None] | None = None
-        """Waits for the background update of masters in another memory; None without such an update."""
+        """Waits for the background update of offloaded masters; None without such an update."""
         self.flat: FlatGradients | None = None
-        """The gradients where they are summed over ranks."""
+        """The gradients, if they are summed over ranks."""
         if spec.lands_on_sums:
             self.grads: Gradients = LooseGradients(spec, self.places, dtypes.grad, ledger, device)
         else:
             self.grads = self.flat = FlatGradients(spec, self.places, dtypes.grad, ledger, pool, self.device)
         self.views = self.places.views_of(self.full)
         self._updated = [self.full[:0], self.full] if spec.is_whole and spec.updates_all else self.shards
-        """The parameters that this rank updates: elsewhere, then here."""
+        """The parameters that this rank updates: offloaded, then on the device."""
         self._apart, self._cut = apart if spec.is_trained else home, spec.apart_states[1] - spec.states[0]
         away, here = self._updated
         self._masters = [away[: self._cut], here[max(0, self._cut - away.numel()) :]]
-        """What the optimizer updates, elsewhere and here; the parameters themselves unless these are copied from it."""
+        """The optimizer's values, offloaded and on the device: the parameters, or the masters of the parameters."""
         if self._apart is not None and spec.apart and not spec.shares_apart:
             self._masters[0] = self._apart.zeros(self._cut, dtypes.master)
         if spec.has_masters:
@@ -99,14 +99,14 @@ class Bucket:
             self._masters[1] = torch.zeros(rest, dtype=dtypes.master, device=device)
         self._rooms: dict[tuple[Hashable, torch.dtype], Tensor] = {}
         self.parameters: list[torch.nn.Parameter] = []
-        """The model's parameters that are views of it, in order."""
+        """The model's parameters that are views of the bucket, in order."""
         self.changes = Changes(spec.names, self.parameters, self.full, is_whole=spec.is_whole)
         self.has_states = False
-        """Whether an optimizer updates it."""
+        """Whether an optimizer updates the bucket."""
         self._is_left = False
-        """Whether the memory of `full` could not be taken back."""
+        """Whether the memory of `full` could not be released."""
         self.updates = 0
-        """How often the parameters changed; a tensor that autograd saved before a change must not be used after it."""
+        """The number of changes to the parameters; tensors that autograd saved before a change are invalid after it."""
         if not self.spec.is_whole:
             ledger.add("transient", self.full.nbytes)
 
@@ -119,40 +119,40 @@ class Bucket:
         return self.places.views_of(full)[index].clone()
 
     def open(self) -> None:
-        """Give `full` its memory and put what this rank has on the device in its place."""
+        """Allocate `full` and copy this rank's elements on the device into it."""
         self._memory.open(self.full, self.spec.here[0], self.shards[1])
         self._ledger.add("transient", self.full.nbytes)
 
     def brought(self, begin: Callable[[], Waitable], unit: str) -> Waitable:
-        """Begin to bring what lies elsewhere to its place in `full`, and behind that what reads it."""
+        """Begin the copy of offloaded parameters into `full`, followed by the work that reads `full`."""
         return begin() if self._home is None else self._home.brought(self._away, begin, unit)
 
     def await_update(self) -> None:
-        """Wait for the update in the background, if there is one, and let parameters here follow it."""
+        """Wait for the background update, if there is one, and copy its results to parameters on the device."""
         if self.updating is not None:
-            self.updating()  # one that is interrupted is awaited again
+            self.updating()  # an interrupted wait is repeated
             self.updating = None
             self.follow_apart(is_on_device=True)
 
     def close(self) -> int:
-        """Take the memory of `full` back, and return its bytes; views stay, and are empty."""
+        """Release the memory of `full`, and return its bytes; views stay valid, without memory."""
         if not self._memory.close(self.full) and not self._is_left:
             self._is_left = True
             warnings.warn(
-                f"numpy shares the memory of the parameters of unit '{self.spec.name}', so {self.full.nbytes:,} bytes "
-                "stay on this rank from now on, also while they are released. Give numpy parameter.detach().clone().",
+                f"numpy shares the memory of the parameters of unit '{self.spec.name}', so this rank cannot release "
+                f"{self.full.nbytes:,} bytes. Pass parameter.detach().clone() to numpy.",
                 stacklevel=2,
             )
         self._ledger.add("transient", -self.full.nbytes)
         return self.full.nbytes
 
     def rest(self) -> None:
-        """Let `full` cost nothing for as long as it is not read, where its memory can do so and nobody changed it."""
+        """Discard the contents of `full` until its next use, if its memory can and no change would be lost."""
         if self._memory.is_shared and not self.changes.has_any():
             self._memory.rest(self.full)
 
     def keep(self) -> None:
-        """Follow a change to the whole parameters: in the shard, and in the masters that do not round to it."""
+        """Copy changed parameters to the shard, and to the masters that do not round to the new values."""
         values = self.full if self.changes.values is None else self.changes.values
         with torch.no_grad():
             self._keep_shard(values[slice(*self.spec.shard)])
@@ -167,16 +167,16 @@ class Bucket:
                 part.copy_(new)
 
     def _rounded(self, is_here: bool | int) -> list[tuple[Tensor, Tensor]]:
-        """Return parameters beside the masters that they are copied from: elsewhere, or here."""
+        """Return pairs of parameters and the masters that they are copied from: offloaded, or on the device."""
         is_same = not self.spec.has_masters if is_here else self.spec.shares_apart
         return [] if is_same else beside(self._updated, self._masters[is_here], is_here * self._cut)
 
     def start_values(self) -> Tensor:
-        """Return (full_numel,) to write the first values to, in the masters' dtype; then call `set_start`."""
+        """Return a buffer (full_numel,) for the initial values, in the masters' dtype; then call `set_start`."""
         return torch.zeros_like(self.full, dtype=self.dtypes.master) if self.spec.has_masters else self.full
 
     def set_start(self, values: Tensor) -> None:
-        """Take the first values over."""
+        """Copy the initial values into the bucket."""
         if self.spec.has_masters:
             self.full.copy_(values)
         self._keep_shard(self.own)
@@ -186,20 +186,21 @@ class Bucket:
                 masters.copy_(values[start : start + masters.numel()])
 
     def follow_masters(self, *, is_apart_done: bool = False) -> None:
-        """Round the masters into the parameters that this rank keeps; `count_update` follows, once all are whole.
+        """Round the masters into the parameters that this rank keeps; call `count_update` once all are whole.
 
         Args:
-            is_apart_done: whether those in another memory have been followed (`follow_part`).
+            is_apart_done: whether offloaded masters are already rounded (`follow_part`, `follow_here`).
         """
         self.updates += 1
         with torch.no_grad():
             for part, masters in self._rounded(True):
-                part.copy_(masters)
+                if not (is_apart_done and is_stored(part)):
+                    part.copy_(masters)
         if not (is_apart_done and is_stored(self._masters[0])) and self.updating is None:
             self.follow_apart()
 
     def follow_apart(self, *, is_on_device: bool | None = None) -> None:
-        """Round masters elsewhere into parameters: those on the device, those elsewhere, or (None) all."""
+        """Round offloaded masters into parameters: those on the device, offloaded ones, or (None) all."""
         if not self._cut:
             return  # before the context, which costs every step of every bucket 3 microseconds
         with torch.no_grad():
@@ -208,48 +209,64 @@ class Bucket:
                     self._bring(part, masters)
 
     def move_masters(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Put something of the same values in the place of masters that are kept beside the parameters here."""
+        """Replace masters on the device, if they are separate from parameters, by tensors of the same values."""
         if self.spec.has_masters:
             self._masters[1] = move(self._masters[1])
 
+    def follow_here(self) -> None:
+        """Write masters on the device to parameters in a file."""
+        with torch.no_grad():
+            for part, masters in self._rounded(True):
+                if is_stored(part):
+                    part.copy_(masters)
+
     def put_apart(self, masters: Tensor) -> Tensor:
-        """Put other masters in the place of those in another memory; return what was there. Entries do not follow."""
+        """Replace offloaded masters and return the previous ones. The optimizer's entries are not changed."""
         before, self._masters[0] = self._masters[0], masters
         return before
 
-    def follow_part(self, start: int, values: Tensor) -> None:
-        """Round updated masters into parameters: those in the other memory, from the `start`-th of them on."""
+    def follow_part(self, start: int, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Round updated offloaded masters, from element `start` on, into parameters.
+
+        Returns:
+            Parameters in a file, which the caller must write, and their new values; None without such parameters.
+        """
+        stored = None
         with torch.no_grad():
             for part, new in beside(self._updated, values, start):
-                self._bring(part, new)
+                if not is_stored(part):
+                    self._bring(part, new)
+                elif not self.spec.shares_apart:
+                    stored = part, new
+        return stored
 
     def _bring(self, part: Tensor, masters: Tensor) -> None:
-        assert self._apart is not None, "nothing is elsewhere"
+        assert self._apart is not None, "nothing is offloaded"
         self._apart.bring(part, masters)
 
     def apart_values(self, key: Hashable = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return what lies in the other memory: the masters, or a state, whose place is made if there is none."""
+        """Return the offloaded masters, or an offloaded state, which is allocated at its first use."""
         if dtype is None:
             return self._masters[0]
         if (key, dtype) not in self._rooms:
-            assert self._apart is not None, "nothing is elsewhere"
+            assert self._apart is not None, "nothing is offloaded"
             self._rooms[key, dtype] = self._apart.zeros(self._masters[0].numel(), dtype)
         return self._rooms[key, dtype]
 
     def room(self, index: int, key: Hashable, dtype: torch.dtype) -> Tensor:
-        """Return memory, with any content, for a state of parameter `index`: where its masters lie."""
+        """Return uninitialized memory for a state of parameter `index`, in the memory of its masters."""
         start, stop = self.master_range(index)
         if index >= self.spec.apart or start == stop:
             return torch.empty(stop - start, dtype=dtype, device=self.master(index).device)
         return self.apart_values(key, dtype)[start - self.spec.states[0] : stop - self.spec.states[0]]
 
     def entry(self, index: int) -> Tensor:
-        """Return what the optimizer holds of parameter `index`, beside its states."""
+        """Return the optimizer's entry of parameter `index`."""
         masters = self.master(index)
         return masters if self._apart is None or index >= self.spec.apart else self._apart.entry(masters)
 
     def count_update(self) -> None:
-        """Let autograd know of an update, where it is autograd that checks tensors of parameters that stay whole."""
+        """Count an update of parameters that stay whole in the versions that autograd checks."""
         if self.spec.is_whole:
             self.changes.count_update()
 
@@ -258,7 +275,7 @@ class Bucket:
         return self.layout.overlap(index, *self.spec.states)
 
     def master(self, index: int) -> Tensor:
-        """Return what the optimizer updates of parameter `index`: a flat view, possibly of 0 elements."""
+        """Return the part of parameter `index` that the optimizer updates: a flat view, possibly of 0 elements."""
         start, stop = self.master_range(index)
         is_here = index >= self.spec.apart
         first = self.spec.apart_states[is_here]

@@ -1,11 +1,11 @@
-"""Questions about all elements of a gradient that is spread over ranks: extremes, means, whether any is not finite.
+"""Reductions over all elements of a sharded gradient: extremes, means, checks for values that are not finite.
 
-Owns what each rank says of its elements, and what follows from what all said. It must not know the classes that are
-asked (`core/gradient.py`).
+Owns the numbers that each rank computes from its elements, and the result from all ranks' numbers. It must not know
+the classes that users call (`core/gradient.py`).
 
-Note: questions about functions of elements
-    `grad.abs().max()` asks about |x| of each element. `abs()` makes nothing: it returns another gradient without
-    storage, which knows the function, and only the question that follows is answered, with one collective.
+Note: reductions of functions of elements
+    `grad.abs().max()` reduces |x| of each element. `abs()` computes nothing: it returns a gradient without storage
+    that records the function. Only the reduction that follows runs, with one collective.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ __all__ = ["EXTREMES", "MAPS", "Map", "QUESTIONS", "answer", "are_numbers"]
 Tensor = torch.Tensor
 Map = Callable[[Tensor], Tensor]
 Question = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Mapping[str, Any]], Tensor]]
-"""What a rank says of its elements, as numbers in fp64, and the answer from what all ranks said, a rank a row."""
+"""A rank's numbers in fp64 from its elements, and the result from all ranks' numbers, one row per rank."""
 
 MAPS = frozenset(
     """
@@ -31,7 +31,7 @@ MAPS = frozenset(
     __abs__ __eq__ __ge__ __gt__ __le__ __lt__ __ne__ __pow__
     """.split()
 )
-"""Functions of each element, whose other arguments are numbers."""
+"""Elementwise functions whose other arguments are numbers."""
 
 
 def _extreme(values: Tensor, *, is_largest: bool) -> Tensor:
@@ -41,7 +41,7 @@ def _extreme(values: Tensor, *, is_largest: bool) -> Tensor:
 
 
 def _moments(values: Tensor) -> Tensor:
-    """Return the number of elements, their mean, and the sum of squares of what they are off it."""
+    """Return the number of elements, their mean, and the sum of squared deviations from the mean."""
     wide, count = values.double(), values.numel()
     mean = wide.mean() if count else wide.new_zeros(())
     return torch.stack([wide.new_tensor(float(count)), mean, (wide - mean).square().sum()])
@@ -73,24 +73,24 @@ QUESTIONS: Mapping[str, Question] = MappingProxyType(
         "std": (_moments, lambda rows, options: _variance(rows, options).sqrt()),
     }
 )
-"""By the name of torch's function: for all elements, without a dimension."""
+"""Reductions over all elements, without a dimension, by the name of torch's function."""
 
 EXTREMES = frozenset(["amax", "amin", "histc", "max", "min"])
-"""Questions about the least and the largest element, which have no answer where there is none."""
+"""Reductions to the smallest or largest element, which are undefined without elements."""
 COUNTS = frozenset(["all", "any", "count_nonzero"])
-"""Questions whose answer has a dtype of its own."""
+"""Reductions whose result has a dtype of its own."""
 CORRECTED = frozenset(["std", "var"])
 
 
 def answer(
     name: str, slot: Slot, maps: Sequence[Map], dtype: torch.dtype, args: Sequence[Any], options: Mapping[str, Any]
 ) -> Tensor | None:
-    """Return the answer to a question about all elements of a gradient; None where it is asked in another way.
+    """Return the result of a reduction over all elements of a gradient; None if the arguments are not supported.
 
     Args:
-        maps: functions of each element, one after the other.
-        dtype: of their result.
-        args, options: of the question, behind the tensor.
+        maps: elementwise functions, applied in order.
+        dtype: the dtype of the functions' result.
+        args, options: arguments of the reduction after the tensor.
     Collective: all-gather of at most 24 bytes, for `histc` of 16 bytes and of 8 bytes a bin; every rank must call.
     """
     options = dict(options)
@@ -127,7 +127,7 @@ def answer(
 def _histogram(
     values: Tensor, ask: Callable[[Tensor], Tensor], bins: int = 100, min: float = 0, max: float = 0
 ) -> Tensor:
-    """Return (bins,) how many elements lie in each part of [min, max], or between the extremes, as `torch.histc`."""
+    """Return (bins,) element counts in equal parts of [min, max], or between the extremes, as `torch.histc` does."""
     if min == max == 0:
         ends = ask(torch.cat([_extreme(values, is_largest=False), _extreme(values, is_largest=True)]))
         min, max = ends[:, 0].amin().item(), ends[:, 1].amax().item()
@@ -137,7 +137,7 @@ def _histogram(
 
 
 def are_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether all arguments behind the first are plain numbers, which mean the same for a part of a tensor."""
+    """Return whether all arguments after the first are plain numbers, which are valid for a part of a tensor."""
     return all(
         value is None
         or isinstance(value, (int, float))

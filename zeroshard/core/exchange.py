@@ -1,17 +1,17 @@
-"""The exchange at a step: matrices go to their owners, which update them whole, and the new values come back.
+"""The exchange at a step: ranks send matrices to their owners, which update whole matrices and return new values.
 
-Owns the pieces of an update (`core/update.py`) that need whole tensors. It must not know which optimizers do, nor when
-a step may be made. Read `table/owners.py` (who updates what) and "Note: the exchange" first.
+Owns the pieces of an update (`core/update.py`) that need whole tensors. It must not know which optimizers need them, or
+when a step may run. Read `table/owners.py` (which rank updates which matrix) and "Note: the exchange" first.
 
 Note: the exchange
-    Gradients, masters and parameters are cut anywhere, and stay so. At a step the ranks of one copy send the owner of
-    a matrix their slices of its gradient, as it is held, and of its master values. There the user's optimizer updates
-    a tensor of the parameter's shape and strides, with states that live on the owner alone. Ranks send the gradients
-    and values of the next round (`Round`) before they update the present one, and the new values go back while the
-    next one is updated, so at most three rounds are in memory. Where every rank updates all, nothing is sent: its
-    entries get the parameter's shape for the time of the update.
-    Between steps groups hold slices, in the user's order, and the states of a matrix are those of its owner's slice,
-    which may have no element.
+    Shards cut gradients, masters and parameters at any element. At a step, the ranks of one replica send their slices
+    of a matrix's gradient, in the dtype of held gradients, and of its master values to the owner of the matrix. The
+    owner runs the user's optimizer on a tensor of the parameter's shape and strides; only the owner has its states.
+    Ranks send the gradients and values of the next round (`Round`) before they update the current round, and return
+    the new values during the update of the next round, so at most three rounds are in memory. Where every rank updates
+    all parameters, ranks send nothing: entries get the parameter's shape during the update.
+    Between steps, groups hold slices, in the user's order. The states of a matrix belong to its owner's slice, which
+    may have no elements.
 """
 
 import zlib
@@ -33,11 +33,11 @@ __all__ = ["Exchange"]
 
 Tensor = torch.Tensor
 Placed = list[tuple[int, Tensor]]
-"""Slices, each with the place of its group."""
+"""Slices, each with the index of its group."""
 ROUTES, LIVE_ROUNDS = 3, 3
-"""Messages of a round that have tags of their own, and rounds that are in memory at most."""
+"""Messages of a round, each with its own tag; and the largest number of rounds in memory."""
 KEPT_PLANS = 16
-"""Sets of parameters with gradients that rounds are kept for."""
+"""Number of sets of parameters with gradients whose rounds are cached."""
 
 
 @final
@@ -45,21 +45,21 @@ class Exchange:
     """The matrices that one optimizer updates whole, and their owners.
 
     Args:
-        whole: what the optimizer needs.
+        whole: the requirements of the optimizer.
     """
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, whole: Whole) -> None:
         self.engine, self.optimizer, self._whole = engine, optimizer, whole
         self.loads = [0.0] * engine.mesh.shard_size
-        """Of each rank of a copy: the cost of what it updates."""
+        """The cost of the updates of each rank of a replica."""
         self.digest = 0
-        """Of the owners chosen so far, which all ranks choose for themselves."""
+        """CRC-32 of the owners chosen so far; each rank computes the same choice."""
         self._rounds: dict[tuple[int, ...], list[Round]] = {}
         self._lent: list[tuple[Tensor, Tensor, Tensor]] = []
-        """Slices, the entries that hold their states now, and where the entries' values go."""
+        """Slices, the entries that hold their states during the update, and the destinations of the entries' values."""
 
     def plan(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Choose owners for parameters in new groups; those in others keep theirs, with their states."""
+        """Choose owners for parameters in new groups; parameters of other groups keep their owners and states."""
         is_whole = self.optimizer.defaults.get("whole", True)
         found = [slot_of(p) for group in groups if group.get("whole", is_whole) for p in group["params"]]
         slots = [slot for slot in found if self._whole.takes(_shape_of(slot))]
@@ -71,7 +71,7 @@ class Exchange:
         self.digest = zlib.crc32(repr(owners).encode(), self.digest)
 
     def pieces(self) -> Iterator[Piece]:
-        """Return the parts of an update, in the order of all ranks; made while groups hold their entries."""
+        """Yield the pieces of an update, in the same order on all ranks; groups must hold their entries."""
         groups = [group["params"] for group in self.optimizer.param_groups]
         plain = [[master for master in entries if slot_of(master).updater is None] for entries in groups]
         here, away = Placed(), dict[tuple[torch.dtype, torch.dtype], Placed]()
@@ -95,11 +95,11 @@ class Exchange:
         return self._rounds[key]
 
     def lend(self, lent: Iterable[tuple[int, Tensor, Tensor, Tensor]]) -> list[list[Tensor]]:
-        """Return what groups hold in the place of slices: tensors of the parameters' shapes, with their states.
+        """Return the entries that replace slices in groups: tensors of the parameters' shapes, with their states.
 
         Args:
-            lent: of each the place of its group, the slice, and flat, all of the parameter's master values, which are
-                changed in place, and of its gradient, of any dtype.
+            lent: for each parameter, the index of its group, the slice, and two flat tensors: all its master values,
+                which are changed in place, and its gradient, of any dtype.
         """
         groups, state = [list[Tensor]() for _ in self.optimizer.param_groups], self.optimizer.state
         for place, master, values, grad in lent:
@@ -115,7 +115,7 @@ class Exchange:
         return groups
 
     def take_back(self) -> None:
-        """Give slices their states back, and leave the new values where the old ones were."""
+        """Return states to slices, and write the new values over the old ones."""
         lent, self._lent, state = self._lent, [], self.optimizer.state
         for master, entry, values in lent:
             if entry in state:
@@ -130,7 +130,7 @@ def _shape_of(slot: Slot) -> tuple[int, ...]:
 
 
 def _flat(entry: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return the elements of an entry in the order of a parameter's memory, which user code may have replaced."""
+    """Return the elements of an entry in the parameter's memory order; user code may have replaced the entry's data."""
     held = entry.detach()
     if held.stride() != strides:
         held = torch.empty_strided(held.shape, strides, dtype=held.dtype, device=held.device).copy_(held)
@@ -139,7 +139,7 @@ def _flat(entry: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 @final
 class _Shaped(Piece):
-    """Parameters that this rank updates as all others do; they need their shape alone."""
+    """Parameters that every rank updates; they need only their shape."""
 
     def __init__(self, exchange: Exchange, masters: Placed) -> None:
         self._exchange, self._masters = exchange, masters
@@ -157,11 +157,11 @@ class _Shaped(Piece):
 
 @final
 class _Routed(Piece):
-    """One round: this rank sends its slices, updates what it owns of them, and gets the others' new values.
+    """One round: this rank sends its slices, updates the matrices that it owns, and receives the other new values.
 
     Args:
-        masters: all that are exchanged in this step, each with the place of its group.
-        number: of the round.
+        masters: all slices exchanged in this step, each with the index of its group.
+        number: the number of the round.
     """
 
     def __init__(self, exchange: Exchange, masters: Placed, turn: Round, number: int) -> None:
@@ -170,12 +170,12 @@ class _Routed(Piece):
         self._given = [masters[one] for bundle in turn.bundles for one in bundle]
         self._owned = [masters[one] for one in turn.bundles[self._rank]]
         self._buffers: list[Tensor] = []
-        """Of the slices and the whole gradients, then of the slices and the whole values."""
+        """Buffers of slices of gradients and whole gradients; then the same for values."""
         self._joint: list[Tensor] = []
-        """The values of the matrices that this rank owns, flat."""
+        """The flat values of the matrices that this rank owns."""
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        # Buffers are known by their addresses, and nothing has none.
+        # The workspace identifies buffers by address, and an empty tensor has no address.
         self._buffers.append(buffer := self._engine.comm.pool.take(max(1, numel), dtype, self._engine.mesh.device))
         return buffer[:numel]
 

@@ -1,6 +1,6 @@
-"""What is entered and not left: forwards of modules, and the context that gathers everything.
+"""Records of forwards and `gathered()` contexts that have begun and not ended.
 
-Owns the records alone; `core/engine.py` makes them and undoes what they stand for.
+Owns only the records; `core/engine.py` creates and ends them.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ __all__ = ["Frame", "Gathered"]
 @final
 @dataclass
 class Frame:
-    """One entered module: what its exit must undo."""
+    """A module whose forward has begun, and the work of its end."""
 
     module: torch.nn.Module
     units: tuple[int, ...]
@@ -27,13 +27,13 @@ class Frame:
     saved: Any = None
     taken: list[int] = field(default_factory=list)
     between: int | None = None
-    """In the outermost frame: the unit of several modules that no module uses now, and the next one may."""
+    """In the outermost frame: the unit of several modules that no module uses now, and the next module may use."""
 
 
 @final
 @dataclass(frozen=True)
 class Gathered:
-    """The `gathered()` context that is open: what may be changed and read in it."""
+    """The open `gathered()` context: whether it permits changes and includes states."""
 
     writeback: bool
     states: bool

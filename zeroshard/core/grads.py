@@ -1,16 +1,16 @@
-"""Gradients: from autograd's slots to what the optimizer reads.
+"""Gradients: from autograd's slots to the tensors that the optimizer reads.
 
-Owns the memory of gradients and their states (`core/states.py`). It must not know passes, hooks or what a user is shown
-of a gradient (`core/gradient.py`).
+Owns the memory of gradients and their states (`core/states.py`). It must not know passes, hooks or the user's view of a
+gradient (`core/gradient.py`).
 
 Note: the life of a gradient
-    Autograd accumulates into its own slot; a hook moves the tensor out of it (`land`) and empties the slot. On one rank
-    that tensor is the gradient, in the memory that autograd gave it (`core/loose.py`). On several it moves into
-    `FlatGradients.local` (whole bucket); one that fills the bucket, as an embedding's, becomes `local` itself. A
+    Autograd accumulates into its own slot; a hook moves the tensor out of the slot (`land`). On one rank that tensor is
+    the gradient, in the memory that autograd gave it (`core/loose.py`). On several ranks the tensor is copied into
+    `FlatGradients.local` (whole bucket); a gradient that fills the bucket, as an embedding's, becomes `local` itself. A
     reduction turns `local` into this rank's shard of the sum, which is added to `held`. Where whole gradients are kept,
-    `local` is `held` itself until something reduced lies there, so nothing is copied. Under `no_sync` `local` simply
-    stays, and the next backward adds to it. With the last gradient that `zero_grad` forgets, the memory of `held` goes
-    back to torch's allocator, for the activations of the next forward.
+    `local` is `held` itself until `held` has a sum, so nothing is copied. Under `no_sync`, `local` stays, and the next
+    backward adds to it. When `zero_grad` clears the last gradient, the memory of `held` returns to torch's allocator,
+    for the activations of the next forward.
 """
 
 from abc import ABC, abstractmethod
@@ -31,19 +31,19 @@ __all__ = ["FlatGradients", "Gradients", "Local", "Places"]
 
 Tensor = torch.Tensor
 
-# Python looks a member up in its class at each use, which shows in models of a thousand small parameters.
+# Python looks up an enum's member at each use, which is slow in models of a thousand small parameters.
 NONE, LOCAL, SENT = Own
 STALE, UNUSED, USED = Sum
 
 
 @final
 class Places:
-    """Where the parameters of a bucket lie in a flat tensor of all of it: shapes, strides and offsets."""
+    """Shapes, strides and offsets of a bucket's parameters in a flat tensor of the whole bucket."""
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[Tensor]) -> None:
         self.layout = spec.layout
         self.shapes = [tuple(p.shape) for p in parameters]
-        # The order of dimensions that a parameter has of its own, where that is dense.
+        # The parameter's own order of dimensions, if its memory is dense.
         like = [torch.empty_like(p, device="meta", memory_format=torch.preserve_format) for p in parameters]
         self.strides = [tuple(one.stride()) for one in like]
 
@@ -52,20 +52,20 @@ class Places:
         return [self.view_of(full, index) for index in range(len(self.shapes))]
 
     def view_of(self, full: Tensor, index: int) -> Tensor:
-        """Return one of `views_of`."""
+        """Return the view of parameter `index`, as `views_of` does for all."""
         return full.as_strided(self.shapes[index], self.strides[index], self.layout.offsets[index])
 
     def dense(self, index: int, value: Tensor) -> Tensor:
-        """Return a copy of a value of parameter `index` with the strides that the parameter has."""
+        """Return a copy of a value of parameter `index` with the parameter's strides."""
         made = torch.empty_strided(self.shapes[index], self.strides[index], dtype=value.dtype, device=value.device)
         return made.copy_(value)
 
     def flat(self, index: int, value: Tensor) -> Tensor:
-        """Return a copy of the elements of a value of parameter `index`, in the order in which the bucket has them."""
+        """Return a flat copy of a value of parameter `index`, with the elements in the bucket's order."""
         return self.dense(index, value).as_strided((value.numel(),), (1,))
 
     def is_alone(self, index: int, grad: Tensor) -> bool:
-        """Tell whether `grad` is a plain tensor with the parameter's strides whose memory no other tensor shares."""
+        """Return whether `grad` is a plain tensor with the parameter's strides and memory of its own."""
         if type(grad) is not Tensor or grad.stride() != self.strides[index]:
             return False
         return grad.untyped_storage().nbytes() == grad.nbytes and users_of_storage(grad) == 1
@@ -81,16 +81,16 @@ class Gradients(ABC):
         self._places, self._ledger = places, ledger
         count = len(places.shapes)
         self.own, self.sums = [NONE] * count, [STALE] * count
-        """Of each parameter: the state of this rank's gradient, and of what is held."""
+        """For each parameter: the state of this rank's gradient, and of the held gradient."""
         self.scope = Scope.ALL
-        """Over which ranks what is held was summed: over all, or within this rank's copy of the state."""
+        """The ranks that held gradients were summed over: all ranks, or those of this rank's replica."""
         self.landing = Landing(device) if spec.apart_gradients else None
-        """What leaves gradients on the host, where some lie there; else None."""
+        """Moves gradients to host memory; None if all gradients stay on the device."""
         self._apart_bytes = 0
 
     @property
     def apart_bytes(self) -> int:
-        """Bytes of the gradients that lie on the host."""
+        """Bytes of the gradients in host memory."""
         return self._apart_bytes
 
     def _count_apart(self, nbytes: int) -> None:
@@ -98,64 +98,64 @@ class Gradients(ABC):
 
     @property
     def has_local(self) -> bool:
-        """Whether this rank holds gradients that were not reduced yet."""
+        """Whether this rank holds gradients that are not reduced yet."""
         return LOCAL in self.own
 
     @property
     def has_any(self) -> bool:
-        """Whether a gradient is held that some rank used."""
+        """Whether this rank holds a gradient that some rank used."""
         return USED in self.sums
 
     def has_grad(self, index: int) -> bool:
-        """Tell whether there is a gradient: of some rank, or of this one while ranks have yet to agree."""
+        """Return whether some rank has a gradient, or this rank has one that ranks have not agreed on yet."""
         return self.sums[index] is USED or self.own[index] is not NONE
 
     def is_known(self, index: int) -> bool:
-        """Tell whether what is held is the gradient, whatever ranks have yet to agree on."""
+        """Return whether the held value is the gradient, independent of agreements that are still pending."""
         return self.sums[index] is USED or self.own[index] is SENT
 
     def take_used(self, flags: Iterator[bool]) -> None:
-        """Take what ranks agreed on: of each parameter the next flag says whether some rank had a gradient."""
+        """Apply the agreement of ranks: one flag for each parameter, true if some rank had a gradient."""
         for index, (own, is_used) in enumerate(zip(self.own, flags, strict=False)):
-            if own is not LOCAL:  # else it was frozen before its sum was made
+            if own is not LOCAL:  # otherwise the parameter was frozen before its gradient was summed
                 self.own[index], self.sums[index] = NONE, USED if is_used else self.sums[index]
 
     def hand_over(self) -> None:
-        """Take all that landed for a part of the sum; a parameter without a gradient has a sum of nothing."""
+        """Mark all local gradients as part of the sum; a parameter without a gradient has an empty sum."""
         self.own = [SENT if own is LOCAL else own for own in self.own]
         self.sums = [UNUSED if one is STALE else one for one in self.sums]
 
     @abstractmethod
     def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
-        """Take one gradient of this rank, of any strides; add it to gradients of this rank that were not reduced yet.
+        """Add a gradient of this rank, of any strides, to this rank's gradients that are not reduced yet.
 
         Args:
-            scale: what the gradient is multiplied by, in the dtype of what is held.
+            scale: the factor of the gradient, applied in the dtype of held gradients.
         """
 
     @abstractmethod
     def view(self, index: int) -> Tensor:
-        """Return the whole gradient of parameter `index`, with its shape, where this rank holds it."""
+        """Return the whole gradient of parameter `index`, in the parameter's shape, if this rank holds all of it."""
 
     @abstractmethod
     def part(self, index: int) -> Tensor:
-        """Return what the optimizer reads of parameter `index`: (numel of it that this rank updates,)."""
+        """Return the gradient that the optimizer reads: (elements of parameter `index` that this rank updates,)."""
 
     @abstractmethod
     def own_part(self, index: int) -> Tensor:
-        """Return what this rank owns of the gradient of parameter `index`: (numel of it in this rank's shard,)."""
+        """Return this rank's part of a gradient: (elements of parameter `index` in this rank's shard,)."""
 
     @abstractmethod
     def parts(self, index: int) -> list[Tensor]:
-        """Return all that lies here of a gradient: its part of the sum, and what was not reduced yet."""
+        """Return this rank's tensors of a gradient: its part of the sum, and the gradient that is not reduced yet."""
 
     def parts_of_all(self, indices: Sequence[int]) -> list[Tensor]:
-        """Return tensors that hold the `parts` of these parameters, and nothing that is read of any other."""
+        """Return tensors that hold the `parts` of these parameters, and no other parameter's gradient."""
         return [part for index in indices for part in self.parts(index)]
 
     @abstractmethod
     def put_shard(self, full: Tensor) -> None:
-        """Write this rank's shard of what is held to its place in (full_numel,)."""
+        """Write this rank's shard of held gradients to its place in (full_numel,)."""
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
@@ -163,7 +163,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def probes(self) -> list[Tensor]:
-        """Return tensors whose sum is a finite number only if all that this rank updates with is finite."""
+        """Return tensors whose sum is finite only if all gradients that this rank updates with are finite."""
 
     @abstractmethod
     def set_reduced(self, index: int, value: Tensor) -> None:
@@ -171,7 +171,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def clear(self, index: int) -> None:
-        """Forget the gradient of one parameter, reduced or not."""
+        """Clear the gradient of a parameter, reduced or not."""
 
     @property
     @abstractmethod
@@ -181,54 +181,54 @@ class Gradients(ABC):
 
 @dataclass(frozen=True)
 class Local:
-    """A rank's own gradients handed over for a reduction, with the states that they had then."""
+    """A rank's own gradients for a reduction, with their states at the start of the reduction."""
 
     full: Tensor
     apart: Tensor | None
-    """Where this rank's shard of the sum goes, if neither `full` nor what is held may be written yet."""
+    """The destination of this rank's shard of the sum, if neither `full` nor held gradients may be written yet."""
     views: list[Tensor]
     own: list[Own]
     sums: list[Sum]
     is_first: bool
-    """Whether no sum lies in what is held."""
+    """Whether held gradients contain no sum yet."""
 
 
 @final
 class FlatGradients(Gradients):
-    """Those of several ranks: in flat tensors of the bucket, of which each rank holds its part of the sums."""
+    """Gradients of several ranks, in flat tensors of the bucket; each rank holds its part of the sums."""
 
     def __init__(
         self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger, pool: Pool, device: torch.device
     ) -> None:
         super().__init__(spec, places, dtype, ledger, device)
         self.lands_together = False
-        """Whether gradients wait where autograd left them until `copy_arrived`."""
+        """Whether gradients stay in autograd's memory until `copy_arrived`."""
         self._arrived: dict[int, Tensor] = {}
-        """Gradients that wait to be copied, by parameter."""
+        """Gradients to copy, by parameter."""
         self._scale = 1.0
-        """What those that wait are multiplied by."""
+        """The factor of the gradients to copy."""
         self._layout, self._pool, self._device = spec.layout, pool, device
         self._is_kept = spec.holds_whole_gradients and pool.memory.is_shared
-        """Whether other ranks read what is held where it lies; such memory cannot come and go."""
+        """Whether other ranks read held gradients in place; such memory cannot be released."""
         self.held: Tensor | None = None
         self._away: Tensor | None = None
-        """The first `_cut` elements of what is held, where these lie on the host."""
+        """The first `_cut` held elements, if these are in host memory."""
         self._cut = spec.apart_states[1] - spec.states[0] if spec.apart_gradients else 0
         self.local: Tensor | None = None
         self._views: list[Tensor] = []
         self._cuts: dict[Range, Sequence[Tensor]] = {}
-        """The parameters' parts of ranges of what is held."""
+        """The parameters' parts of ranges of held gradients."""
         self._parts_in = {place: spec.layout.parts(*place) for place in (spec.shard, spec.states)}
         self._under_way = 0
-        """Reductions whose sum is not there yet."""
+        """Reductions that are not complete."""
 
     @property
     def is_first(self) -> bool:
-        """Whether no sum lies in what is held."""
+        """Whether held gradients contain no sum yet."""
         return self.sums.count(STALE) == len(self.sums)
 
     def hold(self) -> Tensor:
-        """Return the buffer that gradients are held in on the device, made at its first use, with any content."""
+        """Return the device buffer of held gradients, allocated uninitialized at its first use."""
         if self.held is None:
             numel = self.spec.gradients[1] - self.spec.gradients[0] - self._cut
             if self.landing is not None:
@@ -242,17 +242,17 @@ class FlatGradients(Gradients):
         return self.held
 
     def _let_go(self) -> None:
-        """Give the memory of what is held back; it is needed again when gradients are, and activations are gone."""
+        """Release the memory of held gradients; the next use comes in backward, when activations are released."""
         if self.held is not None and not self._is_kept and self.local is not self.held and not self._under_way:
             self._ledger.add("gradients", -self.nbytes[0])
             self._count_apart(-self._apart_bytes)
             self.held, self._away, self._views = None, None, []
 
     def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
-        """See `Gradients`; it moves into `local`."""
+        """See `Gradients`; the gradient moves into `local`."""
         if self.local is None:
             if self.spec.adopts and scale == 1.0 and self._places.is_alone(index, grad):
-                # Autograd gave it up, and nothing else shares its memory.
+                # Autograd no longer needs the tensor, and no other tensor shares its memory.
                 self.local, self._views = grad.as_strided((grad.numel(),), (1,)), [grad]
                 self._pool.adopt(self.local)
                 self.own[index] = LOCAL
@@ -273,7 +273,7 @@ class FlatGradients(Gradients):
         self.own[index] = LOCAL
 
     def copy_arrived(self) -> None:
-        """Copy the gradients that wait into `local`, in one launch."""
+        """Copy all waiting gradients into `local`, in one launch."""
         if not self._arrived:
             return
         if self.local is None:
@@ -294,12 +294,12 @@ class FlatGradients(Gradients):
         self._views = self._places.views_of(self.local)
 
     def take_local(self, copies: int = 1) -> "Local":
-        """Hand over this rank's gradients for a reduction, complete: zeros where this rank has no gradient.
+        """Return this rank's gradients for a reduction: zeros where this rank has no gradient.
 
-        What lands from now on lands anew, so that a late gradient never touches a message under way.
+        Later gradients go to a new buffer, so that a late gradient never changes a message in flight.
 
         Args:
-            copies: of the state; one of several may not be ready when this one has its sum.
+            copies: replicas of the state; with several, another replica may not be ready when this one has its sum.
         """
         self.copy_arrived()
         if self.local is None:
@@ -317,42 +317,42 @@ class FlatGradients(Gradients):
         return local
 
     def take_back(self, local: "Local") -> None:
-        """Take back what was not reduced, because another rank was not ready; nothing landed meanwhile."""
-        assert self.local is None, "a gradient landed in a unit that was complete"
+        """Restore gradients that were not reduced because another rank was not ready; no gradient landed meanwhile."""
+        assert self.local is None, "a gradient landed in a complete unit"
         self._under_way -= 1
         self.local, self._views, self.own, self.sums = local.full, local.views, local.own, local.sums
         if local.apart is not None:
             self._pool.give(local.apart)
 
     def parts_of(self, own: Tensor) -> Iterator[Tensor]:
-        """Yield the parameters' parts of (stop - start,), this rank's shard; padding may hold anything.
+        """Yield the parameters' parts of (stop - start,), this rank's shard; padding has undefined values.
 
-        They are made where somebody asks, which only a loss scale does.
+        Only a loss scale reads the parts, so they are created on demand.
         """
         yield from self._split(own, self.spec.shard)
 
     def own_shard(self) -> Tensor:
-        """Return this rank's shard of what is held; a copy, where some of it is on the host."""
+        """Return this rank's shard of held gradients; a copy if a part is in host memory."""
         cuts = self._cuts_of(self.spec.shard)
         return cuts[0] if len(cuts) == 1 else torch.cat([cut.to(self._device) for cut in cuts])
 
     def keep_shard(self, own: Tensor) -> None:
-        """Take (stop - start,) for this rank's shard of what is held, where it is a copy."""
+        """Write (stop - start,) to this rank's shard of held gradients, if `own_shard` returned a copy."""
         if self.landing is not None and self._away is not None:
             self.landing.put(self._away, own[: self._cut])
             self.hold().copy_(own[self._cut :])
 
     def place_of_sum(self, local: "Local") -> Tensor:
-        """Return where this rank's shard of the sum goes: straight to what is held where no sum lies there yet."""
+        """Return the destination of this rank's shard of the sum: held gradients if they contain no sum yet."""
         if local.apart is not None:
             return local.apart
         is_straight = local.is_first and not self._cut
         return self.own_shard() if is_straight else local.full[slice(*self.spec.shard)]
 
     def add_reduced(self, local: "Local", own: Tensor) -> Tensor:
-        """Add this rank's shard of the sum to what is held, where it does not lie there already; return `held`.
+        """Add this rank's shard of the sum to held gradients, unless it is already there; return `held`.
 
-        Invariant: what is left over from before `zero_grad` is overwritten, not added to.
+        Invariant: values from before `zero_grad` are overwritten, not added to.
         """
         held = self.hold()
         self._under_way -= 1
@@ -376,25 +376,25 @@ class FlatGradients(Gradients):
         return held
 
     def _cuts_of(self, place: Range) -> list[Tensor]:
-        """Return elements of the bucket, as (start, stop), from what is held: on the host, if any are, and here."""
+        """Return held elements (start, stop) of the bucket: those in host memory, if any, then those on the device."""
         held, first = self.hold(), self.spec.gradients[0]
         if self.landing is None or self._away is None:
             return [held[place[0] - first : place[1] - first]]
         self.landing.wait()
-        return [self._away, held]  # gradients are sharded then, and this is all of the shard
+        return [self._away, held]  # gradients are sharded in this case, and these two are the whole shard
 
     def _split(self, cut: Tensor, place: Range) -> Sequence[Tensor]:
-        """Return the parameters' parts of elements of the bucket, as (start, stop)."""
-        nothing = cut[:0]  # where there are many ranks, what most parameters have in a range
+        """Return the parameters' parts of elements (start, stop) of the bucket."""
+        nothing = cut[:0]  # with many ranks, most parameters have no element in a range
         return [cut[start:stop] if stop > start else nothing for start, stop in self._parts_in[place]]
 
     def _parts(self, place: Range) -> Sequence[Tensor]:
-        """Return the parameters' parts of a range of what is held, made once a step."""
+        """Return the parameters' parts of a range of held gradients, created once a step."""
         if (made := self._cuts.get(place)) is None:
             if self._away is None:
                 made = self._split(self._cuts_of(place)[0], place)
             else:
-                # The first parameters are there and the rest is here, where elements are counted from the cut.
+                # The first parameters are in host memory; the others are on the device, counted from the cut.
                 here, apart, parts = self.hold(), self.spec.apart_gradients, self._parts_in[place]
                 made = [self._away[start:stop] for start, stop in parts[:apart]]
                 made += [here[max(0, start - self._cut) : max(0, stop - self._cut)] for start, stop in parts[apart:]]
@@ -417,7 +417,7 @@ class FlatGradients(Gradients):
 
     def parts_of_all(self, indices: Sequence[int]) -> list[Tensor]:
         """See `Gradients`."""
-        # What ranks have yet to agree on is none of these, and must be left alone.
+        # Gradients that ranks have not agreed on are not among these parameters, and must not change.
         is_all = len(indices) == len(self.sums) and all(map(self.is_known, indices))
         if self.has_local or not is_all:
             return super().parts_of_all(indices)
@@ -432,7 +432,7 @@ class FlatGradients(Gradients):
 
     def put_shard(self, full: Tensor) -> None:
         """See `Gradients`."""
-        full[slice(*self.spec.shard)] = self.own_shard()  # of any device
+        full[slice(*self.spec.shard)] = self.own_shard()  # on any device
 
     def tensors(self) -> list[Tensor]:
         """See `Gradients`."""

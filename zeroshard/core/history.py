@@ -1,7 +1,7 @@
-"""What steps issued, in the trace, and what the next one will issue.
+"""The trace of the collectives of past steps, and the prediction for the next step.
 
-Owns the trace of a model, and the passes of the last step as marks, from which predictions are replayed. It decides
-nothing: `core/order.py` writes here what has happened. Read `table/schedule.py` ("record and marks") first.
+Owns the trace of a model, and the marks of the last step's passes, from which predictions are replayed. It decides
+nothing: `core/order.py` records events here. Read `table/schedule.py` ("record and marks") first.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -14,7 +14,7 @@ from zeroshard.table.trace import Event, Trace, event_of
 __all__ = ["History"]
 
 Done = tuple[str, Hashable, list[Mark]] | int
-"""A pass that was made; or a unit that was published, by number, and -1 where an update ended."""
+"""A completed pass; or the number of a published unit, with -1 at the end of an update."""
 
 
 @final
@@ -22,60 +22,60 @@ class History:
     """The steps of one model.
 
     Args:
-        records: what passes follow, by kind; a mapping that grows.
+        records: the records that passes follow, by kind; a mapping that grows.
     """
 
     def __init__(self, units: Sequence[Unit], records: Mapping[Hashable, Record]) -> None:
         self._units, self._records = units, records
         self.trace = Trace(self._predict)
         self.steps = 0
-        """Steps before the one under way, or before the last where none is."""
+        """The number of steps before the current one, or before the last one between steps."""
         self._has_stepped = False
         self._done: list[Done] = []
         self._last_step: list[Done] = []
 
     @property
     def made(self) -> int:
-        """How many steps were made."""
+        """The number of completed steps."""
         return self.steps + self._has_stepped
 
     def begin_step(self) -> None:
-        """Count a new step, if the one before is over."""
+        """Count a new step if the previous step is complete."""
         if self._has_stepped:
             self.steps += 1
             self._has_stepped = False
             self._last_step, self._done = self._done, []
 
     def add_pass(self, phase: str, key: Hashable, marks: list[Mark]) -> None:
-        """Note a pass that is over."""
+        """Record a completed pass."""
         self._done.append((phase, key, marks))
 
     def add_publish(self, number: int, sent: int) -> None:
-        """Write that a unit's updated parameters were sent."""
+        """Record the transfer of a unit's updated parameters."""
         self.trace.add(self.event("step", None, "publish", number, self.steps, sent))
         self._done.append(number)
 
     def end_step(self) -> None:
-        """Write that an update is over."""
+        """Record the end of an update."""
         self.trace.add(Event(self.steps, "step", "step", "", 0))
         self._done.append(-1)
         self._has_stepped = True
 
     def event(self, phase: str, key: Hashable, kind: str, number: int, step: int, sent: int | None = None) -> Event:
-        """Return the event of what is issued for a unit.
+        """Return the event of a collective for a unit.
 
         Args:
-            sent: bytes, as the wire counted them; by default what the unit's layout says.
+            sent: bytes that the wire counted; by default the bytes from the unit's layout.
         """
         unit = self._units[number]
-        # Which buckets are trained now shows in reductions alone, and in what a layout says that is sent.
+        # Only reductions, and byte counts from a layout, depend on the buckets that are trained now.
         spec = unit.described() if kind == "reduce" or sent is None else unit.spec
         return event_of(spec, step, phase, kind, self._records.get(key, Record()), sent)
 
     def _predict(self) -> list[Event]:
         done = self._done if self._has_stepped else self._last_step
         if not done:
-            raise RuntimeError("No step has been made yet: the first one is what the prediction is made from.")
+            raise RuntimeError("The prediction needs one completed step; got 0. Run a training step first.")
         events: list[Event] = []
         step = self.made
         for item in done:

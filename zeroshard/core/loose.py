@@ -1,6 +1,7 @@
-"""Gradients of one rank: each stays the tensor that autograd made, since nothing is summed over ranks.
+"""Gradients of a single rank, which stay in autograd's tensors, since there is no sum over ranks.
 
-Owns that memory, and the sums that tell whether it is finite. Read `core/grads.py` first ("the life of a gradient").
+Owns that memory, and the sums that detect values that are not finite. Read `core/grads.py` first ("the life of a
+gradient").
 """
 
 from typing import final
@@ -17,17 +18,17 @@ __all__ = ["HOT_NUMEL", "LooseGradients"]
 
 Tensor = torch.Tensor
 
-# Python looks a member up in its class at each use, which shows in models of a thousand small parameters.
+# Python looks up an enum's member at each use, which is slow in models of a thousand small parameters.
 NONE, LOCAL = Own.NONE, Own.LOCAL
 STALE, USED = Sum.STALE, Sum.USED
 
 HOT_NUMEL = 1 << 14
-"""Elements from which a gradient is summed as it lands, while it is in the cache, to learn whether it is finite."""
+"""Gradients of at least this many elements are summed on arrival, in the cache, to check that they are finite."""
 
 
 @final
 class LooseGradients(Gradients):
-    """Those of one rank: each stays the tensor that autograd made, since nothing is summed over ranks."""
+    """Gradients of a single rank, which stay in autograd's tensors."""
 
     def __init__(
         self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger, device: torch.device
@@ -35,7 +36,7 @@ class LooseGradients(Gradients):
         super().__init__(spec, places, dtype, ledger, device)
         self._held: list[Tensor | None] = [None] * len(self.own)
         self._hot: dict[int, Tensor | None] = {}
-        """Sums of gradients that nobody could change since they landed; None of those that somebody was shown."""
+        """Sums of gradients that user code cannot have changed; None for gradients that user code has read."""
 
     def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
         """See `Gradients`."""
@@ -76,7 +77,7 @@ class LooseGradients(Gradients):
     def view(self, index: int) -> Tensor:
         """See `Gradients`."""
         held = self._held[index]
-        assert held is not None, "a gradient is there that nobody computed"
+        assert held is not None, "a gradient has a state but no tensor"
         self._hot[index] = None
         if self.landing is not None:
             self.landing.wait()

@@ -1,7 +1,7 @@
-"""Norms of gradients: this rank's part of all of them, and what follows from all ranks' parts.
+"""Norms of gradients: this rank's partial sums, and the norms from all ranks' sums.
 
-Owns the arithmetic behind every norm, in few launches at any number of ranks. It must not know who asks
-(`core/gradient.py`) nor how ranks meet (`Engine.norms`).
+Owns the arithmetic of every norm, in few launches at any number of ranks. It must not know the callers
+(`core/gradient.py`) nor the collective (`Engine.norms`).
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ __all__ = ["IGNORED", "LocalNorms", "norms_of", "refuse_ignored", "total_norms"]
 Tensor = torch.Tensor
 UNUSED, USED = Sum.UNUSED, Sum.USED
 IGNORED: Final = "_zeroshard_ignored"
-"""The attribute of the gradient of an ignored parameter that has its name."""
+"""The attribute that stores the parameter's name in the gradient of an ignored parameter."""
 
 
 @final
 class LocalNorms:
-    """This rank's part of all norms; what is equal from step to step is made once.
+    """This rank's part of all norms; data that are equal at every step are created once.
 
     Args:
-        slots: of all parameters, by place.
+        slots: the slots of all parameters, by index.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -34,19 +34,19 @@ class LocalNorms:
         self._buckets = {id(slot.bucket): slot.bucket for slot in slots}.values()
         self._device = slots[0].bucket.device if slots else None
         self._made: tuple[Any, Tensor, list[Tensor]] = None, torch.empty(0), []
-        """For one choice of parameters: what identifies it, (parameters,), and the places of each dtype's in that."""
+        """For a selection of parameters: its key, a buffer (parameters,), and the buffer's indices of each dtype."""
 
     def count_changes(self) -> int:
-        """Return how often gradients were changed in place: torch counts what clipping does to plain ones."""
+        """Return the number of in-place changes to gradients; torch counts those of clipping on plain tensors."""
         return sum(version_of(one) for bucket in self._buckets for one in bucket.grads.tensors())
 
     def of(self, p: float, dtype: torch.dtype | None, *, is_behind: bool = False) -> Tensor:
         """Return (parameters,) fp64, which the next call overwrites: each gradient's sum of |x|^p over this rank's
-        elements; for orders without a sum the largest or smallest |x|, or how many are not 0.
+        elements. Orders without a sum give the largest or smallest |x|, or the number of nonzero elements.
 
         Args:
-            dtype: what elements are converted to first; at least fp32 for a sum.
-            is_behind: whether ranks have yet to agree on who used what; then a sum may be of nothing, and is zeros.
+            dtype: the dtype that elements are converted to first; at least fp32 for a sum.
+            is_behind: whether ranks have not agreed yet on used parameters; then a gradient may be absent, with sum 0.
         """
         wanted = (USED, UNUSED) if is_behind else (USED,)
         found: dict[tuple[torch.dtype, torch.device], tuple[list[int], list[Tensor]]] = {}
@@ -63,7 +63,7 @@ class LocalNorms:
             self._made = (rows, rest), out, [torch.tensor(places, device=self._device) for places in rows]
         _, out, indices = self._made
         for ((held, _), (_, parts)), where in zip(found.items(), indices, strict=True):
-            # Rounded to two bytes on each rank the norm of the whole would be off by more than its own rounding.
+            # If each rank rounded its part to two bytes, the total norm would be wrong by more than one rounding.
             norms = torch.stack(
                 foreach_norm(parts, p, dtype=torch.promote_types(held, dtype or torch.float32))
             ).double()
@@ -72,10 +72,10 @@ class LocalNorms:
 
 
 def total_norms(rows: Tensor, p: float) -> Tensor:
-    """Return (parameters,) the norms of whole gradients from what `LocalNorms.of` returned, a rank a row."""
+    """Return (parameters,) the norms of whole gradients from results of `LocalNorms.of`, one row per rank."""
     if abs(p) == float("inf"):
         return rows.amax(0) if p > 0 else rows.amin(0)
-    # In rank order, as additions one after the other: a sum over rows adds many of them in groups.
+    # Sequential additions in rank order; a sum over many rows would add them in groups.
     total = rows.cumsum(0)[-1]
     return total if p == 0 else total ** (1 / p)
 
@@ -88,7 +88,7 @@ def norms_of(slots: Sequence[Slot], p: float, dtype: torch.dtype | None = None) 
         owner = slot.living_owner()
         key = id(owner), dtype or slot.bucket.dtypes.grad
         if key not in made:
-            # A copy: the owner answers the next request with the same numbers.
+            # A copy: the owner returns the same tensor for the next request.
             rounded = owner.norms(p, dtype).to(key[1], copy=True)
             made[key] = rounded.unbind() if len(slots) > 1 else rounded
         norms.append(made[key][slot.place])
@@ -96,10 +96,10 @@ def norms_of(slots: Sequence[Slot], p: float, dtype: torch.dtype | None = None) 
 
 
 def refuse_ignored(what: str, grads: Sequence[Tensor], ours: Sequence[Tensor]) -> None:
-    """Raise where a norm is asked of sharded gradients, and of ones that each rank has of its own, together."""
+    """Raise if a norm combines gradients of sharded parameters and of ignored parameters."""
     if len(grads) > len(ours) and (names := [name for g in grads if (name := vars(g).get(IGNORED))]):
         raise RuntimeError(
-            f"{what} of sharded gradients and of that of '{names[0]}', an ignored parameter (zs.shard(ignored=)): each "
-            "rank has a gradient of its own of that, so ranks would get other norms, and clip alike gradients "
-            "differently. Clip the sharded parameters and the ignored ones in two calls."
+            f"{what} combines sharded gradients with the gradient of '{names[0]}', an ignored parameter "
+            "(zs.shard(ignored=)). Each rank has its own gradient of an ignored parameter, so norms would differ "
+            "between ranks. Clip sharded and ignored parameters in separate calls."
         )

@@ -167,8 +167,8 @@ def demand(parameter: Tensor, what: str) -> None:
     owner = slot.owner()
     if owner is None or not owner.demand(slot.unit):
         raise RuntimeError(
-            f"{_place_of(slot)} Parameter '{slot.name}' {tuple(parameter.shape)} is sharded and its values are "
-            f"released here, so `{what}` cannot read them. {remedy_for(parameter, slot.name, what)}"
+            f"{_place_of(slot)} Parameter '{slot.name}' {tuple(parameter.shape)} is sharded and released here, so "
+            f"`{what}` cannot read its values. {remedy_for(parameter, slot.name, what)}"
         )
 
 

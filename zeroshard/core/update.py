@@ -1,15 +1,15 @@
-"""An update in pieces: the user's optimizer runs its own body over some of its entries, then over the next ones.
+"""An update in pieces: the body of the user's optimizer runs over subsets of its entries in turn.
 
-Owns the order of what comes before, in and after each piece. It must not know what pieces bring or where from. Read
-`core/optimizer.py` beside it.
+Owns the order of the work before, in and after each piece. It must not know which data pieces copy, or their source.
+Read `core/optimizer.py` with it.
 
 Note: an update in pieces
     torch runs an optimizer's pre-hooks, then the body of its `step`, then its post-hooks. Our pre-hook, the last one,
-    runs the body once for each piece, and leaves the groups without entries for the body that torch runs next, which so
-    updates nothing; our post-hook, the first one, puts the entries back. Hooks of user code run once a step and see the
-    groups as they were. Each piece begins to bring what it reads while the piece before it is updated, and what that
-    one wrote is taken away while the next is updated. All ranks run pieces in one order, since they may communicate.
-    The body must treat each parameter by itself: admission tries that (`state/admission.py`).
+    runs the body once for each piece and empties the groups, so that the body that torch runs next updates nothing. Our
+    post-hook, the first one, restores the entries. User hooks run once a step and see the original groups. The inputs
+    of a piece are copied during the update of the previous piece, and its results during the update of the next one.
+    All ranks run pieces in the same order, since pieces may communicate. The body must treat each parameter separately,
+    which admission tests (`state/admission.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -26,28 +26,28 @@ Tensor = torch.Tensor
 
 
 class Piece(ABC):
-    """A part of an update: the entries that it updates, and what comes before and goes after."""
+    """A part of an update: its entries, and the copies before and after."""
 
-    def start(self) -> None:  # noqa: B027 (parts whose data are on the device have nothing to bring)
-        """Begin to bring what the update reads; called while the piece before is due, one piece ahead."""
+    def start(self) -> None:  # noqa: B027 (pieces on the device copy nothing)
+        """Begin the copies of the update's inputs; called one piece ahead."""
 
     @abstractmethod
     def entries(self) -> Sequence[list[Tensor]]:
-        """Wait until all is there; return what each group holds during this piece."""
+        """Wait for the inputs; return the entries of each group during this piece."""
 
     def finish(self) -> None:  # noqa: B027
-        """Begin to take away what was written."""
+        """Begin the copies of the results."""
 
     def close(self) -> None:  # noqa: B027
-        """Wait for that; called when the next piece was updated."""
+        """Wait for the copies of the results; called after the update of the next piece."""
 
 
 @final
 class Resident(Piece):
-    """Entries that are where they are needed.
+    """Entries on the device, which need no copies.
 
     Args:
-        groups: of each group its entries.
+        groups: the entries of each group.
     """
 
     def __init__(self, groups: Sequence[list[Tensor]]) -> None:
@@ -59,14 +59,14 @@ class Resident(Piece):
 
 
 def update_in_pieces(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece]) -> Callable[[], None]:
-    """Run the body of an optimizer's step over each piece in turn, and leave its groups without entries.
+    """Run the body of an optimizer's step over each piece in turn, and leave its groups empty.
 
-    With an exception the groups are as they were.
+    After an exception, the groups have their original entries.
 
     Args:
-        pieces: made as they are needed, one ahead of the update.
+        pieces: created lazily, one ahead of the update.
 
-    Returns: what puts the entries back.
+    Returns: a function that restores the entries.
     """
     groups, body, queue = list(optimizer.param_groups), body_of(optimizer), iter(pieces)
     kept = [group["params"] for group in groups]
@@ -97,7 +97,7 @@ def update_in_pieces(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece]) 
 
 
 def _next(queue: Iterator[Piece]) -> Piece | None:
-    """Return the next piece, which has begun; None behind the last."""
+    """Start and return the next piece; None after the last."""
     piece = next(queue, None)
     if piece is not None:
         piece.start()

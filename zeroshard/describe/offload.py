@@ -9,12 +9,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 from zeroshard.table.cells import Cell, Elsewhere, Residency
-from zeroshard.table.spec import BucketSpec, Range, UnitSpec
+from zeroshard.table.spec import BucketSpec, Range, UnitSpec, itemsize
 
-__all__ = ["AUTO", "Offload", "OffloadLike", "choices_for", "least_of", "offload_of", "row_with", "with_apart"]
+__all__ = [
+    "AUTO",
+    "Offload",
+    "OffloadLike",
+    "choices_for",
+    "least_of",
+    "offload_of",
+    "row_with",
+    "with_apart",
+    "written_bytes",
+]
 
 AUTO = "auto"
 HOST = "host"
@@ -37,10 +47,9 @@ class Offload:
         gradients: None offloads gradients with their states if a rank keeps only the gradients that it updates: at
             stages 2 and 3, and on one rank. 0 keeps gradients on the device until the update.
         parameters: fraction of a rank's shard of the parameters, from 0 to 1, at stage 3 (also with one rank).
-            Parameters are copied to the device before use, and released after it. They stay in host memory if `to` is a
-            folder.
-        to: "host", or a folder on a local disk. Each rank creates a file there that no other process can open, and that
-            disappears with the process; gradients are then in host memory.
+            Parameters are copied to the device before use, and released after it.
+        to: "host", or a folder on a local disk. Each rank creates a file there for states and parameters. No other
+            process can open the file, and it disappears with the process. Gradients are then in host memory.
         staging_bytes: size in bytes of the staging buffer. State passes through it in pieces, whatever the size of the
             model.
         update: "step": `optimizer.step()` runs the update, or starts it if the device can compute in parallel.
@@ -209,6 +218,8 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
     """
     if offload is None:
         return row
+    folder, staging_bytes = "" if offload.to == HOST else str(offload.to), offload.staging_bytes
+    memory: Literal["host", "file"] = "file" if folder else "host"
     if offload.parameters:
         if not row.cuts_parameters:
             raise ValueError(
@@ -216,17 +227,15 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
                 "are used in place, so they must stay on the device. Write stage=3, also for one rank, to copy units "
                 "to the device before use and release them after it, or omit parameters=."
             )
-        moved = Elsewhere(row.parameters, "host", offload.parameters, staging_bytes=offload.staging_bytes)
-        row = replace(row, parameters=moved)
+        row = replace(row, parameters=Elsewhere(row.parameters, memory, offload.parameters, folder, staging_bytes))
     if not offload.states:
         return row
-    folder = "" if offload.to == HOST else str(offload.to)
     states = Elsewhere(
         row.states,
-        "file" if folder else "host",
+        memory,
         offload.states,
         folder,
-        offload.staging_bytes,
+        staging_bytes,
         IN_BACKWARD if offload.update == IN_BACKWARD else STEP,
         offload.max_norm,
     )
@@ -254,6 +263,12 @@ def with_apart(units: Sequence[UnitSpec], row: Residency) -> tuple[UnitSpec, ...
         return replace(one, apart=states.get(one.number, moved), apart_parameters=moved)
 
     return tuple(replace(unit, buckets=tuple(map(with_apart, unit.buckets))) for unit in units)
+
+
+def written_bytes(bucket: BucketSpec) -> int:
+    """Return the bytes of each element that an update of states in files also writes: parameters beside masters."""
+    is_stored = bucket.apart_parameters > 0 and bucket.row.parameters.memory == "file"
+    return itemsize(bucket.formats.param) * (is_stored and not bucket.shares_apart)
 
 
 def _counts(cell: Cell, kept: Sequence[tuple[BucketSpec, Range]]) -> dict[int, int]:

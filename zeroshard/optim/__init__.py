@@ -1,7 +1,7 @@
-"""Optimizers that know what they need of a sharded model, usable without one.
+"""Optimizers that declare their needs of a sharded model, and also work without sharding.
 
-Owns plain `torch.optim` optimizers. It must not know the engine. Read `whole.py`, `packed.py` and `sums.py` first: what
-an optimizer says of itself, so that slices, owners and checkpoints do it no harm.
+Owns plain `torch.optim` optimizers. It must not know the engine. Read `whole.py`, `packed.py` and `sums.py` first: the
+declarations that make slices, owners and checkpoints correct.
 """
 
 from zeroshard.optim.adafactor import Adafactor

@@ -1,7 +1,7 @@
-"""Adafactor with a first moment, where one is asked for.
+"""Adafactor with an optional first moment.
 
-Owns the first moment alone: statistics, relative step, scale by the parameter and clipping are torch's. Read `whole.py`
-(what the update needs of a sharded model) first.
+Owns only the first moment: statistics, relative step, scale by the parameter and clipping are torch's. Read `whole.py`
+(the needs of the update on a sharded model) first.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,24 +19,25 @@ Tensor = torch.Tensor
 
 @final
 class Adafactor(torch.optim.Adafactor):
-    """Adafactor: of a matrix, second moments of its rows and columns instead of its elements.
+    """Adafactor: for a matrix, second moments of rows and columns instead of elements.
 
-    Without `beta1` it is torch.optim.Adafactor, bit for bit. The step is relative: the smaller of `lr` and 1 / sqrt(t),
-    times the root mean square of the parameter, which is taken as at least `eps[1]`; the update is clipped to a root
-    mean square of `d`. A matrix of n rows and m columns has 4 (n + m) bytes of statistics, in fp32.
+    Without `beta1` it is torch.optim.Adafactor, bit for bit. The step is relative: the minimum of `lr` and 1 / sqrt(t),
+    times the root mean square of the parameter, which counts as at least `eps[1]`; the update is clipped to a root mean
+    square of `d`. A matrix of n rows and m columns has 4 (n + m) bytes of statistics, in fp32.
 
-    On a sharded model each tensor is updated on an owner that holds it whole: these are sums of all of it.
+    On a sharded model, each tensor is updated on an owner that holds the full tensor, because these are sums over all
+    of its elements.
 
     Args:
         params: parameters, or groups of them.
-        lr: the largest relative step.
+        lr: maximum relative step.
         beta2_decay: exponent of the decay of second moments, 1 - t ** beta2_decay.
-        eps: the least of second moments (None: of the dtype), and of the parameter's root mean square.
-        d: the largest root mean square of an update, before the step.
+        eps: minimum of second moments (None: from the dtype), and minimum root mean square of the parameter.
+        d: maximum root mean square of an update, before the step.
         weight_decay: decoupled, times `lr`.
-        beta1: how much of the first moment, a mean of updates, is kept in a step; None keeps none, in no memory.
+        beta1: decay of the first moment, which is a mean of updates; None for no first moment and no memory for it.
         foreach: update many tensors at once, without `beta1`.
-        maximize: follow gradients upwards.
+        maximize: maximize the objective.
 
     Source: Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5 and section 8.
 
@@ -78,10 +79,10 @@ class Adafactor(torch.optim.Adafactor):
         """Update the parameters that have gradients.
 
         Args:
-            closure: computes the loss anew.
+            closure: recomputes the loss.
 
         Returns:
-            What `closure` returned.
+            The result of `closure`.
         """
         with_moment = [group for group in self.param_groups if group["beta1"] is not None]
         if not with_moment:
@@ -97,7 +98,7 @@ class Adafactor(torch.optim.Adafactor):
         return loss
 
     def _step_with_moment(self, group: dict[str, Any]) -> None:
-        """Update a group by the mean of its updates. What torch moves a parameter of zeros by is one such update."""
+        """Update a group by the mean of its updates, each measured as torch's update of a zero parameter."""
         lists: list[list[Any]] = [[] for _ in range(6)]
         self._init_group(group, *lists)
         updated, (least_moment, least), lr, decay = lists[0], group["eps"], float(group["lr"]), group["weight_decay"]

@@ -1,15 +1,15 @@
-"""AdamW whose two moments take one byte an element each.
+"""AdamW with two moments of one byte per element each.
 
-Owns the update. Read `blocks8.py` (the codes) and `packed.py` (how the moments become tensors and back) first.
+Owns the update. Read `blocks8.py` (the codes) and `packed.py` (the conversion of moments) first.
 
 Note: what is quantized
-    Between steps the first moment, and the root of the second one, are codes. A step decodes them, updates them in
-    fp32, makes the update from these, and encodes them. The root is what an update divides by, so that its relative
-    error counts; and it spans half the decades of its square, so that a small moment meets no divisor of zero.
+    Between steps, the first moment and the square root of the second moment are codes. A step decodes them, updates
+    them in fp32, computes the update, and encodes them again. The square root is the divisor of an update, so its
+    relative error matters; and it spans half the decades of its square, so small moments do not meet a zero divisor.
 Note: blocks and batches
-    The blocks of a parameter begin at its first element, or at that of this rank's slice, and the last may be short.
-    Parameters are updated in batches of whole blocks: small ones together, a large one in several. What comes out
-    for a block does not depend on the batch.
+    The blocks of a parameter start at its first element, or at the first element of this rank's slice; the last block
+    may be short. Parameters are updated in batches of whole blocks: several small parameters together, a large
+    parameter in several batches. The result of a block does not depend on the batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,17 +28,17 @@ __all__ = ["AdamW8bit"]
 Tensor = torch.Tensor
 
 BATCH_NUMEL: Final = MappingProxyType({"cpu": 1 << 16})
-"""Elements that are updated at once: few enough for a cache."""
+"""Number of elements to update at once: few enough for a cache."""
 BATCH_NUMEL_ELSEWHERE: Final = 1 << 24
 LEAST: Final = 2.0**-38
-"""Moments and roots that are smaller in a whole block are zero. The square of the least code of a root is normal so."""
+"""If all moments or roots of a block are smaller, they become zero. The square of the smallest code is still normal."""
 
 MOMENTS: Final = MappingProxyType({"exp_avg": True, "exp_avg_sq": False})
-"""The moments, and whether they have signs. Codes of the second one are of its root."""
+"""The moments, and whether they are signed. Codes of the second moment are of its square root."""
 
 
 class _Entry(NamedTuple):
-    """One parameter in an update: its elements, flat, those of its gradient, and its states."""
+    """One parameter in an update: its flat elements, those of its gradient, and its states."""
 
     values: Tensor
     grad: Tensor
@@ -53,24 +53,24 @@ class _Piece(NamedTuple):
     stop: int
 
     def blocks(self) -> slice:
-        """Return which blocks of the entry they are."""
+        """Return the indices of the blocks in the entry."""
         return slice(self.start // BLOCK_NUMEL, block_count(self.stop))
 
 
 @final
 class AdamW8bit(PackingOptimizer):
-    """AdamW with moments of 8 bits, in blocks of 256 elements with one fp32 scale each: 2.03 bytes a parameter.
+    """AdamW with 8-bit moments, in blocks of 256 elements with one fp32 scale each: 2.03 bytes per parameter.
 
-    States are `exp_avg` and `exp_avg_sq`, uint8 and of the parameter's shape, and their scales, `exp_avg_scales` and
-    `exp_avg_sq_scales`. Moments in floating point, as AdamW has them, are taken, too, and packed at the next step.
+    States are `exp_avg` and `exp_avg_sq`, uint8 with the parameter's shape, and their scales, `exp_avg_scales` and
+    `exp_avg_sq_scales`. Floating-point moments, as in AdamW, are also accepted, and packed at the next step.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        betas: how much of the moments is kept in a step.
+        betas: decay of the moments.
         eps: added to the divisor.
         weight_decay: decoupled, times `lr`.
-        maximize: follow gradients upwards.
+        maximize: maximize the objective.
 
     Source: Dettmers et al., arXiv 2110.02861; Loshchilov and Hutter, arXiv 1711.05101.
 
@@ -108,10 +108,10 @@ class AdamW8bit(PackingOptimizer):
         """Update the parameters that have gradients.
 
         Args:
-            closure: computes the loss anew.
+            closure: recomputes the loss.
 
         Returns:
-            What `closure` returned.
+            The result of `closure`.
         """
         loss = loss_of(closure)
         for group in self.param_groups:
@@ -131,7 +131,7 @@ class AdamW8bit(PackingOptimizer):
         return loss
 
     def _enter(self, parameter: Tensor) -> tuple[_Entry, float]:
-        """Return a parameter for an update, and the steps that it will have made."""
+        """Return the entry of a parameter, and its number of steps including this step."""
         grad = parameter.grad
         assert grad is not None
         if grad.is_sparse or parameter.is_complex():
@@ -171,14 +171,14 @@ class AdamW8bit(PackingOptimizer):
 
 
 def _unpack(state: State, key: str) -> Tensor:
-    """Return a moment, fp32, of the shape of its codes."""
+    """Return a moment, fp32, with the shape of its codes."""
     codes, is_signed = state[key], MOMENTS[key]
     rows = decode(to_rows(codes.reshape(-1)), state[f"{key}_scales"], is_signed=is_signed)
     return from_rows(rows if is_signed else rows.square_(), codes.shape)
 
 
 def _batches(entries: Iterable[_Entry], most_numel: int) -> Iterator[list[_Piece]]:
-    """Yield all blocks of some entries, at most so many elements at once."""
+    """Yield all blocks of the entries, in batches of at most `most_numel` elements."""
     batch: list[_Piece] = []
     numel = 0
     for entry in entries:
@@ -241,13 +241,13 @@ def _update(
 
 
 def _join(parts: list[Tensor], fill: int = 0) -> Tensor:
-    """Return the blocks of all parts, (blocks, 256); a view of the only part where it can be."""
+    """Return the blocks of all parts, (blocks, 256); a view if there is only one part and it allows a view."""
     rows = [to_rows(part, fill) for part in parts]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _split(rows: Tensor, targets: list[Tensor]) -> None:
-    """Copy blocks back to the parts that they were joined of."""
+    """Copy blocks back to the parts from which they were joined."""
     flat, first = rows.view(-1), 0
     for target in targets:
         target.copy_(flat[first : first + target.numel()])

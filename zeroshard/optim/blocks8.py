@@ -1,10 +1,10 @@
-"""Numbers in 8 bits: a code for each element, and the largest magnitude of each block of 256.
+"""Numbers in 8 bits: a code per element, and the largest magnitude of each block of 256.
 
-Owns the codes and their two directions. It must not know optimizers.
+Owns the codes, their encoding and decoding. It must not know optimizers.
 
-A block's largest magnitude is its scale, kept in fp32; the others are codes of what they are of it. The codes are dense
-near zero, so that a block may span seven decades. Encoding decoded values again gives the same codes and scales, bit
-for bit, since the largest magnitude has a code of its own.
+A block's largest magnitude is its scale, kept in fp32; codes represent elements divided by the scale. The codes are
+dense near zero, so a block can span seven decades. Encoding decoded values again gives the same codes and scales, bit
+for bit, because the largest magnitude has an exact code.
 
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022 (arXiv 2110.02861), section 2.2 and
 appendix F: dynamic tree quantization. There -1 has no code; here the most negative value is -1 instead of -0.993.
@@ -22,21 +22,21 @@ Tensor = torch.Tensor
 BLOCK_NUMEL: Final = 256
 DECADES: Final = 7
 CELLS: Final = 1 << 16
-"""Floats that agree in their first 16 bits share a cell of the table; none holds two borders between codes."""
+"""Floats with equal first 16 bits share a cell of the table; no cell contains two boundaries between codes."""
 
 
 @final
 class Code:
-    """The 256 values that codes stand for, in order, and what finds the nearest; `zero` is the code of 0.
+    """The 256 values of the codes, in order, and a table to find the nearest; `zero` is the code of 0.
 
     Args:
-        is_signed: whether half of them are negative.
+        is_signed: whether half of the values are negative.
     """
 
     def __init__(self, *, is_signed: bool, device: torch.device) -> None:
         values = _values(is_signed=is_signed)
         borders = (values[1:] + values[:-1]) / 2
-        # The number of borders below the least float of each cell; the comparison with the next one decides the rest.
+        # The number of boundaries below the smallest float of each cell; a comparison with the next decides the rest.
         cells = torch.arange(CELLS, dtype=torch.int32)
         lowest = torch.where(cells < CELLS // 2, cells << 16, (cells << 16) | 0xFFFF).view(torch.float32)
         below = torch.bucketize(lowest.nan_to_num(0.0), borders)
@@ -46,7 +46,7 @@ class Code:
         self._borders = torch.cat([borders, torch.full((1,), float("inf"))]).to(device)
 
     def nearest(self, values: Tensor) -> Tensor:
-        """Return the codes of values between -1 and 1, fp32, as uint8 of the same shape."""
+        """Return the codes of fp32 values in [-1, 1], as uint8 of the same shape."""
         flat = values.reshape(-1)
         cells = flat.view(torch.int32).bitwise_right_shift(16).bitwise_and_(CELLS - 1)
         below = self._below.index_select(0, cells)
@@ -54,12 +54,12 @@ class Code:
         return below.add_(above).view(values.shape)
 
     def numbers(self, codes: Tensor) -> Tensor:
-        """Return what codes stand for, fp32 of the same shape."""
+        """Return the values of codes, fp32 of the same shape."""
         return self.values.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 def _values(*, is_signed: bool) -> Tensor:
-    """Return the values in order, (256,) fp32: in each decade twice as many as in the one below."""
+    """Return the values in order, (256,) fp32; each decade has twice as many as the decade below."""
     found = [0.0, 1.0]
     for decade in range(DECADES):
         borders = torch.linspace(0.1, 1.0, 2 ** (decade + (not is_signed)) + 1, dtype=torch.float64)
@@ -78,18 +78,18 @@ def code_of(*, is_signed: bool, device: torch.device) -> Code:
 
 
 def block_count(numel: int) -> int:
-    """Return in how many blocks `numel` elements lie; the last may be short."""
+    """Return the number of blocks of `numel` elements; the last block may be short."""
     return -(-numel // BLOCK_NUMEL)
 
 
 def to_rows(flat: Tensor, fill: int = 0) -> Tensor:
-    """Return elements as (blocks, 256), with `fill` behind the last; a view where no block is short."""
+    """Return elements as (blocks, 256), padded with `fill`; a view if no block is short."""
     missing = -flat.numel() % BLOCK_NUMEL
     return (torch.nn.functional.pad(flat, (0, missing), value=fill) if missing else flat).view(-1, BLOCK_NUMEL)
 
 
 def from_rows(rows: Tensor, shape: torch.Size) -> Tensor:
-    """Return the elements of (blocks, 256) without those behind the last, in a memory of their own size."""
+    """Return the elements of (blocks, 256) without padding, in a separate allocation of their size."""
     flat, numel = rows.reshape(-1), shape.numel()
     return (flat if flat.numel() == numel else flat[:numel].clone()).view(shape)
 
@@ -97,12 +97,12 @@ def from_rows(rows: Tensor, shape: torch.Size) -> Tensor:
 def encode(rows: Tensor, *, is_signed: bool, least: float) -> tuple[Tensor, Tensor]:
     """Return (codes, scales) of blocks: uint8 of the same shape, and fp32, (blocks,).
 
-    A block with what is no number, or is not finite, has such a scale, so that none of its elements is decoded to a
-    finite one.
+    The scale of a block with NaN or infinite elements is NaN or infinite too, so none of its elements decodes to a
+    finite value.
 
     Args:
         rows: (blocks, 256), fp32.
-        least: blocks whose magnitudes are all smaller become zero, as products of codes and scales would be inexact.
+        least: blocks with only smaller magnitudes become zero, because products of codes and scales would be inexact.
     """
     scales = rows.abs().amax(1)
     scales = scales.masked_fill(scales < least, 0.0)
@@ -111,5 +111,5 @@ def encode(rows: Tensor, *, is_signed: bool, least: float) -> tuple[Tensor, Tens
 
 
 def decode(codes: Tensor, scales: Tensor, *, is_signed: bool) -> Tensor:
-    """Return the blocks' values, (blocks, 256), fp32."""
+    """Return the values of the blocks, (blocks, 256), fp32."""
     return code_of(is_signed=is_signed, device=codes.device).numbers(codes).mul_(scales[:, None])

@@ -1,6 +1,6 @@
-"""What an optimizer keeps, found by a step of another one of its class on small parameters.
+"""The states of an optimizer, determined by a step of a new instance of its class on small parameters.
 
-Owns these trials alone. It must not know shards: `state/accounting.py` and plans multiply by what a rank updates.
+Owns these trial steps. It must not know shards: `state/accounting.py` and plans multiply by the size of a rank's slice.
 """
 
 import inspect
@@ -20,26 +20,26 @@ Tensor = torch.Tensor
 Options = Mapping[str, Any]
 
 NOT_OPTIONS = frozenset(["params", "param_names", "initial_lr"])
-"""What groups hold besides the options that a class is built with."""
+"""Keys of groups that are not options of the class."""
 
 
 def is_taken(whole: Whole, group: Options, parameter: Tensor) -> bool:
-    """Tell whether an optimizer updates a parameter of a group whole."""
+    """Return whether an optimizer updates a parameter of a group as a whole tensor."""
     return bool(group.get("whole", True)) and whole.takes(tuple(parameter.shape))
 
 
 def state_cost(optimizer: torch.optim.Optimizer) -> tuple[int, ...] | None:
-    """Return what an optimizer keeps, found by a step, or None: the fields of `Updates` behind its parameters.
+    """Return the cost of an optimizer's states, determined by a trial step, or None: the last fields of `Updates`.
 
-    These are state elements for each element and bytes of counters for each parameter, and, of states that lie packed,
-    bytes for each element, bytes for each block and elements of a block.
+    These are state elements per element and bytes of counters per parameter, and, for packed states, bytes per element,
+    bytes per block and elements per block.
     """
     part = torch.nn.Parameter(torch.zeros(3))
     try:
         fresh = rebuild(optimizer, [part])
         part.grad = torch.ones(3)
         fresh.step()
-    except Exception:  # a prediction is not worth an error: the caller says that it has none
+    except Exception:  # a failed prediction must not fail the run: the caller reports that it has none
         return None
     parts = parts_of(fresh, state := fresh.state[part])
     values = [value for key, value in state.items() if isinstance(value, Tensor) and key not in parts]
@@ -51,19 +51,19 @@ def state_cost(optimizer: torch.optim.Optimizer) -> tuple[int, ...] | None:
 
 
 PRIMES = (3, 5, 7, 11, 13, 17)
-"""Sizes of dimensions that are told apart in the shapes of states."""
+"""Sizes that distinguish the dimensions in the shapes of states."""
 
 
 @final
 @dataclass(frozen=True)
 class StateShape:
-    """What a tensor that an optimizer keeps for a parameter depends on.
+    """The dependence of a state's size on the shape of its parameter.
 
     Args:
-        dims: dimensions of the parameter that it has, too.
-        rest: its elements for each of theirs.
-        itemsize: in bytes; 0 where it has the dtype of the masters.
-        is_counter: whether it has no dimensions.
+        dims: dimensions that the state shares with the parameter.
+        rest: elements of the state per element of these dimensions.
+        itemsize: in bytes; 0 for the dtype of the masters.
+        is_counter: whether the state is 0-d.
     """
 
     dims: tuple[int, ...]
@@ -72,15 +72,15 @@ class StateShape:
     is_counter: bool
 
     def of(self, shape: tuple[int, ...]) -> tuple[int, int, bool]:
-        """Return its elements for a shape, the bytes of each (0: as masters have), and whether it is a counter."""
+        """Return the elements for a shape, the bytes of each (0: those of masters), and whether it is a counter."""
         return self.rest * math.prod(shape[dim] for dim in self.dims), self.itemsize, self.is_counter
 
 
 def whole_bytes(kept: Sequence[StateShape], shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """Return the bytes that an optimizer keeps for a parameter of a shape, as (of elements, of counters).
+    """Return the bytes of an optimizer's states for a parameter of a shape, as (of elements, of counters).
 
     Args:
-        itemsize: of what has the dtype of the masters.
+        itemsize: bytes of an element in the dtype of the masters.
     """
     found = [one.of(shape) for one in kept]
     stored = sum(numel * (each or itemsize) for numel, each, is_counter in found if not is_counter)
@@ -88,9 +88,9 @@ def whole_bytes(kept: Sequence[StateShape], shape: tuple[int, ...], itemsize: in
 
 
 def whole_costs(optimizer: torch.optim.Optimizer, whole: Whole) -> dict[tuple[int, int], tuple[StateShape, ...]]:
-    """Return what an optimizer keeps for parameters that it updates whole, by place of group and by dimensions.
+    """Return the states of an optimizer for parameters that it updates whole, by index of group and by dimensions.
 
-    It is found by a step on parameters whose dimensions are prime numbers; nothing, where that fails.
+    A step on parameters with prime dimensions determines them; empty if the step fails.
     """
     found: dict[tuple[int, int], tuple[StateShape, ...]] = {}
     for place, group in enumerate(optimizer.param_groups):
@@ -101,7 +101,7 @@ def whole_costs(optimizer: torch.optim.Optimizer, whole: Whole) -> dict[tuple[in
             try:
                 fresh = rebuild(optimizer, [{**options, "params": [part]}])
                 fresh.step()
-            except Exception:  # a prediction is not worth an error
+            except Exception:  # a failed prediction must not fail the run
                 continue
             tensors = [value for value in fresh.state[part].values() if isinstance(value, Tensor)]
             found[place, ndim] = tuple(map(_state_shape, tensors))
@@ -115,9 +115,9 @@ def _state_shape(value: Tensor) -> StateShape:
 
 
 def rebuild(optimizer: torch.optim.Optimizer, parts: list[Any]) -> torch.optim.Optimizer:
-    """Return a new optimizer of the same class and hyper-parameters on other parameters, or groups of them."""
+    """Return a new optimizer of the same class and hyperparameters for other parameters, or groups of them."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    # Some classes put more into their defaults than their constructor takes (AdamW: decoupled_weight_decay).
+    # The defaults of some classes have more keys than their constructor accepts (AdamW: decoupled_weight_decay).
     defaults = {key: value for key, value in optimizer.defaults.items() if takes_all or key in accepted}
     return type(optimizer)(parts, **defaults)

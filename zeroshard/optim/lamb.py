@@ -1,6 +1,6 @@
-"""LAMB: Adam whose update of each tensor is scaled by the norm of the tensor.
+"""LAMB: Adam with the update of each tensor scaled by the norm of the tensor.
 
-Owns the update. Slices are updated as they are; the norms are sums that `sums.py` adds up, once a step for all tensors.
+Owns the update. Slices are updated element-wise; `sums.py` computes the norms, once per step for all tensors.
 
 Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv 1904.00962,
 algorithm 2, with the identity for its function of the norm.
@@ -21,17 +21,17 @@ Tensor = torch.Tensor
 
 @final
 class Lamb(SummingOptimizer):
-    """LAMB: of each tensor, AdamW's update scaled to the norm of the tensor.
+    """LAMB: AdamW's update of each tensor, scaled to the norm of the tensor.
 
-    Norms are summed in fp64. All updates are held until norms are known: one number for each element during a step.
+    Norms are summed in fp64. All updates are kept until the norms are known: one number per element during a step.
 
     Args:
         params: parameters, or groups of them.
-        lr: learning rate: how far a tensor moves, as a part of its norm.
-        betas: how much of the moments is kept in a step.
+        lr: learning rate: the change of a tensor, relative to its norm.
+        betas: decay of the moments.
         eps: added to the divisor.
-        weight_decay: added to the update before it is scaled.
-        maximize: follow gradients upwards.
+        weight_decay: added to the update before the scaling.
+        maximize: maximize the objective.
 
     ```python
     import torch
@@ -66,12 +66,12 @@ class Lamb(SummingOptimizer):
         """Update the parameters that have gradients.
 
         Args:
-            closure: computes the loss anew.
+            closure: recomputes the loss.
 
         Returns:
-            What `closure` returned.
+            The result of `closure`.
 
-        Collective: on a sharded model `Sums.total` of two sums a parameter; every rank must call.
+        Collective: on a sharded model, `Sums.total` of two sums per parameter; every rank must call.
         """
         loss = loss_of(closure)
         updates = [
@@ -89,7 +89,7 @@ class Lamb(SummingOptimizer):
         return loss
 
     def _update_of(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return a parameter's update before it is scaled, and follow its gradient in the moments."""
+        """Return a parameter's update before the scaling, and update its moments."""
         grad = parameter.grad
         assert grad is not None
         if grad.is_sparse or parameter.is_complex():

@@ -1,6 +1,6 @@
 """Lion: the sign of an interpolated momentum.
 
-Owns the update, which is element by element, so that slices of a sharded model need nothing more.
+Owns the update, which is element-wise: slices of a sharded model need no communication.
 
 Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675, program 1.
 """
@@ -19,17 +19,17 @@ Tensor = torch.Tensor
 
 @final
 class Lion(torch.optim.Optimizer):
-    """Lion: each element moves by the learning rate, in the direction of a mean of its gradients.
+    """Lion: each element moves by the learning rate, in the direction of the sign of a mean of its gradients.
 
-    It keeps one number for each element. Its updates are larger than AdamW's, whose learning rates divided by 3 to 10,
-    and weight decays multiplied by as much, are the usual ones.
+    It keeps one number per element. Its updates are larger than AdamW's; usually its learning rate is AdamW's divided
+    by 3 to 10, and its weight decay is multiplied by the same factor.
 
     Args:
         params: parameters, or groups of them.
-        lr: learning rate: how far each element moves.
-        betas: the part of the momentum in an update, and how much of it is kept in a step.
+        lr: learning rate: the change of each element.
+        betas: weight of the momentum in an update, and decay of the momentum.
         weight_decay: decoupled, times `lr`.
-        maximize: follow gradients upwards.
+        maximize: maximize the objective.
 
     ```python
     import torch
@@ -62,10 +62,10 @@ class Lion(torch.optim.Optimizer):
         """Update the parameters that have gradients.
 
         Args:
-            closure: computes the loss anew.
+            closure: recomputes the loss.
 
         Returns:
-            What `closure` returned.
+            The result of `closure`.
         """
         loss = loss_of(closure)
         for group in self.param_groups:
@@ -82,7 +82,7 @@ class Lion(torch.optim.Optimizer):
                 moment = state["exp_avg"]
                 parameter.mul_(1 - lr * group["weight_decay"])
                 mean = (moment * ahead).add_(grad, alpha=1 - ahead)
-                # The sign of NaN is 0, which would freeze the element for good and hide the cause.
+                # The sign of NaN is 0, which would freeze the element permanently and hide the cause.
                 parameter.add_(mean.sign().add_(mean, alpha=0.0), alpha=-lr)
                 moment.mul_(kept).add_(grad, alpha=1 - kept)
         return loss

@@ -1,7 +1,7 @@
-"""Muon: matrices are moved by their orthogonalized momentum, everything else by AdamW.
+"""Muon: orthogonalized momentum for matrices, AdamW for all other parameters.
 
-Owns which parameter goes which way, and shapes that are not matrices. The update of a matrix is torch's own. Read
-`whole.py` (what the update of a matrix needs of a sharded model) first.
+Owns the assignment of parameters to both, and shapes that are not matrices. The update of a matrix is torch's. Read
+`whole.py` (the needs of a matrix update on a sharded model) first.
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", kellerjordan.github.io/posts/muon,
 2024 (momentum, five steps of a quintic Newton-Schulz iteration, its coefficients); Liu et al., "Muon is Scalable for
@@ -9,8 +9,8 @@ LLM Training", arXiv 2502.16982 (decoupled weight decay, and the scale that matc
 
 Note: one learning rate
     An orthogonal matrix of m rows and n columns has elements of root mean square 1 / sqrt(max(m, n)), and AdamW's
-    updates have about 0.2 to 0.4. Scaled by 0.2 * sqrt(max(m, n)), Muon's have the same size whatever the shape, so
-    the learning rate and the weight decay of AdamW serve for all groups, and one schedule, too.
+    updates have about 0.2 to 0.4. Scaled by 0.2 * sqrt(max(m, n)), Muon's updates have the same size for every shape,
+    so AdamW's learning rate, weight decay and schedule work for all groups.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 HEADS: Final = frozenset(["lm_head", "head", "output", "embed_out", "classifier", "fc_out", "score"])
-"""Names that output layers have."""
+"""Names of output layers."""
 
 
 def _is_stack(shape: tuple[int, ...]) -> bool:
@@ -40,26 +40,28 @@ def _is_stack(shape: tuple[int, ...]) -> bool:
 
 @final
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices of hidden layers, AdamW for all else.
+    """Muon for matrices of hidden layers, AdamW for all other parameters.
 
-    A group with `"use_muon": False` goes to AdamW, and so do parameters of fewer than two dimensions, which get a group
-    of their own where they were given beside others. Of more than two dimensions, three are a stack of matrices, as of
-    experts; a group with `"is_stacked": False` has each flattened to one matrix, as a convolution's of four are always.
+    AdamW updates groups with `"use_muon": False`, and parameters of fewer than two dimensions, which are moved to a
+    separate group. Parameters of three dimensions are stacks of matrices, such as experts; in a group with
+    `"is_stacked": False` they are flattened to one matrix each. Parameters of four dimensions (convolutions) are always
+    flattened.
 
-    On a sharded model each matrix is updated on an owner that holds it whole, and the groups of AdamW on slices.
+    On a sharded model, each matrix is updated on an owner that holds the full matrix; AdamW's groups are updated on
+    slices.
 
     Args:
-        params: parameters, or groups of them; `muon_groups(model)` makes the usual ones.
-        lr: learning rate of all groups that give none.
+        params: parameters, or groups of them; `muon_groups(model)` makes the usual groups.
+        lr: learning rate of all groups without one.
         weight_decay: decoupled, times `lr`.
-        momentum: how much of the momentum is kept in a step.
-        nesterov: take the momentum one step ahead.
-        ns_steps: steps of the Newton-Schulz iteration.
-        adjust_lr_fn: how an update is scaled by its shape: "match_rms_adamw" by 0.2 * sqrt(max(m, n)), with AdamW's
-            learning rates; "original" by sqrt(max(1, m / n)), with Muon's, around 0.02.
-        adamw_lr: learning rate of AdamW's groups that give none; `lr` by default.
-        adamw_betas, adamw_eps: of AdamW.
-        maximize: follow gradients upwards.
+        momentum: decay of the momentum.
+        nesterov: use Nesterov momentum.
+        ns_steps: number of Newton-Schulz iterations.
+        adjust_lr_fn: the scale of an update by its shape: "match_rms_adamw" is 0.2 * sqrt(max(m, n)), for AdamW's
+            learning rates; "original" is sqrt(max(1, m / n)), for Muon's learning rates, around 0.02.
+        adamw_lr: learning rate of AdamW's groups without one; `lr` by default.
+        adamw_betas, adamw_eps: parameters of AdamW.
+        maximize: maximize the objective.
 
     ```python
     import torch
@@ -117,10 +119,10 @@ class Muon(torch.optim.Optimizer):
         super().__init__(_separate(params), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, whose parameters all go the same way.
+        """Add a group; all its parameters are updated either by Muon or by AdamW.
 
         Args:
-            param_group: with `"use_muon": False` for AdamW.
+            param_group: the group, with `"use_muon": False` for AdamW.
 
         Raises:
             ValueError: parameters of fewer than two dimensions are in a group for Muon.
@@ -142,10 +144,10 @@ class Muon(torch.optim.Optimizer):
         """Update the parameters that have gradients.
 
         Args:
-            closure: computes the loss anew.
+            closure: recomputes the loss.
 
         Returns:
-            What `closure` returned.
+            The result of `closure`.
         """
         loss = loss_of(closure)
         for group in self.param_groups:
@@ -207,15 +209,15 @@ class Muon(torch.optim.Optimizer):
 
 
 def muon_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
-    """Split a model's trainable parameters into a group for Muon and one for AdamW, by the usual rule.
+    """Split a model's trainable parameters into a group for Muon and a group for AdamW, by the usual rule.
 
-    AdamW gets what has fewer than two dimensions, the weights of embeddings, whatever is tied to one, and the output
-    layer: the last linear layer, and any that has one of the usual names, such as `lm_head`. Biases and norms are
-    decayed as the rest of AdamW's group is.
+    AdamW gets parameters of fewer than two dimensions, the weights of embeddings, parameters tied to them, and the
+    output layer: the last linear layer, and linear layers with usual names such as `lm_head`. Biases and norms have the
+    weight decay of AdamW's group.
 
     Args:
-        model: before `zs.shard()`, or after it.
-        options: more of both groups, such as `weight_decay`.
+        model: the model, before or after `zs.shard()`.
+        options: further options of both groups, such as `weight_decay`.
 
     Returns:
         The group for Muon, and the group for AdamW, with their parameters in the model's order. A group may be empty.
@@ -239,7 +241,7 @@ def _embeddings_and_heads(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _separate(params: Iterable[Any]) -> list[Any]:
-    """Return groups of which each goes one way: parameters of fewer than two dimensions leave those for Muon."""
+    """Return groups for one algorithm each: parameters of fewer than two dimensions are split off Muon's groups."""
     given = list(params)
     groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
     found: list[dict[str, Any]] = []
@@ -257,12 +259,12 @@ def _separate(params: Iterable[Any]) -> list[Any]:
 
 
 def _tensor_of(entry: Any) -> Any:
-    """Return the parameter of an entry, which may be a pair of its name and it."""
+    """Return the parameter of an entry, which may be a (name, parameter) pair."""
     return entry[1] if isinstance(entry, tuple) else entry
 
 
 def _matrices(tensor: Tensor, *, is_stacked: bool) -> list[Tensor]:
-    """Return views of a contiguous tensor as the matrices that it consists of."""
+    """Return a contiguous tensor as views of its matrices."""
     if tensor.ndim == 2:
         return [tensor]
     return [*tensor.unbind()] if tensor.ndim == 3 and is_stacked else [tensor.flatten(1)]

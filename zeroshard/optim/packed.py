@@ -1,12 +1,12 @@
-"""States that lie packed: how they become tensors of the parameter's shape, and back.
+"""Packed states: their conversion into tensors of the parameter's shape, and back.
 
-Owns what an optimizer says of them, for whoever cuts, joins, counts or saves states. It must not know how they are
-packed. `adamw8bit.py` has the optimizer of this kind.
+Owns an optimizer's description of its packed states, for code that slices, joins, counts or saves states. It must not
+know the format. `adamw8bit.py` has an optimizer of this kind.
 
 Note: both forms are states
-    The same optimizer has its moments packed, as `exp_avg` of codes beside `exp_avg_scales`, and may be given them as
-    plain floating-point tensors under the names that AdamW uses: by a checkpoint, or by `zero.gathered(states=True)`.
-    It packs these at its next step. `pack` and `unpack` leave what has the wanted form already.
+    The optimizer keeps its moments packed, as codes `exp_avg` with scales `exp_avg_scales`. It also accepts plain
+    floating-point tensors under AdamW's names, from a checkpoint or from `zero.gathered(states=True)`, and packs them
+    at its next step. `pack` and `unpack` do not change states that already have the requested form.
 """
 
 from abc import ABC, abstractmethod
@@ -25,12 +25,12 @@ State = Mapping[str, Any]
 @final
 @dataclass(frozen=True)
 class PackedBytes:
-    """What packed states of one slice take.
+    """The size of the packed states of one slice.
 
     Attributes:
-        element_bytes: for each element.
-        block_numel: elements that share one scale; a slice's last block may be short.
-        block_bytes: for each block.
+        element_bytes: bytes per element.
+        block_numel: number of elements that share one scale; a slice's last block may be short.
+        block_bytes: bytes per block.
     """
 
     element_bytes: int
@@ -41,12 +41,12 @@ class PackedBytes:
 @final
 @dataclass(frozen=True)
 class Packed:
-    """One packed state, as the tensor that it stands for.
+    """One packed state, described as a tensor.
 
     Attributes:
-        parts: the keys of an optimizer's state in which it lies.
-        shape, dtype: of the tensor.
-        unpack: makes the tensor, anew each time.
+        parts: the keys of its parts in an optimizer's state.
+        shape, dtype: those of the tensor.
+        unpack: creates the tensor, on each call.
     """
 
     parts: tuple[str, ...]
@@ -56,16 +56,16 @@ class Packed:
 
 
 class PackingOptimizer(torch.optim.Optimizer, ABC):
-    """An optimizer whose states lie packed. Its update of a slice depends on that slice alone."""
+    """An optimizer with packed states. Its update of a slice depends only on that slice."""
 
     packed_bytes: PackedBytes
 
     _given: list[dict[str, Any]]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take states over; unlike in torch's own optimizers they keep their dtypes, whatever the parameters'."""
+        """Load states; unlike in torch's optimizers, they keep their dtypes whatever the dtypes of parameters."""
         self._given = []
-        # The last of the hooks has what the others made of it.
+        # The last hook receives the result of the other hooks.
         last = self.register_load_state_dict_pre_hook(lambda _, given: self._given.append(given))
         try:
             super().load_state_dict(state_dict)
@@ -80,7 +80,7 @@ class PackingOptimizer(torch.optim.Optimizer, ABC):
             self._undo_casts(given[-1])
 
     def _undo_casts(self, given: dict[str, Any]) -> None:
-        """Put states in their own dtypes in the place of those that torch has cast to the parameters'."""
+        """Replace states that torch has cast to the parameters' dtypes by the originals."""
         places = [place for group in given["param_groups"] for place in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for place, parameter in zip(places, parameters, strict=True):
@@ -90,15 +90,15 @@ class PackingOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def packed_states(self, state: State) -> dict[str, Packed]:
-        """Return the packed ones of a parameter's states, by the name that their tensors have."""
+        """Return a parameter's packed states, by the name of their tensors."""
 
     @abstractmethod
     def pack_state(self, state: State) -> dict[str, Any]:
-        """Return a parameter's states with every tensor packed that this optimizer keeps packed."""
+        """Return a parameter's states in the form that this optimizer keeps: packed where it packs them."""
 
 
 def views_of(optimizer: torch.optim.Optimizer, state: State) -> dict[str, Any]:
-    """Return a parameter's states, each packed one as a `Packed` in place of its parts; nothing is computed."""
+    """Return a parameter's states, with a `Packed` in place of the parts of each packed state; computes nothing."""
     if not isinstance(optimizer, PackingOptimizer):
         return dict(state)
     found, parts = optimizer.packed_states(state), parts_of(optimizer, state)
@@ -106,21 +106,21 @@ def views_of(optimizer: torch.optim.Optimizer, state: State) -> dict[str, Any]:
 
 
 def parts_of(optimizer: torch.optim.Optimizer, state: State) -> frozenset[str]:
-    """Return the keys of a parameter's states in which packed ones lie."""
+    """Return the keys of the parts of a parameter's packed states."""
     packed = optimizer.packed_states(state).values() if isinstance(optimizer, PackingOptimizer) else ()
     return frozenset(part for one in packed for part in one.parts)
 
 
 def tensor_of(value: "Tensor | Packed") -> Tensor:
-    """Return the tensor that a state is, or stands for."""
+    """Return the tensor of a state, packed or not."""
     return value.unpack() if isinstance(value, Packed) else value
 
 
 def unpack(optimizer: torch.optim.Optimizer, state: State) -> dict[str, Any]:
-    """Return a parameter's states with every packed one as its tensor."""
+    """Return a parameter's states with packed states as tensors."""
     return {key: tensor_of(value) for key, value in views_of(optimizer, state).items()}
 
 
 def pack(optimizer: torch.optim.Optimizer, state: State) -> dict[str, Any]:
-    """Return a parameter's states as the optimizer keeps them."""
+    """Return a parameter's states in the optimizer's own form."""
     return optimizer.pack_state(state) if isinstance(optimizer, PackingOptimizer) else dict(state)

@@ -1,7 +1,7 @@
-"""Sums over whole tensors, for optimizers that see slices of them.
+"""Sums over whole tensors, for optimizers that see slices.
 
-Owns what such an optimizer asks for, and the answer of one process. It must not know ranks: `state/sums.py` has the
-answer of a sharded model. `lamb.py` has an optimizer of this kind.
+Owns the interface of such sums, and its implementation for one process. It must not know ranks: `state/sums.py`
+implements it for a sharded model. `lamb.py` has an optimizer of this kind.
 """
 
 from abc import ABC, abstractmethod
@@ -15,11 +15,11 @@ Tensor = torch.Tensor
 
 
 class Sums(ABC):
-    """Adds up what belongs to whole tensors."""
+    """Computes sums over whole tensors."""
 
     @abstractmethod
     def part(self, parameter: Tensor, values: Tensor) -> Tensor:
-        """Return those elements of `values` that this process counts, flat: each element is counted once.
+        """Return the elements of `values` that this process counts, flat: each element is counted by one process.
 
         Args:
             values: a number for each element of `parameter`, which is an entry of the optimizer's groups.
@@ -27,17 +27,17 @@ class Sums(ABC):
 
     @abstractmethod
     def total(self, sums: Tensor) -> Tensor:
-        """Return sums over all processes, in fp64, from this one's; the same bits on every process.
+        """Return the sums over all processes, in fp64, with the same bits on every process.
 
         Args:
-            sums: fp64; the same number of them, for the same tensors, on every process.
-        Collective: an all-gather of 8 bytes a sum; every rank must call.
+            sums: fp64, this process's sums; on every process for the same tensors.
+        Collective: an all-gather of 8 bytes per sum; every rank must call.
         """
 
 
 @final
 class LocalSums(Sums):
-    """One process, which has all elements."""
+    """Sums of one process, which has all elements."""
 
     def part(self, parameter: Tensor, values: Tensor) -> Tensor:
         """See `Sums`."""
@@ -49,9 +49,9 @@ class LocalSums(Sums):
 
 
 class SummingOptimizer(torch.optim.Optimizer):
-    """An optimizer whose update of a slice needs sums over the whole tensor, and nothing else of it.
+    """An optimizer whose update of a slice needs sums over the whole tensor, and no other data of other slices.
 
-    `sums` adds them up; `zs.shard` gives it one that knows the other ranks.
+    `sums` computes them; `zs.shard` replaces it with an implementation for all ranks.
     """
 
     sums: Sums = LocalSums()

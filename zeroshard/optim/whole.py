@@ -1,13 +1,13 @@
-"""Which optimizers need whole tensors, and what an update of one costs.
+"""Optimizers that need whole tensors, and the cost of their updates.
 
-Owns the mark that an optimizer carries and the two classes of torch.optim that need it. It must not know shards or
-ranks: the engine reads the mark, has an owner get the whole gradient and parameter, and runs the optimizer there.
+Owns the mark of such an optimizer, and the two classes of torch.optim that need it. It must not know shards or ranks:
+the engine reads the mark, sends the full gradient and parameter to an owner, and runs the optimizer there.
 
 Note: what the mark says
-    A parameter is updated whole, on one owner, if the optimizer is marked, its group does not say `"whole": False`, and
-    `takes(shape)` is true of its shape. Every other parameter is updated on slices: there the optimizer's update of an
-    element must depend on that element alone. The key of the group is needed where a shape does not tell: an embedding
-    is a matrix, and Muon leaves it to AdamW.
+    One owner updates a parameter as a whole if the optimizer is marked, its group does not contain `"whole": False`,
+    and `takes(shape)` is true. All other parameters are updated on slices: there the optimizer's update of an element
+    must depend only on that element. The key of the group is needed if the shape does not decide: an embedding is a
+    matrix, and Muon leaves it to AdamW.
 """
 
 import math
@@ -30,11 +30,11 @@ ATTRIBUTE = "_zeroshard_whole"
 @final
 @dataclass(frozen=True)
 class Whole:
-    """What an optimizer needs of the exchange.
+    """The needs of an optimizer in the exchange.
 
     Attributes:
-        takes: whether a parameter of this shape must be whole for its update.
-        cost: relative time of its update, by which owners are balanced.
+        takes: whether the update of a parameter of this shape needs the whole tensor.
+        cost: relative time of an update, used to balance owners.
     """
 
     takes: Callable[[Shape], bool]
@@ -47,21 +47,21 @@ def whole_matrix(
     takes: Callable[[Shape], bool] | None = None,
     cost: Callable[[Shape], float] | None = None,
 ) -> Optimized:
-    """Mark an optimizer as one that needs whole tensors; call it before `zs.shard()`.
+    """Mark an optimizer that needs whole tensors; call it before `zs.shard()`.
 
-    A group with `"whole": False` is left out: its parameters are updated on slices. torch copies and pickles optimizers
-    without the mark; mark a copy anew.
+    Groups with `"whole": False` are excluded: their parameters are updated on slices. torch copies and pickles
+    optimizers without the mark, so mark a copy again.
 
     Args:
-        optimizer: any optimizer whose update of a parameter depends on nothing but that parameter.
-        takes: whether a parameter of a shape must be whole; all are, where nothing is said.
-        cost: relative time of an update by shape, by which owners are balanced; the number of elements by default.
+        optimizer: any optimizer whose update of a parameter depends only on that parameter.
+        takes: whether a parameter of a shape needs the whole tensor; by default all do.
+        cost: relative time of an update by shape, used to balance owners; by default the number of elements.
 
     Returns:
         The same optimizer.
 
     Raises:
-        TypeError: the argument is not an optimizer, or `takes` or `cost` cannot be called.
+        TypeError: the argument is not an optimizer, or `takes` or `cost` is not callable.
 
     ```python
     import torch
@@ -81,7 +81,7 @@ def whole_matrix(
 
 
 def whole_of(optimizer: torch.optim.Optimizer) -> Whole | None:
-    """Return the mark of an optimizer, or what is known of its class; None where slices are enough."""
+    """Return the mark of an optimizer, or the mark of its known class; None if slices suffice."""
     mark = getattr(optimizer, ATTRIBUTE, None)
     if isinstance(mark, Whole):
         return mark
@@ -89,7 +89,7 @@ def whole_of(optimizer: torch.optim.Optimizer) -> Whole | None:
 
 
 def is_matrix(shape: Shape) -> bool:
-    """Tell whether a shape has exactly two dimensions."""
+    """Return whether a shape has exactly two dimensions."""
     return len(shape) == 2
 
 
@@ -103,6 +103,6 @@ def _numel(shape: Shape) -> float:
 
 KNOWN: tuple[tuple[type[torch.optim.Optimizer], Whole], ...] = (
     (torch.optim.Muon, Whole(is_matrix, newton_schulz_cost)),
-    # Its norms of a parameter and of an update are of the whole tensor, so that vectors are taken, too.
+    # The norms of a parameter and of its update cover the whole tensor, so vectors also need it.
     (torch.optim.Adafactor, Whole(_is_any, _numel)),
 )

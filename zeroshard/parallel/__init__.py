@@ -1,3 +1,3 @@
-"""Other axes of the mesh: thin adapters over torch's own."""
+"""Other axes of the mesh: thin adapters of torch's implementations."""
 
 __all__: list[str] = []

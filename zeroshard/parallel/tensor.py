@@ -1,14 +1,14 @@
-"""Tensor parallelism: parameters that `torch.distributed.tensor.parallel.parallelize_module` made DTensors.
+"""Tensor parallelism: DTensor parameters of `torch.distributed.tensor.parallel.parallelize_module`.
 
-Owns what is special about them: which can be sharded, and how a DTensor and its local tensor belong together. The
-engine shards local tensors and knows nothing else. Importing this costs half a second of torch, so only `handle.py`
-does, for a mesh with an axis "tensor". Read `core/parameter.py` (`Form`) first.
+Owns the checks of DTensors that can be sharded, and the relation of a DTensor and its local tensor. The engine shards
+local tensors and knows only these. The import takes half a second in torch, so only `handle.py` imports this module,
+for a mesh with an axis "tensor". Read `core/parameter.py` (`Form`) first.
 
 Note: gradients
-    A DTensor's gradient is brought to its parameter's placements as it lands; that communicates only where torch left a
-    sum pending. The gradient of a plain parameter is taken as it is: each rank along the axis computes the same
-    with it, and torch sums over the axis where a parallel layer takes its input. A plain parameter that is used on a
-    part of the activations only (between sequence-parallel layers) has to be a DTensor, as `SequenceParallel` makes it.
+    When a DTensor's gradient is complete, it is redistributed to its parameter's placements; that communicates only if
+    torch left a pending sum. The gradient of a plain parameter is used unchanged: each rank along the axis computes the
+    same gradient, and torch sums over the axis at the input of a parallel layer. A plain parameter that is applied to
+    only a part of the activations (between sequence-parallel layers) must be a DTensor, as `SequenceParallel` makes it.
 """
 
 import weakref
@@ -30,51 +30,51 @@ Tensor = torch.Tensor
 
 
 class ShardedDTensor(ShardedParameter, DTensor):
-    """A DTensor parameter whose local values are in its unit's bucket right now."""
+    """A DTensor parameter whose local values are currently in its unit's bucket."""
 
     def __tensor_flatten__(self) -> Any:
-        # torch.compile asks for the innards of what it traces, and would guard on DTensor's own class.
+        # torch.compile reads the inner tensors of traced tensors, and would guard on DTensor's class.
         raise RuntimeError(
             f"'{slot_of(self).name}' is a sharded DTensor, which torch.compile cannot trace. Compile modules without "
-            "split parameters only, or leave compiling out."
+            "split parameters only, or do not compile."
         )
 
 
 @final
 class ReleasedDTensor(ReleasedParameter, ShardedDTensor):
-    """A DTensor parameter whose local values are spread over the ranks right now."""
+    """A DTensor parameter whose local values are currently distributed over the ranks."""
 
     @property
     def _local_tensor(self) -> Tensor:  # type: ignore[override]
-        # Operations are met by `__torch_function__`; this is what DTensor's own methods read.
+        # `__torch_function__` handles operations; DTensor's own methods read this property.
         demand(self, "to_local")
         return raw_local(self)
 
 
 @final
 class DTensorForm(Form):
-    """A parameter that torch split, or keeps alike, over the tensor axis."""
+    """A parameter that torch splits or replicates over the tensor axis."""
 
     def __init__(self, parameter: DTensor, *, is_first: bool) -> None:
         is_alike = all(isinstance(one, Replicate) for one in parameter.placements)
         super().__init__(has_axis=True, is_alike=is_alike, is_first=is_first)
         self._mesh, self._placements = parameter.device_mesh, parameter.placements
         self._shape, self._stride = parameter.shape, parameter.stride()
-        # model.to() and half() exchange the innards of a DTensor; torch refuses that where there is a weak reference.
+        # model.to() and half() swap the inner tensors of a DTensor; torch refuses that if a weak reference exists.
         self._guard = weakref.ref(parameter)
 
     @property
     def classes(self) -> tuple[type[ShardedParameter], type[ShardedParameter]]:
-        """Both of this module."""
+        """The two classes of this module."""
         return ShardedDTensor, ReleasedDTensor
 
     def part(self, tensor: Tensor) -> Tensor:
-        """Return the local tensor, in the parameter's placements. Collective: where another form of it is pending."""
+        """Return the local tensor in the parameter's placements. Collective: only if a redistribution is pending."""
         if not isinstance(tensor, DTensor):
             if tensor.shape == self._shape and not self.is_alike:
                 raise ValueError(
-                    f"A plain tensor of shape {tuple(tensor.shape)} stands where a DTensor of placements "
-                    f"{self._placements} belongs, as the parameter is. Make it one with "
+                    f"Expected a DTensor with placements {self._placements}, as the parameter has, but got a plain "
+                    f"tensor of shape {tuple(tensor.shape)}. Convert it with "
                     "distribute_tensor(tensor, parameter.device_mesh, parameter.placements)."
                 )
             return tensor
@@ -82,13 +82,13 @@ class DTensorForm(Form):
             return tensor.redistribute(placements=self._placements).to_local()
 
     def join(self, part: Tensor) -> DTensor:
-        """Return the DTensor of which `part` is the local tensor."""
+        """Return the DTensor with the local tensor `part`."""
         return DTensor.from_local(
             part, self._mesh, self._placements, run_check=False, shape=self._shape, stride=self._stride
         )
 
     def whole(self, part: Tensor) -> Tensor:
-        """Return the whole tensor. Collective: all-gather along the tensor axis."""
+        """Return the full tensor. Collective: all-gather along the tensor axis."""
         with torch.no_grad():
             whole: Tensor = self.join(part).full_tensor()
         return whole
@@ -97,15 +97,15 @@ class DTensorForm(Form):
         """Make `part` the local tensor."""
         assert isinstance(parameter, DTensor)
         joined = self.join(part.detach())
-        parameter.data = joined  # which gives it the dtype, and no more
+        parameter.data = joined  # sets only the dtype
         set_local(parameter, part, joined)
 
 
 def forms_of(model: nn.Module, mesh: Mesh) -> dict[int, Form]:
-    """Return the form of each parameter of a model that torch split over the mesh's tensor axis, by identity.
+    """Return the form of each parameter that torch split over the mesh's tensor axis, by identity.
 
     Raises:
-        ValueError: a DTensor that lies otherwise; the text names it.
+        ValueError: a DTensor has another layout; the message names it.
     """
     check_buffers(model)
     is_first = mesh.tensor_ranks[0] == mesh.rank
@@ -121,13 +121,13 @@ def forms_of(model: nn.Module, mesh: Mesh) -> dict[int, Form]:
 
 
 def _check(name: str, parameter: DTensor, mesh: Mesh) -> None:
-    """Raise unless a DTensor lies in equal parts over the mesh's tensor axis."""
+    """Raise ValueError unless a DTensor is split equally over the mesh's tensor axis."""
     ranks = tuple(parameter.device_mesh.mesh.flatten().tolist())
     if ranks != mesh.tensor_ranks or len(parameter.placements) != 1:
         raise ValueError(
             f"{mesh} Parameter '{name}' is a DTensor over ranks {ranks}, and the axis 'tensor' of mesh= has "
-            f"{mesh.tensor_ranks} here. Give zs.shard() the mesh whose mesh['tensor'] parallelize_module() was given, "
-            "and leave out fully_shard(), which zs.shard() replaces."
+            f"{mesh.tensor_ranks} here. Pass to zs.shard() the mesh whose mesh['tensor'] parallelize_module() used, "
+            "and do not call fully_shard(), which zs.shard() replaces."
         )
     check_placement(name, parameter, len(ranks))
     if parameter.is_meta:

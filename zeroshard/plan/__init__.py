@@ -1,8 +1,8 @@
-"""Predictions: what fits, how fast, and where memory goes, without a device. `zs.plan(...)` calls this package.
+"""Predictions of memory and time, without a device. `zs.plan(...)` calls this package.
 
-Must not know the engine. What only holds data or does arithmetic imports without torch: plans of shapes need none. Read
-`planning.py`, then `film.py`; for models that are traced `tracer.py`, then `events.py`; for what a step gathers and
-reduces `passes.py`.
+It must not know the engine. Modules with only data or arithmetic import without torch: plans of shapes do not need it.
+Read `planning.py`, then `film.py`; for traced models `tracer.py`, then `events.py`; for the gathers and reductions of a
+step `passes.py`.
 """
 
 import sys
@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 
 class _Callable(ModuleType):
-    """The package, which plans when it is called: `zs.plan` is both its name and that of what it does."""
+    """The package, which is also callable: `zs.plan` is both the package and its main function."""
 
     def __call__(self, model: Any, **asked: Any) -> "Plan":
         from zeroshard.plan.planning import make_plan  # its modules import this one

@@ -1,24 +1,24 @@
-"""What torch's CUDA caching allocator would do with a sequence of allocations: reserved memory, retries, out of memory.
+"""A simulation of torch's CUDA caching allocator: reserved memory, retries and out-of-memory errors.
 
-Owns the allocator's rules, in integers: sizes, pools, the choice of a block, splitting and joining, streams, and what
-happens when the device is full. It must not know what a tensor is for, nor measure anything. Read `simulate`, then
+Owns the allocator's rules, in integers: sizes, pools, the choice of a block, splitting and merging, streams, and the
+behaviour of a full device. It must not know the purpose of tensors, and measures nothing. Read `simulate`, then
 `Allocator.allocate`.
 
 Note: how torch's allocator works
-    Memory comes from the driver in segments and is never given back until the device is full. A segment is a chain of
-    blocks. Each (stream, size class) has a pool of free blocks: sizes up to 1 MiB are small, and come from segments of
-    2 MiB; larger ones come from segments of 20 MiB, from 10 MiB on from a segment of their own, a multiple of 2 MiB.
-    An allocation takes the smallest free block that holds it, the one at the lowest address among equals, and splits it
-    if what remains is worth keeping: 512 bytes in a small pool, more than 1 MiB in a large one. A freed block joins
-    free neighbours of its segment. Where nothing fits and the driver has no more, whole free segments are returned to
-    it, and the request is made again (a retry); then the program is out of memory.
-    A block that another stream used (`record_stream`) is free only when that stream has done what it was given before
-    the free. With `expandable_segments` a pool has one segment that grows by pages, and whole free pages are what is
-    returned.
+    The driver provides memory in segments, which are not returned until the device is full. A segment is a chain of
+    blocks. Each (stream, size class) has a pool of free blocks. Sizes up to 1 MiB are small, in segments of 2 MiB;
+    larger sizes are in segments of 20 MiB; sizes from 10 MiB on have separate segments, multiples of 2 MiB.
+    An allocation takes the smallest free block that fits, among equal sizes the one at the lowest address, and splits
+    it if the remainder is large enough: 512 bytes in a small pool, more than 1 MiB in a large pool. A freed block
+    merges with free neighbours of its segment. If no block fits and the driver has no memory, the allocator returns all
+    free segments to the driver and requests again (a retry); if that fails, the program is out of memory.
+    A block that another stream used (`record_stream`) becomes free only when that stream has finished the work queued
+    before the free. With `expandable_segments`, a pool has one segment that grows by pages, and a retry returns free
+    pages.
 
-What the simulation assumes, because no trace says it: the driver hands out segments at ascending addresses, and uses no
-address again. Memory outside the allocator (context, NCCL) is the caller's to subtract from `device_bytes`. Private
-pools (CUDA graphs, `MemPool`) are not modelled.
+The simulation makes two assumptions that traces do not contain: the driver provides segments at ascending addresses,
+and never reuses an address. The caller subtracts memory outside the allocator (context, NCCL) from `device_bytes`.
+Private pools (CUDA graphs, `MemPool`) are not modelled.
 
 Source: pytorch, c10/cuda/CUDACachingAllocator.cpp (`DeviceCachingAllocator`: `malloc`, `get_free_block`, `alloc_block`,
 `should_split`, `try_merge_blocks`, `release_available_cached_blocks`, `release_cached_blocks`, `unmap_block`,
@@ -64,7 +64,7 @@ __all__ = [
 @final
 @dataclass(frozen=True)
 class Piece:
-    """A block in a snapshot: `offset` in bytes from the start of its segment, `key` of the allocation that has it."""
+    """A block in a snapshot: `offset` in bytes from the start of its segment, `key` of its allocation."""
 
     offset: int
     num_bytes: int
@@ -75,7 +75,7 @@ class Piece:
 @final
 @dataclass(frozen=True)
 class Segment:
-    """A segment in a snapshot: `reserved_bytes` of memory, and its blocks from the lowest address on."""
+    """A segment in a snapshot: `reserved_bytes` of memory, and its blocks by address."""
 
     address: int
     reserved_bytes: int
@@ -87,10 +87,10 @@ class Segment:
 @final
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The request that could not be served, and the allocator at that time: after all that can be freed was freed.
+    """A request that failed, and the allocator's state after all possible memory was freed.
 
     Args:
-        place: of the event in its sequence.
+        place: index of the event in its sequence.
     """
 
     place: int
@@ -104,14 +104,15 @@ class OutOfMemory:
 @final
 @dataclass(frozen=True)
 class Retry:
-    """A request for which all free segments were returned to the driver, and what was taken from it afterwards.
+    """A request that returned all free segments to the driver, and the memory allocated afterwards.
 
-    Of an expandable segment, pages count as segments: the driver maps and unmaps each on its own.
+    For an expandable segment, pages count as segments, because the driver maps and unmaps pages separately.
 
     Args:
-        key: of the request.
-        returned_segments, returned_bytes: that the driver got back for it.
-        taken_segments, taken_bytes: from then on, the request's own included, until the next retry or the end.
+        key: key of the request.
+        returned_segments, returned_bytes: segments and bytes returned to the driver for this request.
+        taken_segments, taken_bytes: segments and bytes allocated from then on, including this request, until the next
+            retry or the end.
     """
 
     key: Hashable
@@ -124,15 +125,16 @@ class Retry:
 @final
 @dataclass(frozen=True)
 class Outcome:
-    """What a sequence of events came to.
+    """The result of a sequence of events.
 
     Args:
-        requested_bytes: as the program asked, live at the end.
-        allocated_bytes: the blocks that are in use at the end: with rounding, and with what was not split off.
-        reserved_bytes: what the allocator has from the driver at the end.
-        retries: how often all free segments were returned to the driver in order to serve a request.
-        out_of_memory: where the sequence ended, if it did not end well.
-        returned: each retry, with what the driver got back and gave again.
+        requested_bytes: requested bytes that are live at the end.
+        allocated_bytes: bytes of the blocks in use at the end, including rounding and remainders that were not split
+            off.
+        reserved_bytes: bytes of all segments at the end.
+        retries: number of retries: returns of all free segments in order to serve a request.
+        out_of_memory: the failed request, if any.
+        returned: each retry, with the returned and reallocated memory.
     """
 
     requested_bytes: int
@@ -148,10 +150,10 @@ class Outcome:
 
 
 def simulate(events: Iterable[Event], rules: Rules | None = None) -> Outcome:
-    """Run a sequence of events from an empty allocator to its end, or to the first request that cannot be served.
+    """Run a sequence of events from an empty allocator to its end, or to the first request that fails.
 
     Raises:
-        ValueError: an event allocates a key that is allocated, or frees or records one that is not.
+        ValueError: an event allocates a key that is already allocated, or frees or records an unallocated key.
 
     >>> from zeroshard.plan.allocator import Action, Event, simulate
     >>> outcome = simulate([Event("a", 3 * 2**20), Event("b", 5 * 2**20), Event("a", 0, action=Action.FREE)])
@@ -184,7 +186,7 @@ class Allocator:
     """The allocator of one device.
 
     Args:
-        rules: its settings.
+        rules: the settings.
     """
 
     def __init__(self, rules: Rules | None = None) -> None:
@@ -193,24 +195,24 @@ class Allocator:
         self._searches: tuple[list[int], list[int]] = ([0], [0])
         self._heads: dict[int, Block] = {}
         self._live: dict[Hashable, Block | None] = {}
-        # Per stream, blocks whose reuse waits for it, and how many of them it has caught up with.
+        # Per stream: blocks whose reuse waits for the stream, and the number of them that it has finished.
         self._queues: dict[int, deque[Block]] = {}
         self._caught_up: dict[int, int] = {}
         self._next_address = SMALL_SEGMENT_BYTES
         self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
         self.peak_requested_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        # Segments and bytes that the driver gave so far, and got back; for each retry its key and the sums around it.
+        # Segments and bytes allocated from and returned to the driver; for each retry its key and the sums around it.
         self._given, self._got = (0, 0), (0, 0)
         self._marks: list[tuple[Hashable, tuple[int, int], tuple[int, int], tuple[int, int]]] = []
 
     @property
     def retries(self) -> int:
-        """How often all free segments were returned to the driver in order to serve a request."""
+        """Number of retries: returns of all free segments in order to serve a request."""
         return len(self._marks)
 
     @property
     def returned(self) -> tuple[Retry, ...]:
-        """Each retry until now, with what the driver got back and gave again."""
+        """Each retry so far, with the returned and reallocated memory."""
         found, (last_segments, last_bytes) = list[Retry](), self._given
         for key, before, after, given in reversed(self._marks):
             got = after[0] - before[0], after[1] - before[1]
@@ -219,7 +221,7 @@ class Allocator:
         return tuple(reversed(found))
 
     def play(self, event: Event) -> bool:
-        """Make the call that an event stands for; return whether there was memory for it."""
+        """Make the call of an event; return whether there was enough memory."""
         key, num_bytes, stream, action = event
         if action is Action.ALLOC:
             return self.allocate(key, num_bytes, stream)
@@ -232,17 +234,17 @@ class Allocator:
         return True
 
     def allocate(self, key: Hashable, num_bytes: int, stream: int = 0) -> bool:
-        """Serve a request; return whether there was memory for it.
+        """Serve a request; return whether there was enough memory.
 
         Raises:
-            ValueError: `key` is allocated, or `num_bytes` is negative.
+            ValueError: `key` is already allocated, or `num_bytes` is negative.
         """
         if key in self._live:
-            raise ValueError(f"allocation {key!r} of {num_bytes} bytes: this key is allocated and not freed")
+            raise ValueError(f"allocation {key!r} of {num_bytes} bytes: this key is already allocated; free it first")
         if num_bytes <= 0:
             if num_bytes < 0:
                 raise ValueError(f"allocation {key!r}: bytes must not be negative, got {num_bytes}")
-            self._live[key] = None  # torch asks for nothing
+            self._live[key] = None  # torch requests nothing
             return True
         rules = self._rules
         if self._caught_up:
@@ -273,7 +275,7 @@ class Allocator:
         return True
 
     def free(self, key: Hashable) -> None:
-        """Free an allocation; its block waits for the streams that were recorded for it.
+        """Free an allocation; its block waits for the recorded streams.
 
         Raises:
             ValueError: `key` is not allocated.
@@ -294,7 +296,7 @@ class Allocator:
             self._release(block)
 
     def record(self, key: Hashable, stream: int) -> None:
-        """Note that `stream` uses an allocation; uses on its own stream need no care.
+        """Record that `stream` uses an allocation; uses on the allocation's own stream need no record.
 
         Raises:
             ValueError: `key` is not allocated.
@@ -306,22 +308,22 @@ class Allocator:
             block.uses.append(stream)
 
     def done(self, stream: int) -> None:
-        """Note that a stream has done all that it was given: blocks that wait for it alone are free from now on.
+        """Record that a stream has finished all queued work: blocks that wait only for this stream become free.
 
-        As in torch, the next allocation finds out.
+        As in torch, the next allocation frees them.
         """
         if self._queues.get(stream):
             self._caught_up[stream] = len(self._queues[stream])
 
     def empty(self) -> None:
-        """Return all free segments to the driver, as `torch.cuda.empty_cache` does, and forget the peaks."""
+        """Return all free segments to the driver, as `torch.cuda.empty_cache` does, and reset the peaks."""
         self._release_all()
         self.peak_requested_bytes = self.requested_bytes
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
     def snapshot(self) -> tuple[Segment, ...]:
-        """Return all segments, by address, with their blocks. Gaps at the end of an expandable segment are left out."""
+        """Return all segments with their blocks, by address, without gaps at the end of expandable segments."""
         segments = []
         for address, head in self._heads.items():
             pieces: list[Piece] = []
@@ -335,17 +337,17 @@ class Allocator:
             segments.append(Segment(address, mapped, head.pool.stream, head.pool.is_small, tuple(pieces)))
         return tuple(segments)
 
-    # -- blocks that are free -----------------------------------------------------------------------------------------
+    # -- free blocks --------------------------------------------------------------------------------------------------
 
     def _find(self, pool: Pool, size: int) -> Block | None:
-        """Take the best free block out of the pool: the smallest that is large enough, by address among equals."""
+        """Remove the best free block from the pool: the smallest that fits, by address among equal sizes."""
         rules, free = self._rules, pool.free
         pool.searches[0] += 1
         place = bisect_left(free, (size,))
         if place == len(free):
             return None
         if rules.is_expandable:
-            # A block before a gap counts as large as it can grow, so that the end of the segment is used last.
+            # A block before a gap counts with its maximum size, so the end of the segment is used last.
             while place + 1 < len(free) and reach_of(free[place + 1][2]) < reach_of(free[place][2]):
                 place += 1
         found = free[place][2]
@@ -363,7 +365,7 @@ class Allocator:
         block.pool.join(block)
 
     def _take_back(self) -> None:
-        """Free the blocks whose streams have all caught up."""
+        """Free the blocks whose streams have all finished."""
         for stream, number in self._caught_up.items():
             queue = self._queues[stream]
             for _ in range(number):
@@ -376,7 +378,7 @@ class Allocator:
     # -- memory of the driver -----------------------------------------------------------------------------------------
 
     def _make(self, pool: Pool, size: int, key: Hashable) -> Block | None:
-        """Get memory from the driver for a request, by giving back as little as helps; None if nothing does."""
+        """Get memory from the driver for a request, and return as little as possible; None on failure."""
         rules = self._rules
         if rules.collect_above > 0 and rules.allowed_bytes is not None:
             self._collect(int(rules.collect_above * rules.allowed_bytes))
@@ -391,7 +393,7 @@ class Allocator:
         return block
 
     def _ask(self, pool: Pool, size: int) -> Block | None:
-        """Ask the driver; return a block that is in no pool, or None."""
+        """Request memory from the driver; return a block outside all pools, or None."""
         rules = self._rules
         if pool.is_small:
             wanted = SMALL_SEGMENT_BYTES
@@ -423,7 +425,7 @@ class Allocator:
         return block
 
     def _drop(self, block: Block) -> None:
-        """Give a whole free segment back to the driver."""
+        """Return a whole free segment to the driver."""
         block.pool.remove(block)
         del self._heads[block.address]
         self._give_back(block.size)
@@ -433,7 +435,7 @@ class Allocator:
         self._got = self._got[0] + segments, self._got[1] + num_bytes
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back free blocks that are too large to be split: one that is large enough, or the largest ones."""
+        """Return free blocks that are too large to split: one that is large enough, or else the largest."""
         limit = self._rules.max_split_bytes
         if limit is None:
             return False
@@ -449,7 +451,7 @@ class Allocator:
         return released >= wanted
 
     def _release_all(self) -> None:
-        """Wait for all streams, then give back each segment that is free, or each page of an expandable one."""
+        """Wait for all streams, then return each free segment, or each free page of an expandable segment."""
         for stream, queue in self._queues.items():
             if queue:
                 self._caught_up[stream] = len(queue)
@@ -462,7 +464,7 @@ class Allocator:
                     self._drop(block)
 
     def _collect(self, above_bytes: int) -> None:
-        """Give back whole free segments of large pools that were not used for longer than the average of them."""
+        """Return whole free segments of large pools whose age exceeds the average."""
         excess = self.reserved_bytes - above_bytes
         if excess <= 0:
             return
@@ -479,7 +481,7 @@ class Allocator:
     # -- segments that grow -------------------------------------------------------------------------------------------
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
-        """Return a block of at least `size` bytes: free ones and gaps that lie together, with pages for the gaps."""
+        """Return a block of at least `size` bytes from adjacent free blocks and gaps, with pages for the gaps."""
         block: Block | None = self._room(pool, size)
         assert block is not None
         if block.state is BlockState.UNMAPPED:
@@ -493,7 +495,7 @@ class Allocator:
         return block
 
     def _room(self, pool: Pool, size: int) -> Block:
-        """Return the first of blocks that are free or gaps, lie together and have the addresses for `size` bytes."""
+        """Return the first of adjacent free blocks and gaps that together have addresses for `size` bytes."""
         for _, gap in pool.gaps:
             first = gap.prev if gap.prev is not None and gap.prev.is_available else gap
             found, at = 0, first
@@ -507,7 +509,7 @@ class Allocator:
         device = self._rules.device_bytes or UNLIMITED_BYTES
         page = self._page(pool)
         self._next_address = -(-self._next_address // page) * page
-        # An eighth more than the device has: pages may have to be given back at one end and taken at the other.
+        # An eighth more than the device has: pages may be returned at one end and allocated at the other.
         block = self._new_segment(pool, -(-(device + device // 8) // page) * page, BlockState.UNMAPPED)
         pool.add(block)
         return block
@@ -516,7 +518,7 @@ class Allocator:
         return SMALL_SEGMENT_BYTES if pool.is_small else self._rules.large_segment_bytes
 
     def _map(self, gap: Block, size: int) -> Block | None:
-        """Give the first `size` bytes of a gap memory, in whole pages; return the free block they are in."""
+        """Map memory to the first `size` bytes of a gap, in whole pages; return the free block that contains them."""
         pool, page = gap.pool, self._page(gap.pool)
         mapped = -(-size // page) * page
         if not self._reserve(mapped, mapped // page):
@@ -528,7 +530,7 @@ class Allocator:
         return pool.join(gap)
 
     def _unmap(self, block: Block) -> None:
-        """Give back the whole pages within a free block."""
+        """Return the whole pages inside a free block to the driver."""
         pool, page = block.pool, self._page(block.pool)
         start = -(-block.address // page) * page
         stop = (block.address + block.size) // page * page

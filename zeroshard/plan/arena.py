@@ -1,31 +1,31 @@
-"""Arenas: one contiguous piece of memory for tensors that live long, so that they do not cut up the rest (ZeRO-R, M_D).
+"""Arenas: contiguous memory for long-lived tensors, which prevents fragmentation of other memory (ZeRO-R, M_D).
 
-Owns the plan of an arena, which is an offset for each tensor of a step, and what a run's allocations come to with the
-planned tensors in arenas. It must not know what a tensor is, nor hold memory: sizes and moments only. Read
-`plan_arena`, then `replay`; `plan/allocator.py` has the allocator.
+Owns the plan of an arena, which is an offset for each tensor of a step, and the effect of arenas on the allocations of
+a run. It must not know the purpose of tensors, and holds no memory: only sizes and times. Read `plan_arena`, then
+`replay`; `plan/allocator.py` has the allocator.
 
 Note: why arenas, and when not
-    The caching allocator gives a tensor the best block that is free at that moment. A tensor that stays (a checkpointed
-    input, a gradient, an optimizer state) then lies in the middle of memory that was whole, among neighbours that go.
-    Later and larger tensors find enough memory free and none in one piece. Tensors that stay are known before a step
-    begins, so they can get one allocation of their own, made before anything else.
-    An arena has a price: what is idle in it serves nobody else. Parameters and optimizer states are never idle.
-    Gradients are, during the forward, which is when activations are at their peak; and on the traces of
-    benchmarks/fragments.py most fragments come from tensors that go, of sizes that change from step to step, which no
-    arena of long-lived tensors touches. There one segment for all the rest, made at the beginning (`reserved_bytes` of
-    `replay`), is what helps. So a planner simulates the choices, and takes the one that reserves least.
+    The caching allocator gives a tensor the best block that is free at that time. A long-lived tensor (a checkpointed
+    input, a gradient, an optimizer state) then splits contiguous memory, among short-lived neighbours. Later, larger
+    tensors find enough free memory, but not in one piece. Long-lived tensors are known before a step, so they can share
+    one separate allocation, made first.
+    An arena has a cost: other tensors cannot use its idle parts. Parameters and optimizer states are never idle.
+    Gradients are idle during the forward, when activations peak. On the traces of benchmarks/fragments.py, most
+    fragments come from short-lived tensors whose sizes change between steps, and arenas of long-lived tensors do not
+    affect these. There, one segment for all other tensors, allocated at the start (`reserved_bytes` of `replay`),
+    helps. Therefore a planner simulates the choices, and takes the one that reserves least.
 
 Note: how a program would use one
-    The arena is one flat tensor of bytes, allocated first. Each planned tensor is a view of it, at its offset, with its
-    own dtype and shape. What autograd saves is copied in (a saved-tensors hook at the input of a checkpoint, which
-    packs the view), and a gradient where it lands (a post-accumulate hook), so the tensor that the kernel made lives
-    only until the copy is made. The views are handed out by role: block 3's input, the gradient of a parameter.
-    A tensor that is larger than its place is left to the allocator: the step is right, and reserves more. A smaller one
-    takes the front of its place. Where a later step is larger as a rule, the arena is planned anew between steps, when
-    nothing lives in it: the old one is freed before the new one is allocated, so that it can be reused for what is not
-    planned. A view that outlives its step (a user keeps a gradient) must be found by its storage's reference count
-    before its place is written again: then that tensor goes to the allocator as well.
-    The segment for the rest is an allocation that is freed at once. The allocator keeps it, and cuts it up.
+    The arena is one flat tensor of bytes, allocated first. Each planned tensor is a view of the arena, at its offset,
+    with its dtype and shape. Saved tensors are copied in (by a saved-tensors hook at the input of a checkpoint, which
+    packs the view), and so are gradients (by a post-accumulate hook); the original lives only until the copy. The views
+    are assigned by role: the input of block 3, the gradient of a parameter.
+    The allocator serves a tensor that is larger than its place: the step is correct, and reserves more. A smaller
+    tensor uses the front of its place. If later steps are generally larger, the program plans the arena again between
+    steps, when it is empty: it frees the old arena before it allocates the new arena, so that other tensors can reuse
+    the memory. A view may outlive its step (a user keeps a gradient); the program detects this by the reference count
+    of its storage before it writes the place again, and then uses the allocator for that tensor.
+    The segment for other tensors is an allocation that is freed at once. The allocator keeps and splits it.
 
 Source: Rajbhandari et al. 2020, section 6.3 (memory defragmentation).
 """
@@ -41,19 +41,19 @@ from zeroshard.plan.rules import BLOCK_BYTES, Action, Event, Rules
 __all__ = ["Arena", "Lifetime", "Replay", "needed_bytes", "peak_bytes", "place_events", "plan_arena", "replay"]
 
 ROUNDS: Final = 8
-"""How often an order of placing is improved; a plan of stack-like lifetimes needs none."""
+"""Maximum number of improvements of an order of placement; stack-like lifetimes need none."""
 
 
 @final
 @dataclass(frozen=True)
 class Lifetime:
-    """A tensor and when it is there, in moments of a step that repeats.
+    """A tensor's size and lifetime, in times of a step that repeats.
 
     Args:
-        num_bytes: its size.
-        start: the moment that it is written.
-        stop: the moment from which on its place is free. At or before `start`, it lives over the end of the step to
-            that moment of the next one.
+        num_bytes: size in bytes.
+        start: the time of the first write.
+        stop: the time from which its place is free. At or before `start`, the tensor lives across the end of the step,
+            to that time of the next step.
     """
 
     num_bytes: int
@@ -62,10 +62,10 @@ class Lifetime:
 
     def __post_init__(self) -> None:
         if self.num_bytes < 0 or self.start < 0 or self.stop < 0:
-            raise ValueError(f"Lifetime: bytes and moments must not be negative, got {self}")
+            raise ValueError(f"Lifetime: bytes and times must not be negative, got {self}")
 
     def meets(self, other: "Lifetime") -> bool:
-        """Return whether both are there at some moment."""
+        """Return whether both lifetimes overlap."""
         if self.start < self.stop and other.start < other.stop:
             return self.start < other.stop and other.start < self.stop
         if self.start < self.stop:
@@ -79,10 +79,10 @@ class Arena:
     """A plan.
 
     Args:
-        offsets: in bytes, of each tensor, multiples of the alignment.
-        sizes: in bytes, of each tensor's place.
-        total_bytes: of the arena.
-        least_bytes: the most that is alive at a moment, in aligned sizes; no arena can be smaller.
+        offsets: offset of each tensor in bytes, a multiple of the alignment.
+        sizes: size of each tensor's place in bytes.
+        total_bytes: size of the arena.
+        least_bytes: maximum of the live bytes, in aligned sizes; a lower bound of any arena.
     """
 
     offsets: tuple[int, ...]
@@ -92,20 +92,20 @@ class Arena:
 
     @property
     def excess(self) -> float:
-        """Return by which share the arena is larger than what any arena needs."""
+        """Return the relative excess of the arena over the lower bound."""
         return self.total_bytes / self.least_bytes - 1 if self.least_bytes else 0.0
 
 
 def plan_arena(tensors: Sequence[Lifetime], align_bytes: int = BLOCK_BYTES) -> Arena:
-    """Give each tensor of a step a place in one arena; tensors that are there at one moment do not overlap.
+    """Give each tensor of a step a place in one arena; tensors with overlapping lifetimes do not overlap in memory.
 
-    The arena is as large as the most that is alive where lifetimes are like a stack (the last to come is the first to
-    go). Elsewhere several orders of placing are tried, and the best is kept: as they come, each at the lowest place;
-    longest lives first, largest first, and largest product first, each at the tightest place. The best order is then
-    improved by placing earlier what ended up at the top.
+    For stack-like lifetimes (last in, first out), the arena is as large as the maximum of the live bytes. Otherwise
+    several orders of placement are tried and the best is kept: by start, each at the lowest place; longest lifetime
+    first, largest first, and largest product first, each at the tightest place. The best order is then improved by
+    moving the topmost tensors forward in the order.
 
     Args:
-        align_bytes: offsets and sizes are multiples of it.
+        align_bytes: alignment of offsets and sizes.
 
     Raises:
         ValueError: `align_bytes` is not positive.
@@ -142,7 +142,7 @@ def plan_arena(tensors: Sequence[Lifetime], align_bytes: int = BLOCK_BYTES) -> A
     for _ in range(ROUNDS):
         if total == least:
             break
-        # What is at the top found all lower places taken: it goes first in the next round.
+        # The topmost tensors found all lower places occupied: they are placed first in the next round.
         reach = _total(attempt := _place(tried, sizes, meets, is_tightest=True), sizes)
         if reach < total:
             total, offsets = reach, attempt
@@ -155,18 +155,18 @@ def plan_arena(tensors: Sequence[Lifetime], align_bytes: int = BLOCK_BYTES) -> A
 
 
 def peak_bytes(tensors: Sequence[Lifetime], sizes: Sequence[int] | None = None) -> int:
-    """Return the most bytes that are there at one moment.
+    """Return the maximum of the live bytes.
 
     Args:
-        sizes: in place of the tensors' own.
+        sizes: sizes to use instead of the tensors' sizes.
     """
     changes: list[tuple[int, int]] = []
     now = 0
     for tensor, size in zip(tensors, sizes or [tensor.num_bytes for tensor in tensors], strict=True):
         changes += [(tensor.start, size), (tensor.stop, -size)]
-        now += size * (tensor.start >= tensor.stop)  # from the step before
+        now += size * (tensor.start >= tensor.stop)  # live from the previous step
     most = now
-    for _, size in sorted(changes):  # at one moment, what goes goes first
+    for _, size in sorted(changes):  # at equal times, releases come first
         now += size
         most = max(most, now)
     return most
@@ -175,7 +175,7 @@ def peak_bytes(tensors: Sequence[Lifetime], sizes: Sequence[int] | None = None) 
 def _place(
     order: Sequence[int], sizes: Sequence[int], meets: Sequence[Sequence[int]], *, is_tightest: bool
 ) -> list[int]:
-    """Return offsets: each tensor in turn gets the lowest gap that it fits in, or the tightest."""
+    """Return offsets: each tensor in turn gets the lowest gap in which it fits, or the tightest."""
     offsets = [-1] * len(sizes)
     for one in order:
         taken = sorted((offsets[other], offsets[other] + sizes[other]) for other in meets[one] if offsets[other] >= 0)
@@ -199,11 +199,11 @@ def _total(offsets: Sequence[int], sizes: Sequence[int]) -> int:
 @final
 @dataclass(frozen=True)
 class Replay:
-    """What a run's allocations come to.
+    """The result of a run's allocations.
 
     Args:
-        needed_bytes: `needed_bytes` of the run, without any arena.
-        outcome: of the simulation.
+        needed_bytes: `needed_bytes` of the run, without arenas.
+        outcome: result of the simulation.
     """
 
     needed_bytes: int
@@ -211,7 +211,7 @@ class Replay:
 
     @property
     def excess(self) -> float:
-        """Return reserved over needed memory, both at their peaks, less 1."""
+        """Return peak reserved memory over peak needed memory, minus 1."""
         return self.outcome.peak_reserved_bytes / self.needed_bytes - 1 if self.needed_bytes else 0.0
 
 
@@ -223,15 +223,16 @@ def replay(
     copied: Mapping[Hashable, int] | None = None,
     reserved_bytes: int = 0,
 ) -> Replay:
-    """Run a sequence of allocations through the simulated allocator, with some of them in arenas.
+    """Run a sequence of allocations through the simulated allocator, with some tensors in arenas.
 
     Args:
-        arenas: allocated before everything else, by name.
-        places: for the key of an allocation, the arena and the number of the tensor in its plan. An allocation that is
-            larger than that place, or finds something there, is left to the allocator.
-        copied: for the key of an allocation in an arena, the number of events after which it was copied there, and the
-            tensor itself dropped; without an entry, the tensor is written to the arena directly.
-        reserved_bytes: allocated and freed at once after the arenas: one segment for all that is not planned.
+        arenas: arenas by name, allocated first.
+        places: for the key of an allocation, the arena and the index of the tensor in its plan. The allocator serves
+            allocations that are larger than their place, or whose place is occupied.
+        copied: for the key of an allocation in an arena, the number of events after which the tensor is copied to the
+            arena and freed; without an entry, the tensor is written to the arena directly.
+        reserved_bytes: size of an allocation that is made after the arenas and freed at once: one segment for all
+            unplanned tensors.
     """
     kept = list(place_events(events, arenas or {}, places or {}, copied or {}))
     first = [Event(("arena", name), arena.total_bytes) for name, arena in (arenas or {}).items()]
@@ -246,14 +247,14 @@ def place_events(
     places: Mapping[Hashable, tuple[Hashable, int]],
     copied: Mapping[Hashable, int],
 ) -> Iterator[Event]:
-    """Yield the events that are left to the allocator: those of tensors that have no place, or whose place is taken."""
+    """Yield the allocator's events: those of tensors without a place, or whose place is occupied."""
     taken: dict[Hashable, list[tuple[int, int]]] = {name: [] for name in arenas}  # by arena, live ranges in order
     within: dict[Hashable, tuple[Hashable, tuple[int, int]]] = {}
     arriving: dict[int, list[Hashable]] = {}
-    originals: set[Hashable] = set()  # what is not copied to its place yet
+    originals: set[Hashable] = set()  # not yet copied to their places
 
     def enter(key: Hashable) -> bool:
-        """Take a tensor's place, if nothing is there."""
+        """Occupy a tensor's place, if it is free."""
         name, index = places[key]
         arena, ranges = arenas[name], taken[name]
         wanted = arena.offsets[index], arena.offsets[index] + arena.sizes[index]
@@ -284,12 +285,12 @@ def place_events(
                 del taken[name][bisect_left(taken[name], wanted)]
             continue
         elif event.action is Action.FREE:
-            originals.discard(key)  # it went before it was copied
+            originals.discard(key)  # freed before the copy
         yield event
 
 
 def needed_bytes(events: Iterable[Event]) -> int:
-    """Return the most that a run has alive at a moment, in sizes rounded to 512 bytes."""
+    """Return the maximum of a run's live bytes, in sizes rounded to 512 bytes."""
     sizes: dict[Hashable, int] = {}
     now = most = 0
     for key, num_bytes, _, action in events:

@@ -1,7 +1,7 @@
-"""Blocks of a segment, and the pools that free ones wait in: how they are split, joined and ordered.
+"""Blocks of a segment, and pools of free blocks: splitting, merging and order.
 
 Owns the chain of a segment's blocks and the order within a pool. It must not know sizes of segments, settings or the
-device: `plan/allocator.py` does, which tells how torch's allocator works.
+device: `plan/allocator.py` does, and documents torch's allocator.
 """
 
 from bisect import bisect_left, insort
@@ -13,11 +13,11 @@ __all__ = ["Block", "BlockState", "Pool", "reach_of"]
 
 
 class BlockState(Enum):
-    """What a block's memory is used for."""
+    """The use of a block's memory."""
 
     ALLOCATED = "allocated"
     WAITING = "waiting"
-    """Freed by the program, and another stream may still use it."""
+    """Freed by the program, but possibly still in use by another stream."""
     FREE = "free"
     UNMAPPED = "unmapped"
     """Addresses of an expandable segment without memory."""
@@ -25,7 +25,7 @@ class BlockState(Enum):
 
 @final
 class Block:
-    """A range of addresses of one segment. The leftmost of blocks that join is the one that stays."""
+    """A range of addresses of one segment. When blocks merge, the leftmost block remains."""
 
     __slots__ = ("address", "born", "key", "next", "pending", "pool", "prev", "requested", "size", "state", "uses")
 
@@ -35,22 +35,22 @@ class Block:
         self.next: Block | None = None
         self.key: Hashable = None
         self.requested = 0
-        self.uses: list[int] = []  # other streams, in the order of their first use
-        self.pending = 0  # streams that have not caught up since the free
+        self.uses: list[int] = []  # other streams, by first use
+        self.pending = 0  # streams with unfinished work from before the free
         self.born = 0  # searches of the pool before this block was free, for collection by age
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the only block of its segment."""
+        """Whether this block is the only block of its segment."""
         return self.prev is None and self.next is None
 
     @property
     def is_available(self) -> bool:
-        """Whether nobody uses these addresses."""
+        """Whether these addresses are unused."""
         return self.state is BlockState.FREE or self.state is BlockState.UNMAPPED
 
     def cut(self, size: int, state: BlockState) -> "Block":
-        """Keep `size` bytes; return the rest as a block of its own, in no pool yet."""
+        """Keep `size` bytes; return the rest as a separate block outside all pools."""
         rest = Block(self.address + size, self.size - size, self.pool, state)
         rest.prev, rest.next = self, self.next
         if self.next is not None:
@@ -59,7 +59,7 @@ class Block:
         return rest
 
     def absorb_next(self) -> None:
-        """Join the block on the right to this one."""
+        """Merge the right neighbour into this block."""
         gone = self.next
         assert gone is not None
         self.size += gone.size
@@ -70,7 +70,7 @@ class Block:
 
 @final
 class Pool:
-    """Free blocks of one stream and size class, by size, then address; and gaps of expandable segments, by address."""
+    """Free blocks of one stream and size class by size, then address, and gaps of expandable segments by address."""
 
     __slots__ = ("free", "gaps", "is_small", "searches", "stream")
 
@@ -78,10 +78,10 @@ class Pool:
         self.stream, self.is_small = stream, is_small
         self.free: list[tuple[int, int, Block]] = []
         self.gaps: list[tuple[int, Block]] = []
-        self.searches = searches  # one number, which the pools of a size class share
+        self.searches = searches  # one counter, shared by the pools of a size class
 
     def add(self, block: Block) -> None:
-        """Add a free block or a gap as it is."""
+        """Add a free block or a gap without merging."""
         if block.state is BlockState.FREE:
             block.born = self.searches[0]
             insort(self.free, (block.size, block.address, block))
@@ -89,14 +89,14 @@ class Pool:
             insort(self.gaps, (block.address, block))
 
     def remove(self, block: Block) -> None:
-        """Take a free block or a gap out."""
+        """Remove a free block or a gap."""
         if block.state is BlockState.FREE:
             del self.free[bisect_left(self.free, (block.size, block.address))]
         else:
             del self.gaps[bisect_left(self.gaps, (block.address,))]
 
     def join(self, block: Block) -> Block:
-        """Add a block that became free or a gap, after joining it to neighbours of the same state."""
+        """Merge a block that became free or a gap with neighbours of the same state, then add it."""
         left, right = block.prev, block.next
         if left is not None and left.state is block.state:
             self.remove(left)
@@ -110,6 +110,6 @@ class Pool:
 
 
 def reach_of(block: Block) -> int:
-    """Return the size that a free block can grow to."""
+    """Return the maximum size of a free block, including gaps behind it."""
     after = block.next
     return block.size + (after.size if after is not None and after.state is BlockState.UNMAPPED else 0)

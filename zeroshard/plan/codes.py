@@ -1,11 +1,11 @@
-"""What compression leaves of saved tensors, in traces: the sizes of encodings, and of what makes and undoes them.
+"""Compression of saved tensors in traces: the sizes of encodings, and of temporary memory.
 
-Owns a second telling of `activations/compress.py` for tensors without values. Must not know units. Read `kept.py`
+Owns a reimplementation of `activations/compress.py` for tensors without values. It must not know units. Read `kept.py`
 first.
 
 Note: what depends on values
-    How many results of a ReLU are zero, whether a factor has one value besides zero: a trace cannot know. There the
-    tensor counts as kept whole, which is the most that can be left of it (`has_bounds`).
+    A trace cannot know the fraction of zeros in a ReLU's results, or whether a factor has only one nonzero value. Such
+    a tensor counts as uncompressed, which is an upper bound (`has_bounds`).
 """
 
 import math
@@ -36,7 +36,7 @@ _PLAIN: Final = Need("values")
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How a tensor lies in memory, as in `activations/compress_codes.py`."""
+    """The memory layout of a tensor, as in `activations/compress_codes.py`."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -102,7 +102,7 @@ class _Derived(_Code):
         for step in self.steps:
             values = values.square() if step == "square" else values.to(step)
         if not isinstance(self.source, Tensor):
-            # A name of its own: what the elements are copied from is there until then.
+            # A separate variable keeps the source of the copy alive until the copy.
             made = values.new_empty(8 * self.source.packed.numel())
             for begin in range(0, made.numel(), _CHUNK):
                 numel = min(_CHUNK, made.numel() - begin)
@@ -186,17 +186,17 @@ class _Memory:
 
 @final
 class Compresses(Link):
-    """Encodes what gets smaller by it, whatever its values are.
+    """Encodes tensors that become smaller, whatever their values.
 
     Args:
-        rest: how what no lossless encoding makes smaller is rounded; None leaves it.
-        zeros: the part of a ReLU's results that are zero; None where nobody knows.
+        rest: format to round tensors that no lossless encoding makes smaller; None leaves them unchanged.
+        zeros: fraction of zeros in a ReLU's results; None if unknown.
     """
 
     def __init__(self, rest: str | None, zeros: float | None = None) -> None:
         self._rest, self._uses, self._zeros = rest, Uses(), zeros
         self.has_bounds = False
-        """Whether something was counted as kept whole that depends on values."""
+        """Whether a tensor counts as uncompressed although the result depends on values."""
 
     def treat(self, held: Sequence[Held], unit: int, outputs: Any) -> None:
         """See `Link`."""
@@ -268,7 +268,7 @@ class Compresses(Link):
         root, one, source = originals[origin.root]
         if memory.is_shared or source.is_shared or not _is_compact(tensor):
             return False
-        root.transpose(*origin.dims).contiguous()  # which is compared with it
+        root.transpose(*origin.dims).contiguous()  # compared with the tensor
         rest[0].held.put(self, _Swapped(one.held.value, origin.dims, _form(tensor)))
         return True
 

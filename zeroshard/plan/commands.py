@@ -45,7 +45,10 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         activations: Annotated[str | None, typer.Option(help="recompute, recompute-rest, ..., joined by +.")] = None,
         offload: Annotated[
             str | None,
-            typer.Option(help="host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, auto."),
+            typer.Option(
+                help="host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, auto, "
+                "or, with --search, none."
+            ),
         ] = None,
         precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, or paper (the paper's).")] = None,
         mesh: Annotated[int, typer.Option(help="Replicas of the sharded state.")] = 1,
@@ -68,11 +71,18 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
             if as_search:
                 tried = {"batch": batch != 1, "stage": stage is not None, "residency": residency is not None}
                 tried |= {"activations": activations is not None, "mesh": mesh != 1, "tensor": tensor != 1}
-                tried |= {"micro-batches": micro_batches != 1, "offload": offload is not None}
+                tried |= {"micro-batches": micro_batches != 1}
                 if given := [name for name, is_given in tried.items() if is_given]:
                     raise ValueError(f"--search tries values of --{given[0]} itself; leave it out, or use zs.search().")
+                places = _places(offload)
                 found = search(
-                    model, world_size=counts, device=where, seq=seq, precision=precision, optimizer=optimizer
+                    model,
+                    world_size=counts,
+                    device=where,
+                    seq=seq,
+                    precision=precision,
+                    optimizer=optimizer,
+                    offload=places,
                 )
                 show(json.dumps(found.to_json()) if as_json else str(found))
                 return
@@ -100,6 +110,22 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         show(json.dumps(made.to_json()) if as_json else str(made))
 
     app.command()(plan)
+
+
+def _places(asked: str | None) -> tuple[str, ...]:
+    """Return the places that a search may move something to: the host, and a folder as well, or none.
+
+    Raises:
+        ValueError: an offload that says how much.
+    """
+    if asked is not None and asked not in ("auto", "host", "none") and not asked.startswith("/"):
+        raise ValueError(
+            f"--search tries how much is offloaded itself; --offload takes host, none, or a folder on a disk; got "
+            f"{asked!r}."
+        )
+    if asked == "none":
+        return ()
+    return ("host",) if asked is None or not asked.startswith("/") else ("host", asked)
 
 
 def _stage(asked: str | None) -> int | Literal["auto"] | None:

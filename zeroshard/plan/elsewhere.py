@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, final
 
-__all__ = ["Lanes", "PINNED", "Work", "bring", "play_update"]
+__all__ = ["Lanes", "PINNED", "Work", "bring", "play_update", "read_ahead"]
 
 PINNED: Final = 2
 """Pinned buffers; the host waits for the copy from the one that it fills again."""
@@ -23,6 +23,7 @@ class Work(NamedTuple):
     """The update of one bucket's part elsewhere, in seconds of all of it.
 
     `pieces` is in how many parts it goes through the disk, 0 for memory, and `copies` in how many over the bus.
+    `disk_s` is for one direction; `written_s` is for parameters in the file that are only written.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Work(NamedTuple):
     copies: int = 1
     disk_s: float = 0.0
     pieces: int = 0
+    written_s: float = 0.0
 
 
 @final
@@ -92,6 +94,29 @@ def bring(one: Work, parts: int, lanes: Lanes, lane: str = "host") -> float:
     return arrived_s
 
 
+def read_ahead(one: Work, lanes: Lanes) -> float:
+    """Read parameters from a file and copy them to the device, in a thread; return when they are there.
+
+    The thread begins to read a piece before it waits for the piece before, and reads into a buffer once the last copy
+    from the buffer is over.
+    """
+    what, arrived_s = f"parameters of {one.name}", lanes.now_s
+    lanes.now_s = max(lanes.now_s, lanes.free_s.get("copier", 0.0))
+
+    def begin() -> float:
+        lanes.now_s = max(lanes.now_s, lanes.buffers.pop(0))
+        return lanes.run("read", one.disk_s / one.copies, what)
+
+    read_s = begin()
+    for place in range(one.copies):
+        present_s, read_s = read_s, begin() if place + 1 < one.copies else 0.0
+        lanes.now_s = max(lanes.now_s, present_s)
+        arrived_s = lanes.run("back", one.back_s / one.copies, what)
+        lanes.buffers.append(arrived_s)
+    lanes.free_s["copier"] = lanes.now_s
+    return arrived_s
+
+
 def _stream(works: Sequence[Work], lanes: Lanes) -> float:
     """Play updates through files; return when all parameters are on the device."""
     pieces = [one for one in works for _ in range(one.pieces)]
@@ -104,7 +129,7 @@ def _stream(works: Sequence[Work], lanes: Lanes) -> float:
         lanes.now_s = max(lanes.now_s, read_s[place])
         lanes.now_s = lanes.run("host", one.update_s / one.pieces, f"update of {one.name}")
         arrived_s = max(arrived_s, bring(one, one.pieces, lanes))
-        before_s, written_s = written_s, lanes.run("write", one.disk_s / one.pieces, one.name)
+        before_s, written_s = written_s, lanes.run("write", (one.disk_s + one.written_s) / one.pieces, one.name)
         lanes.now_s = max(lanes.now_s, before_s)
     lanes.now_s = max(lanes.now_s, written_s)
     return max(arrived_s, lanes.now_s)

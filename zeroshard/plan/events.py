@@ -1,15 +1,15 @@
-"""What a traced step did to memory: events, and what follows from them.
+"""The memory of a traced step: its events, and sums over them.
 
-Owns the records that a trace returns and the sums over them: the peak, and the bytes of each unit. Must not know torch,
-nor how the events were found; `tracer.py` makes them.
+Owns the records that a trace returns and the sums over them: the peak, and the bytes of each unit. It must not know
+torch or the tracer; `tracer.py` makes the records.
 
 Note: what is counted
-    One storage is one allocation, however many tensors view it: an event when it appears and one when the last tensor
-    that uses it is gone. Bytes are those that were asked for; an allocator may round them up. The memory that a kernel
-    takes for itself, and gives back before it returns, is a pair of events of its own ("workspace").
-    A storage has one category for its whole life, the last one found: what a forward makes is temporary until autograd
-    or a selective checkpoint turns out to keep it, and what a backward makes is temporary until it becomes the gradient
-    of a parameter.
+    A storage is one allocation, however many tensors view it: one event when it appears, and one when its last tensor
+    is gone. Bytes are requested bytes; an allocator may round them up. Temporary memory of a kernel is a separate pair
+    of events ("workspace").
+    A storage has one category for its whole life, the last one determined: results of a forward are temporary unless
+    autograd or a selective checkpoint keeps them, and results of a backward are temporary unless they become the
+    gradient of a parameter.
 """
 
 import enum
@@ -28,7 +28,7 @@ __all__ = ["Category", "Event", "Landed", "Peak", "Phase", "Saved", "Span", "Tra
 
 @final
 class Category(enum.StrEnum):
-    """What a storage is for."""
+    """The purpose of a storage."""
 
     PARAMETER = "parameter"
     GRADIENT = "gradient"
@@ -41,15 +41,15 @@ class Category(enum.StrEnum):
     BACKWARD = "temporary in backward"
     """Mostly gradients of activations."""
     UPDATE = "temporary in update"
-    """Made by the optimizer, and not one of its states."""
+    """Made by the optimizer, but not a state."""
 
 
 @final
 class Phase(enum.StrEnum):
-    """Which part of a step an event belongs to."""
+    """The part of a step that contains an event."""
 
     BEFORE = "before"
-    """What is there when the step begins: parameters, buffers, inputs, states of earlier steps."""
+    """Storages that exist when the step starts: parameters, buffers, inputs, states of earlier steps."""
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
@@ -58,13 +58,13 @@ class Phase(enum.StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One storage appears or is gone.
+    """The appearance or the end of one storage.
 
     Args:
-        nbytes: bytes; negative where memory is given back.
-        storage: number of the storage; its two events share it.
-        module: full name of the innermost module that ran, or whose backward ran; "" for the model itself.
-        operation: of torch, e.g. "aten.mm.default"; for the end of a storage the operation before which it ended.
+        nbytes: bytes; negative if memory is released.
+        storage: number of the storage, shared by its two events.
+        module: full name of the innermost module in forward or backward; "" for the model itself.
+        operation: torch's name, e.g. "aten.mm.default"; for the end of a storage, the next operation.
     """
 
     order: int
@@ -82,11 +82,11 @@ class Saved:
     """A storage that the forward keeps for the backward.
 
     Args:
-        nbytes: of the storage.
+        nbytes: bytes of the storage.
         storage: its number, as in events.
-        module: which kept it first; where it was kept by something around the module that made it, the maker.
-        maker: which made it; "" also for inputs of the step.
-        category: of the storage: an input of the step that is saved stays an input.
+        module: the module that kept it first; if a module around its maker kept it, the maker.
+        maker: the module that made it; "" also for inputs of the step.
+        category: category of the storage: a saved input of the step remains an input.
     """
 
     nbytes: int
@@ -99,11 +99,11 @@ class Saved:
 @final
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One run of a unit's forward or backward.
+    """One execution of a unit's forward or backward.
 
     Args:
-        start: order of the first event in it.
-        stop: order of the first event after it.
+        start: index of its first event.
+        stop: index of the first event after it.
     """
 
     unit: str
@@ -115,13 +115,13 @@ class Span:
 @final
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A gradient was complete, and was taken out of its parameter.
+    """A complete gradient that was taken from its parameter.
 
     Args:
-        order: of the first event after it.
-        parameter: its full name, the first one where there are several.
-        storage: of the gradient.
-        is_alone: whether the gradient has its parameter's strides, and nothing else shares its memory.
+        order: index of the first event after it.
+        parameter: the full name, or the first of several.
+        storage: storage of the gradient.
+        is_alone: whether the gradient has its parameter's strides, and does not share its memory.
     """
 
     order: int
@@ -134,12 +134,12 @@ class Landed:
 @final
 @dataclass(frozen=True)
 class Peak:
-    """The moment when most bytes are live.
+    """The time of the most live bytes.
 
     Args:
-        order: of the event that reaches it.
-        by_category: what is live then.
-        by_module: the same, by the module that made it.
+        order: index of the event that reaches the peak.
+        by_category: live bytes at that time.
+        by_module: the same, by the module that made them.
     """
 
     nbytes: int
@@ -157,11 +157,11 @@ class UnitBytes:
     """Bytes of one unit in one step.
 
     Args:
-        saved: kept from its forward for its backward, inputs of the step included.
-        inputs: tensors that its first forward was given, parameters and buffers aside.
-        outputs: tensors that its first forward returned.
-        forward: the most that its forward had beyond what was left when it returned.
-        backward: the most that its backward had beyond what was there when it began, gradients of parameters aside.
+        saved: kept from its forward for its backward, including inputs of the step.
+        inputs: input tensors of its first forward, without parameters and buffers.
+        outputs: output tensors of its first forward.
+        forward: peak of its forward above the bytes left when it returned.
+        backward: peak of its backward above the bytes at its start, without gradients of parameters.
     """
 
     saved: int
@@ -174,18 +174,18 @@ class UnitBytes:
 @final
 @dataclass(frozen=True)
 class Trace:
-    """A step in events.
+    """The events of a step.
 
     Args:
         events: in order; an event's `order` is its index.
-        saved: what each forward kept for its backward, each storage once; of all steps that were traced.
-        spans: runs of units, in the order in which they began.
-        units: names of modules whose bytes were asked for.
+        saved: storages that each forward kept for its backward, each once; of all traced steps.
+        spans: executions of units, by start.
+        units: names of the requested modules.
         edges: (bytes of inputs, bytes of outputs) of each unit that ran.
-        personality: whose kernels the trace stands for.
-        kernels: (order of the first event after it, cost) of each operation that computes or copies.
-        landed: gradients that were taken out of their parameters, in order; none where they stay there.
-        exchanges: (order of the first event after it, collective) of each collective among the step's operations.
+        personality: name of the traced kernels.
+        kernels: (index of the first event after it, cost) of each operation that computes or copies.
+        landed: gradients taken from their parameters, in order; empty if they stay there.
+        exchanges: (index of the first event after it, collective) of each collective among the step's operations.
     """
 
     events: Sequence[Event]
@@ -200,20 +200,20 @@ class Trace:
 
     @cached_property
     def live(self) -> Sequence[int]:
-        """Bytes that are live after each event."""
+        """Live bytes after each event."""
         return tuple(accumulate(event.nbytes for event in self.events))
 
     @cached_property
     def peak(self) -> Peak:
-        """The peak of the whole step, what was there before it included."""
+        """The peak of the whole step, including earlier storages."""
         return self.peak_of()
 
     def phase_at(self, order: int) -> Phase:
-        """Return the phase of an event, or of the last one where `order` is behind it."""
+        """Return the phase of an event, or of the last event if `order` is past the end."""
         return self.events[min(order, len(self.events) - 1)].phase
 
     def peak_of(self, *phases: Phase) -> Peak:
-        """Return the peak within some phases, without any in all of them.
+        """Return the peak within some phases; without arguments, within all phases.
 
         Raises:
             ValueError: the trace has no event in these phases.
@@ -240,7 +240,7 @@ class Trace:
         )
 
     def saved_by_module(self) -> Mapping[str, int]:
-        """Return the bytes that each module keeps for the backward; a module that keeps none is missing."""
+        """Return the bytes that each module keeps for the backward, without modules that keep none."""
         return _sums((one.module, one.nbytes) for one in self.saved)
 
     def saved_bytes(self) -> int:
@@ -248,11 +248,11 @@ class Trace:
         return sum(one.nbytes for one in self.saved)
 
     def unit_of(self, module: str) -> str:
-        """Return the innermost unit that a module belongs to; "" where it belongs to none."""
+        """Return the innermost unit that contains a module; "" if there is none."""
         return unit_of(module, frozenset(self.units))
 
     def by_unit(self) -> Mapping[str, UnitBytes]:
-        """Return the bytes of each unit that ran; "" stands for what belongs to no unit."""
+        """Return the bytes of each unit that ran; "" stands for modules outside all units."""
         saved = _sums((self.unit_of(one.module), one.nbytes) for one in self.saved)
         most: dict[tuple[str, Phase], int] = {}
         for span in self.spans:
@@ -272,7 +272,7 @@ class Trace:
         )
 
     def _extra(self, span: Span) -> int:
-        """Return what a run of a unit has at most beyond what stays (forward) or what was there (backward)."""
+        """Return the peak of a unit's execution above the bytes at its end (forward) or at its start (backward)."""
         inside = self.events[span.start : span.stop]
         if span.phase is Phase.FORWARD:
             levels = list(accumulate((event.nbytes for event in inside), initial=0))
@@ -282,7 +282,7 @@ class Trace:
 
 
 def unit_of(module: str, units: frozenset[str]) -> str:
-    """Return the innermost of some units that a module belongs to; "" where it belongs to none."""
+    """Return the innermost of the units that contains a module; "" if there is none."""
     while module and module not in units:
         module = module.rpartition(".")[0]
     return module

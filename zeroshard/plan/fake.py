@@ -1,13 +1,13 @@
-"""Tensors without memory: a model and inputs, for the time of a trace.
+"""Tensors without memory: the model and the inputs of a trace.
 
-Owns copies on the meta device, and the exchange of a model's parameters and buffers for fake ones, and back. There the
-model stays the user's object, so that its hooks, wrapped functions and closures are the ones that run. Must not know
-what is traced.
+Owns copies on the meta device, and the temporary replacement of a model's parameters and buffers by fake tensors. The
+model object stays the user's, so its hooks, wrapped functions and closures run. It must not know the traced step.
 """
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -22,9 +22,9 @@ __all__ = ["Fakes", "exchanged", "on_meta"]
 
 @final
 class Fakes:
-    """Fake copies of tensors: those that share memory have copies that share memory, too.
+    """Fake copies of tensors: copies of tensors with shared memory also share memory.
 
-    Everything is on the CPU: fake tensors of a device that is not there cannot be differentiated.
+    All copies are on the CPU, because autograd fails for fake tensors of an absent device.
     """
 
     def __init__(self) -> None:
@@ -32,14 +32,14 @@ class Fakes:
         self._storages: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the copy of a tensor, the same one each time, to be called where tensors are fake."""
+        """Return the copy of a tensor, the same on each call; call it in a fake-tensor mode."""
         if id(tensor) not in self._copies:
-            # The original is kept with its copy, so that no other tensor gets its id meanwhile.
+            # Keeping the original alive prevents reuse of its id.
             self._copies[id(tensor)] = (tensor, self._make(tensor))
         return self._copies[id(tensor)][1]
 
     def of_all(self, value: Any) -> Any:
-        """Return a value of nested containers with a copy of each tensor in it."""
+        """Return a value of nested containers with each tensor replaced by its copy."""
         return map_tensors(value, self.of)
 
     def _make(self, tensor: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Fakes:
         return copy.requires_grad_(tensor.requires_grad)
 
     def _view(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the same place in a storage of the same size."""
+        """Return a view at the same place in a storage of the same size."""
         size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         nbytes, key = tensor.untyped_storage().nbytes(), storage_of(tensor)
         if key not in self._storages:
@@ -67,20 +67,19 @@ class Fakes:
         return self._storages[key][1].view(tensor.dtype).as_strided(size, stride, offset).detach()
 
     def forget_storages(self) -> None:
-        """Let go of what was kept to make copies share memory, as its uses count when a trace asks for them."""
+        """Drop the references that make copies share memory, because a trace counts references."""
         self._storages.clear()
 
 
-def on_meta(model: nn.Module, dtype: str | None = None) -> nn.Module:
-    """Return a copy of a model on the meta device, floating-point parameters in a dtype; tied ones stay tied."""
+def on_meta(model: nn.Module, dtypes: Mapping[int, str] = MappingProxyType({})) -> nn.Module:
+    """Return a copy of a model on the meta device; tied parameters stay tied.
+
+    Args:
+        dtypes: of parameters, by identity; others keep theirs.
+    """
     memo: dict[int, Any] = {}
-    wanted = None if dtype is None else getattr(torch, dtype)
     for parameter in model.parameters():
-        kind = (
-            wanted
-            if wanted is not None and parameter.is_floating_point() and parameter.element_size() > 1
-            else parameter.dtype
-        )
+        kind = getattr(torch, dtypes[id(parameter)]) if id(parameter) in dtypes else parameter.dtype
         local = local_of(parameter)
         made = torch.empty_strided(local.shape, local.stride(), dtype=kind, device="meta")
         made = made if local is parameter else like_split(made, parameter)
@@ -92,10 +91,10 @@ def on_meta(model: nn.Module, dtype: str | None = None) -> nn.Module:
 
 @contextlib.contextmanager
 def exchanged(model: nn.Module, fakes: Fakes) -> Iterator[None]:
-    """Give a model fake parameters, buffers and other tensors that its modules hold, and its own back at the end.
+    """Replace a model's parameters, buffers and other tensors of modules by fake tensors, and restore them at the end.
 
     Raises:
-        TypeError: a parameter or buffer is of a class that torch cannot have fake copies of.
+        TypeError: torch cannot make fake copies of the class of a parameter or buffer.
     """
     places: list[tuple[dict[str, Any], str, Tensor]] = []
     for prefix, module in model.named_modules():

@@ -25,11 +25,12 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Final, NamedTuple, final
 
+from zeroshard.describe.offload import written_bytes
 from zeroshard.plan import rules
-from zeroshard.plan.elsewhere import PINNED, Lanes, Work, bring, play_update
+from zeroshard.plan.elsewhere import PINNED, Lanes, Work, bring, play_update, read_ahead
 from zeroshard.plan.hardware import Cost, Device, Span
 from zeroshard.plan.owners import Hands, Turn, play
-from zeroshard.plan.staging import file_staging_bytes, piece_numel, pinned_bytes
+from zeroshard.plan.staging import buffer_bytes, file_staging_bytes, piece_numel
 from zeroshard.plan.tape import GIVEN, INPUT, Instruction, Parts
 from zeroshard.table import schedule
 from zeroshard.table.bytes import Owned, Updates, spare_bytes
@@ -532,11 +533,12 @@ class _Camera:
                 self._make(masters * bucket.has_masters, "states", unit.name, "masters")
                 self._make(padding * bucket.has_masters, "padding", unit.name, "padding of masters")
                 row, sizes = bucket.row, bucket.formats
-                for column, what, cell, (start, stop), dtype in (
-                    ("parameters", "parameters", row.parameters, bucket.apart_shard, sizes.param),
-                    ("states", "masters", row.states, bucket.apart_states, sizes.master),
+                for column, what, memory, (start, stop), dtype in (
+                    ("parameters", "parameters", row.parameters.memory, bucket.apart_shard, sizes.param),
+                    ("states", "masters", bucket.master_memory, bucket.apart_states, sizes.master),
                 ):
-                    self._make((stop - start) * itemsize(dtype), column, unit.name, what, memory=cell.memory)
+                    nbytes = (stop - start) * itemsize(dtype) * (what == "parameters" or not bucket.shares_apart)
+                    self._make(nbytes, column, unit.name, what, memory=memory)
         self._make(job.buffer_bytes, "parameters", "", "buffers")
         if not is_first:
             self._make_states()
@@ -608,7 +610,7 @@ class _Camera:
         job = self._job
         nbytes = file_staging_bytes(job.units, job.updates)
         self._make(nbytes, "transient", "", "buffers for files", is_mapped=True, memory="host")
-        nbytes = 0 if job.device.is_cpu else pinned_bytes(job.units)
+        nbytes = buffer_bytes(job.units, is_cpu=job.device.is_cpu)
         self._make(nbytes, "transient", "", "pinned buffers", is_mapped=True, memory="host")
 
     def _mark(self, name: str, start_s: float) -> None:
@@ -923,21 +925,29 @@ class _Camera:
             self._wait(f"parameters of {spec.name} on the bus", arrived_s, is_offload=True)
 
     def _bring(self, spec: UnitSpec) -> float:
-        """Begin to bring parameters that lie elsewhere to their places; return when they are there.
-
-        A thread fills two pinned buffers in turn, while the program goes on.
-        """
+        """Begin to copy offloaded parameters to the device in a thread; return when they have arrived."""
         job, arrived_s = self._job, 0.0
-        for bucket in () if job.device.is_cpu else spec.buckets:
+        for bucket in spec.buckets:
+            cell = bucket.row.parameters
             nbytes = (bucket.apart_shard[1] - bucket.apart_shard[0]) * itemsize(bucket.formats.param)
-            if nbytes:
-                lanes = self._lanes_from(self._now_s)
-                filled_s = job.device.host_s(2 * nbytes, job.host_ranks)
-                copies = max(1, -(-nbytes // max(1, bucket.row.parameters.staging_bytes // 2)))
-                work = Work(bucket.name, 0.0, filled_s, job.device.copy_s(nbytes), copies)
+            if not nbytes or (job.device.is_cpu and cell.memory == "host"):
+                continue
+            lanes = self._lanes_from(self._now_s)
+            copy_s = 0.0 if job.device.is_cpu else job.device.copy_s(nbytes)
+            copies = max(1, -(-nbytes // max(1, cell.staging_bytes // 2)))
+            if cell.memory == "file":
+                read_s = job.device.disk_s(nbytes, job.host_ranks)
+                work = Work(bucket.name, 0.0, 0.0, copy_s, copies, disk_s=read_s)
+                arrived_s = max(arrived_s, read_ahead(work, lanes))
+            else:
+                work = Work(bucket.name, 0.0, job.device.host_s(2 * nbytes, job.host_ranks), copy_s, copies)
                 arrived_s = max(arrived_s, bring(work, 1, lanes, "copier"))
-                self._take_over(lanes)
+            self._take_over(lanes)
+            if not job.device.is_cpu:
                 self._sent["parameters from the host"] += nbytes
+            elif bucket.layout.world_size > 1:
+                # On a CPU with several ranks, the program waits before it starts the gather.
+                self._wait(f"parameters of {spec.name} in the file", arrived_s, is_offload=True)
         return arrived_s
 
     def _lanes_from(self, start_s: float) -> Lanes:
@@ -1151,10 +1161,12 @@ class _Camera:
         lanes.now_s = lanes.run("host", job.device.host_s(read_bytes, job.host_ranks), "norms of gradients")
         arrived_s = play_update([self._work_of(bucket) for bucket in apart if not self._is_early(bucket)], lanes)
         for bucket in (b for unit in job.units for b in unit.buckets if b.apart_parameters and b.is_trained):
-            # What was updated here goes back to where it lies between uses.
+            # Parameters with masters on the device are copied to their memory.
             numel = max(0, bucket.apart_shard[1] - max(bucket.apart_shard[0], bucket.apart_states[1]))
-            nbytes = 0 if job.device.is_cpu else numel * itemsize(bucket.formats.param)
-            lanes.now_s = lanes.run("out", job.device.copy_s(nbytes), f"parameters of {bucket.name}")
+            nbytes, what = numel * itemsize(bucket.formats.param), f"parameters of {bucket.name}"
+            lanes.now_s = lanes.run("out", 0.0 if job.device.is_cpu else job.device.copy_s(nbytes), what)
+            if bucket.row.parameters.memory == "file":
+                lanes.now_s = lanes.run("write", job.device.disk_s(nbytes, job.host_ranks), what)
         began_s = lanes.now_s
         for unit in job.units:
             for bucket in filter(self._is_early, unit.buckets):
@@ -1199,7 +1211,7 @@ class _Camera:
         pieces, moved_bytes = 0, 0
         if cell.memory == "file":
             kept = max(one.per_element for one in job.updates)
-            pieces = min(MOST_PIECES, -(-numel // piece_numel(cell.staging_bytes, itemsize(sizes.master), kept)))
+            pieces = min(MOST_PIECES, -(-numel // piece_numel(bucket, kept)))
             moved_bytes = numel * (itemsize(sizes.master) + kept * itemsize(sizes.state))
         return Work(
             bucket.name,
@@ -1209,6 +1221,7 @@ class _Camera:
             max(1, -(-sent_bytes // max(1, cell.staging_bytes // 2))),
             job.device.disk_s(moved_bytes, sharing),
             pieces,
+            job.device.disk_s(there * written_bytes(bucket), sharing),
         )
 
 

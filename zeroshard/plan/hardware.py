@@ -40,7 +40,7 @@ CLEARED_S_PER_BYTE: Final = 0.35 / 16e9
 """Rate of cudaMalloc, for memory that the process freed before.
 
 16 GB took 300 to 400 ms on an A10 after a cudaFree, and 10 to 20 ms without one
-(github.com/ggml-org/llama.cpp/pull/5429). A gibibyte, taken and returned, took 31 ms elsewhere
+(github.com/ggml-org/llama.cpp/pull/5429). Another project measured 31 ms for a gibibyte
 (github.com/vortex-data/vortex/pull/7831).
 """
 TILE: Final = (128, 256)
@@ -202,7 +202,7 @@ class Device:
 
         Args:
             kind: "gather", "reduce" (a reduce-scatter), "all-reduce", "send" or "all-to-all".
-            nbytes: bytes of the full tensor, as after a gather or before a reduction; for "send" and "all-to-all", the
+            nbytes: bytes of the full tensor, as after a gather or before a reduction. For "send" and "all-to-all", the
                 maximum that one rank sends or receives.
         """
         if span.ranks <= 1 or nbytes <= 0:

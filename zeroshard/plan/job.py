@@ -25,6 +25,7 @@ from zeroshard.plan.transformer import Kernels, Workload, cached_tapes
 from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
 from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency
+from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats, UnitSpec, itemsize
 from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, row_of_stage
 from zeroshard.table.wires import SHOWN_NUMEL, HostWire, Messages, Native, Silence, Wire
@@ -62,6 +63,7 @@ COUNTS: Final = MappingProxyType(
         "replicas": "mesh",
         "tensor": "tensor",
         "micro_batches": "micro_batches",
+        "wire_bytes": "wire_bytes",
     }
 )
 """Numbers of a plan, with the names of their arguments."""
@@ -79,11 +81,14 @@ class Options:
         sequence: tokens per sequence.
         row: row of the residency table, with its activations.
         precision: a name in `PRECISIONS`.
+        chosen: the precision itself, for modules; `precision` is then its name.
+        chosen_formats: dtypes that follow from `chosen` for a parameter in fp32.
+        wire_bytes: maximum bytes of the buffers of one exchange, as in `zs.Settings(wire_bytes=)`.
         replicas: number of replicas of the sharded state.
         tensor: number of ranks of tensor parallelism.
         is_sequence_parallel: whether the other operations are split by tokens over these ranks.
         optimizer: a name in `OPTIMIZERS`, or the class names of `optimizers`, joined by "+".
-        optimizers: optimizers of a module's parameters.
+        optimizers: the optimizers of a module's parameters.
         micro_batches: number of micro-batches per step.
         kernels: the kernels of the program.
         shared_memory: whether CPU ranks of one host read each other's memory, as in `zs.Settings(shared_memory=)`.
@@ -109,6 +114,9 @@ class Options:
     fused: bool = False
     offload: Offload | None = None
     optimizers: tuple[Any, ...] = ()
+    chosen: Any = None
+    chosen_formats: Formats | None = None
+    wire_bytes: int = WIRE_BYTES
 
     def __post_init__(self) -> None:
         # Caches are keyed by these numbers, and a numpy integer equals a Python integer.
@@ -142,22 +150,22 @@ class Options:
 
     @property
     def states(self) -> States:
-        """The states of the optimizer, by its name; for several optimizers, those of the first with a known name."""
+        """The states of the optimizer; of several optimizers, the states of the first known one."""
         return next((OPTIMIZERS[name] for name in self.optimizer.split("+") if name in OPTIMIZERS), States(0, 0))
 
     @property
     def is_filed(self) -> bool:
-        """Whether states can be in files, and updates on the host continue after `step()`."""
+        """Whether the optimizer supports states in files, and updates on the host after `step()`."""
         return all(name in FILED for name in self.optimizer.split("+"))
 
     @property
     def formats(self) -> Formats:
         """Dtypes by column."""
-        return PRECISIONS[self.precision]
+        return self.chosen_formats or PRECISIONS[self.precision]
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks."""
+        """Number of tokens per step, over all ranks."""
         return self.batch * self.sequence * self.micro_batches * (self.world_size // self.tensor)
 
     def words(self) -> Mapping[str, str | int]:
@@ -217,7 +225,7 @@ def check_options(options: Options) -> None:
             f"world_size must be a multiple of tensor times mesh; got {options.world_size}, {options.tensor} and "
             f"{options.replicas}."
         )
-    if options.precision not in PRECISIONS:
+    if options.precision not in PRECISIONS and options.chosen_formats is None:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {options.precision!r}.")
     if options.optimizer not in OPTIMIZERS and not options.optimizers:
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {options.optimizer!r}.")
@@ -270,9 +278,9 @@ def wire_of(options: Options) -> Wire:
     if options.world_size // options.tensor == 1:
         return Silence()
     if not options.device.is_cpu:
-        return Native()
+        return Native(options.wire_bytes)
     is_shared = options.shared_memory and options.shard_ranks > 1
-    return HostWire(SHOWN_NUMEL) if is_shared else Messages()
+    return HostWire(SHOWN_NUMEL, options.wire_bytes) if is_shared else Messages(options.wire_bytes)
 
 
 def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = False, rank: int = 0) -> Job:

@@ -1,12 +1,11 @@
-"""What a trace keeps between forward and backward where activations are offloaded or compressed.
+"""Memory that a trace keeps between forward and backward, with offloaded or compressed activations.
 
-Owns a second telling, on tensors without memory, of what `activations/` does to those that autograd saved: which memory
-goes when the forward of a unit is over, and when it comes back. Must not know the engine. Read `recorder.py` first, and
-`codes.py` for compression.
+Owns a reimplementation of `activations/` on tensors without memory: the memory that is released after the forward of a
+unit, and its return. It must not know the engine. Read `recorder.py` first, and `codes.py` for compression.
 
 Note: order
-    As in the engine a unit's forward is over when a module that holds parameters of it returns, and treatments see then
-    what was saved in it. In a backward the first tensor of a unit that is asked for brings those of the unit before.
+    As in the engine, a unit's forward ends when a module with its parameters returns, and treatments then receive the
+    tensors saved in it. In a backward, the first unpacked tensor of a unit starts the return of the previous unit's.
 """
 
 import weakref
@@ -35,26 +34,26 @@ from zeroshard.tree import find, map_tensors
 __all__ = ["Held", "Kept", "Link", "Offloads"]
 
 ALIGNMENT: Final = 512
-"""Ranges that move begin at multiples of so many bytes."""
+"""Alignment of moved ranges in bytes."""
 
 
 class Link(ABC):
     """One treatment."""
 
     exchange: Callable[[Exchange], None]
-    """Is told of each collective."""
+    """Receives each collective."""
 
     @abstractmethod
     def treat(self, held: Sequence["Held"], unit: int, outputs: Any) -> None:
-        """Put what is kept of tensors in their place."""
+        """Replace the kept values of tensors by the results of this treatment."""
 
     def start(self, value: Any) -> Any:
-        """Begin to restore it; return what `restore` is given."""
+        """Start to restore a value; return the argument of `restore`."""
         return value
 
     @abstractmethod
     def restore(self, value: Any) -> Any:
-        """Return what stood there before."""
+        """Return the original value."""
 
 
 @dataclass(slots=True)
@@ -71,7 +70,7 @@ class _Box(_Boxed, Packed):
 
 @final
 class Held:
-    """What is kept of one saved tensor, and what it went through."""
+    """The kept value of one saved tensor, and the treatments applied to it."""
 
     __slots__ = ("__weakref__", "_moving", "_place", "batch", "is_input", "steps", "value")
 
@@ -82,12 +81,12 @@ class Held:
         self._place, self._moving = -1, None
 
     def put(self, link: Link, value: Any) -> None:
-        """Keep what a link made of the value instead."""
+        """Keep the result of a link instead of the value."""
         self.value = value
         self.steps.append(link)
 
     def advance(self, place: int) -> None:
-        """Undo links, from the last one to that at `place`, which only begins."""
+        """Undo links, from the last link to the link at `place`, which only starts."""
         if self._place == -1:
             self._place = len(self.steps)
         while self._place > place:
@@ -106,7 +105,7 @@ class Held:
 
 @final
 class _Batch:
-    """What was saved in one forward of a unit, and the batch before it."""
+    """The tensors saved in one forward of a unit, and the batch before it."""
 
     def __init__(self, held: Sequence[Held], previous: "weakref.ref[_Batch] | None") -> None:
         self._held, self._previous = [weakref.ref(one) for one in held], previous
@@ -114,7 +113,7 @@ class _Batch:
             one.batch = self
 
     def prepare(self) -> None:
-        """Begin what will be asked for next."""
+        """Start to restore the batch that the backward needs next."""
         batch: _Batch | None = self
         for distance in (0, 1):
             batch = None if batch is None or batch._previous is None else batch._previous()
@@ -128,7 +127,7 @@ class Kept:
     """The treatments of a model's units, as saved-tensor hooks.
 
     Args:
-        links: of each unit, by number.
+        links: treatments of each unit, by number.
     """
 
     def __init__(self, links: Mapping[int, Sequence[Link]]) -> None:
@@ -137,19 +136,19 @@ class Kept:
         self._under_way: list[tuple[int, ...]] = []
         self._last: weakref.ref[_Batch] | None = None
         self.is_parameter: Callable[[Tensor], bool] = lambda tensor: False
-        """Tells the model's parameters, which no treatment sees."""
+        """Returns whether a tensor is a parameter of the model; treatments do not receive parameters."""
 
     def watch(self, is_parameter: Callable[[Tensor], bool], exchange: Callable[[Exchange], None]) -> None:
-        """Take what tells the model's parameters, and what is told of collectives."""
+        """Set the functions that identify parameters and receive collectives."""
         self.is_parameter = is_parameter
         for link in {id(link): link for links in self._links.values() for link in links}.values():
             link.exchange = exchange
 
     def hang(self, model: nn.Module, plans: Sequence[UnitPlan], twins: Mapping[nn.Module, nn.Module]) -> None:
-        """Have modules tell when the forward of a unit begins and ends.
+        """Register hooks for the start and end of each unit's forward.
 
         Args:
-            twins: the modules that run, by those of the plans.
+            twins: the modules that run, by the modules of the plans.
         """
         entries: dict[nn.Module, tuple[int, ...]] = {model: ()}
         for number, plan in enumerate(plans):
@@ -163,7 +162,7 @@ class Kept:
         """Keep a tensor that autograd saves.
 
         Args:
-            is_input: whether it is an input of a module that is recomputed.
+            is_input: whether the tensor is an input of a recomputed module.
         """
         plain = tensor.detach()
         if self.is_parameter(tensor) or graph_task() != -1:
@@ -218,7 +217,7 @@ class Kept:
 
 @final
 class _Copy:
-    """A range of a storage on the host, and what of it is on the device."""
+    """A range of a storage on the host, and its copy on the device."""
 
     __slots__ = ("__weakref__", "_storage", "back", "low", "nbytes", "source", "turn", "users", "wanted")
 
@@ -227,13 +226,13 @@ class _Copy:
         self.low, self.nbytes = low, nbytes
         self.back: Tensor | None = None
         self.turn = self.wanted = self.users = 0
-        # So that its identity is given to no other storage.
+        # Keeps the storage's identity from being reused.
         self._storage = WeakStorage(source.untyped_storage())
 
 
 @final
 class _Visit:
-    """What one forward of a unit has moved."""
+    """The moves of one forward of a unit."""
 
     __slots__ = ("__weakref__", "before", "copies", "task", "unit")
 
@@ -246,7 +245,7 @@ class _Visit:
 @final
 @dataclass(slots=True, eq=False)
 class _Handle:
-    """Stands for a tensor that moved, or for one that stayed (`copy` is None)."""
+    """Stands for a tensor that was moved, or that stayed (`copy` is None)."""
 
     visit: _Visit
     copy: _Copy | None
@@ -260,11 +259,11 @@ class _Handle:
 
 @final
 class Offloads(Link):
-    """Moves tensors to the host when the forward of the next unit is over; as `activations/offload.py`.
+    """Moves tensors to the host after the forward of the next unit, as `activations/offload.py`.
 
     Args:
-        fraction: of the bytes, of those that are saved first.
-        small_bytes: below which a tensor stays.
+        fraction: fraction of the bytes to move, in the order of saving.
+        small_bytes: tensors below this size stay.
     """
 
     def __init__(self, fraction: float, small_bytes: int) -> None:
@@ -277,7 +276,7 @@ class Offloads(Link):
         self._last: weakref.ref[_Visit] | None = None
         self._unit: int | None = None
         self.moved_bytes = 0
-        """Over the bus, one way."""
+        """Bytes moved over the bus, in one direction."""
 
     def treat(self, held: Sequence[Held], unit: int, outputs: Any) -> None:
         """See `Link`."""

@@ -1,7 +1,7 @@
-"""What a unit of nanotron does in a step, as its source says: tensors by name, kernels and collectives.
+"""The operations of a unit of nanotron in a step, from its source: tensors by name, kernels and collectives.
 
-Owns the passes of a layer and of the head, and what each pipeline rank has. Must not know the order of a step
-(`nanotron_memory.py`), nor the published runs. Needs no torch. Read `block_forward` first.
+Owns the passes of a layer and of the head, and the parameters of each pipeline rank. It must not know the order of a
+step (`nanotron_memory.py`) or the published runs. Needs no torch. Read `block_forward` first.
 
 Source: huggingface/nanotron, branch nouamane/bench2 (that of the Ultra-Scale Playbook's benchmark):
 models/llama.py, parallel/tensor_parallel/functional.py, nn/layer_norm.py, models/base.py; Dao-AILab/flash-attention,
@@ -26,7 +26,7 @@ MULTIPROCESSORS: Final = 132
 
 @final
 class Script:
-    """The instructions of a pass: tensors by name, and what the device does."""
+    """The instructions of a pass: named tensors, kernels and collectives."""
 
     def __init__(self, clock: "Clock") -> None:
         self.lines: list[tuple[str, str, float]] = []
@@ -43,22 +43,22 @@ class Script:
         return self
 
     def drop_late(self, *names: str) -> "Script":
-        """Free tensors that a collective used on its own stream."""
+        """Free tensors that a collective used on its stream."""
         self.lines += [("late", name, 0) for name in names]
         return self
 
     def gradient(self, name: str, numel: int) -> "Script":
-        """Allocate the gradient of a parameter, which stays to the end of the backward."""
+        """Allocate the gradient of a parameter, which lives until the end of the backward."""
         self.lines.append(("land", name, numel * BF16))
         return self
 
     def moved(self, *nbytes: int) -> "Script":
-        """Run kernels that read and write so many bytes, one each."""
+        """Run kernels that read and write `nbytes`, one kernel per number."""
         self.lines += [("run", "", self._clock.moved_s(one)) for one in nbytes]
         return self
 
     def product(self, rows: int, inputs: int, outputs: int) -> "Script":
-        """Run a product of matrices."""
+        """Run a matrix product."""
         self.lines.append(("run", "", self._clock.product_s(rows, inputs, outputs)))
         return self
 
@@ -68,7 +68,7 @@ class Script:
         return self
 
     def exchange(self, kind: str, nbytes: int) -> "Script":
-        """Run a collective of the tensor ranks, which kernels wait for."""
+        """Run a collective of the tensor ranks; kernels wait for it."""
         self.lines.append(("exchange", "", self._clock.tensor_s(kind, nbytes)))
         return self
 
@@ -76,21 +76,21 @@ class Script:
 @final
 @dataclass(frozen=True)
 class Clock:
-    """How long a rank's kernels and collectives take.
+    """The time of a rank's kernels and collectives.
 
     Args:
-        span: of the tensor ranks.
+        span: placement of the tensor ranks.
     """
 
     device: Device
     span: Span
 
     def moved_s(self, nbytes: int) -> float:
-        """Return the seconds of a kernel that is bound by memory."""
+        """Return the seconds of a memory-bound kernel."""
         return self.device.kernel_s(Cost(0, nbytes), "bfloat16")
 
     def product_s(self, rows: int, inputs: int, outputs: int) -> float:
-        """Return the seconds of a product."""
+        """Return the seconds of a matrix product."""
         moved = BF16 * (rows * inputs + inputs * outputs + rows * outputs)
         return self.device.kernel_s(Cost(2.0 * rows * inputs * outputs, moved, "matmul", rows, outputs), "bfloat16")
 
@@ -109,14 +109,14 @@ class Rank:
     """One rank of nanotron.
 
     Args:
-        layers: of this rank.
-        batch: sequences of a micro-batch.
-        data, tensor: ranks.
+        layers: number of layers of this rank.
+        batch: sequences per micro-batch.
+        data, tensor: numbers of ranks.
         zero: 0 or 1.
         has_embedding, has_head: whether the rank is the first and the last of its pipeline.
-        is_waiting: whether the host waits for each collective, so that it does not run ahead of the device.
-        in_flight: micro-batches whose forward comes before the first backward.
-        micro_batches: of a step.
+        is_waiting: whether the host waits for each collective, and does not run ahead of the device.
+        in_flight: number of micro-batches whose forward precedes the first backward.
+        micro_batches: number of micro-batches per step.
     """
 
     layers: int
@@ -148,11 +148,11 @@ class Rank:
 
     @property
     def has_ddp(self) -> bool:
-        """Tell whether the model is wrapped: `_init_model` does not where ZeRO-1 sums gradients in fp32."""
+        """Whether DDP wraps the model: `_init_model` does not wrap it if ZeRO-1 sums gradients in fp32."""
         return self.data > 1 and self.zero == 0
 
     def block_parameters(self) -> list[tuple[str, int]]:
-        """Return names and elements, in order of registration."""
+        """Return names and numbers of elements, in order of registration."""
         h, t = self.hidden, self.tensor
         return [
             ("input_layernorm", h),
@@ -178,18 +178,18 @@ class Rank:
 
 
 def block_forward(rank: Rank, clock: Clock) -> Script:
-    """Return the forward of a decoder layer; its input stays."""
+    """Return the forward of a decoder layer; its input stays allocated."""
     u, own, t, h = rank.whole, rank.local, rank.tensor, rank.hidden
     rows = rank.sequence * rank.batch
     q, inner = u // t, rows * rank.inner * BF16 // t
     s = Script(clock).make(y1=own, rstd1=rows * FP32 // t).moved(2 * own)
-    # Queries, keys and values are permuted into one tensor; keys and values are joined and permuted once more.
+    # Queries, keys and values are permuted into one tensor; keys and values are concatenated and permuted again.
     s.make(qkv=3 * q)
     _gathered(s, rank, h, 3 * h // t)
     s.make(split=3 * q).drop("qkv").make(kv=2 * q, keyvalue=2 * q).drop("kv").moved(6 * q, 4 * q, 4 * q, 2 * q, 2 * q)
     s.moved(*[0] * 8)  # lengths of sequences: two zeros, two sums, two scans of two kernels
     s.make(context=q, lse=rows * rank.heads // t * FP32).attention(2.0 * rows * rank.sequence * h / t)
-    if rank.batch > 1:  # the context is transposed, and a product wants it in order
+    if rank.batch > 1:  # the context is transposed, and a product needs it contiguous
         s.make(copy=q).moved(2 * q)
     s.make(out=u).product(rows, h // t, h)
     if rank.batch > 1:
@@ -209,7 +209,7 @@ def block_forward(rank: Rank, clock: Clock) -> Script:
 
 
 def _gathered(s: Script, rank: Rank, inputs: int, outputs: int) -> None:
-    """Write a product whose rows are gathered meanwhile: that of the own part, then (on the first rank) of the rest."""
+    """Add a product whose rows are gathered at the same time: of the own rows, then (on the first rank) of the rest."""
     rows, t = rank.sequence * rank.batch, rank.tensor
     if t > 1:
         s.exchange("gather", rows * rank.hidden * BF16)
@@ -218,7 +218,7 @@ def _gathered(s: Script, rank: Rank, inputs: int, outputs: int) -> None:
 
 
 def block_backward(rank: Rank, clock: Clock) -> Script:
-    """Return the backward of a decoder layer, from the gradient of its output to the one of its input."""
+    """Return the backward of a decoder layer, from the gradient of its output to the gradient of its input."""
     u, own, t, h = rank.whole, rank.local, rank.tensor, rank.hidden
     rows = rank.sequence * rank.batch
     q, inner = u // t, rows * rank.inner * BF16 // t
@@ -250,13 +250,13 @@ def block_backward(rank: Rank, clock: Clock) -> Script:
 
 
 def _column_backward(s: Script, rank: Rank, name: str, outputs: int, gradient: str, x: str) -> None:
-    """Write the backward of a product whose input was gathered: the input is gathered once more."""
+    """Add the backward of a product with a gathered input: the input is gathered again."""
     rows, h = rank.sequence * rank.batch, rank.hidden
     s.make(dy=rank.whole)
     if rank.tensor > 1:
         s.exchange("gather", rank.whole)
     s.product(rows, outputs, h)
-    if name == "qkv":  # its gradient is a view that is not in order: one copy for each of both products
+    if name == "qkv":  # its gradient is a non-contiguous view: one copy for each of the two products
         s.drop("folded").make(ordered=3 * rank.whole // rank.tensor).moved(6 * rank.whole // rank.tensor)
     if rank.tensor > 1:
         s.make(dscattered=rank.local).exchange("reduce", rank.whole)
@@ -276,7 +276,7 @@ def head_forward(rank: Rank, clock: Clock) -> Script:
     local = rank.vocabulary // rank.tensor
     numel = rows * local
     s = Script(clock).make(y=rank.local, rstd=rows * FP32 // rank.tensor).moved(2 * rank.local)
-    # `forward_with_hidden_states` holds the bf16 logits till it returns, `LlamaForTraining.forward` the fp32 ones.
+    # `forward_with_hidden_states` holds the bf16 logits until it returns, `LlamaForTraining.forward` the fp32 logits.
     s.make(logits=numel * BF16)
     _gathered(s, rank, rank.hidden, local)
     s.make(wide=numel * FP32).moved(numel * 6).drop("logits").moved(numel * 4)
@@ -291,7 +291,7 @@ def head_backward(rank: Rank, clock: Clock) -> Script:
     """Return the backward of the head; it leaves "g"."""
     rows, t = rank.sequence * rank.batch, rank.tensor
     local = rank.vocabulary // t
-    # The gradient is written over the softmax, then rounded.
+    # The gradient overwrites the softmax, and is then rounded.
     s = Script(clock).moved(*[0] * 7, rows * local * 8).make(dlogits=rows * local * BF16)
     s.moved(rows * local * 6).drop("softmax")
     _column_backward(s, rank, "head", local, "dlogits", "y")
@@ -308,10 +308,10 @@ SCRIPTS: Final[Mapping[str, Callable[[Rank, Clock], Script]]] = MappingProxyType
 
 @lru_cache(maxsize=256)
 def blocks_of(layers: int, layer_cost: int, head_cost: int, ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return blocks, and decoder layers among them, of each pipeline rank (`build_model`, models/base.py).
+    """Return (blocks, decoder layers) of each pipeline rank (`build_model`, models/base.py).
 
-    Blocks are dealt out by what they compute: the next rank begins where its share of the whole is reached. (The source
-    says exceeded; by their memory, the runs with a tie, of 1.34B on 2 and 4 pipeline ranks, had it reached.)
+    Blocks are distributed by compute: the next rank starts when the rank's share of the total is reached. (The source
+    requires more than the share; the memory of the tied runs, of 1.34B on 2 and 4 pipeline ranks, shows equality.)
     """
     costs = [0] + [layer_cost] * layers + [0, head_cost, 0, 0]
     done, at, found = 0, 0, [[0, 0] for _ in range(ranks)]

@@ -1,6 +1,6 @@
-"""A rank of nanotron, allocation by allocation: what torch's allocator has taken after some steps.
+"""The allocations of a rank of nanotron: the memory that torch's allocator has reserved after some steps.
 
-Owns the order in which a rank takes and frees memory. Must not know what a unit does (`nanotron.py`), nor the published
+Owns the order of allocations and releases. It must not know the operations of a unit (`nanotron.py`) or the published
 runs. Needs no torch. Read `_Memory.step` first.
 
 Source: huggingface/nanotron, branch nouamane/bench2: trainer.py, helpers.py, optim/gradient_accumulator.py,
@@ -9,17 +9,17 @@ torch/csrc/distributed/c10d/reducer.cpp and ProcessGroupNCCL.cpp.
 
 Note: what was measured
     `log_memory` (logging.py) resets the peaks of the allocator before and after the passes of each step, and
-    `create_table_log` (helpers.py) reads them behind the update. So `max_memory_allocated` is that of an update, and
-    the one number that depends on the micro-batch is `max_memory_reserved`: what the allocator has taken by step 3.
+    `create_table_log` (helpers.py) reads them after the update. Therefore `max_memory_allocated` is that of an update,
+    and only `max_memory_reserved` depends on the micro-batch: the memory reserved by step 3.
 Note: the order of a rank's memory
-    `measure_bandwidth` leaves free segments of 1 GiB, which parameters are cut from. Then come the buckets of DDP
-    (ZeRO-0), fp32 gradients and fp32 masters, one buffer each. `torch.cuda.empty_cache` returns the free segments.
-    Adam's states are made in the first update, in what the first passes left free.
+    `measure_bandwidth` leaves free segments of 1 GiB, which then serve parameters. The buckets of DDP (ZeRO-0), fp32
+    gradients and fp32 masters follow, one buffer each. `torch.cuda.empty_cache` returns the free segments. The first
+    update allocates Adam's states in memory that the first passes left free.
 Note: memory that waits
-    ProcessGroupNCCL records its stream with each tensor of a collective, so that a freed tensor is reused only when the
-    device has come past the collective. The host runs ahead by as many kernels as CUDA queues, so the tensors of the
-    last thousand kernels wait. Runs whose host waited for each collective (`Rank.is_waiting`; steps took many times
-    as long) have none of that; for some, nothing in their configuration tells.
+    ProcessGroupNCCL records its stream for each tensor of a collective, so a freed tensor is reused only when the
+    device has passed the collective. The host runs ahead by as many kernels as CUDA queues, so the tensors of the last
+    thousand kernels wait. Runs whose host waits for each collective (`Rank.is_waiting`; their steps took many times as
+    long) have no such memory; for some of these runs, the configuration does not show the reason.
 """
 
 from collections import deque
@@ -39,16 +39,16 @@ BUCKET_BYTES: Final = 25 * MIB
 FIRST_BUCKET_BYTES: Final = MIB
 """torch/nn/parallel/distributed.py: `dist._DEFAULT_FIRST_BUCKET_BYTES`."""
 WORKSPACE_BYTES: Final = 32 * MIB
-"""pytorch, aten/src/ATen/cuda/CublasHandlePool.cpp: of each handle on Hopper; the backward's thread has its own."""
+"""pytorch, aten/src/ATen/cuda/CublasHandlePool.cpp: per handle on Hopper; the thread of the backward has another."""
 QUEUE_LENGTH: Final = 1024
-"""Of CUDA: so many launches may wait for the device; the next one makes the host wait."""
+"""CUDA's limit of queued launches; the next launch makes the host wait."""
 EXCHANGE_QUEUED: Final = 3
-"""What a collective queues: an event of the stream of kernels, its own kernel, and a wait for that."""
+"""Queue entries of a collective: an event on the stream of kernels, its kernel, and a wait for that kernel."""
 
 
 @final
 class _Memory:
-    """A rank's memory while its steps are played."""
+    """A rank's memory during the simulation of its steps."""
 
     def __init__(self, rank: Rank, rules: Rules) -> None:
         self.rank, self.allocator = rank, Allocator(rules)
@@ -72,11 +72,11 @@ class _Memory:
         return self.next
 
     def queue(self, kernels: int) -> None:
-        """Queue kernels; the host runs ahead of the device by as many as its queue holds."""
+        """Queue kernels; the host runs ahead of the device by at most the length of the queue."""
         self.queued += kernels
 
     def synchronize(self) -> None:
-        """Let the device finish what was queued."""
+        """Let the device finish the queued work."""
         while self.waiting:
             self.allocator.free(self.waiting.popleft()[1])
 
@@ -104,7 +104,7 @@ class _Memory:
             name = "embedding"
         key = self.take(nbytes)
         if name in self.gradients:
-            self.allocator.free(key)  # a second gradient is added to the first
+            self.allocator.free(key)  # a second gradient is added to the first gradient
         else:
             self.gradients[name] = key
 
@@ -116,7 +116,7 @@ class _Memory:
         for _, numel in rank.parameters:
             self.take(numel * BF16)
         if rank.has_ddp:
-            # One bucket of everything, until the order of gradients is known.
+            # One bucket of all parameters, until the order of gradients is known.
             self.ddp = [self.take(sum(numel for _, numel in rank.parameters) * BF16)]
         held = sum(numel for _, numel in rank.parameters)
         self.take(held * FP32)
@@ -178,11 +178,11 @@ class _Memory:
             self.free([self.take(2 * rank.whole)])  # fp32 sums of the rows of each token
         self.free([gradient, *inputs.values()])
         self.free(self.gradients.values())
-        self.queue(len(self.gradients))  # each is added to its fp32 sum
+        self.queue(len(self.gradients))  # each gradient is added to its fp32 sum
         self.order, self.gradients = list(self.gradients), {}
 
     def workspace(self, thread: str) -> None:
-        """Take the workspace of cuBLAS for a thread of torch, which stays."""
+        """Allocate the workspace of cuBLAS for a thread of torch, permanently."""
         if thread not in self.buffers:
             self.buffers[thread] = self.take(WORKSPACE_BYTES)
             if thread == "forward":
@@ -191,7 +191,7 @@ class _Memory:
                     self.take(self.rank.sequence * width // 2 * BF16)  # cosines and sines
 
     def buffers_of_tensor(self) -> None:
-        """Take the two buffers that gathered hidden states go to (`MemoryBuffer`), which stay."""
+        """Allocate the two permanent buffers for gathered hidden states (`MemoryBuffer`)."""
         if self.rank.tensor > 1 and "allgather" not in self.buffers:
             self.buffers["allgather"] = self.take(self.rank.whole)
             self.buffers["allgather2"] = self.take(self.rank.whole)
@@ -217,7 +217,7 @@ class _Memory:
             self.ddp = [self.take(n) for n in bucket_sizes([sizes[name] for name in self.order])]
 
     def update(self, *, is_first: bool) -> None:
-        """Clip gradients, then update each parameter, which is a group of its own, then round."""
+        """Clip gradients, update each parameter (a separate group), then round."""
         self.queue(2 * len(self.shards))
         for numel in self.shards:
             if is_first:
@@ -228,7 +228,7 @@ class _Memory:
         self.queue(len(self.shards))
 
     def publish(self) -> None:
-        """Gather the updated parameters: `all_gather_coalesced` copies them flat, one tensor a rank, and NCCL again."""
+        """Gather the updated parameters: `all_gather_coalesced` copies them flat, one tensor per rank, as does NCCL."""
         shard = sum(self.shards) * BF16
         taken = [self.take(shard) for _ in range(self.rank.data + 1)]
         taken.append(self.take(shard * self.rank.data))
@@ -236,7 +236,7 @@ class _Memory:
 
 
 def bucket_sizes(numels: Sequence[int]) -> list[int]:
-    """Return the bytes of DDP's buckets, as `compute_bucket_assignment_by_size` fills them."""
+    """Return the bytes of DDP's buckets, as filled by `compute_bucket_assignment_by_size`."""
     found, now, limit = list[int](), 0, FIRST_BUCKET_BYTES
     for numel in numels:
         now += numel * BF16
@@ -248,7 +248,7 @@ def bucket_sizes(numels: Sequence[int]) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def reserved_bytes(rank: Rank, device_bytes: int | None = None, steps: int = 2) -> int:
-    """Return what torch's allocator has taken after some steps, or 0 where the device has not got that much."""
+    """Return the memory that torch's allocator has reserved after some steps, or 0 if the device has too little."""
     memory = _Memory(rank, Rules(device_bytes=device_bytes))
     try:
         memory.set_up()
@@ -256,5 +256,5 @@ def reserved_bytes(rank: Rank, device_bytes: int | None = None, steps: int = 2) 
             memory.step(is_first=number == 0)
     except MemoryError:
         return 0
-    # The peak was reset before the last update: what was returned to a full device before is not in it.
+    # The peak was reset before the last update, so it excludes memory that a full device returned earlier.
     return memory.allocator.reserved_bytes

@@ -1,11 +1,11 @@
-"""Updates of whole matrices in a plan: who makes them, in which rounds, how long they take, and what they hold.
+"""Updates of whole matrices in a plan: owners, rounds, time and memory.
 
-Owns the clock of such an update. Owners and rounds are those of `table/owners.py`, as in the engine. Must not know how
+Owns the clock of such an update. Owners and rounds are from `table/owners.py`, as in the engine. It must not know how
 memory is counted (`film.py`). Needs no torch. Read "Note: the exchange" in `core/exchange.py` first.
 
 Note: the clocks of other ranks
-    A rank waits for the slowest owner of a round, because new values come from there. So `play` keeps a clock for each
-    rank of a copy. All of them begin the update together, and have the same time for what they update on slices.
+    A rank waits for the slowest owner of a round, because owners send new values. Therefore `play` keeps a clock for
+    each rank of a replica. All ranks start the update together, and need the same time for updates of slices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,15 +25,15 @@ __all__ = ["Hands", "KINDS", "Matrix", "Turn", "own", "owned_bytes", "play", "sh
 Shape = tuple[int, ...]
 NEWTON_SCHULZ_STEPS: Final = 5
 NARROW: Final = "bfloat16"
-"""What torch's Muon iterates in."""
+"""Dtype of the iterations of torch's Muon."""
 WIDE: Final = 4
-"""Bytes of an element of updates before and after that."""
+"""Bytes of an element of updates outside the iterations."""
 
 
 class Matrix(NamedTuple):
-    """A parameter that an optimizer updates whole, and its place among the buckets.
+    """A parameter that an optimizer updates as a whole, and its place among the buckets.
 
-    `cost` is what owners are balanced by; `kind` is a key of `KINDS`.
+    `cost` balances owners; `kind` is a key of `KINDS`.
     """
 
     bucket: BucketSpec
@@ -48,14 +48,14 @@ class Matrix(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Kind:
-    """How an optimizer updates one parameter: its kernels by shape, and what these hold at most beside its states."""
+    """The update of one parameter by an optimizer: kernels and peak of temporary memory, by shape."""
 
     kernels: Callable[[Shape], Sequence[Cost]]
     passing_bytes: Callable[[Shape], int]
 
 
 def _matrices(shape: Shape) -> tuple[int, int, int]:
-    """Return the number of matrices that a shape is a stack of, and their sides, the shorter one first."""
+    """Return the number of matrices in a stack of this shape, and their sides, the shorter side first."""
     *stack, rows, columns = shape if len(shape) < 4 else (shape[0], _numel(shape[1:]))
     return _numel(tuple(stack)), min(rows, columns), max(rows, columns)
 
@@ -68,7 +68,7 @@ def _numel(shape: Shape) -> int:
 
 
 def _newton_schulz(shape: Shape) -> Sequence[Cost]:
-    """Return the kernels of torch's Muon: momentum, five iterations of three products, decay and update."""
+    """Return the kernels of torch's Muon: momentum, five iterations of three products, weight decay and update."""
     count, m, n = _matrices(shape)
     around = [Cost(0, float(nbytes * m * n)) for nbytes in (12, 12, 6, 2, 4, 8, 10)]
     products = [(m, m, n), (m, m, m), (m, n, m)] * NEWTON_SCHULZ_STEPS
@@ -77,9 +77,9 @@ def _newton_schulz(shape: Shape) -> Sequence[Cost]:
 
 
 def _newton_schulz_bytes(shape: Shape) -> int:
-    """Return what an update of Muon holds at most.
+    """Return the peak of temporary memory in an update of Muon.
 
-    That is the update in fp32, and in the last product of an iteration its factor, its result, and two square ones.
+    That is the update in fp32, and, in the last product of an iteration, a factor, the result, and two square matrices.
     """
     _, m, n = _matrices(shape)
     return m * n * (WIDE + 2 * itemsize(NARROW)) + 2 * m * m * itemsize(NARROW)
@@ -93,28 +93,28 @@ def _adafactor(shape: Shape) -> Sequence[Cost]:
 KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
     {
         "newton-schulz": Kind(_newton_schulz, _newton_schulz_bytes),
-        # The estimate becomes the update; of a vector, its square lies beside that.
+        # The estimate becomes the update; for a vector, its square is also held.
         "adafactor": Kind(_adafactor, lambda shape: _numel(shape) * WIDE * (1 if len(shape) > 1 else 2)),
-        # Values and gradients are read, and values written; what is held is not known.
+        # Values and gradients are read, and values written; temporary memory is unknown.
         "other": Kind(lambda shape: [Cost(0, 3.0 * WIDE * _numel(shape))], lambda shape: 0),
     }
 )
-"""How parameters are updated, by name."""
+"""Kinds of updates, by name."""
 
 
 @final
 @dataclass(frozen=True)
 class Turn:
-    """What is updated at once: one round of an exchange, or all matrices where each rank updates all.
+    """Parameters that are updated at once: a round of an exchange, or all matrices if each rank updates all.
 
     Args:
-        rank: this one, among those of a copy.
-        numels: that this rank gives of all, and that it owns; empty where nothing is exchanged.
-        dtypes: of gradients and of values.
-        most_numel: that any rank sends or receives one way.
-        stays_numel: that this rank gives itself.
-        held_bytes: on this rank, while it updates: copies of what came in parts, and what kernels hold.
-        update_s: of each rank of a copy; of one where all do the same.
+        rank: index of this rank in the replica.
+        numels: elements that this rank sends in total, and that it owns; empty without an exchange.
+        dtypes: dtypes of gradients and of values.
+        most_numel: maximum of the elements that a rank sends or receives in one direction.
+        stays_numel: elements that this rank keeps as their owner.
+        held_bytes: temporary memory of this rank during the update: copies of received parts, and memory of kernels.
+        update_s: seconds of each rank of the replica; one entry if all ranks do the same.
     """
 
     rank: int
@@ -127,7 +127,7 @@ class Turn:
 
     @cached_property
     def sent_bytes(self) -> int:
-        """What this rank sends to owners, and back as one."""
+        """Bytes that this rank sends to owners, and back as an owner."""
         if not self.numels:
             return 0
         grad, value = map(itemsize, self.dtypes)
@@ -136,11 +136,11 @@ class Turn:
 
 
 def own(matrices: Sequence[Matrix], ranks: int) -> list[Owned]:
-    """Return the matrices of one optimizer with their owners, as each rank computes these for itself.
+    """Return the matrices of one optimizer with their owners, as each rank computes them.
 
     Args:
         matrices: in the order of the optimizer's groups.
-        ranks: of a copy of the state.
+        ranks: number of ranks of a replica of the state.
     """
     costs = [one.cost * one.bucket.is_trained for one in matrices]
     numels = [one.bucket.layout.numels[one.place] for one in matrices]
@@ -152,7 +152,7 @@ def own(matrices: Sequence[Matrix], ranks: int) -> list[Owned]:
 
 
 def owned_bytes(updates: Sequence[Updates], ranks: int) -> list[int]:
-    """Return the bytes of states of matrices, counters included, that each rank of a copy keeps."""
+    """Return the bytes of matrices' states, including counters, for each rank of a replica."""
     found = [0] * ranks
     for one in (one for some in updates for one in some.whole if one.bucket.is_trained):
         for rank in range(ranks) if one.bucket.updates_all else [one.owner]:
@@ -161,16 +161,16 @@ def owned_bytes(updates: Sequence[Updates], ranks: int) -> list[int]:
 
 
 def shown_ranks(ranks: int, owned: Sequence[int], most: int) -> list[tuple[str, int, int]]:
-    """Return the ranks of a copy, besides the first, that a plan shows: name, how many it stands for, and which.
+    """Return the ranks of a replica, besides the first, that a plan shows: (name, number of such ranks, index).
 
     Args:
-        owned: what `owned_bytes` returned.
-        most: ranks that are shown one by one.
+        owned: the result of `owned_bytes`.
+        most: maximum number of ranks that are shown separately.
     """
     if ranks <= most:
         return [(f"rank {rank}", 1, rank) for rank in range(1, ranks)]
     order = sorted(range(1, ranks), key=lambda rank: (-owned[rank], rank))
-    if len({*owned}) == 1:  # shards differ in how much of them is padding, the last one most
+    if len({*owned}) == 1:  # shards differ only in padding, the last shard most
         order = [ranks - 1, *range(1, ranks - 1)]
     name = f"rank {order[0]}" + ", with the most states" * (owned[order[0]] > owned[0])
     name = "the last shard" if len({*owned}) == 1 else name
@@ -179,11 +179,11 @@ def shown_ranks(ranks: int, owned: Sequence[int], most: int) -> list[tuple[str, 
 
 
 def turns_of(matrices: Sequence[Matrix], owned: Sequence[Owned], device: Device) -> list[Turn]:
-    """Return what is updated after the slices, in the order of the engine.
+    """Return the updates after those of slices, in the order of the engine.
 
     Args:
-        matrices: of one optimizer.
-        owned: the same with their owners.
+        matrices: matrices of one optimizer.
+        owned: the same matrices with their owners.
     """
     seconds: dict[tuple[str, Shape], float] = {}
 
@@ -210,7 +210,7 @@ def turns_of(matrices: Sequence[Matrix], owned: Sequence[Owned], device: Device)
             stays = [row[place] for place, row in enumerate(counts)]
             most = max(max(out, back) - same for out, back, same in zip(given, taken, stays, strict=True))
             mine = [some[place][0] for place in turn.bundles[rank]]
-            # A matrix that came alone is there as it is; several came rank by rank.
+            # A matrix that arrives alone is contiguous; several matrices arrive rank by rank.
             joined = sum(map(itemsize, dtypes)) * taken[rank] * (len(mine) > 1)
             times = [sum(update_s(some[place][0]) for place in bundle) for bundle in turn.bundles]
             numels = given[rank], taken[rank]
@@ -219,7 +219,7 @@ def turns_of(matrices: Sequence[Matrix], owned: Sequence[Owned], device: Device)
 
 
 def _held_bytes(matrices: Sequence[Matrix]) -> int:
-    """Return what updates of matrices hold at most, one after the other, beside gradients in another dtype."""
+    """Return the peak of temporary memory of consecutive updates of matrices, without gradients in another dtype."""
     converted = 0
     for one in matrices:
         formats = one.bucket.formats
@@ -228,11 +228,11 @@ def _held_bytes(matrices: Sequence[Matrix]) -> int:
 
 
 class Hands(NamedTuple):
-    """What an update does to memory and lanes, of the rank that is simulated.
+    """The effects of an update on memory and lanes of the simulated rank.
 
-    `take` and `give` are of pooled buffers: elements and dtype; `hold` and `drop` of memory beside them. `compute`
-    runs a number of seconds, `wait` waits until a moment, and `send` exchanges matrices: what, the most bytes of a rank
-    in each message, and the moment before which it cannot begin; it returns when it is over. `now` is the time.
+    `take` and `give` are for pooled buffers (elements and dtype); `hold` and `drop` for other memory. `compute` runs
+    for some seconds, and `wait` waits until a time. `send` exchanges matrices: its arguments are a label, the maximum
+    bytes of a rank in each message, and the earliest start; it returns the end. `now` is the time.
     """
 
     take: Callable[[int, str], Buffer]
@@ -246,10 +246,10 @@ class Hands(NamedTuple):
 
 
 def play(turns: Sequence[Turn], hands: Hands, update_slices: Callable[[], None]) -> None:
-    """Play an update: of slices first, then turn by turn, in the order of `core/update.py`.
+    """Simulate an update: of slices first, then turn by turn, in the order of `core/update.py`.
 
     Args:
-        update_slices: of what is not updated whole; the same on all ranks.
+        update_slices: updates parameters that are not updated as a whole; the same on all ranks.
     """
     clocks = [0.0] * max((len(one.update_s) for one in turns), default=1)
     queue = [_Piece(one, hands, clocks) for one in turns]
@@ -269,7 +269,7 @@ def play(turns: Sequence[Turn], hands: Hands, update_slices: Callable[[], None])
 
 @final
 class _Piece:
-    """A turn while it is played: `core/exchange.py` says what each part of it does."""
+    """A turn during the simulation, in the steps of `core/exchange.py`."""
 
     def __init__(self, turn: Turn, hands: Hands, clocks: list[float]) -> None:
         self._turn, self._hands, self._clocks = turn, hands, clocks
@@ -277,9 +277,9 @@ class _Piece:
         self._there_s = self._back_s = 0.0
 
     def start(self) -> None:
-        """Take the buffers, and send gradients and values to the owners."""
+        """Allocate the buffers, and send gradients and values to the owners."""
         turn, hands = self._turn, self._hands
-        # An exchange of nothing takes a buffer, too.
+        # An empty exchange also takes a buffer.
         self._buffers = [hands.take(max(1, numel), dtype) for dtype in turn.dtypes for numel in turn.numels]
         self._there_s = self._send("matrices to their owners", turn.dtypes)
 
@@ -290,7 +290,7 @@ class _Piece:
         return self._hands.send(what, nbytes, max(self._clocks))
 
     def update(self) -> None:
-        """Wait for what was sent, update, and begin to send new values back."""
+        """Wait for the matrices, update, and start to send new values back."""
         turn, hands = self._turn, self._hands
         hands.wait("matrices", self._there_s)
         hands.give(self._buffers[:1])

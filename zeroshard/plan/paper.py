@@ -1,8 +1,7 @@
-"""The ZeRO paper, reproduced: its tables and figures, predicted beside published.
+"""The ZeRO paper, reproduced: its tables and figures, with published and predicted values.
 
-Owns what is set beside what, and the targets that a reproduction should reach. What was published is in
-`paper_data.py`, how a run is predicted in `paper_runs.py`, how sizes alone are counted in `paper_sizes.py`. Needs no
-torch; docs/paper.md explains each table.
+Owns the comparison, and the targets of a reproduction. `paper_data.py` has the published values, `paper_runs.py`
+predicts runs, and `paper_sizes.py` counts sizes. Needs no torch; docs/paper.md explains each table.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
@@ -90,12 +89,12 @@ def reproduce() -> Reproduction:
 
 
 def teraflops(run: Run, given: Assumptions = AS_SAID) -> float:
-    """Return the predicted teraFLOPS of each device."""
+    """Return the predicted teraFLOPS per device."""
     return outcome_of(run, given).teraflops
 
 
 def figure_2() -> Table:
-    """Return throughput by model size, and its ratio to the baseline's."""
+    """Return throughput by model size, and its ratio to the baseline."""
     columns = [Column("model"), Column("MP"), Column("batch"), Column("paper", ".1f"),
                Column("predicted", ".1f"), Column("error", "+.0%"), Column("base MP"), Column("base paper", ".1f"),
                Column("base", ".1f"), Column("base error", "+.0%"), Column("ratio paper", ".1f"),
@@ -143,7 +142,7 @@ def figure_3() -> Table:
 
 
 def is_zero(run: Run) -> bool:
-    """Tell whether a run is one of ZeRO, and not of a baseline."""
+    """Return whether a run uses ZeRO and is not a baseline."""
     return run.row != "baseline"
 
 
@@ -153,7 +152,7 @@ def mean_error(given: Assumptions = AS_SAID) -> float:
 
 
 def zero_sizes() -> list[Run]:
-    """Return the runs of figure 4 that are ZeRO's."""
+    """Return the ZeRO runs of figure 4."""
     return [run for run in data.FIGURE_4 if is_zero(run)]
 
 
@@ -179,14 +178,14 @@ def figure_4() -> Table:
 
 @cache
 def largest_layers(case: Largest) -> int:
-    """Return the most layers with which a configuration of figure 6 fits."""
+    """Return the maximum number of layers with which a configuration of figure 6 fits."""
 
     def peak_bytes(layers: int) -> int:
         run = Run(label="", row=case.row, layers=layers, hidden=case.hidden, heads=case.heads, devices=400, tensor=16,
                   batch=16, published=0)  # fmt: skip
         return outcome_of(run).peak_bytes
 
-    # Memory grows by the same amount with each layer, so two sizes tell nearly where the limit is.
+    # Memory is linear in the number of layers, so two sizes give a good estimate of the limit.
     few, many = peak_bytes(20), peak_bytes(40)
     layers = 20 + int((BUDGET_BYTES - few) / (many - few) * 20)
     while peak_bytes(layers) > BUDGET_BYTES:
@@ -219,7 +218,7 @@ def figure_6() -> Table:
 
 
 def figure_7() -> Table:
-    """Return the most memory by configuration."""
+    """Return peak memory by configuration."""
     columns = [Column("model"), Column("configuration"), Column("batch"), Column("paper GB", ".1f"),
                Column("predicted GB", ".1f"), Column("error", "+.0%")]  # fmt: skip
     rows = list[Sequence[Value]]()
@@ -247,7 +246,7 @@ def figure_8() -> Table:
 
 
 def assumptions() -> Table:
-    """Return what the results owe to each assumption."""
+    """Return the effect of each assumption on the results."""
     columns = [Column("assumptions"), Column("figure 4, error of the mean", "+.0%"),
                Column("figure 2, ratios within 25%"), Column("figure 3, 64 to 400", "+.1%"),
                Column("figure 3, 256 to 400", "+.1%")]  # fmt: skip
@@ -264,7 +263,7 @@ def assumptions() -> Table:
 
 
 def targets() -> tuple[Target, ...]:
-    """Return what a reproduction should reach, and what this one reaches."""
+    """Return the targets of a reproduction, and the results of this reproduction."""
     faults = table_faults()
     errors = {case.row: largest_parameters(case) / case.published - 1 for case in data.FIGURE_6}
     sizes = [case.row for case in sorted(data.FIGURE_6, key=lambda case: case.published)]

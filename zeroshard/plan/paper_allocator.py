@@ -1,13 +1,13 @@
-"""The caching allocator in the ZeRO paper's runs that fill their devices: whether retries explain their speed.
+"""The caching allocator in the ZeRO paper's runs with full devices: whether retries explain their speed.
 
-Owns what such a run leaves to the allocator, and the table about it. Must not know how the allocator works
-(`allocator.py`) nor what it costs (`retries.py`). Read `paper_runs.py` first.
+Owns the allocations that such a run leaves to the allocator, and the table about them. It must not know the allocator
+(`allocator.py`) or its cost (`retries.py`). Read `paper_runs.py` first.
 
 Note: what the allocator has
-    Model states, gradients, checkpoints (M_D) and constant buffers (C_B) have memory of their own for good, so the
-    allocator has the rest of the device for everything else of a step. The rules of today's allocator that matter here
-    are those of torch 1.1 to 1.3: pools, segments of 2 and 20 MiB and of single blocks, the choice of a block, when it
-    is split, and the return of all free segments where the driver has no more.
+    Model states, gradients, checkpoints (M_D) and constant buffers (C_B) have permanent separate memory, so the
+    allocator has the rest of the device for all other tensors of a step. The relevant rules of today's allocator equal
+    those of torch 1.1 to 1.3: pools, segments of 2 and 20 MiB and of single blocks, the choice and the splitting of a
+    block, and the return of all free segments when the driver has no memory left.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,19 +27,19 @@ __all__ = ["allocator", "full_runs", "peak_and_room_of", "retries_of"]
 
 GB: Final = 10**9
 NEARLY_FULL: Final = 0.9
-"""Of the budget: predictions of runs above it are far too fast (figures 2 and 4)."""
+"""Fraction of the budget: runs above it are much slower than predicted (figures 2 and 4)."""
 STEPS: Final = 3
 
 
 def full_runs() -> list[Run]:
-    """Return the ZeRO runs of figures 4 and 2 whose predicted peak is nearly all of the device."""
+    """Return the ZeRO runs of figures 4 and 2 with a predicted peak of nearly the whole device."""
     runs = [*(run for run in data.FIGURE_4 if run.row in CONFIGURATIONS), *(pair.zero for pair in data.FIGURE_2)]
     return [run for run in runs if outcome_of(run).peak_bytes > NEARLY_FULL * BUDGET_BYTES]
 
 
-@lru_cache(maxsize=1)  # films are large, and each is used some times in a row
+@lru_cache(maxsize=1)  # films are large, and each is used several times in a row
 def _settled(run: Run) -> tuple[Film, frozenset[int]]:
-    """Return a settled step, and its storages with memory of their own: what is there before, and checkpoints."""
+    """Return a steady step, and its storages with separate memory: earlier storages and checkpoints."""
     film, live = film_of(run, is_settled=True), dict[int, str]()
     for one in film.events:
         if one.at_s > film.phases[0].stop_s:
@@ -48,13 +48,13 @@ def _settled(run: Run) -> tuple[Film, frozenset[int]]:
             live[one.storage] = one.unit if one.column == "activations" else ""
         else:
             live.pop(one.storage, None)
-    # What the root leaves for the backward, which has no name, is of the loss.
+    # The unnamed tensors that the root leaves for the backward belong to the loss.
     checkpoints = {storage for storage, unit in live.items() if unit}
     return film, frozenset({one.storage for one in film.before} | checkpoints)
 
 
 def peak_and_room_of(run: Run) -> tuple[int, int]:
-    """Return the most bytes that a step of a run allocates beside what has memory of its own, and the room for them."""
+    """Return the peak of a run's allocations outside separate memory, and the memory available for them."""
     film, kept = _settled(run)
     own = sum(one.nbytes for one in (*film.before, *film.events) if one.storage in kept and one.nbytes > 0)
     live = peak = 0
@@ -66,7 +66,7 @@ def peak_and_room_of(run: Run) -> tuple[int, int]:
 
 
 def _steps_of(run: Run) -> Iterator[Iterator[Event]]:
-    """Yield the allocator's calls of some steps, each with keys of its own."""
+    """Yield the allocator's calls of some steps, each with separate keys."""
     film, kept = _settled(run)
     shift = 1 + max(one.storage for one in (*film.before, *film.events))
     for step in range(STEPS):
@@ -76,12 +76,12 @@ def _steps_of(run: Run) -> Iterator[Iterator[Event]]:
 
 
 def retries_of(run: Run, room_bytes: int) -> Retries:
-    """Play some steps of a run with so much room for the allocator."""
+    """Simulate some steps of a run with `room_bytes` for the allocator."""
     return play_steps(_steps_of(run), Rules(device_bytes=room_bytes), DGX_2)
 
 
 def allocator() -> Table:
-    """Return what the allocator does in runs that fill the device, and what it would have to do to explain them."""
+    """Return the allocator's behaviour in runs with full devices, and the retries that would explain their time."""
     columns = [Column("model"), Column("step s", ".1f"), Column("missing s", ".1f"), Column("peak GB", ".2f"),
                Column("room GB", ".2f"), Column("retries, first steps"), Column("retries, steady step"),
                Column("one that returns all, ms", ".0f"), Column("of them to explain", ".0f")]  # fmt: skip

@@ -1,9 +1,8 @@
-"""What the ZeRO paper publishes, as data: its tables, its figures, the configurations behind them.
+"""The ZeRO paper's published data: its tables, its figures, and their configurations.
 
-Owns published numbers alone, each with the table or figure that it is from. Must not know how anything is predicted
-(`paper_runs.py`, `paper.py`). The figures are bar and line charts without labels: their values were read off the charts
-to about 2%, and are marked so (`is_read_off`).
-
+Owns published numbers, each with its table or figure. It must not know the predictions (`paper_runs.py`, `paper.py`).
+The figures are bar and line charts without labels: their values were read off the charts to about 2%, and are marked
+(`is_read_off`).
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, as arXiv
 1910.02054v3; its appendix for the configurations. For the single-device baseline: Shoeybi et al., "Megatron-LM:
 Training Multi-Billion Parameter Language Models Using Model Parallelism", arXiv 1909.08053.
@@ -40,12 +39,12 @@ class Run:
 
     Args:
         row: "baseline", or a configuration of table 3, "C1" to "C5".
-        layers, hidden, heads: of a model of the GPT-2 family, with sequences of 1,024 tokens.
-        devices: in all.
-        tensor: ranks of model parallelism (MP).
-        batch: sequences of one model replica.
-        published: teraFLOPS of each device, or GB of cached memory; 0 where it ran out of memory.
-        is_read_off: whether that was read off a chart.
+        layers, hidden, heads: sizes of the GPT-2 model, with sequences of 1,024 tokens.
+        devices: number of devices.
+        tensor: number of ranks of model parallelism (MP).
+        batch: sequences per model replica.
+        published: teraFLOPS per device, or GB of cached memory; 0 if the run was out of memory.
+        is_read_off: whether `published` was read off a chart.
     """
 
     label: str
@@ -72,11 +71,11 @@ class Pair:
 @final
 @dataclass(frozen=True)
 class Largest:
-    """A bar of figure 6: the largest model that a configuration ran.
+    """A bar of figure 6: the largest model of a configuration.
 
     Args:
         published: parameters, in billions.
-        hidden, heads: of its layers, whose number is what is looked for.
+        hidden, heads: sizes of its layers; the prediction finds their number.
     """
 
     row: str
@@ -88,7 +87,7 @@ class Largest:
 FIGURE_1: Final[Mapping[str, str]] = MappingProxyType(
     {"baseline": "120", "P_os": "31.4", "P_os+g": "16.6", "P_os+g+p": "1.9"}
 )
-"""GB of model states of each device, as printed: 7.5 billion parameters, 64 ranks, K = 12."""
+"""GB of model states per device, as printed: 7.5 billion parameters, 64 ranks, K = 12."""
 
 TABLE_1: Final[Mapping[tuple[float, int], tuple[str, str, str]]] = MappingProxyType(
     {
@@ -137,7 +136,7 @@ TABLE_2_MEASURED: Final[Mapping[int, tuple[float, float]]] = MappingProxyType(
 def _pair(
     label: str, layers: int, hidden: int, zero: tuple[int, int, int, float], base: tuple[int, int, int, int, float]
 ) -> Pair:
-    """Return a row of table 5: (MP, heads, batch, teraFLOPS) of ZeRO, with the devices in front for the baseline."""
+    """Return a row of table 5: (MP, heads, batch, teraFLOPS) of ZeRO; for the baseline, devices come first."""
     tensor, heads, batch, published = zero
     row = "C5" if label == "170B" else "C4" if tensor > 1 else "C3"
     ours = Run(label=label, row=row, layers=layers, hidden=hidden, heads=heads, devices=400, tensor=tensor, batch=batch,
@@ -169,7 +168,7 @@ FIGURE_3: Final = tuple(
         published=published)
     for devices, batch, published in ((64, 16, 25.7), (128, 48, 37.6), (256, 48, 39.1), (400, 64, 36.6))
 )  # fmt: skip
-"""60 billion parameters on more and more devices; table 6."""
+"""60 billion parameters on increasing numbers of devices; table 6."""
 
 FIGURE_4: Final = tuple(
     Run(label=label, row=row, layers=layers, hidden=hidden, heads=heads, devices=128, tensor=1, batch=batch,
@@ -188,7 +187,7 @@ FIGURE_4: Final = tuple(
         ("13B", "C3", 62, 4096, 32, 2, 21.2),
     )
 )  # fmt: skip
-"""Data parallelism alone on 128 devices; table 10. Without model parallelism there is nothing that P_a could split."""
+"""Data parallelism on 128 devices; table 10. Without model parallelism, P_a has nothing to split."""
 
 FIGURE_6: Final = (
     Largest("C1", 8192, 32, 40),
@@ -212,7 +211,7 @@ FIGURE_7: Final = tuple(
         ("100B", "C5", 125, 64, 32, 26.6),
     )
 )  # fmt: skip
-"""Most memory that the allocator cached, in GB; table 8."""
+"""Maximum of the memory that the allocator cached, in GB; table 8."""
 
 FIGURE_8: Final = tuple(
     Run(label=label, row=row, layers=layers, hidden=8192, heads=64, devices=devices, tensor=16, batch=batch,
@@ -234,7 +233,7 @@ FIGURE_8: Final = tuple(
 
 MEGATRON: Final = Run(label="Megatron-LM 1.2B", row="baseline", layers=40, hidden=1536, heads=16, devices=1, tensor=1,
                       batch=8, published=39, is_read_off=False)  # fmt: skip
-"""Not of the ZeRO paper: the single-device baseline of the program below it, 30% of a peak of 130 teraFLOPS."""
+"""Not from the ZeRO paper: the single-device baseline of its program, 30% of a peak of 130 teraFLOPS."""
 
 SLIPS: Final = (
     "Table 4 gives a hidden size of 4096 for 40B to 60B, table 5 gives 6144; only 6144 results in 40B and 60B.",
@@ -249,4 +248,4 @@ SLIPS: Final = (
     "and 13B reaches 21.",
     "Figure 3 is called super-linear throughout; from 256 to 400 devices it is sub-linear.",
 )
-"""Where the paper contradicts itself."""
+"""Contradictions in the paper."""

@@ -1,21 +1,21 @@
-"""The runs of the ZeRO paper, predicted: a configuration in, memory and time of one step out.
+"""Predictions of the ZeRO paper's runs: memory and time of one step of a configuration.
 
-Owns what the paper's programs and machines were, as arguments of the planner: DGX-2 nodes, model parallelism as
-Megatron-LM's, kernels of 2019. Must not know what the paper measured (`paper_data.py` has that); one measurement of
-another paper says how much of a device programs of that time reached. Read `film.py` first.
+Owns the paper's programs and machines as arguments of the planner: DGX-2 nodes, Megatron-LM's model parallelism,
+kernels of 2019. It must not know the paper's measurements (`paper_data.py`); one measurement of another paper gives the
+fraction of a device that programs of that time reached. Read `film.py` first.
 
 Note: what is assumed, and why
-    Machine: the preset "v100-32" in nodes of 16 whose adapters have 800 Gb/s together, as section 10 of the paper says.
-    Latencies of a hop are those that NCCL's own tuning table has for its rings on NVLink and on InfiniBand; the
-    preset's are those of Ethernet in a cloud.
-    Program: Megatron-LM of September 2019. Attention is a chain of kernels, biases are added apart, blocks are
-    recomputed, and the copies of P_a+cpu are waited for. Gradients and checkpoints have memory of their own for good
-    (M_D). The fused buffers (C_B) have the sizes that DeepSpeed gives them where nothing is said.
-    Software: kernels of that time reached less than a roofline says. How much less is taken from another paper:
-    Megatron-LM's 1.2 billion parameters on one V100 made 39 teraFLOPS. `software_part` is what the planner says of that
-    run, set in relation; it slows every kernel here.
+    Machine: the preset "v100-32" in nodes of 16 whose adapters have 800 Gb/s together, as in section 10 of the paper.
+    Latencies of a hop are from NCCL's tuning table for rings on NVLink and on InfiniBand; the preset's latencies are
+    those of Ethernet in a cloud.
+    Program: Megatron-LM of September 2019. Attention is a chain of kernels, biases are added separately, blocks are
+    recomputed, and the host waits for the copies of P_a+cpu. Gradients and checkpoints have permanent separate memory
+    (M_D). The fused buffers (C_B) have DeepSpeed's default sizes.
+    Software: kernels of that time reached less than the roofline. The factor is from another paper: Megatron-LM's 1.2
+    billion parameters on one V100 reached 39 teraFLOPS. `software_part` is the ratio of that number and the planner's
+    prediction of that run; it slows every kernel here.
     Many ranks: the slowest of N sets the pace, `1 + STRAGGLING * sqrt(2 ln N)`, the expected maximum of N normal times.
-    Work is counted as Megatron-LM counts it: 8 operations for each parameter and token, two forwards and a backward.
+    Operations are counted as in Megatron-LM: 8 per parameter and token, for two forwards and a backward.
 
 Source: Megatron-LM, mpu/transformer.py of 2019; NCCL 2.8, src/graph/tuning.cc; DeepSpeed's documentation of
 reduce_bucket_size and allgather_bucket_size.
@@ -59,7 +59,7 @@ __all__ = [
 
 SEQUENCE: Final = 1024
 OPERATIONS: Final = 8
-"""Floating-point operations for each parameter and token: two forwards of 2, a backward of 4."""
+"""Floating-point operations per parameter and token: two forwards of 2, a backward of 4."""
 DGX_2: Final = Device(
     **{
         **vars(DEVICES["v100-32"]),
@@ -72,29 +72,29 @@ DGX_2: Final = Device(
 )
 """A V100 in a node of 16, with eight adapters of 100 Gb/s."""
 CB_BYTES: Final = 2 * 5 * 10**8 * 2
-"""Of the constant buffers: one of reductions and one of gathers, of 5e8 elements of 2 bytes."""
+"""Bytes of the constant buffers: one for reductions and one for gathers, of 5e8 elements of 2 bytes."""
 GROUPS: Final = 3
-"""Communicators of a rank: of all ranks, of its model-parallel ranks, of its data-parallel ranks."""
+"""Number of communicators of a rank: for all ranks, for model-parallel ranks, and for data-parallel ranks."""
 BUDGET_BYTES: Final = DGX_2.memory_bytes - DGX_2.context_bytes - GROUPS * DGX_2.communicator_bytes
-"""What is left for the allocator."""
+"""Bytes available to the allocator."""
 STRAGGLING: Final = 0.015
-"""Of a step's time: how much ranks differ in it."""
+"""Standard deviation of ranks' step times, as a fraction of the step time."""
 ROWS: Final[Mapping[str, Residency]] = MappingProxyType(
     dict(zip(("baseline", "P_os", "P_os+g", "P_os+g+p"), STAGES.values(), strict=True))
 )
-"""The stages by the paper's names, with activations as they are."""
+"""The stages by the paper's names, with unchanged activations."""
 KERNELS: Final = Kernels(attention="stepwise", fused_bias=False, loss="sharded")
 
 
 @final
 @dataclass(frozen=True)
 class Assumptions:
-    """What is not the planner's own; the note above says where each is from.
+    """Assumptions outside the planner; the note above gives their sources.
 
     Args:
-        is_slowed: whether kernels reach `software_part()` of the roofline, and not all of it.
-        straggling: of a step's time, how much ranks differ in it.
-        has_preset_latencies: whether latencies are those of the preset "v100-32".
+        is_slowed: whether kernels reach only `software_part()` of the roofline.
+        straggling: standard deviation of ranks' step times, as a fraction of the step time.
+        has_preset_latencies: whether to use the latencies of the preset "v100-32".
     """
 
     name: str = "as the note says"
@@ -112,10 +112,10 @@ class Outcome:
     """A predicted run.
 
     Args:
-        step_s: of a step, stragglers included.
-        state_bytes: of parameters, gradients and states of a rank.
-        peak_bytes: of a rank, constant buffers included.
-        teraflops: of each device.
+        step_s: seconds of a step, including stragglers.
+        state_bytes: bytes of parameters, gradients and states of a rank.
+        peak_bytes: peak of a rank, including constant buffers.
+        teraflops: teraFLOPS per device.
     """
 
     step_s: float
@@ -125,7 +125,7 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has the memory."""
+        """Whether the run fits into the device's memory."""
         return self.peak_bytes <= BUDGET_BYTES
 
 
@@ -135,12 +135,12 @@ def model_of(run: Run) -> Transformer:
 
 
 def row_of(name: str) -> Residency:
-    """Return the row of the residency table of a name; the stages recompute, too."""
+    """Return the row of the residency table with this name; stages also recompute."""
     return CONFIGURATIONS.get(name) or replace(ROWS[name], activations=CONFIGURATIONS["C1"].activations)
 
 
 def parts_of(model: Transformer, load: Workload, row: Residency) -> dict[str, Parts]:
-    """Return what embedding, block and head do, with the row's treatment of activations for blocks."""
+    """Return the instructions of embedding, block and head, with the row's treatment of activations for blocks."""
     kinds: dict[type[Treated], Treated] = {type(link): link for link in row.activations.chain}
     found = {}
     for name, tape in cached_tapes(model, load).items():
@@ -160,8 +160,8 @@ def film_of(
     """Simulate a step of the first rank of a run.
 
     Args:
-        seconds: of one kernel; the device's own formula where not given.
-        is_settled: whether pooled buffers of an earlier step are there.
+        seconds: returns the seconds of one kernel; by default the device's formula.
+        is_settled: whether pooled buffers of an earlier step exist.
     """
     model, row, ranks = model_of(run), row_of(run.row), run.devices // run.tensor
     units = dict(own_units(model, run.tensor))
@@ -185,15 +185,15 @@ def film_of(
 
 
 def operations_of(run: Run) -> float:
-    """Return the operations of one device in a step, as published throughputs count them."""
+    """Return the operations of one device in a step, as counted in published throughputs."""
     return OPERATIONS * model_of(run).numel() * run.batch * SEQUENCE / run.tensor
 
 
 @cache
 def software_part() -> float:
-    """Return what programs of 2019 reached of what the roofline says, from Megatron-LM's single-device baseline.
+    """Return the fraction of the roofline that programs of 2019 reached, from Megatron-LM's single-device baseline.
 
-    That was a V100 with a peak of 130 teraFLOPS.
+    The baseline ran on a V100 with a peak of 130 teraFLOPS.
     """
     device = replace(DGX_2, peak_flops={**DGX_2.peak_flops, "float16": 130e12})
     return film_of(MEGATRON, device).step_s * MEGATRON.published * 1e12 / operations_of(MEGATRON)
@@ -201,7 +201,7 @@ def software_part() -> float:
 
 @cache
 def _simulated(run: Run, *, is_slowed: bool, has_preset_latencies: bool) -> tuple[float, int, int]:
-    """Return the seconds of a step, and the bytes of model states and at most; a whole film would be kept for each."""
+    """Return (seconds of a step, bytes of model states, peak bytes); caching whole films would take too much memory."""
     part, device = software_part() if is_slowed else 1.0, DGX_2
     if has_preset_latencies:
         preset = DEVICES["v100-32"]
@@ -218,6 +218,6 @@ def outcome_of(run: Run, given: Assumptions = AS_SAID) -> Outcome:
         run, is_slowed=given.is_slowed, has_preset_latencies=given.has_preset_latencies
     )
     step_s = alone_s * (1 + given.straggling * math.sqrt(2 * math.log(run.devices)))
-    # Megatron-LM and torch's DistributedDataParallel have buffers of their own, of the gradients' size at most.
+    # Megatron-LM and torch's DistributedDataParallel have other buffers, at most of the gradients' size.
     peak_bytes += CB_BYTES if run.row in CONFIGURATIONS else 0
     return Outcome(step_s, state_bytes, peak_bytes, operations_of(run) / step_s / 1e12)

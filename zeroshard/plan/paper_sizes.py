@@ -1,8 +1,8 @@
-"""The ZeRO paper's sizes, counted: model states, communication, activations, without any clock.
+"""The ZeRO paper's sizes: model states, communication and activations, without time.
 
-Owns figure 1, tables 1 and 2, and the arithmetic of sections 3 to 8. Every number is counted from what a step is
-predicted to hold or send: the buckets of `table/`, the events of a film, the operations of a tape. `paper.py` puts the
-rest together.
+Owns figure 1, tables 1 and 2, and the arithmetic of sections 3 to 8. Every number is counted from the predicted memory
+or messages of a step: the buckets of `table/`, the events of a film, the operations of a tape. `paper.py` has the other
+tables.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,12 +34,12 @@ TABLE_2_RANKS: Final = 64
 
 @cache
 def state_bytes(name: str, numel: int, ranks: int) -> int:
-    """Return the bytes of parameters, gradients and states that a rank keeps, padding aside.
+    """Return the bytes of a rank's parameters, gradients and states, without padding.
 
     Args:
-        name: of a stage, as the paper calls it.
-        numel: parameters of the model.
-        ranks: that it is trained on by data parallelism.
+        name: name of a stage in the paper.
+        numel: number of parameters of the model.
+        ranks: number of data-parallel ranks.
     """
     units = specs_of({"": (("weight", numel),)}, ROWS[name], PRECISIONS["paper"], ranks)
     found = predict(units, [updates_of(units, OPTIMIZERS["adam"])], Silence())
@@ -57,7 +57,7 @@ def figure_1() -> Table:
 
 
 def agrees(printed: str, found: float) -> bool:
-    """Tell whether a number is a printed one, rounded or truncated to its digits, or within 0.6% of it."""
+    """Return whether a number equals a printed number, rounded or truncated to its digits, or within 0.6%."""
     digits = len(printed.partition(".")[2])
     scale = 10**digits
     is_same = float(printed) in (round(found, digits), int(found * scale) / scale)
@@ -79,13 +79,13 @@ def table_1() -> Table:
 
 
 def largest_billions(name: str, ranks: int, tensor: int) -> float:
-    """Return the parameters whose states fill a device, in billions."""
+    """Return the number of parameters, in billions, whose states fill a device."""
     numel = ranks << 20
     return DEVICE_GB / (state_bytes(name, numel, ranks) / numel) * tensor
 
 
 def table_2() -> Table:
-    """Return the largest model whose states fit, by model parallelism."""
+    """Return the largest models whose states fit, by model parallelism."""
     columns = [Column("MP"), Column("devices")]
     for name in NAMES:
         columns += [Column(f"{name} paper"), Column(name, ".2f")]
@@ -102,7 +102,7 @@ def table_2() -> Table:
 
 
 def table_faults() -> list[str]:
-    """Name the cells of table 1, and of the theory columns of table 2, that the predictions do not agree with."""
+    """Return the cells of table 1, and of the theory columns of table 2, that differ from the predictions."""
     cells = [
         (f"table 1, {billions:g}B on {ranks} ranks, {name}", cell, state_bytes(name, int(billions * GB), ranks) / GB)
         for (billions, ranks), printed in data.TABLE_1.items()
@@ -120,7 +120,7 @@ def table_faults() -> list[str]:
 
 
 def communication() -> Table:
-    """Return the elements that a rank sends in a step for each parameter, counted from the events of a step."""
+    """Return the elements that a rank sends in a step per parameter, counted from the events of a step."""
     columns = [Column("states"), Column("events"), Column("gathered", ".3f"), Column("reduced", ".3f"),
                Column("gathered after the update", ".3f"), Column("sum", ".3f"), Column("paper", "g")]  # fmt: skip
     ranks, rows = 64, list[Sequence[Value]]()
@@ -148,13 +148,13 @@ def _block(run: Run, kernels: Kernels | None = None) -> Parts:
 
 
 def _hundred(row: str, batch: int = 32) -> Run:
-    """Return the paper's model of 100B, as figure 7 ran it."""
+    """Return the paper's model of 100B in the configuration of figure 7."""
     return Run(label="100B", row=row, layers=125, hidden=8192, heads=64, devices=400, tensor=16, batch=batch,
                published=0)  # fmt: skip
 
 
 def partitioned() -> Table:
-    """Return what P_a costs and saves, counted from the instructions of one block."""
+    """Return the costs and savings of P_a, counted from the instructions of one block."""
     plain, split, moved = (_block(_hundred(row)) for row in ("C3", "C4", "C5"))
     message = 32 * SEQUENCE * 8192 * HALF * 15 / 16
     forward, backward = (_sent_bytes(half, "all-reduce", 16) / message for half in (plain.forward, plain.backward))

@@ -1,6 +1,6 @@
-"""Tables of results: columns, rows, notes, as plain text and as a mapping for JSON.
+"""Tables of results: columns, rows and notes, as plain text and as a mapping for JSON.
 
-Owns the layout of what `paper.py` computes, and nothing of how.
+Owns the layout of the tables of `paper.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,12 @@ from typing import Final, NamedTuple, final
 __all__ = ["Column", "Table", "Target", "Value"]
 
 Value = str | int | float | bool | None
-"""Of a field; None where there is nothing to say."""
+"""The value of a field, or None."""
 WIDTH: Final = 120
 
 
 class Column(NamedTuple):
-    """A column: its title, and the format of its numbers, as of `format`."""
+    """A column: its title, and the format of its numbers, as in `format`."""
 
     title: str
     digits: str = ""
@@ -24,12 +24,12 @@ class Column(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Table:
-    """A table or a figure of the paper, predicted beside published.
+    """A table or a figure of the paper, with published and predicted values.
 
     Args:
-        name: for JSON, e.g. "figure_2".
-        rows: a value for each column.
-        notes: sentences below it.
+        name: name in JSON, e.g. "figure_2".
+        rows: one value per column.
+        notes: sentences below the table.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Table:
 @final
 @dataclass(frozen=True)
 class Target:
-    """What a reproduction should reach, and what it reaches."""
+    """A target of the reproduction, and its result."""
 
     what: str
     wanted: str
@@ -80,7 +80,7 @@ def _shown(value: Value, digits: str) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Return a sentence in lines of at most `WIDTH` characters, with an indent."""
+    """Return a sentence in indented lines of at most `WIDTH` characters."""
     lines = ["  "]
     for word in text.split():
         if len(lines[-1]) + len(word) + 1 > WIDTH:

@@ -1,7 +1,7 @@
-"""P_a in traces: of the inputs of recomputed modules each rank along the tensor axis keeps its part.
+"""P_a in traces: each rank along the tensor axis keeps its part of the inputs of recomputed modules.
 
-Owns a second telling of what `activations/partition.py` does to memory, without the comparison of values. Must not know
-units. Read `kept.py` first.
+Owns a reimplementation of the memory effects of `activations/partition.py`, without the comparison of values. It must
+not know units. Read `kept.py` first.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Parts(Link):
     """Keeps 1/T of each input of a recomputed module.
 
     Args:
-        ranks: T, those along the tensor axis.
+        ranks: T, the number of ranks along the tensor axis.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -42,7 +42,7 @@ class Parts(Link):
         """See `Link`.
 
         Raises:
-            ValueError: an input is split over the ranks already.
+            ValueError: an input is already split over the ranks.
         """
         for one in held:
             whole = one.value
@@ -51,8 +51,8 @@ class Parts(Link):
             if local_of(whole) is not whole:
                 raise ValueError(
                     "activations='partition' needs inputs that are the same on all ranks along the tensor axis, but "
-                    f"an input of the recomputed module in unit {unit} is a DTensor. Leave out 'partition' for this "
-                    "unit: with sequence parallelism inputs are split already."
+                    f"an input of the recomputed module in unit {unit} is a DTensor. Remove 'partition' for this "
+                    "unit: with sequence parallelism, inputs are already split."
                 )
             if whole.layout is torch.strided and whole.numel() >= Partitioned.LEAST_NUMEL and is_dense(whole):
                 numel = -(-whole.numel() // self._ranks)

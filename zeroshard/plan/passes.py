@@ -1,14 +1,14 @@
-"""What a step issues, event by event, before any step was made: gathers, releases, reductions, updates.
+"""The events of a step before any step runs: gathers, releases, reductions, updates.
 
-Owns the way from the order in which a model uses its units to the events of a step in the steady state. It knows
-records and marks, and neither torch nor engines: `plan/uses.py` finds the order of use, `table/schedule.py` decides
-what is issued when. Read that one's note first.
+Owns the conversion of the order in which a model uses its units into the events of a step in the steady state. It knows
+records and marks, but not torch or engines: `plan/uses.py` determines the order of use, `table/schedule.py` the events
+and their times. Read the note of the latter first.
 
 Note: the steady state
-    In the first pass of a kind ranks agree on each request, and what they agreed on is the record of the next pass.
-    What the record lacks (a unit that is asked for again stays whole; units that outlast others take no room) is added
-    by the passes that follow. Here one rank makes these passes in integers until the record is what it was before:
-    ranks that use the same units in the same order ask for the same, so no rank learns anything from another.
+    In the first pass of a kind, ranks agree on each request, and the agreed requests are the record of the next pass.
+    Later passes add the rest of the record: units that are requested again stay gathered, and units that outlast others
+    do not count in the prefetch window. Here one rank simulates these passes in integers until the record no longer
+    changes. Ranks that use the same units in the same order request the same, so they learn nothing from each other.
 """
 
 from collections.abc import Collection, Sequence
@@ -29,13 +29,13 @@ EMPTY = Record()
 @final
 @dataclass(frozen=True)
 class Uses:
-    """How one forward pass of a model and the backward pass behind it use units.
+    """The uses of units in a forward pass of a model and the backward pass after it.
 
     Args:
-        forward: marks in order, the one that closes the pass last. A unit may be needed again while it is whole.
+        forward: marks in order; the last mark closes the pass. A unit may be needed again while it is gathered.
         backward: the same.
-        partial: units that never get all gradients which they want. What they get is reduced when the pass closes, or
-            where the backward of the unit ends, if that can be told.
+        partial: units that never get all expected gradients. Their gradients are reduced when the pass closes, or
+            where the backward of the unit ends, if that is known.
     """
 
     forward: tuple[Mark, ...]
@@ -44,7 +44,7 @@ class Uses:
 
 
 def plain_uses(count: int) -> Uses:
-    """Return the uses of a model with `count` units that runs them one after the other, inside the root.
+    """Return the uses of a model that runs `count` units in sequence inside the root.
 
     >>> from zeroshard.plan.passes import plain_uses
     >>> plain_uses(2).forward
@@ -64,26 +64,26 @@ def step_events(
     optimizers: Sequence[Collection[int]] | None = None,
     step: int = 0,
 ) -> list[Event]:
-    """Return the events of a step in the steady state, in order, as the engine's trace has them.
+    """Return the events of a step in the steady state, in order, as in the engine's trace.
 
     Args:
-        units: of the model on the rank in question, as `describe_units` returns them.
-        micro_batches: forward and backward passes before the update.
-        no_sync: reduce gradients in the last of these only.
-        evaluations: forward passes without gradients before them.
-        optimizers: the numbers of the buckets that each optimizer updates, in the order of their updates; by default
-            one optimizer updates all that are trained. Without any there is no update.
-        step: the number of the step, from 0.
+        units: units of the model on a rank, as from `describe_units`.
+        micro_batches: number of forward and backward passes before the update.
+        no_sync: reduce gradients only in the last of these passes.
+        evaluations: number of forward passes without gradients before them.
+        optimizers: for each optimizer, the numbers of its buckets, in the order of updates; by default one optimizer
+            updates all trainable buckets. () for no update.
+        step: index of the step, from 0.
 
     Raises:
-        ValueError: a count is too low, or `uses` has a unit that the model has not.
+        ValueError: a count is too low, or `uses` has a unit that the model does not have.
     """
     if micro_batches < 1 or evaluations < 0:
         raise ValueError(
             f"micro_batches must be at least 1 and evaluations at least 0; got {micro_batches} and {evaluations}."
         )
     if unknown := {unit for _, unit in (*uses.forward, *uses.backward)} - {*range(len(units))}:
-        raise ValueError(f"uses has unit {min(unknown)}, and the model has {len(units)} units. Trace the same model.")
+        raise ValueError(f"uses has unit {min(unknown)}, but the model has {len(units)} units. Trace the same model.")
     if optimizers is None:
         optimizers = [[bucket.number for unit in units for bucket in unit.reduced]]
     updated = frozenset(number for numbers in optimizers for number in numbers)
@@ -91,7 +91,7 @@ def step_events(
         replace(unit, buckets=tuple(replace(b, is_updated=b.number in updated) for b in unit.buckets)) for unit in units
     ]
     held = Record(held=frozenset(unit.number for unit in units if unit.is_held))
-    # What a forward has not gathered is not whole in the backward.
+    # A unit that the forward has not gathered is not gathered in the backward.
     carried = Record(carried=held.held & {unit for kind, unit in uses.forward if kind == "need"})
     evaluation = _pass_events(units, uses.forward, uses, "forward", step, Record())
     forward = _pass_events(units, uses.forward, uses, "forward", step, held)
@@ -115,8 +115,8 @@ def _pass_events(
     """Return the events of one pass.
 
     Args:
-        uses: None where no gradients are reduced.
-        begin: what stays whole beyond the pass, and what is whole when it begins.
+        uses: None for passes without reductions.
+        begin: units that stay gathered after the pass, and units that are gathered before it.
     """
     partial = uses.partial if uses is not None and phase == "backward" else frozenset[int]()
     is_sharded = any(not unit.is_whole for unit in units)
@@ -125,7 +125,7 @@ def _pass_events(
         (kind, unit)
         for kind, unit in marks
         if not (kind in ("need", "leave") and units[unit].is_whole)
-        # Without hooks on modules nothing tells that the backward of a unit is over.
+        # Without hooks on modules, the end of a unit's backward is unknown.
         and not (kind == "land" and ((unit in partial and not has_hooks) or not units[unit].reduced))
     ]
     landed = {unit for kind, unit in due if kind == "land"}
@@ -135,7 +135,7 @@ def _pass_events(
 
 
 def _settle(marks: Sequence[Mark], late: Sequence[int], begin: Record = EMPTY) -> tuple[Record, list[Mark]]:
-    """Return the record that a pass with these marks leaves as it is, and the marks that count when it is followed.
+    """Return the record that a pass with these marks does not change, and the marks that count when it is followed.
 
     Args:
         late: units that are reduced when the pass closes.
@@ -152,10 +152,10 @@ def _settle(marks: Sequence[Mark], late: Sequence[int], begin: Record = EMPTY) -
 def _follow(
     record: Record | None, marks: Sequence[Mark], late: Sequence[int], begin: Record
 ) -> tuple[Record, list[Mark]]:
-    """Make one pass; return the record for the next one, and the marks that a rank acts on.
+    """Simulate one pass; return the record for the next pass, and the marks on which a rank acts.
 
     Args:
-        record: None in the first pass, in which each request is agreed on.
+        record: None in the first pass, in which ranks agree on each request.
     """
     landing = {unit for kind, unit in marks if kind == "land"}
     schedule = Schedule(record or begin, lambda unit: unit not in landing)

@@ -1,14 +1,13 @@
-"""Whose kernels a trace stands for: what they save, and what memory they take for themselves.
+"""The kernels of a trace's device: the tensors that they save, and their temporary memory.
 
-Owns the differences between torch's operations on fake tensors on the CPU and a device's kernels. Must not know events,
-modules or phases.
+Owns the differences between torch's operations on fake tensors on the CPU and a device's kernels. It must not know
+events, modules or phases.
 
 Note: two places where a device shows
-    A function may run other operations (attention, dropout, RMS norm), which save other tensors: `rewriting()` gives a
-    context in which functions are replaced. An operation may have results of other dtypes, and take memory of its own
-    while it runs: `run()` and `workspace()`. What a library takes for itself by other ways than torch's allocator (MKL,
-    cuBLAS) is not counted, nor is what oneDNN takes from it for convolutions, LSTMs and products in bf16: that depends
-    on the processor.
+    A function may run other operations (attention, dropout, RMS norm), which save other tensors: `rewriting()` returns
+    a context that replaces functions. An operation may have results of other dtypes, and temporary memory: `run()` and
+    `workspace()`. Memory that libraries allocate outside torch's allocator (MKL, cuBLAS) is not counted, nor is
+    oneDNN's memory inside it for convolutions, LSTMs and products in bf16, because that depends on the processor.
 """
 
 import contextlib
@@ -29,14 +28,14 @@ __all__ = ["PERSONALITIES", "Personality", "exchange_of", "is_wait"]
 
 aten: Final = torch.ops.aten
 
-# Torch's own, also where their names stand for other functions for a while.
+# torch's own functions, even while their names are replaced.
 _LINEAR: Final = F.linear
 _DROPOUT: Final = F.dropout
 _ATTENTION: Final = F.scaled_dot_product_attention
 
 
 class Personality(ABC):
-    """How a device's kernels differ from what fake tensors on the CPU show."""
+    """The differences of a device's kernels from fake tensors on the CPU."""
 
     name: str
 
@@ -44,27 +43,27 @@ class Personality(ABC):
         self._bias: Tensor | None = None
 
     def functions(self) -> dict[Any, Callable[..., Any]]:
-        """Return what is called in place of functions of torch."""
+        """Return replacements of torch's functions."""
         return {_LINEAR: self._linear}
 
     def rewriting(self) -> AbstractContextManager[Any]:
-        """Return a context in which functions run the operations that the device would."""
+        """Return a context in which functions run the operations of the device."""
         return _Rewriting(self.functions())
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation; its results have the dtypes that the device gives them."""
+        """Run one operation; its results have the device's dtypes."""
         if func is aten.add.Tensor and self._bias is not None and args[1] is self._bias:
-            # `linear` adds its bias in place, but for fake tensors.
+            # `linear` adds its bias in place, except for fake tensors.
             return aten.add_.Tensor(*args).detach()
         return func(*args, **kwargs)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an optimizer choose the implementation that it would choose on the device."""
+        """Make an optimizer choose the implementation that it would choose on the device."""
         return
 
     @abstractmethod
     def workspace(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
-        """Return the bytes that a kernel takes at most for itself, beside its results."""
+        """Return the peak temporary memory of a kernel in bytes, without its results."""
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         self._bias = bias
@@ -76,10 +75,10 @@ class Personality(ABC):
 
 @final
 class _Rewriting(TorchFunctionMode):
-    """Calls other functions in place of some.
+    """Replaces functions by others.
 
     Args:
-        functions: what is called, by what it is called for.
+        functions: replacements, by the replaced function.
     """
 
     def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
@@ -91,7 +90,7 @@ class _Rewriting(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
-            # The mode does not see what a function of torch calls: the names that this one uses are exchanged.
+            # The mode does not see calls inside a function of torch, so the names in its module are replaced.
             with _exchanged_names(self._functions):
                 return func(*args, **kwargs)
         return self._functions.get(func, func)(*args, **kwargs)
@@ -99,7 +98,7 @@ class _Rewriting(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _exchanged_names(functions: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Have names in `torch.nn.functional` stand for other functions."""
+    """Replace names in `torch.nn.functional` by other functions."""
     own = {name: one for name, one in vars(F).items() if callable(one) and one in functions}
     vars(F).update({name: functions[one] for name, one in own.items()})
     try:
@@ -109,23 +108,23 @@ def _exchanged_names(functions: Mapping[Any, Callable[..., Any]]) -> Iterator[No
 
 
 def is_wait(func: Any) -> bool:
-    """Tell whether an operation waits for a collective; it returns what it is given."""
+    """Return whether an operation waits for a collective; it returns its argument."""
     return func.namespace in _NAMESPACES and func.overloadpacket.__name__ == "wait_tensor"
 
 
 def exchange_of(func: Any, args: tuple[Any, ...], made: Sequence[Tensor]) -> Exchange | None:
-    """Return the collective that an operation is; None where it is none.
+    """Return the collective of an operation, or None.
 
     Raises:
-        RuntimeError: one whose traffic is not known.
+        RuntimeError: the traffic of the collective is unknown.
     """
     if func.namespace not in _NAMESPACES:
         return None
     name = func.overloadpacket.__name__
     if name not in _EXCHANGES:
         raise RuntimeError(
-            f"The model runs the collective {func}, which a plan cannot count; it knows {', '.join(_EXCHANGES)}. Lay "
-            "its tensors out so that these are enough."
+            f"The model runs the collective {func}, which a plan cannot count; supported: {', '.join(_EXCHANGES)}. "
+            "Change the layout of its tensors to use only these."
         )
     return Exchange(_EXCHANGES[name], max(one.nbytes for one in (args[0], *made)))
 
@@ -134,7 +133,7 @@ _NAMESPACES: Final = ("_c10d_functional", "_dtensor", "c10d")
 _EXCHANGES: Final[Mapping[str, str]] = MappingProxyType(
     {"all_reduce": "all-reduce", "all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce"}
 )
-"""The functional collectives of torch, and what they are called in a plan."""
+"""torch's functional collectives, and their kinds in a plan."""
 
 
 # -- CPU --------------------------------------------------------------------------------------------------------------
@@ -142,18 +141,18 @@ _EXCHANGES: Final[Mapping[str, str]] = MappingProxyType(
 
 @final
 class CPU(Personality):
-    """Torch's own CPU kernels in eager mode, with as many threads as torch has now."""
+    """torch's CPU kernels in eager mode, with torch's current number of threads."""
 
     name = "cpu"
 
     def workspace(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
-        """Return what kernels take for themselves, as in torch's sources and measured."""
+        """Return the temporary memory of kernels, from torch's sources and measurements."""
         measure = _CPU_WORKSPACES.get(func)
         return measure(args, out) if measure is not None else 0
 
 
 def _flash_splits(query: Tensor, key: Tensor) -> tuple[int, int, bool]:
-    """Return the rows of a block of queries and of keys, and whether they are copied in half precision.
+    """Return the rows of a block of queries and of keys, and whether blocks are copied in half precision.
 
     Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, `flash_attention_kernel_impl`.
     """
@@ -172,7 +171,7 @@ def _cpu_flash_backward(args: tuple[Any, ...], out: Any) -> int:
     grad, query, key = args[:3]
     rows, columns, is_half = _flash_splits(query, key)
     copied = 0 if grad.transpose(1, 2).is_contiguous() else grad.nbytes
-    # Scores and their gradients, both copied once more in half precision, and a sum of each row.
+    # Scores and their gradients, both also in half precision, and a sum per row.
     each = 2 * rows * columns * (6 if is_half else 4) + 4 * rows
     return int(copied + torch.get_num_threads() * each)
 
@@ -183,12 +182,12 @@ def _cpu_layer_norm_backward(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _safe_softmax(args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes of the softmax before rows that are all masked are replaced, and of the mask of those."""
+    """Return the bytes of the softmax before fully masked rows are replaced, and of the mask of these rows."""
     return int(out.nbytes + out.numel())
 
 
 def _product(args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes of the factors that must be copied first, because neither of their strides is 1."""
+    """Return the bytes of factors that must be copied first, because neither stride is 1."""
     return sum(one.nbytes for one in args[-2:] if isinstance(one, Tensor) and not _is_ready(one))
 
 
@@ -217,35 +216,35 @@ _CPU_WORKSPACES: Final[Mapping[Any, Callable[[tuple[Any, ...], Any], int]]] = Ma
 
 @final
 class CUDA(Personality):
-    """Torch's kernels on NVIDIA GPUs: flash attention in half precision, fused norms and dropout, foreach optimizers.
+    """torch's kernels on NVIDIA GPUs: flash attention in half precision, fused norms and dropout, foreach optimizers.
 
-    Bytes are those asked for; the caching allocator rounds each up to 512.
+    Bytes are requested bytes; the caching allocator rounds each request up to 512.
     """
 
     name = "cuda"
 
     def functions(self) -> dict[Any, Callable[..., Any]]:
-        """Return what is called in place of functions of torch."""
+        """Return replacements of torch's functions."""
         norms = dict.fromkeys((F.rms_norm, torch.rms_norm), _rms_norm)
         dropouts = dict.fromkeys((_DROPOUT, torch.dropout), _dropout)
         return {**super().functions(), **norms, **dropouts, _ATTENTION: _attention}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation; statistics of a layer norm are fp32."""
+        """Run one operation; statistics of layer norms are fp32."""
         out = super().run(func, args, kwargs)
         if func is aten.native_layer_norm.default:
             return out[0], out[1].float(), out[2].float()
         return out
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an optimizer that was not told otherwise update lists of tensors, its default on a GPU."""
+        """Make an optimizer update lists of tensors, torch's default on GPUs, unless configured otherwise."""
         for one in optimizer.param_groups:
             is_chosen = one.get("fused") or one.get("foreach") is not None or one.get("differentiable")
             if "foreach" in one and not is_chosen:
                 one["foreach"] = True
 
     def workspace(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
-        """Return what kernels take for themselves, as in torch's sources."""
+        """Return the temporary memory of kernels, from torch's sources."""
         measure = _CUDA_WORKSPACES.get(func)
         return measure(args, out) if measure is not None else 0
 
@@ -260,11 +259,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run the fused kernel that torch prefers: flash attention in half precision without a mask, else the other."""
+    """Run the kernel that torch prefers: flash attention in half precision without a mask, otherwise efficient."""
     width = query.shape[-1]
     is_half, is_4d = query.dtype in _HALVES, query.dim() == key.dim() == value.dim() == 4
     if is_half and is_4d and attn_mask is None and width <= 256 and value.shape[-1] == width:
-        # The kernel wants widths that are multiples of 8.
+        # The kernel requires widths that are multiples of 8.
         query, key, value = (F.pad(one, (0, -width % 8)) if width % 8 else one for one in (query, key, value))
         scale = width**-0.5 if scale is None else scale
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
@@ -294,7 +293,7 @@ def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, ep
 
 @final
 class _RMSNorm(torch.autograd.Function):
-    """The fused RMS norm: it saves its input and one number a row."""
+    """The fused RMS norm: it saves its input and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor | None) -> Tensor:
@@ -314,7 +313,7 @@ def _rounded(number: int, multiple: int) -> int:
 
 
 def _cuda_flash_backward(args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes of the gradient of the queries in fp32, and of a number for each of their rows.
+    """Return the bytes of the gradient of the queries in fp32, and of one number per row of the queries.
 
     Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`.
     """
@@ -326,7 +325,7 @@ def _cuda_flash_backward(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _cuda_efficient_backward(args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes of one fp32 number for each row of the queries."""
+    """Return the bytes of one fp32 number per row of the queries."""
     query = args[1]
     return int(4 * query.shape[0] * query.shape[1] * query.shape[2])
 
@@ -343,4 +342,4 @@ _CUDA_WORKSPACES: Final[Mapping[Any, Callable[[tuple[Any, ...], Any], int]]] = M
 )
 
 PERSONALITIES: Final[Mapping[str, Callable[[], Personality]]] = MappingProxyType({"cpu": CPU, "cuda": CUDA})
-"""What makes a personality, by name."""
+"""Constructors of personalities by name."""

@@ -34,11 +34,12 @@ from zeroshard.plan.owners import owned_bytes, shown_ranks
 from zeroshard.plan.result import Plan, RankClass
 from zeroshard.plan.retries import NO_RETRIES, Retries, play_steps
 from zeroshard.plan.shapes import SHAPES, Transformer, read_config, shape_named
-from zeroshard.plan.specs import OPTIMIZERS
+from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS
 from zeroshard.plan.trying import changes_of
 from zeroshard.table.activations import Compressed, Offloaded, Partitioned
 from zeroshard.table.cells import Residency
-from zeroshard.table.spec import itemsize
+from zeroshard.table.settings import WIRE_BYTES
+from zeroshard.table.spec import Formats, itemsize
 from zeroshard.table.stages import STAGES
 
 __all__ = ["make_plan", "plan_shape", "shape_of"]
@@ -60,7 +61,7 @@ def make_plan(
     seq: int | None = None,
     stage: int | Literal["auto"] | None = None,
     residency: Residency | str | None = None,
-    precision: str | None = None,
+    precision: Any = None,
     activations: ActivationsLike = None,
     offload: OffloadLike = None,
     parameters: ParametersLike = None,
@@ -77,6 +78,8 @@ def make_plan(
     units: Sequence[object] | None = None,
     reads: Callable[[Any], bool | int | float] | None = None,
     parallelize: Callable[[Any, Any], Any] | None = None,
+    ignored: Sequence[object] = (),
+    wire_bytes: int = WIRE_BYTES,
 ) -> Plan:
     """Predict a run: memory by column and at its peak, time of a step, traffic, and whether it fits.
 
@@ -95,7 +98,8 @@ def make_plan(
         stage, residency, activations, offload, parameters: as in `zs.shard`. Stage "auto" is the lowest stage whose
             plan fits, or 3; offload "auto" is the smallest offload whose plan fits, or everything.
         precision: "bf16", "fp16", "fp32", or another name in `zeroshard.plan.specs.PRECISIONS`; by default bf16 if the
-            device supports it, else fp16.
+            device supports it, else fp16. Or an argument of `zs.shard`: a dtype, a `zs.Precision`, and for modules a
+            mapping from module classes and patterns of module names.
         mesh: number of replicas of the sharded state, or the DeviceMesh for `zs.shard`.
         tensor: number of ranks of tensor parallelism; also given by a mesh with an axis "tensor". The parameters of a
             module are split by `parallelize`, or are already DTensors.
@@ -118,6 +122,8 @@ def make_plan(
         parallelize: for modules, a function that splits a copy on the meta device over the mesh of `tensor` ranks, like
             `parallelize_module(module, mesh, plan)`. Collectives are emulated, so the process must not have a process
             group. A module that is already split needs no function.
+        ignored: for modules, as in `zs.shard`. Only the values of these parameters are counted.
+        wire_bytes: as in `zs.Settings(wire_bytes=)`.
 
     Returns: the plan; `print(plan)` shows it.
 
@@ -145,14 +151,15 @@ def make_plan(
     model = _module_of(model)
     is_module = hasattr(model, "named_parameters")
     shape = None if is_module else shape_of(model)
-    name, optimizers = _optimizers_of(optimizer, model if is_module else None)
+    name, optimizers = _optimizers_of(optimizer, model if is_module else None, ignored)
+    chosen = _precision_of(precision_for(preset) if precision is None else precision, shape)
     options = Options(
         world_size=world_size,
         device=preset,
         batch=batch,
         sequence=seq if seq is not None else min(shape.sequence if shape is not None else 4096, 4096),
         row=row_with_parameters(row_of(stage, residency, activations), parameters),
-        precision=precision_for(preset) if precision is None else precision,
+        precision=chosen[0],
         replicas=mesh,
         tensor=tensor,
         is_sequence_parallel=sequence_parallel,
@@ -163,13 +170,17 @@ def make_plan(
         fused=fused,
         offload=offload_of(offload),
         optimizers=optimizers,
+        chosen=chosen[1],
+        chosen_formats=chosen[2],
+        wire_bytes=wire_bytes,
     )
     check_options(options)
     if shape is None and sequence_parallel:
         raise ValueError("sequence_parallel=True is for shapes: modules have SequenceParallel() in parallelize=.")
     if shape is None:
-        return plan_module(model, options, inputs, loss, units, reads, parallelize)
+        return plan_module(model, options, inputs, loss, units, reads, parallelize, ignored)
     given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}
+    given |= {"ignored": ignored or None}
     if others := [name for name, value in given.items() if value is not None]:
         raise TypeError(f"{', '.join(others)}: of modules only; {shape.name} is a shape.")
     plan = plan_shape(shape, options)
@@ -198,11 +209,34 @@ def _least_offload(model: Any, row: Residency, asked: Mapping[str, Any]) -> Plan
     return plan(chosen)
 
 
-def _optimizers_of(asked: Any, model: Any) -> tuple[str, tuple[Any, ...]]:
+def _precision_of(asked: Any, shape: Transformer | None) -> tuple[str, Any, Formats | None]:
+    """Return the name of a precision; where it is none of a plan's, the precision itself and its formats.
+
+    Args:
+        shape: that is planned; None for a module.
+
+    Raises:
+        ValueError, TypeError: no precision; one of modules, for a shape.
+    """
+    if isinstance(asked, str) and (asked in PRECISIONS or shape is not None):
+        return asked, None, None
+    import torch  # the caller has it
+
+    from zeroshard.describe.precision import precision_of
+
+    found = precision_of(asked)
+    if shape is not None and found.modules:
+        raise ValueError(f"precision= by module is of modules only; {shape.name} is a shape.")
+    name = str(found.param or "as parameters are").removeprefix("torch.") + ", by module" * bool(found.modules)
+    return name, found, found.formats_of(torch.float32, is_kept=False)
+
+
+def _optimizers_of(asked: Any, model: Any, ignored: Sequence[object]) -> tuple[str, tuple[Any, ...]]:
     """Return the name of what updates a model, and the optimizers of a module that say it themselves.
 
     Args:
         model: a module; None for a shape.
+        ignored: of the module.
 
     Raises:
         TypeError: neither a name nor optimizers; optimizers of a shape.
@@ -214,7 +248,7 @@ def _optimizers_of(asked: Any, model: Any) -> tuple[str, tuple[Any, ...]]:
         return asked, ()
     from zeroshard.plan.updates import name_of, optimizers_of  # torch is needed for modules only
 
-    found = optimizers_of(asked, model)
+    found = optimizers_of(asked, model, ignored)
     return asked if isinstance(asked, str) else name_of(found), found
 
 
@@ -277,19 +311,31 @@ def plan_module(
     units: Sequence[object] | None,
     reads: Callable[[Any], bool | int | float] | None,
     parallelize: Callable[[Any, Any], Any] | None = None,
+    ignored: Sequence[object] = (),
 ) -> Plan:
-    """Return the plan of a module."""
+    """Return the plan of a module.
+
+    Raises:
+        ValueError: something is ignored of a module that is split here, whose copy has other parameters.
+    """
     from zeroshard.plan.traced import language_inputs, trace_job  # torch is needed for modules only
 
     given = inputs if inputs is not None else language_inputs(model, options.batch, options.sequence)
     personality = "cpu" if options.device.is_cpu else "cuda"
     homes = {id(parameter): name for name, parameter in model.named_parameters()}
+    if parallelize is not None and (options.chosen is not None or ignored):
+        raise ValueError(
+            "parallelize= with ignored=, or with a precision that is no name: plan() splits a copy of the module, so "
+            "name neither parameters nor modules. Give plan() a module that has been parallelized."
+        )
     with ExitStack() as stack:
         if parallelize is not None:
             from zeroshard.plan.splitting import split
 
             model, units = split(model, options.tensor, parallelize, units, stack)
-        traced = trace_job(model, options, given, loss, units=units, personality=personality, reads=reads, homes=homes)
+        traced = trace_job(
+            model, options, given, loss, units=units, personality=personality, reads=reads, homes=homes, ignored=ignored
+        )
     if inputs is not None:
         options = dataclasses.replace(options, batch=traced.tokens, sequence=1)
     numel = traced.parameters_numel

@@ -1,20 +1,20 @@
-"""What is seen of a step that runs on tensors without memory: storages, modules, what is kept.
+"""The observation of a step that runs on tensors without memory: storages, modules, saved tensors.
 
-Owns the observation. Must not know what runs the step (`tracer.py`), nor how kernels of a device differ
-(`personality.py`); what the events mean is in `events.py`, read that first.
+Owns the observation. It must not know the run of the step (`tracer.py`) or the differences of a device's kernels
+(`personality.py`). Read `events.py` first, which defines the events.
 
 Note: how a step is observed
-    A dispatch mode sees each operation below autograd. A storage that it has not seen is an event, and a weak reference
-    to it makes the other one. In a forward, hooks tell which module runs. In a backward each node of the graph has a
-    number, and as numbers are given in order, each module has had a range of them.
-    What a forward keeps is found in two ways: saved-tensor hooks name the module that saves, and what outlives the
-    forward is kept by something, whoever it is. The second is needed because saved-tensor hooks do not chain: those of
-    activation checkpointing hide what is saved inside. In a backward, operations that run with gradients enabled are a
-    recomputation, and what outlives it is an activation.
+    A dispatch mode sees each operation below autograd. A new storage is an event, and a weak reference to the storage
+    makes the event of its end. In a forward, hooks show which module runs. In a backward, each node of the graph has a
+    number; numbers are assigned in order, so each module has a range of them.
+    Kept storages are found in two ways: saved-tensor hooks give the module that saves, and storages that outlive the
+    forward are kept by some owner. The second way is needed because saved-tensor hooks do not chain: the hooks of
+    activation checkpointing hide tensors saved inside. In a backward, operations with gradients enabled are a
+    recomputation, and storages that outlive it are activations.
 
 Note: what fake tensors change
-    Where two gradients of one tensor meet, autograd adds in place if nothing else uses the first, but never if it is a
-    fake tensor. The mode recognises these sums and adds in place where autograd would. It asks for the same: that one
+    When two gradients of one tensor meet, autograd adds in place if nothing else uses the first, but never if it is a
+    fake tensor. The mode recognises these sums and adds in place where autograd would, under the same condition: one
     reference to the first tensor exists, and one tensor on its storage.
 """
 
@@ -63,17 +63,17 @@ _TEMPORARY: Final = MappingProxyType(
 
 
 def unreadable(module: str, what: str) -> RuntimeError:
-    """Return the error for a module that reads values."""
+    """Return the error about a module that reads values."""
     where = f"module {module!r}" if module else "the model"
     return RuntimeError(
-        f"A trace has no values, but {where} reads some ({what}). Say by reads= what the value is, e.g. "
+        f"A trace has no values, but {where} reads some ({what}). Give the value with reads=, e.g. "
         "reads=lambda tensor: True; a shape that depends on values cannot be traced."
     )
 
 
 @final
 class Pause:
-    """A context that can be entered again; `depth` says how often it was."""
+    """A reentrant context; `depth` counts the entries."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -87,13 +87,13 @@ class Pause:
 
 @final
 class Recorder(DispatchMode):
-    """Sees all operations of a trace.
+    """Records all operations of a trace.
 
     Args:
-        kernels: whose they are.
+        kernels: the device's kernels.
         units: names of modules.
-        reads: answers what the model reads.
-        takes_gradients: whether gradients are taken out of their parameters as they come.
+        reads: returns the values that the model reads.
+        takes_gradients: whether gradients are taken from their parameters when they are complete.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Recorder(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._reads, self._takes_gradients = reads, takes_gradients
         self.pause = Pause()
-        """A context whose operations are nobody's."""
+        """A context whose operations are not recorded."""
         self.phase = Phase.BEFORE
         self.kernels, self._units = kernels, tuple(units)
         # Events, by column: bytes, storage, phase, module, operation.
@@ -135,7 +135,7 @@ class Recorder(DispatchMode):
     # -- before and after ---------------------------------------------------------------------------------------------
 
     def begin(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
-        """Record the storages that exist before the step, and hang hooks on the modules."""
+        """Record the storages that exist before the step, and register hooks on the modules."""
         self.phase = Phase.BEFORE
         for prefix, module in model.named_modules():
             self._stack = [prefix]
@@ -155,13 +155,13 @@ class Recorder(DispatchMode):
             self._note(tensor, Category.INPUT)
 
     def end(self) -> None:
-        """Leave the modules alone."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def calibrate(self) -> None:
-        """Learn what number of references an unshared tensor has when its sum with another is seen here."""
+        """Measure the reference count of an unshared tensor at the time when its sum with another is seen here."""
         events, self._unshared = len(self._events), -1
         self.phase = Phase.BACKWARD
         x = torch.empty(1, requires_grad=True)
@@ -177,7 +177,7 @@ class Recorder(DispatchMode):
         self.phase, self._last = Phase.BEFORE, ""
 
     def result(self) -> Trace:
-        """Return what was seen so far."""
+        """Return the trace so far."""
         events = tuple(
             Event(order, nbytes, number, self._categories[number], phase, module, operation)
             for order, (nbytes, number, phase, module, operation) in enumerate(self._events)
@@ -205,41 +205,41 @@ class Recorder(DispatchMode):
 
     @property
     def module(self) -> str:
-        """The innermost module that runs, or whose backward does."""
+        """The innermost module in forward or backward."""
         if self._stack:
             return self._stack[-1]
         if self.phase is Phase.BACKWARD:
             number = running_node_number()
             if number is not None and self._node_numbers:
                 self._last = self._node_modules[max(0, bisect_right(self._node_numbers, number) - 1)]
-            return self._last  # what accumulates belongs to the node that made the gradient
+            return self._last  # accumulation belongs to the node that made the gradient
         return ""
 
     def assign(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Say what the storages of some tensors are for."""
+        """Set the category of tensors' storages."""
         for tensor in tensors:
             number = self.number_of(tensor)
-            # A state may be the parameter itself, as in an averaged model.
+            # A state may be the parameter, as in an averaged model.
             if number is not None and self._categories[number] not in (Category.PARAMETER, Category.BUFFER):
                 self._categories[number] = category
 
     def packed(self, tensor: Tensor) -> Tensor:
-        """Note a tensor that autograd saves."""
+        """Record a tensor that autograd saves."""
         number = self.number_of(tensor)
         if number is not None and self._categories[number] not in (Category.PARAMETER, Category.BUFFER):
-            # Also an input: it is kept from one module to the other, whoever else holds it.
+            # Includes inputs: a storage between modules is kept for both, regardless of other references.
             self._saved.setdefault(number, self.module)
             if self._categories[number] is Category.FORWARD:
                 self._categories[number] = Category.ACTIVATION
         return tensor
 
     def is_parameter(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is a parameter, or a view of one."""
+        """Return whether a tensor is a parameter, or a view of a parameter."""
         number = self.number_of(tensor)
         return number is not None and self._categories[number] is Category.PARAMETER
 
     def end_forward(self, loss: Tensor) -> None:
-        """Note what outlives the forward though no hook saw it saved."""
+        """Record storages that outlive the forward although no hook saw them saved."""
         result = self.number_of(loss)
         for _, number, _ in self._live.values():
             if self._categories[number] is Category.FORWARD and number != result:
@@ -248,16 +248,16 @@ class Recorder(DispatchMode):
 
     @property
     def count(self) -> int:
-        """How many events there were so far."""
+        """Number of events so far."""
         return len(self._events)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Return the number of a tensor's storage, as in events; None for one that was not seen."""
+        """Return the number of a tensor's storage, as in events; None for unknown storages."""
         found = self._live.get(storage_of(local_of(tensor)))
         return None if found is None else found[1]
 
     def _note(self, tensor: Tensor, category: Category) -> None:
-        """Note a tensor's storage, if it is a new one or has another size than before."""
+        """Record a tensor's storage if it is new or was resized."""
         tensor = local_of(tensor)
         storage = tensor.untyped_storage()
         key, nbytes = storage_of(tensor), storage.nbytes()
@@ -278,7 +278,7 @@ class Recorder(DispatchMode):
 
     def _gone(self, key: int, number: int, nbytes: int) -> None:
         known = self._live.get(key)
-        if known is not None and known[1] == number:  # else it was resized, and has another number since
+        if known is not None and known[1] == number:  # otherwise it was resized, and has a new number
             del self._live[key]
             self._event(-nbytes, number, self.module)
 
@@ -294,12 +294,12 @@ class Recorder(DispatchMode):
         if self.pause.depth:
             return func(*args, **kwargs)
         if has_split(types):
-            return NotImplemented  # its operations on local tensors come here
+            return NotImplemented  # its operations on local tensors are dispatched here
         if is_wait(func):
-            return args[0]  # a fake one would be made anew
+            return args[0]  # a fake tensor would be created again
         is_backward = self.phase is Phase.BACKWARD and not torch.is_grad_enabled()
         if func is torch.ops.prim.device.default:
-            if is_backward:  # autograd looks at what a node returned
+            if is_backward:  # autograd inspects the result of a node
                 self._note_result(args[0])
             return func(*args, **kwargs)
         self._operation = str(func)
@@ -330,7 +330,7 @@ class Recorder(DispatchMode):
         return out
 
     def _note_cost(self, func: Any, args: Any, kwargs: Any, out: Any, made: Sequence[Tensor]) -> None:
-        """Note what an operation computes, reads and writes; views do nothing."""
+        """Record the operations and traffic of an operation; views have none."""
         given = find((args, kwargs), Tensor)
         storages = {storage_of(one) for one in given}
         if not made or (func.is_view or (all(storage_of(one) in storages for one in made) and not _is_in_place(func))):
@@ -344,11 +344,11 @@ class Recorder(DispatchMode):
         self._kernels.append((len(self._events), Cost(flops, moved_bytes, kind, rows, columns)))
 
     def exchange(self, exchange: Exchange) -> None:
-        """Note a collective along the tensor axis."""
+        """Record a collective along the tensor axis."""
         self._exchanges.append((len(self._events), exchange))
 
     def _is_sum_in_place(self, first: Tensor, second: Tensor) -> bool:
-        """Tell whether autograd would add a gradient to another one in place, if they were not fake."""
+        """Return whether autograd would add a gradient to another in place if they were not fake."""
         users = count_users(first)
         if self._unshared < 0:
             self._unshared = users
@@ -363,7 +363,7 @@ class Recorder(DispatchMode):
         return known is not None and known() is one
 
     def _end_recomputation(self) -> None:
-        """What outlives a forward inside a backward is kept for that backward."""
+        """Record storages that outlive a forward inside a backward: they are kept for that backward."""
         live = {number for _, number, _ in self._live.values()}
         for number in self._recomputed:
             if number in live and self._categories[number] is Category.BACKWARD:
@@ -371,7 +371,7 @@ class Recorder(DispatchMode):
         self._recomputed.clear()
 
     def _value(self, tensor: Tensor) -> Any:
-        """Answer what reads the value of a tensor."""
+        """Return the value of a tensor that the model reads."""
         if self.phase is Phase.UPDATE:
             return 1.0 if tensor.is_floating_point() else tensor.dtype is torch.bool or 1
         if self._reads is None:
@@ -386,7 +386,7 @@ class Recorder(DispatchMode):
         if name in self._units and self.phase is Phase.FORWARD:
             given = self._numbers((args, kwargs))
             for number in given:
-                # What activation checkpointing saves around a unit is the unit's.
+                # Tensors that activation checkpointing saves around a unit belong to the unit.
                 if self._saved.get(number, name) != name and _is_inside(name, self._saved[number]):
                     self._saved[number] = name
             self._edges.setdefault(name, (sum(given.values()), 0))
@@ -402,12 +402,12 @@ class Recorder(DispatchMode):
             self._spans[index] = Span(name, Phase.FORWARD, self._spans[index].start, len(self._events))
 
     def _mark(self) -> None:
-        """Have the nodes of the graph that are made from now on belong to the innermost module."""
+        """Assign graph nodes created from now on to the innermost module."""
         self._node_numbers.append(next_node_number())
         self._node_modules.append(self._stack[-1] if self._stack else "")
 
     def _numbers(self, value: Any) -> dict[int, int]:
-        """Return the bytes of the tensors in a value, parameters and buffers aside, by number of the storage."""
+        """Return the bytes of the tensors in a value, by storage number, without parameters and buffers."""
         found: dict[int, int] = {}
         for tensor in find(value, Tensor):
             number = self.number_of(tensor)
@@ -436,7 +436,7 @@ def _is_inside(name: str, ancestor: str) -> bool:
 
 
 def _backward_spans(events: Sequence[Event], units: frozenset[str]) -> list[Span]:
-    """Return the runs of events in a backward that belong to one unit."""
+    """Return the intervals of events in a backward that belong to one unit."""
     found: list[Span] = []
     for event in events:
         if event.phase is not Phase.BACKWARD:

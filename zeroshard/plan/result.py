@@ -1,6 +1,6 @@
-"""What a plan says: bytes, seconds, a verdict, and their text.
+"""The result of a plan: bytes, seconds, a verdict, and their text.
 
-Owns the record and what follows from it. Must not know how it came to be (`planning.py`).
+Owns the record and derived values. It must not know how plans are made (`planning.py`).
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from zeroshard.plan.text import bar, count, seconds
 __all__ = ["Change", "Plan", "RankClass", "Verdict", "film_columns", "verdict_of"]
 
 ERROR: Final = (0.002, 0.085)
-"""Median, and what nine in ten stay below, of the errors of memory on published runs with data parallelism alone."""
+"""Median and 90th percentile of the relative error of memory, on published runs with data parallelism only."""
 TENSOR_ERROR: Final = (0.025, 0.207)
 """The same with tensor parallelism: `zeroshard scorecard`, docs/plan.md."""
 GIB: Final = 2**30
@@ -28,12 +28,12 @@ Verdict = Literal["fits", "tight", "no"]
 @final
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks that hold the same.
+    """Ranks that hold the same bytes.
 
     Args:
         resident_bytes: between steps, by column.
-        peak_bytes: allocated at most in a steady step.
-        reserved_bytes: by torch's allocator at most, over a first and two steady steps.
+        peak_bytes: peak of allocated bytes in a steady step.
+        reserved_bytes: peak of bytes reserved by torch's allocator, over a first and two steady steps.
         elsewhere_bytes: between steps in other memories, by memory: "host" and "file".
     """
 
@@ -48,10 +48,10 @@ class RankClass:
 @final
 @dataclass(frozen=True)
 class Change:
-    """Something to change, and its price.
+    """A change of the options, and its effect.
 
     Args:
-        options, verdict, total_bytes, tokens_per_s: of the whole plan with it.
+        options, verdict, total_bytes, tokens_per_s: those of the full plan with the change.
     """
 
     what: str
@@ -64,26 +64,27 @@ class Change:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take.
+    """The predicted memory and time of a run.
 
     Args:
-        model: its name; `parameters_numel` of all its parameters, `used_numel` of those each token is multiplied with.
-        options: as a person reads them.
-        ranks: classes of ranks that hold the same.
-        live: what is there at the peak, largest first: (column, unit, what, bytes).
-        film: a steady step of the first rank; `first` its first step.
-        flops_per_step: of all ranks: 6 for each parameter and token, and causal attention; no recomputation.
-        save_bytes: of host memory that an asynchronous save of a rank takes.
-        host_bytes: of host memory that the processes of a node take, with what they keep there instead of on devices.
-        file_bytes: of the disk of a node.
-        outside_bytes: of the device, outside the allocator.
-        notes: what was not predicted, and why.
-        units: elements of each unit on this rank's tensor rank, the root first.
-        element_bytes: of a parameter, of a gradient that is held, and of masters and states.
-        activations: bytes that a block keeps for each token, the number of blocks, and what the rest keeps for a token.
-        changes: what would lower memory, each with its price, fastest first.
-        owned_bytes: of states of matrices that one rank of a copy updates whole, by rank; they are among its states.
-        retries: of the allocator, on a device that has room for what is allocated but not for all that is reserved.
+        model: its name; `parameters_numel` counts all parameters, `used_numel` those that each token uses.
+        options: as readable text.
+        ranks: classes of ranks that hold the same bytes.
+        live: tensors live at the peak, largest first: (column, unit, description, bytes).
+        film: a steady step of the first rank; `first` is its first step.
+        flops_per_step: operations of all ranks: 6 per parameter and token, and causal attention; no recomputation.
+        save_bytes: host memory of a rank's asynchronous save.
+        host_bytes: host memory of the processes of a node, including offloaded state.
+        file_bytes: disk space of a node.
+        outside_bytes: device memory outside the allocator.
+        notes: effects that were not predicted, with reasons.
+        units: number of elements of each unit on a tensor rank, the root first.
+        element_bytes: bytes of an element of parameters, of held gradients, and of masters and states.
+        activations: (bytes that a block keeps per token, number of blocks, bytes that other modules keep per token).
+        changes: changes that lower memory, with their effects, fastest first.
+        owned_bytes: by rank of a replica, bytes of states of matrices that the rank updates as a whole; part of its
+            states.
+        retries: retries of the allocator, on a device with room for allocated but not for all reserved memory.
 
     ```python
     import zeroshard as zs
@@ -119,37 +120,37 @@ class Plan:
 
     @property
     def resident_bytes(self) -> Mapping[str, int]:
-        """Between steps on the first rank, by column."""
+        """Bytes between steps on the first rank, by column."""
         return self.ranks[0].resident_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Allocated at most in a steady step."""
+        """Peak of allocated bytes in a steady step."""
         return max(one.peak_bytes for one in self.ranks)
 
     @property
     def allocated_bytes(self) -> int:
-        """Handed out at most by torch's allocator, in a steady step of the first rank."""
+        """Peak of bytes allocated by torch's allocator, in a steady step of the first rank."""
         return self.film.allocated_bytes
 
     @property
     def mapped_bytes(self) -> int:
-        """At most in pages that the ranks of a host map together, of the first rank; 0 but on CPUs."""
+        """Peak of bytes in pages shared by the ranks of a host, of the first rank; nonzero only on CPUs."""
         return self.film.mapped_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """Reserved at most by torch's allocator."""
+        """Peak of bytes reserved by torch's allocator."""
         return max(one.reserved_bytes for one in self.ranks)
 
     @property
     def total_bytes(self) -> int:
-        """Of the device at most."""
+        """Peak of device memory."""
         return self.reserved_bytes + self.outside_bytes
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it fits: "fits" with nine tenths of the known errors on top, "tight" without them, or "no"."""
+        """The verdict: "fits" with a margin for the 90th percentile of known errors, "tight" without it, or "no"."""
         host_bytes = self.host_bytes * bool(self.film.host_peak_bytes)
         return verdict_of(self.reserved_bytes, self.outside_bytes, self.asked, host_bytes)
 
@@ -157,27 +158,27 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Of a steady step: the film's, and what the device waits for retries of the allocator."""
+        """Seconds of a steady step: of the film, and of the allocator's retries."""
         return self.film.step_s + self.retries.steady_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         return self.asked.tokens_per_step / self.step_s
 
     @property
     def mfu(self) -> float:
-        """The part of the devices' peak that the model's own operations are."""
+        """Model FLOPS utilization: the model's own operations as a fraction of the devices' peak."""
         device = self.asked.device
         peak = device.peak_flops.get(self.asked.formats.param, device.peak_flops["float32"])
         return self.flops_per_step / self.step_s / (peak * self.asked.world_size)
 
     def gpu_hours(self, tokens: float) -> float:
-        """Return the device-hours of a number of tokens."""
+        """Return the device-hours for a number of tokens."""
         return tokens / self.tokens_per_s * self.asked.world_size / 3600
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as numbers, texts, lists and mappings; `zeroshard report` makes a page of it."""
+        """Return everything as JSON values; `zeroshard report` makes a page of them."""
         return {
             "version": 1,
             "model": {"name": self.model, "parameters": self.parameters_numel, "used_parameters": self.used_numel},
@@ -233,7 +234,7 @@ class Plan:
 
 
 def film_columns(film: Film) -> dict[str, Any]:
-    """Return a film as columns of numbers, and one list of names that they number."""
+    """Return a film as columns of numbers, and a list of names for their indices."""
     names: dict[str, int] = {}
 
     def number(name: str) -> int:
@@ -281,21 +282,21 @@ def film_columns(film: Film) -> dict[str, Any]:
 
 
 def _plain(record: RankClass | Change) -> dict[str, Any]:
-    """Return a record as a dictionary, mappings in it as well."""
+    """Return a record as a dictionary, including nested mappings."""
     values = {one.name: getattr(record, one.name) for one in dataclasses.fields(record)}
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
 def error_of(options: Options) -> tuple[float, float]:
-    """Return the known errors of such plans: median, and what nine in ten stay below, in parts."""
+    """Return the median and the 90th percentile of the known relative errors of such plans."""
     return TENSOR_ERROR if options.tensor > 1 else ERROR
 
 
 def verdict_of(reserved_bytes: int, outside_bytes: int, options: Options, host_bytes: int = 0) -> Verdict:
-    """Return whether the device holds so much, with the known error on what the allocator reserves.
+    """Return whether the device has enough memory, with the known error on reserved memory.
 
     Args:
-        host_bytes: that the processes of a node take of its memory, where something is offloaded to it.
+        host_bytes: host memory of the processes of a node, with offloading.
     """
     memory_bytes = options.device.memory_bytes
     if reserved_bytes + outside_bytes > memory_bytes or host_bytes > options.device.host_bytes:
@@ -304,23 +305,23 @@ def verdict_of(reserved_bytes: int, outside_bytes: int, options: Options, host_b
 
 
 LEAST_BYTES: Final = 5 << 20
-"""What is less is not a line of its own."""
+"""Smaller entries have no separate line."""
 SHOWN_LIVE: Final = 6
 SAYS: Final = MappingProxyType(
     {
-        "fits": "FITS, with the error of nine plans in ten on top",
-        "tight": "TIGHT: fits as predicted, but not with the error of nine plans in ten on top",
+        "fits": "FITS, with a margin for the error of 90% of plans",
+        "tight": "TIGHT: fits as predicted, but without a margin for the error of 90% of plans",
         "no": "DOES NOT FIT",
     }
 )
 
 
 PLAIN: Final = (("copies", 1), ("tensor", 1), ("sequence parallel", "no"), ("micro-batches", 1))
-"""Options that need no mention."""
+"""Default options, which are not shown."""
 
 
 def _offloaded(plan: Plan) -> list[str]:
-    """Return a line on what lies in other memories."""
+    """Return lines on state in other memories."""
     kept, lanes = plan.ranks[0].elsewhere_bytes, plan.film.busy_s
     if not kept:
         return []
@@ -328,8 +329,8 @@ def _offloaded(plan: Plan) -> list[str]:
     host = f"{plan.host_bytes / GIB:.1f} of {plan.asked.device.host_bytes / GIB:.1f} GiB of the node's memory"
     busy = ", ".join(f"{what} {seconds(lanes[lane])}" for lane, what in LANES.items() if lanes.get(lane))
     return [
-        f"offloaded           {places}, of a rank; at most {plan.film.host_peak_bytes / GIB:.2f} on the host; {host}",
-        f"beside computing    {busy}",
+        f"offloaded           {places}, per rank; peak {plan.film.host_peak_bytes / GIB:.2f} on the host; {host}",
+        f"offload lanes       {busy}",
     ]
 
 
@@ -343,26 +344,26 @@ LANES: Final = MappingProxyType(
         "write": "disk write",
     }
 )
-"""What each lane of offload is."""
+"""Labels of the lanes of offload."""
 
 
 def _render(plan: Plan) -> str:
-    """Return a plan as a person reads it at a glance."""
+    """Return a plan as text."""
     device, options = plan.asked.device, plan.options
     lines = [
         f"{plan.model}: {count(plan.parameters_numel)} parameters"
         + f" ({count(plan.used_numel)} used by each token)" * (plan.used_numel != plan.parameters_numel),
         ", ".join(f"{name} {value}" for name, value in options.items() if (name, value) not in PLAIN),
         "",
-        f"memory of a rank, GiB: {SAYS[plan.verdict]}",
+        f"memory per rank, GiB: {SAYS[plan.verdict]}",
     ]
     resident = plan.resident_bytes
     rows = [(name, nbytes) for name, nbytes in resident.items() if nbytes >= LEAST_BYTES]
-    rows.append(("the rest at the peak", plan.film.peak[0] - sum(resident.values())))
-    rows.append(("reserved beside that", max(0, plan.reserved_bytes - plan.film.peak[0])))
+    rows.append(("other, at the peak", plan.film.peak[0] - sum(resident.values())))
+    rows.append(("reserved, unallocated", max(0, plan.reserved_bytes - plan.film.peak[0])))
     rows.append(("context, communicators", plan.outside_bytes))
     lines += [bar(name, nbytes, device.memory_bytes) for name, nbytes in rows]
-    lines.append(bar("in all", plan.total_bytes, device.memory_bytes) + f" of {device.memory_bytes / GIB:.1f}")
+    lines.append(bar("total", plan.total_bytes, device.memory_bytes) + f" of {device.memory_bytes / GIB:.1f}")
     lines += ["", f"at the peak ({plan.film.peak_phase}):"]
     lines += [
         f"  {nbytes / GIB:8.2f}  {column}: {what}" + f" of {unit}" * bool(unit)
@@ -377,24 +378,24 @@ def _render(plan: Plan) -> str:
     each = plan.tokens_per_s / plan.asked.world_size
     lines += [
         "",
-        f"time of a step      {seconds(plan.step_s)}: "
+        f"time per step       {seconds(plan.step_s)}: "
         + ", ".join(f"{name} {seconds(took_s)}" for name, took_s in parts.items()),
-        f"speed               {plan.tokens_per_s:,.0f} tokens/s, {each:,.0f} a rank, {plan.mfu:.1%} of the peak; "
+        f"speed               {plan.tokens_per_s:,.0f} tokens/s, {each:,.0f} per rank, {plan.mfu:.1%} of the peak; "
         f"{plan.gpu_hours(1e9):,.1f} device-hours for 1e9 tokens",
-        "sent by a rank      "
+        "sent per rank       "
         + (", ".join(f"{kind} {nbytes / 1e9:,.2f} GB" for kind, nbytes in film.sent_bytes.items()) or "nothing"),
         f"first step          peak {plan.first.peak[0] / GIB:.2f} GiB, {seconds(plan.first.step_s)}",
-        f"asynchronous save   {plan.save_bytes / GIB:.2f} GiB of the host's memory for each rank",
+        f"asynchronous save   {plan.save_bytes / GIB:.2f} GiB of host memory per rank",
         *_offloaded(plan),
         *[f"allocator           {plan.retries}" for _ in plan.retries.by_step[:1]],
     ]
     if plan.verdict != "fits" and plan.changes:
-        lines += ["", "what would help, fastest first:"]
+        lines += ["", "changes that save memory, fastest first:"]
         lines += [
             f"  {one.what:26} {one.total_bytes / GIB:7.1f} GiB  {one.tokens_per_s:12,.0f} tokens/s  {one.verdict}"
             for one in plan.changes
         ]
         if all(one.verdict != "fits" for one in plan.changes):
-            lines.append("  none of them alone: --search tries combinations")
+            lines.append("  no single change is enough; --search tries combinations")
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)

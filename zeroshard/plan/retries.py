@@ -1,13 +1,13 @@
-"""What the caching allocator of a full device does step by step, and what that costs.
+"""Retries of the caching allocator on a full device, by step, and their cost.
 
-Owns the count of retries by step, and their price. Must not know what a step is made of (`film.py`), nor how the
-allocator works (`allocator.py`). Read `play_steps`.
+Owns the count of retries by step, and their cost. It must not know the contents of a step (`film.py`) or the allocator
+(`allocator.py`). Read `play_steps`.
 
 Note: where retries come from
-    A retry returns all free segments to the driver, so it also clears away a layout in which they did not fit together.
-    A step that repeats the one before it asks for the same sizes in the same order. So a layout that served one step
-    serves the next one as well, and retries end with the first steps, unless parts of a step that cannot share segments
-    (streams, small and large blocks) take turns in filling the device.
+    A retry returns all free segments to the driver, and thereby removes a layout in which they did not fit together. A
+    steady step requests the same sizes in the same order as the step before it, so a layout that served one step serves
+    the next. Therefore retries end with the first steps, unless parts of a step that cannot share segments (streams,
+    small and large blocks) alternately fill the device.
 """
 
 from collections.abc import Iterable
@@ -23,12 +23,12 @@ __all__ = ["NO_RETRIES", "Retries", "play_steps"]
 @final
 @dataclass(frozen=True)
 class Retries:
-    """What became of a sequence of steps.
+    """The result of a sequence of steps.
 
     Args:
-        by_step: retries of each step; the last one is the step that was out of memory, where one was.
+        by_step: number of retries of each step; the last step may have run out of memory.
         is_served: whether all requests were served.
-        steady_s: that the device waits in the last step because of its retries; 0 where it was out of memory.
+        steady_s: seconds that the device waits for retries in the last step; 0 if it ran out of memory.
     """
 
     by_step: tuple[int, ...] = ()
@@ -37,25 +37,25 @@ class Retries:
 
     @property
     def steady(self) -> int:
-        """Retries of a steady step: the last one; 0 where memory did not last until then."""
+        """Retries of a steady step, which is the last step; 0 if memory ran out earlier."""
         return self.by_step[-1] if self.by_step and self.is_served else 0
 
     def __str__(self) -> str:
         until = sum(self.by_step) - self.steady
         if not self.is_served:
-            return f"out of memory in step {len(self.by_step)} (retries: {until}): what is free lies in pieces"
+            return f"out of memory in step {len(self.by_step)} (retries: {until}): free memory is fragmented"
         return f"retries: {until} in the first steps, {self.steady} in a steady step"
 
 
 NO_RETRIES: Final = Retries()
-"""Of a device with room for all that the allocator reserves."""
+"""The retries of a device with enough memory for all reserved memory."""
 
 
 def play_steps(steps: Iterable[Iterable[Event]], rules: Rules, device: Device) -> Retries:
-    """Run the allocator's calls of some steps, the last of which counts as a steady one.
+    """Simulate the allocator's calls in some steps; the last step counts as steady.
 
     Raises:
-        ValueError: an event allocates a key that is allocated, or frees or records one that is not.
+        ValueError: an event allocates a key that is already allocated, or frees or records an unallocated key.
 
     >>> from zeroshard.plan.allocator import Action, Event, Rules
     >>> from zeroshard.plan.hardware import DEVICES

@@ -1,7 +1,7 @@
-"""What a caching allocator is asked for, and by which rules it answers: events, settings, sizes.
+"""The interface of the simulated caching allocator: events, settings, sizes.
 
 Owns the constants of torch's allocator and the settings of `PYTORCH_ALLOC_CONF`. It must not know blocks or segments:
-`plan/allocator.py` does, which applies these.
+`plan/allocator.py` applies these rules.
 
 Source: pytorch, c10/core/AllocatorConfig.h (as installed with torch 2.13); c10/cuda/CUDACachingAllocator.cpp,
 `round_size` and `roundup_power2_next_division`.
@@ -27,21 +27,21 @@ __all__ = [
 
 MIB: Final = 2**20
 BLOCK_BYTES: Final = 512
-"""Sizes are multiples of it."""
+"""Sizes are multiples of this number."""
 SMALL_BYTES: Final = MIB
-"""The largest allocation of a small pool."""
+"""Maximum size of allocations in a small pool."""
 SMALL_SEGMENT_BYTES: Final = 2 * MIB
 LONE_BYTES: Final = 10 * MIB
-"""From here on an allocation has a segment of its own."""
+"""Minimum size of allocations with a separate segment."""
 LONE_STEP_BYTES: Final = 2 * MIB
 UNLIMITED_BYTES: Final = 2**46
-"""Of a device whose size is not given; only the address space of expandable segments needs a number."""
+"""Size of an unlimited device; only the address space of expandable segments needs a number."""
 DIVISION_INTERVALS: Final = 16
-"""Of `roundup_power2_divisions`: [1, 2) MiB and below, [2, 4) MiB, ..., 32 GiB and above."""
+"""Number of intervals of `roundup_power2_divisions`: [1, 2) MiB and below, [2, 4) MiB, ..., 32 GiB and above."""
 
 
 class Action(Enum):
-    """What an event does: allocate, free, note a use on another stream, or note that a stream has caught up."""
+    """The kind of an event: allocate, free, record a use on another stream, or record that a stream is idle."""
 
     ALLOC = "alloc"
     FREE = "free"
@@ -53,10 +53,10 @@ class Event(NamedTuple):
     """One call of the allocator.
 
     Args:
-        key: names the allocation, from its ALLOC to its FREE; unused for DONE.
-        num_bytes: asked for; 0 for other events than ALLOC.
-        stream: of an ALLOC, the one it is made on; of a RECORD, one that uses it; of a DONE, one whose queue is empty.
-        action: what happens.
+        key: identifies the allocation, from its ALLOC to its FREE; unused for DONE.
+        num_bytes: requested bytes; 0 for events other than ALLOC.
+        stream: the stream of an ALLOC, the using stream of a RECORD, or the idle stream of a DONE.
+        action: the kind of the event.
     """
 
     key: Hashable
@@ -68,19 +68,19 @@ class Event(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Rules:
-    """The settings of `PYTORCH_ALLOC_CONF` that change what is reserved, and the device's size.
+    """The settings of `PYTORCH_ALLOC_CONF` that affect reserved memory, and the device's size.
 
     Args:
-        device_bytes: memory that the driver can give to the allocator; None for any amount.
-        allowed_bytes: of `torch.cuda.set_per_process_memory_fraction`, above which no segment is made; None for none.
-        large_segment_bytes: segments of allocations from 1 MiB to 10 MiB, and pages of an expandable segment.
-        max_split_bytes: blocks of this size and above are not split, nor used for anything smaller; None for no limit.
-        max_non_split_rounding_bytes: by how much less than this a block may exceed a request that is not to be split.
-        is_expandable: of `expandable_segments`.
-        power2_divisions: into how many sizes each range between powers of two is divided, by interval
-            (`DIVISION_INTERVALS`), a power of two each; 0 or 1 for no such rounding.
-        collect_above: share of `allowed_bytes` above which old free segments are returned before a new one is made;
-            0 for never. As in torch, it means nothing without `allowed_bytes`.
+        device_bytes: memory that the driver can provide; None for unlimited.
+        allowed_bytes: limit of `torch.cuda.set_per_process_memory_fraction`; None for no limit.
+        large_segment_bytes: size of segments for allocations from 1 MiB to 10 MiB, and of pages of expandable segments.
+        max_split_bytes: blocks of at least this size are not split or used for smaller requests; None for no limit.
+        max_non_split_rounding_bytes: exclusive limit of the excess of an unsplit block over its request.
+        is_expandable: the setting `expandable_segments`.
+        power2_divisions: for each interval (`DIVISION_INTERVALS`), the number of sizes between powers of two, a power
+            of two; 0 or 1 for no such rounding.
+        collect_above: fraction of `allowed_bytes` above which old free segments are returned before a new segment is
+            made; 0 for never. As in torch, it has no effect without `allowed_bytes`.
 
     Raises:
         ValueError: a setting is out of its range, or `max_split_bytes` is combined with `is_expandable`.
@@ -120,7 +120,7 @@ class Rules:
 
 
 def round_bytes(num_bytes: int, divisions: tuple[int, ...] = (0,) * DIVISION_INTERVALS) -> int:
-    """Return the size of the block that a request wants: 512 bytes at least, and a multiple of it or of a division."""
+    """Return the block size of a request: at least 512 bytes, and a multiple of 512 or of a division."""
     if num_bytes < BLOCK_BYTES:
         return BLOCK_BYTES
     exponent = num_bytes.bit_length() - 1

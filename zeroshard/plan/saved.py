@@ -1,14 +1,14 @@
 """Bytes that a transformer block keeps for the backward, in closed form: tables of terms, by block and treatment.
 
-Owns the tables and their sums, in integers; nothing runs and torch is not needed. A test traces the same blocks
-(`tests/plan/blocks.py`) and finds the same numbers. Must not know other models: those are traced.
+Owns the tables and their sums, in integers; it runs no model and needs no torch. A test traces the same blocks
+(`tests/plan/blocks.py`) and compares the numbers. It must not know other models: those are traced.
 
 Note: how to read a table
-    A term is a number of elements, in the dtype of the block, and a number of bytes, each times a product of sizes.
-    b is the batch, s the sequence, h the hidden width, a heads and f the inner width of the MLP. With T tensor ranks
-    the widths inside attention and the MLP are divided by T, "h/T" and "f/T"; "k/T" is the width of keys, which is
-    smaller than h where queries are grouped. Treatments: "kept" is what autograd saves; "recompute" is activation
-    checkpointing of the block, which saves its input; "selective" recomputes all but products and attention
+    A term is a number of elements in the block's dtype, and a number of bytes, each times a product of sizes. b is the
+    batch, s the sequence, h the hidden width, a the number of heads and f the inner width of the MLP. With T tensor
+    ranks, the widths inside attention and the MLP are divided by T, "h/T" and "f/T"; "k/T" is the width of keys, which
+    is smaller than h with grouped queries. Treatments: "kept" is what autograd saves; "recompute" is activation
+    checkpointing of the block, which saves its input; "selective" recomputes everything except products and attention
     (`PRODUCTS` of `table/activations.py`).
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.1, whose 34
@@ -27,14 +27,14 @@ __all__ = ["SAVED", "Shape", "TREATMENTS", "Table", "Term", "saved_bytes"]
 @final
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a block, and into how many tensor ranks it is cut.
+    """The sizes of a block, and its number of tensor ranks.
 
     Args:
-        inner: width of the MLP; 0 stands for four times the hidden width.
-        kv_heads: heads of keys and values; 0 stands for as many as of queries.
+        inner: width of the MLP; 0 for four times the hidden width.
+        kv_heads: number of heads of keys and values; 0 for the number of query heads.
 
     Raises:
-        ValueError: a size is less than 1, or is not a multiple of what divides it.
+        ValueError: a size is less than 1, or is not divisible as required.
     """
 
     batch: int
@@ -59,12 +59,12 @@ class Shape:
 
     @property
     def head_width(self) -> int:
-        """Of one head."""
+        """Width of one head."""
         return self.hidden // self.heads
 
     @property
     def own_heads(self) -> int:
-        """Heads of queries on one tensor rank."""
+        """Number of query heads on one tensor rank."""
         return self.heads // self.tensor
 
     @property
@@ -83,7 +83,7 @@ class Shape:
         return self.inner // self.tensor
 
     def sizes(self) -> Mapping[str, int]:
-        """Return the sizes by the names that terms use."""
+        """Return the sizes by their names in terms."""
         return {
             "b": self.batch,
             "s": self.sequence,
@@ -98,12 +98,12 @@ class Shape:
 @final
 @dataclass(frozen=True)
 class Term:
-    """Elements and bytes for each of a product of sizes.
+    """Elements and bytes per unit of a product of sizes.
 
     Args:
-        of: names of sizes, with a space between them.
-        elements: numbers in the dtype of the block.
-        nbytes: bytes whatever the dtype.
+        of: names of sizes, separated by spaces.
+        elements: number of elements in the block's dtype.
+        nbytes: number of bytes, independent of the dtype.
     """
 
     of: str
@@ -112,21 +112,21 @@ class Term:
 
 
 _INPUT: Final = (Term("b s h", 1),)
-# Of flash attention: the state of the random numbers, also where nothing is dropped.
+# Of flash attention: the state of the random generator, even without dropout.
 _SEED: Final = Term("", nbytes=24)
 
-# Kept by all blocks: queries and mixed heads, keys and values, and the sums of the softmax in fp32.
+# Kept by all blocks: queries and attention outputs, keys and values, and the sums of the softmax in fp32.
 _ATTENTION: Final = (Term("b s h/T", 2), Term("b s k/T", 2), Term("b s a/T", nbytes=4))
 
 
 @final
 @dataclass(frozen=True)
 class Table:
-    """What a block keeps.
+    """The kept tensors of a block.
 
     Args:
-        itemsizes: bytes of an element for which it holds.
-        kept, selective: terms of these treatments; with "recompute" every block keeps its input.
+        itemsizes: bytes per element for which the table is valid.
+        kept, selective: terms of these treatments; with "recompute", every block keeps its input.
     """
 
     itemsizes: tuple[int, ...]
@@ -142,28 +142,28 @@ SAVED: Final[Mapping[tuple[str, str], Table]] = MappingProxyType(
     {
         ("gpt2", "cuda"): Table(
             (2,),
-            # Inputs of both norms and of the product behind each, two masks of a byte; inputs of the GELU and of the
+            # Inputs of both norms and of the product after each, two masks of one byte; inputs of the GELU and of the
             # last product; two statistics of each norm.
             kept=(Term("b s h", 4, 2), Term("b s f/T", 2), Term("b s", nbytes=16), *_ATTENTION, _SEED),
-            # The input, results of all products, and the mixed heads.
+            # The input, the results of all products, and the attention output.
             selective=(Term("b s h", 3), Term("b s f/T", 1), *_ATTENTION, _SEED),
         ),
         ("gpt2", "cpu"): Table(
             (2, 4),
-            # Masks are of the dtype of the block, and so are statistics.
+            # Masks and statistics have the block's dtype.
             kept=(Term("b s h", 6), Term("b s f/T", 2), Term("b s", 4), *_ATTENTION),
             selective=(Term("b s h", 3), Term("b s f/T", 1), *_ATTENTION),
         ),
         ("llama", "cuda"): Table(
             (2,),
-            # Inputs of both norms and of the products behind each; the gate, its SiLU, what it is multiplied with and
-            # their product; one statistic of each norm.
+            # Inputs of both norms and of the products after each; the gate, its SiLU, its other factor and the product;
+            # one statistic of each norm.
             kept=(Term("b s h", 4), Term("b s f/T", 4), Term("b s", nbytes=8), *_ATTENTION, _SEED),
             selective=(Term("b s h", 3), Term("b s f/T", 2), *_ATTENTION, _SEED),
         ),
         ("llama", "cpu"): Table(
             (4,),
-            # The norm is made of several operations, and what it multiplies with its weight is kept as well.
+            # The norm consists of several operations, and the factor of its weight is also kept.
             kept=(Term("b s h", 6), Term("b s f/T", 4), Term("b s", nbytes=8), *_ATTENTION),
             selective=(Term("b s h", 3), Term("b s f/T", 2), *_ATTENTION),
         ),
@@ -172,11 +172,11 @@ SAVED: Final[Mapping[tuple[str, str], Table]] = MappingProxyType(
 """Tables by block and personality."""
 
 TREATMENTS: Final = ("kept", "recompute", "selective")
-"""What tables know."""
+"""Treatments of the tables."""
 
 
 def saved_bytes(block: str, shape: Shape, treatment: str = "kept", personality: str = "cuda", itemsize: int = 2) -> int:
-    """Return the bytes that a block keeps for the backward, its input included.
+    """Return the bytes that a block keeps for the backward, including its input.
 
     Args:
         block: "gpt2" or "llama".
@@ -199,7 +199,7 @@ def saved_bytes(block: str, shape: Shape, treatment: str = "kept", personality: 
         known = ", ".join(f"{one} on {whose} ({'/'.join(map(str, t.itemsizes))})" for (one, whose), t in SAVED.items())
         raise ValueError(
             f"There is no table for {block} on {personality}, {treatment}, with elements of {itemsize} bytes. "
-            f"There is: {known}; each with {', '.join(TREATMENTS)}."
+            f"Known tables: {known}; each with {', '.join(TREATMENTS)}."
         )
     sizes = shape.sizes()
     terms = table.terms(treatment)

@@ -1,11 +1,11 @@
-"""The planner judged on runs that others published: predicted beside measured, row by row, and sums of the errors.
+"""The planner's accuracy on published runs: predictions and measurements, row by row, and statistics of the errors.
 
-Owns the reading of such rows, what each is planned as, and the statistics. Must not know how a plan is made
+Owns the reading of published rows, their conversion into plans, and the statistics. It must not know how plans are made
 (`systems.py`). Needs no torch, and reads one file.
 
 Note: what is not planned, and said to be so
     Rows without layers or width; adapters and quantized weights (LoRA, QLoRA); mixtures of experts and hybrids of other
-    projects; the largest model that fits. They are in `Scorecard.skipped`, with the reason.
+    projects; the largest model that fits. `Scorecard.skipped` has them, with reasons.
 """
 
 import csv
@@ -41,12 +41,12 @@ TIME: Final = "time"
 @final
 @dataclass(frozen=True)
 class Record:
-    """A measured number, and the planned one.
+    """A measured number, and its prediction.
 
     Args:
-        group: which of the scorecard's groups it counts for.
+        group: group of the scorecard.
         label: model and layout.
-        is_held_out: whether the row is of the half that the knobs of time were not chosen on.
+        is_held_out: whether the row is in the half on which the parameters of time were not chosen.
     """
 
     source: str
@@ -60,14 +60,14 @@ class Record:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to the measurement."""
+        """Relative error of the prediction."""
         return self.predicted / self.measured - 1
 
 
 @final
 @dataclass(frozen=True)
 class Label:
-    """Whether a run ran, and whether the plan says that it does."""
+    """Whether a run succeeded, and whether the plan predicts that."""
 
     source: str
     label: str
@@ -78,7 +78,7 @@ class Label:
 @final
 @dataclass(frozen=True)
 class Sums:
-    """Of absolute errors: their number, median, 90th percentile, and the shares within 10% and 15%."""
+    """Statistics of absolute errors: number, median, 90th percentile, and the fractions within 10% and 15%."""
 
     count: int
     median: float
@@ -93,8 +93,8 @@ class Scorecard:
     """All records of a file.
 
     Args:
-        skipped: reasons for which rows were not planned, and how many.
-        ranks: Kendall's tau of the configurations of a model on a number of devices, by both.
+        skipped: number of skipped rows by reason.
+        ranks: Kendall's tau of the configurations, by model and number of devices.
     """
 
     records: Sequence[Record]
@@ -104,35 +104,35 @@ class Scorecard:
 
     @cached_property
     def groups(self) -> Mapping[str, Sums]:
-        """Sums by group."""
+        """Statistics by group."""
         return _sums_by(self.records, lambda one: one.group)
 
     @cached_property
     def sources(self) -> Mapping[str, Sums]:
-        """Sums by source and kind: memory or time."""
+        """Statistics by source and kind: memory or time."""
         return _sums_by(self.records, lambda one: f"{one.source[:52]}: {one.group.split(',')[0]}")
 
     @cached_property
     def halves(self) -> Mapping[str, Sums]:
-        """Sums of time, of the half that the knobs were chosen on and of the other."""
+        """Statistics of time, for the half on which the parameters were chosen and for the other half."""
         timed = [one for one in self.records if one.group == TIME]
         return _sums_by(timed, lambda one: "held out" if one.is_held_out else "chosen on")
 
     @property
     def balanced_accuracy(self) -> float:
-        """The mean of the shares of crashes and of runs that ran which the plan tells."""
+        """The mean of the fractions of crashed and of successful runs that the plan predicts."""
         told = [[one.fits == one.ran for one in self.labels if one.ran == ran] for ran in (False, True)]
         return sum(sum(one) / len(one) for one in told if one) / max(1, sum(map(bool, told)))
 
     @property
     def wrong_no(self) -> float:
-        """The share of runs that ran for which the plan says no."""
+        """The fraction of successful runs for which the plan says no."""
         ran = [one for one in self.labels if one.ran]
         return sum(not one.fits for one in ran) / len(ran) if ran else 0.0
 
     @property
     def misses(self) -> Sequence[Label]:
-        """Labels that the plan does not tell."""
+        """Labels that the plan predicts wrong."""
         return [one for one in self.labels if one.ran != one.fits]
 
     def to_json(self) -> str:
@@ -167,7 +167,7 @@ def _sums(errors: list[float]) -> Sums:
     return Sums(n, median(errors), errors[max(0, place)], *within)
 
 
-# -- what a row is planned as -----------------------------------------------------------------------------------------
+# -- the plan of a row ------------------------------------------------------------------------------------------------
 
 _SYSTEM_OF: Final = (
     ("HF Ultra-Scale Playbook", "nanotron"),
@@ -189,14 +189,14 @@ _SYSTEM_OF: Final = (
     ("litgpt extensions/thunder README FSDP", "fsdp-pure"),
     ("torchtune README llama3.2-3B", "ddp"),
 )
-"""Beginnings of sources, and systems."""
+"""Systems by prefix of the source."""
 _INNER: Final = MappingProxyType({2048: 8192, 3072: 8192, 4096: 14336, 8192: 28672})
 """Widths of the playbook's MLPs, by hidden width (nanotron, scaling_benchmarks.py: `model_configs`)."""
 _LLAMA_INNER: Final = MappingProxyType({8192: 28672, 16384: 53248, 3072: 8192, 2048: 5632})
 
 
 class _NotPlannedError(Exception):
-    """A row is not planned; the message says why."""
+    """A row is not planned; the message gives the reason."""
 
 
 def _whole(row: Mapping[str, str], key: str, default: int | None = None) -> int:
@@ -255,7 +255,7 @@ def _run(row: Mapping[str, str]) -> Run:
     layers, hidden, sequence = _whole(row, "layers"), _whole(row, "hidden"), _whole(row, "seq")
     if "LoRA" in row["recompute"] or "LoRA" in source:
         raise _NotPlannedError("adapters, quantized weights, or too little said about the run")
-    # Megatron pads GPT-2's 50,257 tokens; where heads are not said, they are 128 wide.
+    # Megatron pads GPT-2's 50,257 tokens; if the number of heads is unknown, heads are 128 wide.
     heads, vocabulary = _whole(row, "heads", max(1, hidden // 128)), _whole(row, "vocab", 51200)
     heads = heads if hidden % heads == 0 else max(1, hidden // 128)
     data, tensor, pipe = (_whole(row, key, 1) for key in ("dp", "tp", "pp"))
@@ -279,15 +279,15 @@ def _run(row: Mapping[str, str]) -> Run:
 
 
 def token_flops(run: Run, source: str) -> float:
-    """Return the operations that a source counts for a token."""
+    """Return the operations per token, as counted by a source."""
     shape, s = run.shape, run.sequence
     layers, h, vocabulary = shape.layers, shape.hidden, shape.vocabulary
-    if source.startswith("Megatron-Bridge"):  # causal attention; the embedding is no product
+    if source.startswith("Megatron-Bridge"):  # causal attention; the embedding is not a product
         return 6 * (shape.numel() - vocabulary * h) + 6 * layers * h * s
     if source.startswith("bigscience tr11"):
         return 8 * shape.numel()
     if source.startswith(("HF", "mosaicml")):
-        # The playbook counts the parameters of all pipeline ranks: a tied embedding twice, where they are several.
+        # The playbook counts the parameters of all pipeline ranks: a tied embedding twice if there are several.
         again = vocabulary * h if shape.is_tied and run.pipe > 1 and source.startswith("HF") else 0
         return 6 * (shape.numel() + again) + 12 * layers * h * s
     factor = 72 if source.startswith("Megatron-LM README") or run.treatment == "keep" else 96
@@ -355,14 +355,13 @@ def scorecard(path: str | Path) -> Scorecard:
             zero_stage, micro_batch, global_batch, recompute, measured_metric, value, unit.
 
     Returns:
-        One record for each number that is planned, and one label for each run that is said to have crashed or that
-        memory was measured of.
+        One record for each planned number, and one label for each run that crashed or whose memory was measured.
 
     Raises:
-        ValueError: the file cannot be read, or has no rows or other columns.
+        ValueError: the file cannot be read, has no rows, or has other columns.
     """
     rows = _read(path)
-    # Whether a row is held out depends on the row alone, so that samples and the whole agree.
+    # A row alone determines whether it is held out, so samples and the whole file agree.
     records, labels, skipped = list[Record](), list[Label](), Counter[str]()
     for row in rows:
         try:
@@ -441,7 +440,7 @@ def render(card: Scorecard, *, others: int = 20) -> str:
     """Return a scorecard as plain text.
 
     Args:
-        others: rows of other layouts, and misses of labels, that are listed; the largest errors first.
+        others: number of listed rows of other layouts, and of wrong labels; the largest errors first.
     """
     lines = ["Predicted against published runs (absolute relative errors)", ""]
     for title, sums in (("", card.groups), ("Time, by half", card.halves), ("By source", card.sources)):

@@ -7,15 +7,17 @@ candidates are planned in full, with the allocator: their verdicts include reser
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import product
 from types import MappingProxyType
 from typing import Any, Final, final
 
+from zeroshard.describe.offload import Offload
 from zeroshard.describe.treatments import activations_of
 from zeroshard.plan.hardware import Device, device_named
 from zeroshard.plan.job import Options, check_options, check_shape, precision_for
+from zeroshard.plan.offloading import choose_offload
 from zeroshard.plan.planning import plan_shape, shape_of
 from zeroshard.plan.result import Plan
 from zeroshard.plan.shapes import Transformer
@@ -42,12 +44,16 @@ class Search:
         frontier: the Pareto frontier of allocated memory and tokens per second, sorted by memory. Verdicts of the
             frontier include reserved memory; those of other candidates count only allocated memory.
         best: for each number of ranks, the plan of the fastest configuration that fits, or None.
+        reasons: the reason for offload, for each number of ranks whose best plan offloads.
+        offloads_tried: number of simulated configurations with offload; the best ones are among `candidates`.
     """
 
     model: Transformer
     candidates: Sequence[Candidate]
     frontier: Sequence[Candidate]
     best: Mapping[int, Plan | None]
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    offloads_tried: int = 0
 
     def __str__(self) -> str:
         return _render(self)
@@ -61,6 +67,8 @@ class Search:
             "frontier": [_plain(one) for one in self.frontier],
             "configurations": [_plain(one) for one in thinned(self.candidates, LISTED)],
             "best": {ranks: plan and plan.to_json() for ranks, plan in self.best.items()},
+            "reasons": dict(self.reasons),
+            "offloads_tried": self.offloads_tried,
         }
 
 
@@ -77,6 +85,7 @@ def search(
     tensors: Sequence[int] = TENSORS,
     activations: Sequence[str] = TREATMENTS,
     global_batch: int | None = None,
+    offload: Sequence[str] = ("host",),
 ) -> Search:
     """Simulate many configurations of a model, and return the frontier and the fastest configuration that fits.
 
@@ -86,6 +95,9 @@ def search(
             parallelism (within a node), treatments of activations. The search also tries one replica of the sharded
             state up to one per node.
         global_batch: sequences of a step, over all ranks; by default one micro-batch per step.
+        offload: places for states, and for parameters at stage 3, in the order of trial: "host", and folders if the
+            machines have a disk; () for no offload. The search offloads if nothing fits without offload, or if that is
+            faster; `Search.reasons` says which. On a CPU, device and host share one memory, so nothing is moved.
 
     Raises:
         ValueError: as `zs.plan`, or no configuration is possible.
@@ -98,6 +110,7 @@ def search(
     ```
     """
     shape, preset = shape_of(model), device_named(device)
+    places = _places_of(offload, preset)
     asked_sizes = list(world_size) if isinstance(world_size, Iterable) else [world_size]
     if not asked_sizes:
         raise ValueError("world_size must be a number of ranks, or several; got none.")
@@ -122,8 +135,29 @@ def search(
     plan = lru_cache(maxsize=None)(partial(plan_shape, shape))
     on_frontier = {one.options for one in frontier_of(candidates)}
     candidates = [_settled(one, plan(one.options)) if one.options in on_frontier else one for one in candidates]
-    best = {ranks: _best(plan, [one for one in candidates if one.options.world_size == ranks]) for ranks in sizes}
-    return Search(shape, tuple(candidates), tuple(frontier_of(candidates)), MappingProxyType(best))
+    best, reasons, tried = dict[int, Plan | None](), dict[int, str](), 0
+    for ranks in sizes:
+        some = [one for one in candidates if one.options.world_size == ranks]
+        best[ranks] = _best(plan, some)
+        chosen = choose_offload(some, best[ranks], places, partial(candidate_of, shape), plan)
+        tried += chosen.tried
+        if chosen.candidate is not None:
+            best[ranks], reasons[ranks] = chosen.plan, chosen.reason
+            candidates.append(chosen.candidate)
+    found = tuple(candidates), tuple(frontier_of(candidates)), MappingProxyType(best), MappingProxyType(reasons)
+    return Search(shape, *found, tried)
+
+
+def _places_of(asked: Sequence[str], device: Device) -> list[str]:
+    """Return the places that a search may move something to.
+
+    Raises:
+        TypeError: a text, which would be read as a list of letters.
+        ValueError, TypeError: a place that is none.
+    """
+    if isinstance(asked, str):
+        raise TypeError(f'search(offload=) takes a list of places, such as ["host", "/scratch"]; got {asked!r}.')
+    return [str(Offload(to=place).to) for place in asked if not device.is_cpu]
 
 
 def _settled(one: Candidate, plan: Plan) -> Candidate:
@@ -215,7 +249,9 @@ def _render(found: Search) -> str:
     text += aligned([heads, *rows])
     text += ["", "the fastest that fits:"]
     text += [
-        f"  {ranks:6,} ranks: " + ("none" if plan is None else f"{plan.tokens_per_s:,.0f} tokens/s with {_row(plan)}")
+        f"  {ranks:6,} ranks: "
+        + ("none" if plan is None else f"{plan.tokens_per_s:,.0f} tokens/s with {_row(plan)}")
+        + (f"; {found.reasons[ranks]}" if ranks in found.reasons else "")
         for ranks, plan in found.best.items()
     ]
     plans = [plan for plan in found.best.values() if plan is not None]
@@ -225,4 +261,18 @@ def _render(found: Search) -> str:
 def _row(plan: Plan) -> str:
     words = plan.options
     named = ("copies", "tensor", "micro-batch")
-    return ", ".join([str(words["row"]), f"activations {words['activations']}", *(f"{n} {words[n]}" for n in named)])
+    moved = plan.asked.offload
+    row = str(words["row"]) if moved is None else f"stage {_stage_of(plan.asked)}, {_moved(moved)}"
+    return ", ".join([row, f"activations {words['activations']}", *(f"{n} {words[n]}" for n in named)])
+
+
+def _stage_of(options: Options) -> int:
+    """Return the stage of a configuration of a search, without what it moves elsewhere."""
+    row = dataclasses.replace(options.row, activations=row_of_stage(0).activations)
+    return next(number for number, one in STAGES.items() if one == row)
+
+
+def _moved(offload: Offload) -> str:
+    """Return what an offload moves, as `--offload` reads it."""
+    parts = {"states": offload.states, "parameters": offload.parameters}
+    return "offload " + ",".join([*(f"{name}={part:g}" for name, part in parts.items() if part), f"to={offload.to}"])

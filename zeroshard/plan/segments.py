@@ -1,6 +1,6 @@
-"""Recomputation in segments of several modules, for traces: only the first one of a segment keeps its inputs.
+"""Recomputation in segments of several modules, for traces: only the first module of a segment keeps its inputs.
 
-Owns a second telling of what `activations/recompute.py` does to memory there, without the checks of values. Must not
+Owns a reimplementation of the memory effects of `activations/recompute.py`, without the checks of values. It must not
 know units. Read `describe/activations.py` first.
 """
 
@@ -28,7 +28,7 @@ class _Input:
 
 @final
 class _Outputs:
-    """The outputs of one call, which the recomputation of the next one reads."""
+    """The outputs of one call, which the recomputation of the next call reads."""
 
     def __init__(self) -> None:
         self.node: Any = None
@@ -46,7 +46,7 @@ class _Outputs:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """Stands for an input that is an output of the call before."""
+    """Stands for an input that is an output of the previous call."""
 
     of: _Outputs
     index: int
@@ -56,7 +56,7 @@ class _Output:
 
 
 class _Marked(torch.autograd.Function):
-    """Saves tensors beside the graph, where the next call can ask for them."""
+    """Saves tensors next to the graph, where the next call can read them."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
@@ -70,10 +70,10 @@ class _Marked(torch.autograd.Function):
 
 @final
 class Segments:
-    """The segments of some modules, in the order in which they are called.
+    """The segments of some modules, in the order of their calls.
 
     Args:
-        every: calls in one.
+        every: number of calls per segment.
     """
 
     def __init__(self, every: int) -> None:
@@ -81,7 +81,7 @@ class Segments:
         self._tensors: list[weakref.ref[Tensor]] = []
 
     def hang(self, module: nn.Module) -> None:
-        """Have a module be one of them."""
+        """Add a module to the segments."""
         plain = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ class Segments:
 
 @final
 class _Run:
-    """One call, made again in the backward."""
+    """One call, repeated in the backward."""
 
     def __init__(self, plain: Callable[..., Any], first: Any, stored: Any, *, is_marked: bool) -> None:
         self._plain, self._first, self._stored, self._is_marked = plain, first, stored, is_marked

@@ -84,7 +84,7 @@ class Transformer:
         if self.experts_used > self.experts:
             raise ValueError(f"Transformer.experts_used must be at most experts, got {self.experts_used}.")
         if self.experts and self.dense_layers > 0 and not self.dense_inner:
-            raise ValueError("Transformer.dense_inner must be at least 1 where there are dense_layers, got 0.")
+            raise ValueError("Transformer.dense_inner must be at least 1 with dense_layers above 0, got 0.")
         if self.experts and self.block == "gpt2":
             raise ValueError("Transformer.experts must be 0 with block='gpt2'; experts have gates, as in 'llama'.")
         if self.latent and not (len(self.latent) == 5 and all(isinstance(one, int) and one > 0 for one in self.latent)):

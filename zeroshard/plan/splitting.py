@@ -1,6 +1,6 @@
-"""Modules that are split over a tensor axis: split here as their user would, or checked.
+"""Modules that are split over a tensor axis: split by the caller's function, or checked.
 
-Owns the emulated ranks of that axis. Must not know traces. Read `describe/split.py` first.
+Owns the emulated ranks of that axis. It must not know traces. Read `describe/split.py` first.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,16 +19,16 @@ __all__ = ["check_split", "split"]
 
 
 def check_split(model: nn.Module, ranks: int) -> None:
-    """Raise unless a model is split over as many ranks as a plan has along the tensor axis.
+    """Raise unless a model is split over the plan's number of tensor ranks.
 
     Raises:
-        ValueError: it is not, or parameters lie otherwise than `zs.shard` takes them.
+        ValueError: the model is not split so, or `zs.shard` does not support the layout of a parameter.
     """
     check_buffers(model)
     found = split_parameters(model)
     if not found and ranks > 1:
         raise ValueError(
-            f"tensor={ranks}: no parameter of this {type(model).__name__} is split. Give plan() parallelize=, a "
+            f"tensor={ranks}: no parameter of this {type(model).__name__} is split. Pass to plan() parallelize=, a "
             "function of a module and a mesh that calls parallelize_module(), or a module that has been parallelized."
         )
     for name, parameter in found.items():
@@ -36,12 +36,12 @@ def check_split(model: nn.Module, ranks: int) -> None:
         if mesh.size() != ranks or mesh.ndim != 1:
             raise ValueError(
                 f"tensor={ranks}: parameter '{name}' is a DTensor over {mesh.size()} ranks in {mesh.ndim} "
-                "dimension(s). Give plan() the size of the axis that parallelize_module() split the module over."
+                "dimension(s). Pass to plan() the size of the axis over which parallelize_module() split the module."
             )
         if mesh.device_type not in ("cpu", "meta"):
             raise ValueError(
-                f"Parameter '{name}' is a DTensor over devices of type '{mesh.device_type}', and traces run on the "
-                "CPU. Give plan() the plain module and parallelize=, in a process without a process group."
+                f"Parameter '{name}' is a DTensor over devices of type '{mesh.device_type}', but traces run on the "
+                "CPU. Pass to plan() the plain module and parallelize=, in a process without a process group."
             )
         check_placement(name, parameter, ranks)
 
@@ -53,23 +53,23 @@ def split(
     units: Sequence[object] | None,
     stack: ExitStack,
 ) -> tuple[nn.Module, Sequence[object] | None]:
-    """Return a copy of a model on the meta device that a caller's function has split, and its units.
+    """Return a copy of a model on the meta device that the caller's function has split, and its units.
 
-    The model stays as it is.
+    The model does not change.
 
     Args:
-        ranks: along the tensor axis.
+        ranks: number of ranks along the tensor axis.
         parallelize: called with the copy and the mesh of these ranks.
-        units: as `zs.shard` takes them, of the model.
-        stack: holds the emulated process group that the copy belongs to.
+        units: units of the model, as in `zs.shard`.
+        stack: holds the emulated process group of the copy.
 
     Raises:
-        RuntimeError: the process has a process group already.
+        RuntimeError: the process already has a process group.
     """
     if dist.is_available() and dist.is_initialized():
         raise RuntimeError(
-            "parallelize= needs a process without a process group, since it emulates one. Plan before "
-            "init_process_group() or zs.init(), or give plan() the module that was parallelized over the group's mesh."
+            "parallelize= emulates a process group, but the process already has one. Plan before "
+            "init_process_group() or zs.init(), or pass to plan() the module parallelized over the group's mesh."
         )
     stack.enter_context(emulated_group(ranks))
     copied = on_meta(model)

@@ -1,18 +1,18 @@
-"""How other systems lay a step out: data about each, and what a run of one takes in memory and time.
+"""Models of other systems' training steps: data about each system, and the memory and time of its runs.
 
-Owns the facts that published runs are planned by: kernels, dtypes, what is exchanged when, and what overlaps. Must not
-know the runs (`scorecard.py`) nor this project's engine. Needs no torch. `nanotron.py` has one system to the tensor;
-the rest is in closed form, from the tapes of `transformer.py`.
+Owns the facts by which published runs are planned: kernels, dtypes, exchanges, and overlap. It must not know the runs
+(`scorecard.py`) or this project's engine. Needs no torch. `nanotron.py` models one system tensor by tensor; the others
+are in closed form, from the tapes of `transformer.py`.
 
 Note: the knobs
-    A few generic figures say how far eager programs stay behind the presets of `hardware.py`: `SUSTAINED_PART`,
-    `KERNEL_HOST_S`, `EXCHANGE_HOST_S`, `NODE_PART`, `BLOCKED_S`, `MESSAGE_S`, `POLLED_S` and `host_part` of systems.
-    `POLLED_DEVICES` and `UNPOLLED_TENSOR` say which version of nanotron a run had, which is not published. Their values
-    were settled on a random half of the published rows of time (`Scorecard.halves`); but which effects there are,
-    and where to begin, was read from all rows, so the other half is not wholly unseen.
-    No number was fitted to rows of memory. Facts were read from them, as groups: a tie of `nanotron.blocks_of`; that
-    hosts run a full queue ahead, those of pipelines not (`Rank.is_waiting`), which p2p.py explains; and that what
-    a collective queues counts with its events. `UNPOLLED_TENSOR` was looked for because of memory, and found in times.
+    Some generic parameters describe the slowdown of eager programs compared with the presets of `hardware.py`:
+    `SUSTAINED_PART`, `KERNEL_HOST_S`, `EXCHANGE_HOST_S`, `NODE_PART`, `BLOCKED_S`, `MESSAGE_S`, `POLLED_S` and
+    `host_part` of systems. `POLLED_DEVICES` and `UNPOLLED_TENSOR` select the version of nanotron of a run, which is not
+    published. Their values were chosen on a random half of the published rows of time (`Scorecard.halves`); but the
+    effects and their starting values were found on all rows, so the other half is not fully unseen.
+    No number was fitted to rows of memory. Facts were derived from groups of them: the tie of `nanotron.blocks_of`;
+    that hosts run ahead by a full queue, except in pipelines (`Rank.is_waiting`), which p2p.py explains; and that the
+    queue also counts the events of a collective. Memory suggested `UNPOLLED_TENSOR`, and times determined its value.
 
 Source: NVIDIA/Megatron-LM (megatron/core: tensor_parallel, pipeline_parallel/schedules.py, distributed), bigscience's
 Megatron-DeepSpeed, microsoft/DeepSpeed (runtime/zero), mosaicml/llm-foundry (FSDP), huggingface/nanotron.
@@ -36,45 +36,45 @@ from zeroshard.plan.transformer import Kernels, Workload, cached_tapes
 __all__ = ["Run", "SYSTEMS", "Seconds", "System", "memory_bytes", "step_seconds"]
 
 SUSTAINED_PART: Final = 0.75
-"""Of what products reach alone: clocks fall under the power of a whole step."""
+"""Fraction of the speed of isolated products: clocks drop at the power of a whole step."""
 FLASH2_H100_PART: Final = 335 / 989
 """Dao, FlashAttention-2 (arXiv 2307.08691), section 4.1: 335 TFLOPS on an H100, of 989."""
 KERNEL_HOST_S: Final = 31e-6
-"""What the host takes to queue a kernel from Python."""
+"""Seconds of the host to queue a kernel from Python."""
 EXCHANGE_HOST_S: Final = 250e-6
-"""What the host takes to queue a collective from Python, with the autograd function around it."""
+"""Seconds of the host to queue a collective from Python, including its autograd function."""
 NODE_PART: Final = 0.5
-"""Of a node's adapters, that collectives reach."""
+"""Fraction of the bandwidth of a node's adapters that collectives reach."""
 BLOCKED_S: Final = (0.16e-3, 0.05e-3)
-"""What a collective of the tensor ranks takes for each of them, and that for each node, where the host waits for it:
-memory shows that no tensor waits then (`nanotron_memory.py`), and small micro-batches are bound by it."""
+"""Seconds of a collective of the tensor ranks, per rank, and per node, if the host waits for it. Memory shows that
+tensors then do not wait (`nanotron_memory.py`), and small micro-batches are bound by it."""
 MESSAGE_S: Final = 2e-3
-"""What the messages of a micro-batch between pipeline ranks of nanotron take (p2p.py: two messages of sizes before each
-tensor, one after the other, and the host waits for each)."""
+"""Seconds of the messages of a micro-batch between pipeline ranks of nanotron (p2p.py: before each tensor two messages
+of sizes, one after the other, and the host waits for each)."""
 
 POLLED_S: Final = 0.85
-"""The same where the host sleeps 0.1 s between looks at each of 8 messages, as a later p2p.py has it."""
+"""The same if the host sleeps 0.1 s between polls of each of 8 messages, as in a later p2p.py."""
 POLLED_DEVICES: Final = 512
-"""From here on the times of nanotron's runs show that later version, whose host waits for collectives, too; which one a
-run had is not published."""
+"""Minimum number of devices whose runs' times match that later version of nanotron, whose host also waits for
+collectives; the version of a run is not published."""
 
 UNPOLLED_TENSOR: Final = 32
-"""The largest tensor width: 7 of the chosen half's 12 such runs without a pipeline show the earlier version."""
+"""The largest tensor width: 7 of 12 such runs without a pipeline, in the chosen half, match the earlier version."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """What a program does that a plan has to know.
+    """The properties of a program that a plan needs.
 
     Args:
-        kernels: which it uses.
+        kernels: the kernels of the program.
         is_sequence_parallel: whether tensor ranks split tokens outside products.
-        grad_bytes: of an element of gradients, as they are held and exchanged.
-        state_bytes: of the master and the states of an element.
-        overlaps_data: the part of the backward that the exchange of gradients may hide behind.
-        has_cudnn: whether attention is cuDNN's, not FlashAttention-2, which was written for the A100.
-        host_part, exchange_part: of the host's time of an eager kernel, and of a collective.
+        grad_bytes: bytes of an element of held and exchanged gradients.
+        state_bytes: bytes of the master and the states of an element.
+        overlaps_data: fraction of the backward that can hide the exchange of gradients.
+        has_cudnn: whether attention is cuDNN's instead of FlashAttention-2, which was written for the A100.
+        host_part, exchange_part: factors of the host's time of an eager kernel, and of a collective.
     """
 
     name: str
@@ -93,12 +93,12 @@ SYSTEMS: Final[Mapping[str, System]] = MappingProxyType(
     {
         one.name: one
         for one in (
-            # fp32 sums; DDP's hook reduces them behind the last backward (ZeRO-0), or one all-reduce after it (ZeRO-1).
+            # fp32 sums; DDP's hook reduces them after the last backward (ZeRO-0), or one all-reduce after it (ZeRO-1).
             System(name="nanotron", kernels=Kernels(loss="sharded"), is_sequence_parallel=True, overlaps_data=0.5),
-            # `--accumulate-allreduce-grads-in-fp32` is off: gradients in fp16, all-reduced behind the last backward.
+            # `--accumulate-allreduce-grads-in-fp32` is off: gradients in fp16, all-reduced after the last backward.
             System(name="megatron-deepspeed", kernels=Kernels(attention="plain", loss="sharded"), grad_bytes=2,
                    host_part=1.8, exchange_part=0.1),
-            # bf16 with fp32 sums (bigscience's bf16_optimizer.py); no sequence parallelism then.
+            # bf16 with fp32 sums (bigscience's bf16_optimizer.py), without sequence parallelism.
             System(name="bloom", kernels=Kernels(attention="plain", loss="sharded"), host_part=1.8,
                    exchange_part=0.1),
             System(name="megatron", kernels=Kernels(loss="sharded", fused_gate=True), is_sequence_parallel=True,
@@ -121,12 +121,12 @@ class Run:
     """A run of a system.
 
     Args:
-        data, tensor, pipe: ranks.
-        batch: sequences of a micro-batch.
-        micro_batches: of a step.
-        treatment: of activations, as in `tape.TREATMENTS`.
-        dtype: of products.
-        chunks: pieces of the model on each pipeline rank.
+        data, tensor, pipe: numbers of ranks.
+        batch: sequences per micro-batch.
+        micro_batches: number of micro-batches per step.
+        treatment: treatment of activations, as in `tape.TREATMENTS`.
+        dtype: dtype of products.
+        chunks: number of pieces of the model on each pipeline rank.
     """
 
     system: System
@@ -145,7 +145,7 @@ class Run:
 
     @property
     def load(self) -> Workload:
-        """One micro-batch."""
+        """The workload of one micro-batch."""
         system = self.system
         return Workload(
             batch=self.batch, sequence=self.sequence, tensor=self.tensor, kernels=system.kernels,
@@ -154,14 +154,14 @@ class Run:
 
     @property
     def numel(self) -> int:
-        """Parameters of one rank."""
+        """Number of parameters of one rank."""
         return _numel(self.shape, self.tensor) // self.pipe
 
 
 @final
 @dataclass(frozen=True)
 class Seconds:
-    """Of a step: all of it, and of it what is computed, waited for, and updated."""
+    """The time of a step, and its parts: compute, waiting, and update."""
 
     step: float
     compute: float
@@ -176,7 +176,7 @@ def _numel(shape: Transformer, tensor: int) -> int:
 
 @lru_cache(maxsize=64)
 def sustained(device: Device, *, has_cudnn: bool = False) -> Device:
-    """Return a device as a whole step finds it."""
+    """Return a device with the speed that it sustains over a whole step."""
     attention_part = device.attention_part
     if device.name == "h100-80" and not has_cudnn:
         attention_part = FLASH2_H100_PART
@@ -194,7 +194,7 @@ def sustained(device: Device, *, has_cudnn: bool = False) -> Device:
 
 @lru_cache(maxsize=8192)
 def _units(run: Run) -> dict[str, tuple[float, ...]]:
-    """Return the seconds of forward and backward of each kind of unit, exchanges along the tensor axis included."""
+    """Return the forward and backward seconds of each kind of unit, including exchanges along the tensor axis."""
     device = sustained(run.device, has_cudnn=run.system.has_cudnn)
     span = device.spread(run.tensor)
     found = dict[str, tuple[float, ...]]()
@@ -214,7 +214,7 @@ def _parts(run: Run, name: str) -> Parts:
 
 
 def _played_s(run: Run, device: Device, span: Span, lines: tuple[Instruction, ...]) -> float:
-    """Return what device and host take for instructions, whichever takes longer."""
+    """Return the time of instructions on the device or the host, whichever is longer."""
     device_s = host_s = 0.0
     for one in lines:
         if one.kind == "run" and one.cost is not None:
@@ -254,7 +254,7 @@ def step_seconds(run: Run) -> Seconds:
         whole = run.batch * run.sequence * run.shape.hidden * 2 // (run.tensor if run.load.is_sequence_parallel else 1)
         stride = run.data * run.tensor
         sent_s = 2 * device.collective_s("send", whole, device.spread(run.pipe, stride)) * run.chunks
-    # A pipeline is filled by layers alone; the head comes when the last rank has been reached.
+    # Only layers fill a pipeline; the head runs when the last rank is reached.
     bubble = (run.pipe - 1) / run.chunks * stage * sum(units["block"])
     compute = run.micro_batches * (forward + backward)
     idle = bubble + (run.micro_batches + run.pipe - 1) * sent_s * (run.pipe > 1)
@@ -264,7 +264,7 @@ def step_seconds(run: Run) -> Seconds:
 
 
 def _gathered_s(run: Run, device: Device, block: tuple[float, ...], layers: int) -> tuple[float, float]:
-    """Return forward and backward of all layers, each of which is gathered meanwhile, and reduced in the backward."""
+    """Return the forward and backward of all layers, overlapped with their gathers and reductions."""
     numel = run.numel * run.pipe / run.shape.layers
     span = device.spread(run.data, run.tensor)
     gather = device.collective_s("gather", numel * 2, span)
@@ -273,7 +273,7 @@ def _gathered_s(run: Run, device: Device, block: tuple[float, ...], layers: int)
 
 
 def _data_s(run: Run, device: Device, backward_s: float) -> float:
-    """Return what the exchange of gradients, and of parameters, adds to a step."""
+    """Return the time that the exchange of gradients and parameters adds to a step."""
     if run.data == 1:
         return 0.0
     span = device.spread(run.data, run.tensor)
@@ -282,7 +282,7 @@ def _data_s(run: Run, device: Device, backward_s: float) -> float:
 
 
 def _update_s(run: Run, device: Device) -> float:
-    """Return the time of clipping and the update, which memory bounds."""
+    """Return the memory-bound time of clipping and the update."""
     shards = run.data if run.zero else 1
     moved = run.numel * 2 * run.system.grad_bytes + run.numel / shards * (2 * run.system.state_bytes + 6)
     return device.kernel_s(Cost(0, moved), run.dtype)
@@ -293,7 +293,7 @@ def _is_polled(run: Run) -> bool:
 
 
 def blocks_of(run: Run) -> tuple[tuple[int, int], ...]:
-    """Return blocks and layers of each pipeline rank of nanotron."""
+    """Return (blocks, layers) of each pipeline rank of nanotron."""
     h, shape = run.shape.hidden, run.shape
     return nanotron.blocks_of(shape.layers, 4 * h * h + 3 * shape.inner * h, shape.vocabulary * h, run.pipe)
 
@@ -302,12 +302,12 @@ def rank_of(run: Run, *, is_last: bool = False) -> nanotron.Rank:
     """Return the first or the last pipeline rank of a run of nanotron.
 
     Raises:
-        ValueError: a pipeline rank has no block, which the program does not run with.
+        ValueError: a pipeline rank has no block, which the program does not support.
     """
     shape, blocks = run.shape, blocks_of(run)
     h, inner = shape.hidden, shape.inner
     if any(not one for one, _ in blocks):
-        raise ValueError(f"{run.pipe} pipeline ranks are more than {shape.layers} layers and a head can be dealt to.")
+        raise ValueError(f"{run.pipe} pipeline ranks exceed the {shape.layers} layers and the head; use fewer.")
     return nanotron.Rank(
         layers=blocks[-1 if is_last else 0][1], hidden=h, inner=inner, heads=shape.heads, vocabulary=shape.vocabulary,
         sequence=run.sequence, batch=run.batch, data=run.data, tensor=run.tensor, zero=run.zero,
@@ -320,7 +320,7 @@ def rank_of(run: Run, *, is_last: bool = False) -> nanotron.Rank:
 
 @lru_cache(maxsize=4096)
 def _scripts_s(rank: nanotron.Rank, device: Device, exchange_s: float) -> dict[str, tuple[float, float]]:
-    """Return what device and host take for the passes of a layer and of the head."""
+    """Return the time of device and host for the passes of a layer and of the head."""
     clock = nanotron.Clock(device, device.spread(rank.tensor))
     found = {}
     for name, write in nanotron.SCRIPTS.items():
@@ -373,7 +373,7 @@ def _nanotron_seconds(run: Run) -> Seconds:
 
 
 def usable_bytes(run: Run) -> int:
-    """Return what the allocator can have: the device's memory less the context and a communicator for each group."""
+    """Return the memory available to the allocator: the device's without the context and a communicator per group."""
     device = run.device
     groups = 1 + (run.data > 1) + (run.tensor > 1) + (run.pipe > 1)
     return device.memory_bytes - device.context_bytes - groups * device.communicator_bytes
@@ -386,22 +386,22 @@ def memory_bytes(run: Run, kind: str) -> int:
         kind: "reserved", "allocated", or "device" (with context and communicators).
 
     Raises:
-        MemoryError: the device has not got so much.
-        ValueError: the program does not run so.
+        MemoryError: the device has too little memory.
+        ValueError: the program does not support this run.
     """
     if run.system.name == "nanotron":
         found = reserved_bytes(rank_of(run), usable_bytes(run))
         if not found or (run.pipe > 1 and not reserved_bytes(rank_of(run, is_last=True), usable_bytes(run))):
-            raise MemoryError("The device has not got so much memory.")
+            raise MemoryError("The device has too little memory.")
         return found
     found = _allocated_bytes(run)
     if found > usable_bytes(run):
-        raise MemoryError("The device has not got so much memory.")
+        raise MemoryError("The device has too little memory.")
     return found + (run.device.memory_bytes - usable_bytes(run)) * (kind == "device")
 
 
 def _allocated_bytes(run: Run) -> int:
-    """Return the most of states and activations, in closed form, of the first pipeline rank."""
+    """Return the peak of states and activations, in closed form, of the first pipeline rank."""
     system, shape = run.system, run.shape
     shards = [run.data if run.zero >= stage else 1 for stage in (3, 2, 1)]
     sizes = system.param_bytes, system.grad_bytes, system.state_bytes

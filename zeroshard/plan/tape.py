@@ -1,14 +1,14 @@
-"""What one module does to memory and time, operation by operation, written down without running it.
+"""The memory and time of one module, operation by operation, without running the module.
 
-Owns the record of a module's forward (`Tape`), and what follows from it: the instructions of its forward, of its
-recomputation and of its backward, as autograd would give them. Must not know which modules there are
-(`transformer.py`), ranks, nor when units are gathered. Needs no torch; `tests/plan` compares it with the tracer.
+Owns the record of a module's forward (`Tape`), and the instructions derived from it: of its forward, its recomputation
+and its backward, as autograd would run them. It must not know the modules (`transformer.py`), ranks, or the gathers of
+units. Needs no torch; `tests/plan` compares it with the tracer.
 
 Note: how autograd is stood for
-    A tensor lives until the last operation that reads it has run, or longer if an operation saves it: then until that
-    operation's backward has run. The backward goes through operations in reverse order; each makes a gradient for
-    every input that wants one, and for its weights, and then the gradients of its results and what it saved are gone.
-    A second gradient of the same tensor is made apart and added to the first in place.
+    A tensor lives until the last operation that reads it has run, or, if an operation saves it, until that operation's
+    backward has run. The backward runs operations in reverse order; each operation makes a gradient for every input
+    that requires one, and for its weights, and then the gradients of its results and its saved tensors are released. A
+    second gradient of the same tensor is made separately and added to the first in place.
 """
 
 from collections import Counter
@@ -22,26 +22,26 @@ from zeroshard.plan.hardware import Cost
 __all__ = ["Exchange", "Instruction", "Operation", "Parts", "TREATMENTS", "Tape", "coarse", "instructions"]
 
 TREATMENTS: Final = ("keep", "recompute", "recompute-rest")
-"""What is done with what a module's forward saves: kept, all recomputed, all but products and attention."""
+"""Treatments of a module's saved tensors: keep, recompute all, recompute all but products and attention."""
 
 INPUT: Final = 0
 """The number of a tape's input."""
 WORKSPACE: Final = -2
-"""The number of what a kernel takes for itself."""
+"""The number of a kernel's temporary memory."""
 GIVEN: Final = -3
-"""The number of the gradient of a tape's output, which the backward is given."""
+"""The number of the gradient of a tape's output, an input of the backward."""
 PART: Final = -4
-"""The number of what stays of a recomputed module's input: a tensor rank's part of it."""
+"""The number of the kept part of a recomputed module's input: a tensor rank's part."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective along an axis, among an operation's own work.
+    """A collective along an axis, inside an operation.
 
     Args:
         kind: "all-reduce", "gather", "reduce" or "send".
-        nbytes: of the whole tensor.
+        nbytes: bytes of the full tensor.
         axis: "tensor", "expert", "context" or "pipe".
     """
 
@@ -51,11 +51,11 @@ class Exchange:
 
 
 class Instruction(NamedTuple):
-    """One thing that happens.
+    """One event.
 
-    `kind` is "make" and "drop" (a tensor), "run" (a kernel, or several in `seconds`), "exchange", "copy" (to the host
-    or back), "land" (the gradient of weights is there), or "hand" (the tensor is left to whoever comes next).
-    `is_alone` tells of a gradient that lands whether nothing else shares its memory.
+    `kind` is "make" or "drop" (a tensor), "run" (a kernel, or several in `seconds`), "exchange", "copy" (to the host or
+    back), "land" (the gradient of weights is complete), or "hand" (the next module takes the tensor over). For a
+    gradient that lands, `is_alone` states whether it does not share its memory.
     """
 
     kind: str
@@ -74,15 +74,15 @@ class Operation:
     """One operation of a forward.
 
     Args:
-        reads: numbers of tensors.
+        reads: numbers of input tensors.
         makes: (number, bytes) of results.
         saves: numbers of tensors that its backward needs.
-        wants: those of `reads` that get gradients.
-        weight_bytes: of the gradient of its weights.
-        workspace: bytes that its forward and its backward take for themselves.
+        wants: those of `reads` that require gradients.
+        weight_bytes: bytes of the gradient of its weights.
+        workspace: temporary bytes of its forward and its backward.
         is_kept: whether "recompute-rest" keeps its results.
-        passes: whether the gradient of its result is that of its inputs, as in a sum.
-        exchanged, exchanged_back: by its forward and its backward.
+        passes: whether its inputs share the gradient of its result, as in a sum.
+        exchanged, exchanged_back: the collectives of its forward and its backward.
     """
 
     name: str
@@ -106,11 +106,11 @@ class Parts:
     """The instructions of a module in one step, and sums over them.
 
     Args:
-        saved_bytes: by which the forward changes what is there: what is kept, and the output, less an input that
-            nobody needs any more.
-        forward_bytes: the most that the forward has beyond that.
-        backward_bytes: the most that the backward (with recomputation) has beyond what was there, gradients of
-            weights aside.
+        saved_bytes: change of live bytes by the forward: kept tensors and the output, less an input that is no longer
+            needed.
+        forward_bytes: peak of the forward above that.
+        backward_bytes: peak of the backward (with recomputation) above the bytes at its start, without gradients of
+            weights.
         output: number of the tensor that the forward leaves for the next module.
     """
 
@@ -120,17 +120,17 @@ class Parts:
 
     @cached_property
     def saved_bytes(self) -> int:
-        """Return by how much the forward changes what is there."""
+        """Return the change of live bytes by the forward."""
         return self._kept[0]
 
     @cached_property
     def forward_bytes(self) -> int:
-        """Return the most that the forward has beyond that."""
+        """Return the peak of the forward above that."""
         return self._kept[1]
 
     @cached_property
     def backward_bytes(self) -> int:
-        """Return the most that the backward has beyond what was there."""
+        """Return the peak of the backward above the bytes at its start."""
         return most_bytes(self.backward)[1]
 
     @cached_property
@@ -140,9 +140,9 @@ class Parts:
 
 
 def coarse(parts: Parts, seconds: Callable[[Cost], float]) -> Parts:
-    """Return a module's instructions in a few: what stays, the most beyond it, the time of all kernels.
+    """Return a module's instructions, combined: the bytes that stay, the peak above them, the time of all kernels.
 
-    The peak of a step is the same, because what a module has at most is there at one moment. For searches.
+    The peak of a step does not change, because the module's peak occurs at one time. For searches.
     """
     forward = _coarse(parts.forward, seconds, parts.output, dict[int, int]())
     kept = {one.tensor: one.nbytes for one in forward if one.kind == "make" and one.tensor == _KEPT}
@@ -156,7 +156,7 @@ _EXTRA: Final = -6
 def _coarse(
     run: Sequence[Instruction], seconds: Callable[[Cost], float], output: int | None, kept: Mapping[int, int]
 ) -> tuple[Instruction, ...]:
-    """Sum a forward (with its output) or a backward up."""
+    """Combine a forward (with its output) or a backward."""
     left, most = most_bytes(run)
     made = {one.tensor: one.nbytes for one in run if one.kind == "make"}
     dropped = {one.tensor: one.nbytes for one in run if one.kind == "drop"}
@@ -175,7 +175,7 @@ def _coarse(
         extra = Instruction("make", "temporary", _EXTRA, most - made[output] - rest)
         return (*stays, extra, *work, extra._replace(kind="drop"), *ends)
     handed = [one.tensor for one in run if one.kind == "hand"]
-    # Where gradients land, memory of the engine comes beside the module's: so what is there before and after counts.
+    # When gradients land, memory of the engine adds to the module's, so the bytes before and after count.
     lands = [place for place, one in enumerate(run) if one.kind == "land"]
     place = lands[0] if lands else len(run)
     start, before = most_bytes(run[:place])
@@ -193,7 +193,7 @@ def _coarse(
 
 
 def most_bytes(run: Iterable[Instruction]) -> tuple[int, int]:
-    """Return the bytes that are left after some instructions, and the most on the way."""
+    """Return the bytes that are left after some instructions, and their peak."""
     now = most = 0
     for one in run:
         if one.kind == "make":
@@ -207,11 +207,11 @@ def most_bytes(run: Iterable[Instruction]) -> tuple[int, int]:
 @final
 @dataclass(eq=False)
 class Tape:
-    """A module's forward while it is written down: call `add` for each operation, in order.
+    """A module's forward while it is recorded: call `add` for each operation, in order.
 
     Args:
         itemsize: bytes of an element of activations.
-        input_bytes: of the tensor that the module is given; 0 where it wants no gradient.
+        input_bytes: bytes of the module's input; 0 if it requires no gradient.
     """
 
     itemsize: int
@@ -224,12 +224,12 @@ class Tape:
 
     @property
     def input(self) -> int:
-        """The number of the tensor that the module is given."""
+        """The number of the module's input."""
         return INPUT
 
     @property
     def output(self) -> int:
-        """The number of the tensor that it returns: the first result of the last operation."""
+        """The number of the module's output: the first result of the last operation."""
         return self.operations[-1].makes[0][0]
 
     def add(
@@ -253,15 +253,15 @@ class Tape:
         exchanged: Exchange | None = None,
         exchanged_back: Exchange | None = None,
     ) -> int:
-        """Write an operation down, and return the number of its first result.
+        """Record an operation, and return the number of its first result.
 
         Args:
-            reads: numbers of tensors, as `input` and earlier calls gave them.
-            makes: bytes of each result; the first one gets a gradient.
-            saves: numbers of read tensors that the backward needs.
-            saves_made: places in `makes` of results that it needs.
-            backward_flops: twice the forward's where not said.
-            moved: bytes read and written by forward and backward, where they are not those of its tensors and weights.
+            reads: numbers of tensors, from `input` and earlier calls.
+            makes: bytes of each result; the first result gets a gradient.
+            saves: numbers of input tensors that the backward needs.
+            saves_made: indices in `makes` of results that the backward needs.
+            backward_flops: by default twice the forward's.
+            moved: bytes read and written by forward and backward, by default those of its tensors and weights.
         """
         first = len(self.sizes)
         self.sizes += makes
@@ -295,18 +295,18 @@ class Tape:
 def instructions(
     tape: Tape, treatment: str = "keep", *, input_parts: int = 1, is_input_offloaded: bool = False
 ) -> Parts:
-    """Return what a module does in one step.
+    """Return the instructions of a module in one step.
 
-    Its input is somebody else's output, and it drops that when nothing of its own needs it any more. Its output, and in
-    the backward the gradient of its input, are left for others to drop.
+    Another module owns the input, and drops it when this module no longer needs it. The next module drops the output,
+    and in the backward the gradient of the input.
 
     Args:
-        treatment: of what the forward saves, one of `TREATMENTS`.
-        input_parts: tensor ranks that each keep a part of a recomputed module's input (P_a).
-        is_input_offloaded: whether what is kept of that input lies in memory of the host (P_a+cpu).
+        treatment: treatment of saved tensors, one of `TREATMENTS`.
+        input_parts: number of tensor ranks that each keep a part of a recomputed module's input (P_a).
+        is_input_offloaded: whether the kept part of that input is in host memory (P_a+cpu).
 
     Raises:
-        ValueError: there is no such treatment, or one that keeps no input is to part or offload it.
+        ValueError: the treatment is unknown, or is to split or offload an input that it does not keep.
     """
     if treatment not in TREATMENTS:
         raise ValueError(f"treatment must be one of {', '.join(TREATMENTS)}; got {treatment!r}.")
@@ -338,14 +338,14 @@ def instructions(
 
 @final
 class _Run:
-    """A tape as it is played: which tensors and gradients are live, and the instructions so far."""
+    """A tape during its simulation: live tensors and gradients, and the instructions so far."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape, self._out = tape, list[Instruction]()
         self._live = {INPUT} if tape.input_bytes else set[int]()
         self._last_read = {number: place for place, one in enumerate(tape.operations) for number in one.reads}
         self._gradients: dict[int, int] = {}
-        """Of tensors: the number of the memory that their gradient is in."""
+        """For each tensor, the number of the memory that holds its gradient."""
         self._users: Counter[int] = Counter()
         self._sizes: dict[int, int] = {}
 
@@ -355,11 +355,11 @@ class _Run:
         return taken
 
     def forget(self, number: int) -> None:
-        """Leave a tensor to its other user, the next module."""
+        """Leave a tensor to the next module."""
         self._live.discard(number)
 
     def put_away(self, parts: int, *, is_offloaded: bool) -> None:
-        """Keep a part of the input, here or in memory of the host, in place of the input."""
+        """Keep a part of the input, on the device or in host memory, instead of the input."""
         name, nbytes = "keep a part of the input", -(-self._tape.input_bytes // parts)
         if parts > 1:
             self._out.append(Instruction("make", name, PART, nbytes))
@@ -371,7 +371,7 @@ class _Run:
         self._drop(INPUT, name)
 
     def bring_back(self, parts: int, *, is_offloaded: bool) -> None:
-        """Make the input whole again."""
+        """Restore the full input."""
         name, whole_bytes = "gather the input", self._tape.input_bytes
         nbytes = -(-whole_bytes // parts)
         self._live.add(INPUT)
@@ -384,7 +384,7 @@ class _Run:
             self._out.append(Instruction("drop", name, PART, nbytes))
 
     def forward(self, held: set[int], skips: Collection[int] = ()) -> None:
-        """Play the operations in order; those whose results are all in `skips` do not run again.
+        """Simulate the operations in order, except operations whose results are all in `skips`.
 
         Args:
             held: numbers of the tensors that stay.
@@ -401,7 +401,7 @@ class _Run:
                     self._drop(number, one.name)
 
     def backward(self) -> None:
-        """Play the operations in reverse order, from the gradient of the output to that of the input."""
+        """Simulate the operations in reverse order, from the gradient of the output to the gradient of the input."""
         tape = self._tape
         self._sizes[GIVEN], self._users[GIVEN] = tape.sizes[tape.output], 1
         self._gradients[tape.output] = GIVEN
@@ -430,7 +430,7 @@ class _Run:
             self._out.append(Instruction("hand", "end of the backward", self._gradients[INPUT]))
 
     def _deliver(self, number: int, gradient: int, name: str) -> None:
-        """Give a tensor a gradient: it is added to the one that is there, in place where nothing else uses that."""
+        """Give a tensor a gradient; a second gradient is added in place if nothing else uses the first."""
         before = self._gradients.get(number)
         if before is None:
             self._gradients[number] = gradient

@@ -11,20 +11,20 @@ BAR: Final = 40
 
 
 def thinned(items: Sequence[_T], count: int) -> list[_T]:
-    """Return some items, evenly chosen, the first and the last among them."""
+    """Return at most `count` evenly chosen items, including the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)]
 
 
 def bar(name: str, nbytes: int, of: int) -> str:
-    """Return a line with bytes as a number and as a part of a whole."""
+    """Return a line with bytes as a number and as a bar of the total."""
     width = min(BAR, round(BAR * nbytes / of))
     return f"  {name:24}{nbytes / GIB:9.2f}  {'█' * width}{'·' * (BAR - width)}"
 
 
 def count(numel: int) -> str:
-    """Return a number of parameters with three digits or so."""
+    """Return a number of parameters with about three digits."""
     for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if numel >= size:
             return f"{numel / size:.2f}{letter}"
@@ -32,12 +32,12 @@ def count(numel: int) -> str:
 
 
 def seconds(number: float) -> str:
-    """Return seconds, or milliseconds."""
+    """Return a time in seconds or milliseconds."""
     return f"{number:.2f} s" if number >= 1 else f"{1000 * number:.1f} ms"
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return lines of equal columns, to the right."""
+    """Return lines with right-aligned columns."""
     table = list(rows)
     widths = [max(len(row[place]) for row in table) for place in range(len(table[0]))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]

@@ -1,7 +1,7 @@
-"""The job of a model that is given as modules: a trace of its step, and its units as `zs.shard` has them.
+"""The job of a model of modules: from a trace of its step, with the units of `zs.shard`.
 
-Owns the way from a trace to a film's script. Must not know what a step comes to (`film.py`). Read `tracer.py` and
-`describe/specs.py` first.
+Owns the conversion of a trace into a film's script. It must not know the result of a step (`film.py`). Read `tracer.py`
+and `describe/specs.py` first.
 """
 
 import dataclasses
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zeroshard.describe.activations import check_activations, recomputed_modules
+from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.parameters import check_patterns
-from zeroshard.describe.precision import Precision
+from zeroshard.describe.precision import Precision, chosen_modules, formats_of_model
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.split import local_numel
 from zeroshard.describe.units import UnitPlan, plan_units
@@ -41,33 +42,35 @@ from zeroshard.table.activations import PRODUCTS, Compressed, Offloaded, Partiti
 from zeroshard.table.bytes import Updates
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.spec import Formats
-from zeroshard.tree import find
+from zeroshard.torch_private import local_of
+from zeroshard.tree import find, map_floating
 
 __all__ = ["Traced", "language_inputs", "trace_job"]
 
 SMALL_BYTES: Final = 1 << 18
 BOUNDED: Final = (
-    "Compression of a ReLU's results, and of factors with one value besides zero, depends on values: what they are of "
-    "counts as kept whole, which is the most that can be left. Say by zeros= which part of a ReLU's results is zero."
+    "Compression of a ReLU's results, and of factors with one value besides zero, depends on values: these tensors "
+    "count as uncompressed, which is an upper bound. Pass the fraction of zeros in a ReLU's results as zeros=."
 )
 
+LEFT: Final = "Of ignored parameters only the values are counted: their gradients and optimizer are the caller's own."
 SHOWN_RANKS: Final = 16
-"""Shards that are told one by one."""
+"""Maximum number of shards that are shown separately."""
 
 _STAYS: Final = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER, Category.INPUT)
-"""Categories that the film has from elsewhere."""
+"""Categories that the film gets from other sources."""
 
 
 @final
 @dataclass(frozen=True)
 class Traced:
-    """A model's job, and what was learned on the way.
+    """A model's job, and facts from the trace.
 
     Args:
-        flops: of one micro-batch's forward.
-        kept_bytes: that a micro-batch's forward keeps for its backward.
-        tokens: of one micro-batch: elements of the first integer input, or else samples.
-        others: (name, count, job) of ranks besides the first: shards differ in how much of them is padding.
+        flops: operations of one micro-batch's forward.
+        kept_bytes: bytes that a micro-batch's forward keeps for its backward.
+        tokens: number of tokens of one micro-batch: elements of the first integer input, or else samples.
+        others: (name, count, job) of ranks besides the first: shards differ in their padding.
     """
 
     job: Job
@@ -83,12 +86,13 @@ def language_inputs(model: nn.Module, batch: int, sequence: int) -> Mapping[str,
     """Return tokens and labels for a language model of Transformers, on the meta device.
 
     Raises:
-        TypeError: the model is none.
+        TypeError: the model is not a language model of Transformers.
     """
     config = getattr(model, "config", None)
     if not hasattr(config, "vocab_size"):
         raise TypeError(
-            f"plan() of a {type(model).__name__} needs inputs=: the arguments of its forward, tensors on any device."
+            f"plan() of a {type(model).__name__} needs inputs=: the arguments of its forward, with tensors on any "
+            "device."
         )
     size = (batch, sequence)
     return {name: torch.zeros(size, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
@@ -104,16 +108,18 @@ def trace_job(
     personality: str = "cuda",
     reads: Callable[[Tensor], bool | int | float] | None = None,
     homes: Mapping[int, str] = MappingProxyType({}),
+    ignored: Sequence[object] = (),
 ) -> Traced:
-    """Trace a step of a model, and return what one rank does in it. The model stays as it is.
+    """Trace a step of a model, and return the job of one rank. The model does not change.
 
     Args:
-        inputs: arguments of the model's forward, by place or by name.
-        loss: makes the loss of the model's output; by default the output itself, its `loss`, or its sum.
-        units: as `zs.shard` takes them.
-        personality: whose kernels run, "cuda" or "cpu".
-        reads: answers what the model reads of tensors, as in `trace_step`.
+        inputs: arguments of the model's forward, by position or by name.
+        loss: computes the loss from the model's output; by default the output, its `loss`, or its sum.
+        units: as in `zs.shard`.
+        personality: name of the kernels, "cuda" or "cpu".
+        reads: returns values of tensors that the model reads, as in `trace_step`.
         homes: the names of the parameters of `options.optimizers`, by identity.
+        ignored: as `zs.shard` takes them.
 
     Raises:
         TypeError: inputs without tensors, or a loss without a graph.
@@ -121,9 +127,11 @@ def trace_job(
     """
     tokens = _tokens(inputs)
     check_split(model, options.tensor)
-    precision = _precision(options.formats)
-    copied = on_meta(model, options.formats.param)
-    plans = plan_units(model, units)
+    precision = options.chosen or _precision(options.formats)
+    left = ignored_of(model, ignored)
+    formats = {key: one for key, one in formats_of_model(model, precision).items() if key not in left}
+    copied = on_meta(model, {key: one.param for key, one in formats.items()})
+    plans = plan_units(model, units, left)
     check_activations(options.row.activations, plans, options.tensor)
     check_patterns(options.row, [plan.name for plan in plans])
     specs = describe_units(
@@ -136,19 +144,21 @@ def trace_job(
     )
     twins = dict(zip(model.modules(), copied.modules(), strict=True))
     treat(plans, twins, options)
+    hang_casts(model, twins, precision)
     kept, compressions = kept_of(plans, options)
     if kept is not None:
         kept.hang(model, plans, twins)
     names = {name: number for number, plan in enumerate(plans) for name in plan.entries.values() if number != ROOT}
     given = inputs if isinstance(inputs, Mapping) else tuple(inputs)
-    dtype = getattr(torch, options.formats.param)
+    dtype = precision.param or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
     def step(run: nn.Module, given: Any) -> Tensor:
         out = run(**_cast(given, dtype)) if isinstance(given, Mapping) else run(*_cast(given, dtype))
+        out = out if precision.param is None else _cast(out, precision.output or torch.float32)
         made = loss(out) if loss is not None else loss_of(out)
         if not isinstance(made, Tensor) or not made.requires_grad:
             raise TypeError(
-                f"No parameter of {type(model).__name__} that wants a gradient is in the graph of its output: give "
+                f"No parameter of {type(model).__name__} that requires a gradient is in the graph of its output: pass "
                 "loss=, or check requires_grad and detach()."
             )
         return made
@@ -181,7 +191,7 @@ def trace_job(
         spans,
         options.micro_batches,
         by_category[Category.INPUT],
-        by_category[Category.BUFFER],
+        by_category[Category.BUFFER] + sum(local_of(p).nbytes for p in model.parameters() if id(p) in left),
         script=script,
         update_bytes=_update_bytes(options, updates),
         host_ranks=options.node_processes,
@@ -195,13 +205,13 @@ def trace_job(
         flops,
         trace.saved_bytes(),
         tokens,
-        [BOUNDED] * any(one.has_bounds for one in compressions) + list(_not_counted(trace)),
+        [BOUNDED] * any(one.has_bounds for one in compressions) + [LEFT] * bool(left) + list(_not_counted(trace)),
         _other_ranks(job, options, plans, precision, homes),
     )
 
 
 def _update_bytes(options: Options, updates: Sequence[Updates]) -> int:
-    """Return what the optimizer's kernels take on a CPU."""
+    """Return the temporary memory of the optimizer's kernels on a CPU, in bytes."""
     is_counted = options.device.is_cpu and not options.is_fused
     return kernel_bytes_of(updates, options.states) if is_counted else 0
 
@@ -209,7 +219,7 @@ def _update_bytes(options: Options, updates: Sequence[Updates]) -> int:
 def _other_ranks(
     job: Job, options: Options, plans: Sequence[UnitPlan], precision: Precision, homes: Mapping[int, str]
 ) -> Sequence[tuple[str, int, Job]]:
-    """Return the jobs of ranks with other shards than the first: each on its own, or two of many."""
+    """Return the jobs of ranks whose shards differ from the first: each separately, or two if there are many."""
     ranks = options.shard_ranks
     found = []
     for name, count, place in shown_ranks(ranks, owned_bytes(job.updates, ranks), SHOWN_RANKS):
@@ -232,8 +242,8 @@ def _tokens(inputs: Any) -> int:
     """Return the tokens of a micro-batch: elements of the first integer input, or else samples.
 
     Raises:
-        TypeError: inputs that are no arguments, or hold no tensor.
-        ValueError: inputs without elements.
+        TypeError: the inputs are not arguments, or contain no tensor.
+        ValueError: the inputs have no elements.
     """
     if not isinstance(inputs, Mapping | list | tuple):
         raise TypeError(
@@ -241,17 +251,17 @@ def _tokens(inputs: Any) -> int:
         )
     tensors = find(inputs, Tensor)
     if not tensors:
-        raise TypeError(f"inputs= must hold a tensor; got {inputs!r}.")
+        raise TypeError(f"inputs= must contain a tensor; got {inputs!r}.")
     kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     whole = [one for one in tensors if one.dtype in kinds]
     tokens = whole[0].numel() if whole else (*tensors[0].shape, 1)[0]
     if tokens < 1:
-        raise ValueError(f"inputs= must hold samples; got a tensor of shape {tuple((whole or tensors)[0].shape)}.")
+        raise ValueError(f"inputs= must contain samples; got a tensor of shape {tuple((whole or tensors)[0].shape)}.")
     return int(tokens)
 
 
 def treat(plans: Sequence[UnitPlan], twins: Mapping[nn.Module, nn.Module], options: Options) -> None:
-    """Have modules of the copy recomputed as `zs.shard` has those of the model."""
+    """Recompute modules of the copy as `zs.shard` recomputes modules of the model."""
     modules = recomputed_modules(options.row.activations, plans)
     counts = Counter(how for _, how in modules)
     segments = {
@@ -271,13 +281,13 @@ def treat(plans: Sequence[UnitPlan], twins: Mapping[nn.Module, nn.Module], optio
 
 
 def kept_of(plans: Sequence[UnitPlan], options: Options) -> tuple[Kept | None, Sequence[Compresses]]:
-    """Return what is done with saved tensors, and its compressions; None where all of them are kept."""
+    """Return the treatments of saved tensors, and the compressions among them; None if all are kept."""
     made: dict[Treated, Link] = {}
     links: dict[int, list[Link]] = {}
     for number, plan in enumerate(plans):
         for cell in options.row.activations.of_unit(plan.name):
             if isinstance(cell, Offloaded):
-                # What a GPU's bus moves in the time that issuing a copy takes; on a CPU all moves.
+                # The bytes that a GPU's bus moves while the host issues a copy; on a CPU all tensors move.
                 small_bytes = 0 if options.device.is_cpu else SMALL_BYTES
                 links.setdefault(number, []).append(made.setdefault(cell, Offloads(cell.fraction, small_bytes)))
             elif isinstance(cell, Compressed):
@@ -288,7 +298,7 @@ def kept_of(plans: Sequence[UnitPlan], options: Options) -> tuple[Kept | None, S
 
 
 def loss_of(out: Any) -> Tensor:
-    """Return the loss in a model's output, or the sum of what it returned."""
+    """Return the loss in a model's output, or the sum of the output."""
     if isinstance(out, Mapping) and out.get("loss") is not None:
         out = out["loss"]
     elif getattr(out, "loss", None) is not None:
@@ -300,31 +310,47 @@ def loss_of(out: Any) -> Tensor:
 
 
 def _not_counted(trace: Trace) -> tuple[str, ...]:
-    """Return what a trace has no numbers of, in words: fused recurrent layers, which torch counts no operations of."""
+    """Return notes on operations that a trace cannot count: torch does not count those of fused recurrent layers."""
     found = sorted(
         {event.operation for event in trace.events if "rnn" in event.operation and "back" not in event.operation}
     )
     return tuple(
-        f"{one}: its operations are not counted, and its memory is that of the kernel that was traced." for one in found
+        f"{one}: its operations are not counted, and its memory is that of the traced kernel." for one in found
     )
 
 
 def _precision(formats: Formats) -> Precision:
     kinds = {name: getattr(torch, getattr(formats, name)) for name in ("param", "reduce", "grad", "master")}
-    return Precision(**kinds) if formats.param != formats.master else Precision()
+    return Precision() if formats.param == formats.master == "float32" else Precision(**kinds)
+
+
+def hang_casts(model: nn.Module, twins: Mapping[nn.Module, nn.Module], precision: Precision) -> None:
+    """Have modules of the copy that keep a dtype, or have a precision of their own, cast as those of the model do."""
+    casts = [(one.module, one.inside, one.outside) for one in chosen_modules(model, precision)]
+    for module in model.modules():
+        is_kept = precision.param is not None and isinstance(module, precision.keep)
+        if is_kept and (own := next(module.parameters(False), None)) is not None:
+            casts.append((module, own.dtype, precision.param or own.dtype))
+    for module, inside, outside in casts:
+        twins[module].register_forward_pre_hook(functools.partial(_cast_in, inside), with_kwargs=True)
+        twins[module].register_forward_hook(functools.partial(_cast_out, outside))
+
+
+def _cast_in(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return map_floating(args, lambda one: one.to(dtype)), map_floating(kwargs, lambda one: one.to(dtype))
+
+
+def _cast_out(dtype: torch.dtype, module: nn.Module, args: Any, out: Any) -> Any:
+    return map_floating(out, lambda one: one.to(dtype))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating-point inputs to what modules compute with."""
-    if isinstance(value, Mapping):
-        return {name: _cast(one, dtype) for name, one in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_cast(one, dtype) for one in value)
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    """Cast floating-point tensors at the edge of a model: inputs to what modules compute with, or outputs."""
+    return map_floating(value, lambda one: one.to(dtype))
 
 
 def _before(trace: Trace) -> Mapping[Category, int]:
-    """Return the bytes that are there before the step, by category."""
+    """Return the bytes of storages that exist before the step, by category."""
     found = dict.fromkeys(Category, 0)
     for event in trace.events:
         if event.phase is Phase.BEFORE:
@@ -333,7 +359,7 @@ def _before(trace: Trace) -> Mapping[Category, int]:
 
 
 def _stream(trace: Trace, numbers: Mapping[str, int], phase: Phase) -> tuple[tuple[int, Instruction], ...]:
-    """Return what happens in one phase, in order: instructions with their units, "need" and "leave" between them."""
+    """Return the events of one phase, in order: instructions with their units, with "need" and "leave" between them."""
     start = next((event.order for event in trace.events if event.phase is phase), 0)
     runs = _runs(trace, numbers, phase)
     marks: dict[int, list[tuple[int, Instruction]]] = {}
@@ -370,14 +396,14 @@ def _happened(event: Event) -> Iterable[Instruction]:
 
 
 def _runs(trace: Trace, numbers: Mapping[str, int], phase: Phase) -> list[tuple[int, int, int]]:
-    """Return the uses of units: (unit, first event, first event behind it); those that meet are one."""
+    """Return the uses of units: (unit, first event, first event after it); adjacent uses are merged."""
     spans = sorted(
         (span.start, span.stop, numbers[span.unit])
         for span in trace.spans
         if span.phase is phase and span.unit in numbers
     )
     if phase is Phase.BACKWARD:
-        # A unit is used from its first operation to its last, whatever runs between them.
+        # A unit is in use from its first operation to its last, including other modules between them.
         ends: dict[int, tuple[int, int]] = {}
         for start, stop, unit in spans:
             first, _ = ends.get(unit, (start, stop))

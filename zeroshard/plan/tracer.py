@@ -1,7 +1,7 @@
-"""One training step without memory: which storages appear, when they are gone, and what they are for.
+"""A trace of training steps without memory: storages, their lifetimes, and their purposes.
 
-Owns the run of a step on fake tensors. Must not know ranks or sharding, nor what is seen and how (`recorder.py`).
-`events.py` has what a trace returns.
+Owns the run of a step on fake tensors. It must not know ranks or sharding, or the observation (`recorder.py`).
+`events.py` defines the result.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -44,30 +44,30 @@ def trace_step(
     takes_gradients: bool = False,
     kept: Kept | None = None,
 ) -> Trace:
-    """Run training steps of a model on tensors without memory, and return what would be allocated.
+    """Run training steps of a model on tensors without memory, and return the allocations.
 
-    The model is left as it was: while the trace runs it has fake parameters and buffers. Gradients that it has are not
-    counted. Nothing is computed, so a model that reads a value of a tensor, as `if x.sum() > 0:` does, is told by
-    `reads` what to go on with. A model that behaves differently when its tensors are fake is traced as it behaves then.
+    The model is restored at the end: during the trace it has fake parameters and buffers. Existing gradients are not
+    counted. Nothing is computed, so `reads` must return the value if the model reads one, as `if x.sum() > 0:` does. A
+    model that behaves differently with fake tensors is traced with that behaviour.
 
     Args:
         step: called with the model and the inputs, returns the loss; the trace runs its backward.
-        model: with parameters on any device, "meta" included.
-        inputs: tensors on any device, or containers of them.
-        optimizer: makes the optimizer from the parameters, e.g. `torch.optim.AdamW`; without one nothing is updated.
-        units: names of modules whose bytes are summed up.
-        personality: whose kernels to stand for, "cpu" or "cuda".
-        micro_batches: forwards and backwards of a step, each with the same inputs.
-        steps: how many are traced; the first one has no gradients and no states of the optimizer before it.
-        reads: called with the tensor of one element whose value the model reads, returns the value. What an optimizer
-            reads is 1: of its step counters.
-        takes_gradients: whether gradients are taken out of their parameters as they come, as the engine does; the trace
-            says when (`Trace.landed`). Nothing is updated then.
-        kept: what is done between forward and backward to what autograd saves.
+        model: with parameters on any device, including "meta".
+        inputs: tensors on any device, or containers of tensors.
+        optimizer: makes the optimizer from the parameters, e.g. `torch.optim.AdamW`; None for no updates.
+        units: names of modules whose bytes are summed.
+        personality: name of the kernels, "cpu" or "cuda".
+        micro_batches: number of forwards and backwards per step, each with the same inputs.
+        steps: number of traced steps; the first step starts without gradients and optimizer states.
+        reads: called with a tensor of one element whose value the model reads, returns the value. Optimizers read 1
+            from their step counters.
+        takes_gradients: whether gradients are taken from their parameters when they are complete, as in the engine;
+            `Trace.landed` has the times. There are no updates then.
+        kept: treatments of tensors saved for the backward.
 
     Raises:
-        ValueError: the model has no such unit, the personality is not known, or a count is below 1.
-        TypeError: `step` does not return a loss, or the model has tensors that cannot be fake.
+        ValueError: the model has no such unit, the personality is unknown, or a count is below 1.
+        TypeError: `step` does not return a loss, or a tensor of the model cannot be fake.
         RuntimeError: the model reads values of tensors.
 
     >>> import torch
@@ -80,13 +80,13 @@ def trace_step(
     """
     check_tracing()
     if personality not in PERSONALITIES:
-        raise ValueError(f"Personality {personality!r} is not known; there are {', '.join(PERSONALITIES)}.")
+        raise ValueError(f"Personality {personality!r} is unknown; known: {', '.join(PERSONALITIES)}.")
     for name, count in (("micro_batches", micro_batches), ("steps", steps)):
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}.")
     names = {name for name, _ in model.named_modules()}
     if missing := [name for name in units if name not in names]:
-        raise ValueError(f"The model has no module called {', '.join(map(repr, missing))}.")
+        raise ValueError(f"The model has no module named {', '.join(map(repr, missing))}; see model.named_modules().")
     kernels = PERSONALITIES[personality]()
     recorder = Recorder(kernels, units, reads, takes_gradients=takes_gradients)
     with ExitStack() as stack:
@@ -107,7 +107,7 @@ def trace_step(
         except fake_errors() as error:
             raise unreadable(recorder.module, str(error)) from error
         trace = recorder.result()
-        del made  # states live to the end of the trace
+        del made  # states live until the end of the trace
         return trace
 
 
@@ -157,8 +157,8 @@ def _pass(
         loss = step(model, *inputs)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise TypeError(f"step must return the loss, a tensor of one element that has a graph; got {what}.")
+        raise TypeError(f"step must return the loss, a tensor with one element and a graph; got {what}.")
     recorder.end_forward(loss)
     recorder.phase = Phase.BACKWARD
-    # Inside `loss.backward()` the mode that rewrites functions is left, and would not see a recomputation.
+    # `loss.backward()` would leave the mode that rewrites functions, and the mode would not see a recomputation.
     run_backward(loss)

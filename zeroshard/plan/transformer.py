@@ -1,6 +1,6 @@
-"""What a transformer does in a step: the tape of each of its units, for some batch, sequence and split.
+"""The operations of a transformer in a step: the tape of each unit, for a batch, a sequence length and a split.
 
-Owns the operations of embedding, block and head. Must not know ranks that share parameters, nor schedules. Needs no
+Owns the operations of embedding, block and head. It must not know ranks that share parameters, or schedules. Needs no
 torch; `tests/plan` compares the tapes with traces of the same modules. Read `tape.py` and `shapes.py` first.
 """
 
@@ -20,19 +20,19 @@ FP32: Final = 4
 @final
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Which kernels a program uses, as far as they keep or take different memory.
+    """The kernels of a program, as far as they affect memory.
 
     Args:
-        attention: "flash" keeps a sum for each row; "plain" keeps scores, their softmax and, with dropout, a mask;
-            "stepwise" keeps the same, copies queries, keys and values by head, and scales and masks scores in kernels
-            of their own, as programs of 2019 did.
-        fused_gate: whether one kernel makes SiLU and product of a gate.
+        attention: "flash" keeps one sum per row; "plain" keeps scores, their softmax and, with dropout, a mask;
+            "stepwise" keeps the same, copies queries, keys and values by head, and scales and masks scores in separate
+            kernels, as programs of 2019 did.
+        fused_gate: whether one kernel computes SiLU and product of a gate.
         fused_norm: whether a norm is one kernel.
         fused_bias: whether a product adds its bias.
-        mask_bytes: of an element of a dropout mask.
-        loss: "logits" keeps logits, their fp32 copy and the fp32 log-softmax; "fused" keeps logits alone; "sharded"
+        mask_bytes: bytes of an element of a dropout mask.
+        loss: "logits" keeps logits, their fp32 copy and the fp32 log-softmax; "fused" keeps only logits; "sharded"
             (over the tensor ranks) keeps an fp32 softmax.
-        grad_bytes: of an element of a weight's gradient as autograd makes it; 0 stands for that of the weight.
+        grad_bytes: bytes of an element of a weight's gradient from autograd; 0 for the bytes of the weight.
     """
 
     attention: Literal["flash", "plain", "stepwise"] = "flash"
@@ -50,11 +50,11 @@ class Workload:
     """One micro-batch of one rank.
 
     Args:
-        batch, sequence: sequences, and tokens of each.
+        batch, sequence: number of sequences, and tokens per sequence.
         itemsize: bytes of an element of activations.
-        tensor: ranks that products are split over.
-        is_sequence_parallel: whether what is not split by products is split by tokens.
-        expert_ranks: ranks that experts are spread over.
+        tensor: number of tensor-parallel ranks.
+        is_sequence_parallel: whether operations outside split products are split by tokens.
+        expert_ranks: number of expert-parallel ranks.
     """
 
     batch: int
@@ -67,7 +67,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
+        """Number of tokens of a micro-batch."""
         return self.batch * self.sequence
 
 
@@ -82,16 +82,16 @@ def tapes(model: Transformer, load: Workload) -> Mapping[str, Tape]:
 
 @final
 class _Writer:
-    """Operations of a transformer, written on a tape."""
+    """Records operations of a transformer on a tape."""
 
     def __init__(self, model: Transformer, load: Workload, input_bytes: int) -> None:
         self.model, self.load = model, load
         self.tape = Tape(load.itemsize, input_bytes)
         self.e, self.n, self.t = load.itemsize, load.tokens, load.tensor
         self.part = load.tensor if load.is_sequence_parallel else 1
-        """What tokens are divided by outside products."""
+        """Divisor of the tokens outside products."""
         self._gathered: dict[int, int] = {}
-        """Of tensors that were gathered along the tensor axis: the part that was there before."""
+        """For each tensor gathered along the tensor axis: the part before the gather."""
         self._is_read: set[int] = set()
 
     def product(
@@ -105,17 +105,17 @@ class _Writer:
         weights: int = 1,
         exchanged: Exchange | None = None,
     ) -> int:
-        """Write a linear layer.
+        """Record a linear layer.
 
         Args:
-            rows: tokens; all of the micro-batch where not said.
-            weights: matrices of this size, each used for its part of the rows.
-            exchanged: by the forward, behind the product.
+            rows: number of tokens; by default all of the micro-batch.
+            weights: number of matrices of this size, each used for its part of the rows.
+            exchanged: the collective after the product in the forward.
         """
         n = rows or self.n
         weight_numel = weights * inputs * outputs
         has_bias = not self.load.kernels.fused_bias and self.model.block == "gpt2" and name != "head"
-        # What was gathered along the tensor axis is not kept, but gathered once more.
+        # A tensor gathered along the tensor axis is not kept, but gathered again.
         kept = self._gathered.get(x, x)
         again = Exchange("gather", self.tape.sizes[x]) if kept != x and x not in self._is_read else None
         self._is_read.add(x)
@@ -135,16 +135,16 @@ class _Writer:
             exchanged_back=again,
         )
         nbytes = self.tape.sizes[made]
-        # The backward reads the gradient, for the sum over rows, and passes it on.
+        # The backward reads the gradient, for the sum over rows, and forwards it.
         return self.tape.add("bias", [made], [nbytes], passes=True, moved=(2 * nbytes, nbytes)) if has_bias else made
 
     def norm(self, name: str, x: int, width: int, tokens: int, *, heads: int = 1, is_split: bool = False) -> int:
-        """Write a norm: a layer norm keeps two numbers for each row, an RMS norm one.
+        """Record a norm: a layer norm keeps two numbers per row, an RMS norm one.
 
         Args:
-            width: of a row.
-            heads: rows of each token.
-            is_split: whether products behind it are split, so that the gradient is a sum over the tensor ranks.
+            width: width of a row.
+            heads: rows per token.
+            is_split: whether products after it are split, which makes the gradient a sum over the tensor ranks.
         """
         statistics = 2 if self.model.block == "gpt2" else 1
         nbytes = tokens * heads * width * self.e
@@ -165,7 +165,7 @@ class _Writer:
         return whole
 
     def last_product(self, name: str, x: int, inputs: int, *, rows: int = 0, weights: int = 1) -> int:
-        """Write a linear layer back to the hidden width, whose inputs are split: results are summed over ranks."""
+        """Record a linear layer back to the hidden width with split inputs: results are summed over ranks."""
         outputs = self.model.hidden
         is_summed = self.t > 1 and not rows
         whole_bytes = self.n * outputs * self.e
@@ -182,19 +182,19 @@ class _Writer:
         return self.tape.add(name, [x], [nbytes // self.part], moved=(0, 0), exchanged=reduce, exchanged_back=gather)
 
     def pointwise(self, name: str, reads: list[int], nbytes: int, saves: list[int]) -> int:
-        """Write an operation of each element."""
+        """Record an element-wise operation."""
         return self.tape.add(name, reads, [nbytes], saves)
 
     def elementwise(self, name: str, x: int, nbytes: int) -> int:
-        """Write an operation whose backward needs nothing but the gradient: each reads and writes `nbytes`."""
+        """Record an operation whose backward needs only the gradient: each reads and writes `nbytes`."""
         return self.tape.add(name, [x], [nbytes], moved=(2 * nbytes, 2 * nbytes))
 
     def add(self, name: str, one: int, other: int) -> int:
-        """Write a sum, whose gradient is that of both."""
+        """Record a sum; both inputs share its gradient."""
         return self.tape.add(name, [one, other], [self.tape.sizes[one]], passes=True)
 
     def dropout(self, name: str, x: int) -> int:
-        """Write a dropout that keeps a mask; nothing where nothing is dropped."""
+        """Record a dropout that keeps a mask, unless the probability is 0."""
         if not self.model.dropout:
             return x
         nbytes = self.tape.sizes[x]
@@ -257,19 +257,19 @@ def _mixed(write: _Writer, y: int) -> int:
 
 
 def attention(write: _Writer, reads: list[int], width: int, head_width: int, *, is_joined: bool = False) -> int:
-    """Write causal attention over queries, keys and values.
+    """Record causal attention over queries, keys and values.
 
     Args:
-        width: of all values on this rank.
-        head_width: of one query.
-        is_joined: whether queries, keys and values are one tensor, so that their gradients are joined, too.
+        width: width of all values on this rank.
+        head_width: width of one query.
+        is_joined: whether queries, keys and values are one tensor, whose gradients are then also joined.
     """
     load, n, e = write.load, write.n, write.e
     heads = max(1, width // head_width)
     flops = 4 * n * load.sequence * heads * head_width
     joined_bytes = sum(write.tape.sizes[one] for one in reads) * is_joined
     if load.kernels.attention == "flash":
-        # Half of the scores are masked; the backward makes five products for the forward's two.
+        # Half of the scores are masked; the backward has five products, the forward two.
         return write.tape.add(
             "attention", reads, [n * width * e, n * heads * FP32], reads, saves_made=[0, 1], flops=flops / 2,
             backward_flops=flops * 5 / 4, kind="attention", is_kept=True,
@@ -318,7 +318,7 @@ def _mlp(write: _Writer, y: int) -> int:
 
 
 def gated(write: _Writer, prefix: str, y: int, inner: int, rows: int, weights: int) -> int:
-    """Write an MLP with a gate; `rows` and `weights` as in `_Writer.product`."""
+    """Record a gated MLP; `rows` and `weights` as in `_Writer.product`."""
     hidden = write.model.hidden
     gate = write.product(f"{prefix}gate", y, hidden, inner, rows=rows, weights=weights)
     up = write.product(f"{prefix}up", y, hidden, inner, rows=rows, weights=weights)
@@ -332,7 +332,7 @@ def gated(write: _Writer, prefix: str, y: int, inner: int, rows: int, weights: i
 
 
 def _experts(write: _Writer, y: int) -> int:
-    """Write a mixture of experts whose tokens are spread evenly."""
+    """Record a mixture of experts with evenly distributed tokens."""
     model, load, n, e = write.model, write.load, write.n, write.e
     rows = n * model.experts_used
     own = -(-model.experts // load.expert_ranks)
@@ -373,5 +373,5 @@ def _head(model: Transformer, load: Workload) -> Tape:
 
 @cache
 def cached_tapes(model: Transformer, load: Workload) -> Mapping[str, Tape]:
-    """Return `tapes`, made once for each model and workload: searches ask again and again."""
+    """Return `tapes`, cached by model and workload, because searches request them repeatedly."""
     return tapes(model, load)

@@ -18,6 +18,8 @@ from zeroshard.table.stages import STAGES
 
 __all__ = ["Candidate", "candidate_of", "changes_of"]
 
+MOVABLE: Final = ("parameters", "states", "padding")
+"""Columns that offload moves, or a part of them, beside gradients, which come and go in a step."""
 MOST_CHANGES: Final = 5
 """That are planned wholly, which takes as long as the plan itself."""
 
@@ -31,6 +33,7 @@ class Candidate:
         peak_bytes: allocated at most.
         verdict: of what the allocator reserves, where that is known, else of what is allocated.
         reserved_bytes: by the allocator, where this configuration was planned wholly; else None.
+        movable_bytes: on the device at most, of what offload may move.
     """
 
     options: Options
@@ -38,6 +41,7 @@ class Candidate:
     step_s: float
     verdict: Verdict
     reserved_bytes: int | None = None
+    movable_bytes: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -47,10 +51,13 @@ class Candidate:
 
 def candidate_of(shape: Transformer, options: Options) -> Candidate:
     """Simulate a configuration with each unit summed up."""
-    film = make_film(job_of_shape(shape, options, is_coarse=True), is_settled=True)
+    job = job_of_shape(shape, options, is_coarse=True)
+    film = make_film(job, is_settled=True)
     host_bytes = options.node_processes * film.host_peak_bytes
     verdict = verdict_of(film.peak[0], outside_bytes_of(options), options, host_bytes)
-    return Candidate(options, film.peak[0], film.step_s, verdict)
+    movable_bytes = sum(film.resident_bytes[column] for column in MOVABLE)
+    movable_bytes += sum(sum(bucket.gradient_bytes) for unit in job.units for bucket in unit.reduced)
+    return Candidate(options, film.peak[0], film.step_s, verdict, movable_bytes=movable_bytes)
 
 
 def changes_of(shape: Transformer, plan: Plan, whole: Callable[[Options], Plan]) -> Sequence[Change]:

@@ -1,6 +1,7 @@
-"""What the optimizers of a module update and keep: by name as a shape's, or found from the optimizers themselves.
+"""The updates and states of a module's optimizers: by name as for a shape, or determined from the optimizers.
 
-Owns the way from an optimizer's groups to `table/bytes.py`. Must not know traces nor steps. Read `owners.py` first.
+Owns the conversion of an optimizer's groups into `table/bytes.py`. It must not know traces or steps. Read `owners.py`
+first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from zeroshard.describe.ignored import ignored_of
 from zeroshard.optim import Adafactor, Muon, muon_groups
 from zeroshard.optim.keeps import is_taken, state_cost, whole_bytes, whole_costs
 from zeroshard.optim.whole import Whole, whole_of
@@ -25,15 +27,16 @@ Optimizer = torch.optim.Optimizer
 OURS: Final = ("torch.optim", "zeroshard.optim")
 
 
-def optimizers_of(asked: Any, model: nn.Module) -> tuple[Optimizer, ...]:
-    """Return the optimizers that a plan of a module is asked with; those of a name only where some matrices are whole.
+def optimizers_of(asked: Any, model: nn.Module, ignored: Sequence[object] = ()) -> tuple[Optimizer, ...]:
+    """Return the optimizers of a plan of a module; for a name, only if some matrices are updated as a whole.
 
     Args:
-        asked: a name in `OPTIMIZERS`, an optimizer of the model's parameters, or a sequence of them.
+        asked: a name in `OPTIMIZERS`, an optimizer of the model's parameters, or a sequence of optimizers.
+        ignored: as in `zs.shard`.
 
     Raises:
-        TypeError: something else.
-        ValueError: a parameter that is not in the model, that two optimizers have, or that none has.
+        TypeError: the argument is none of these.
+        ValueError: a parameter is not in the model, is in two optimizers, or is in none.
     """
     if isinstance(asked, str):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -41,7 +44,8 @@ def optimizers_of(asked: Any, model: nn.Module) -> tuple[Optimizer, ...]:
             return ()
         return (Muon(muon_groups(model)),) if asked == "muon" else (Adafactor(trained),)
     given = tuple(asked) if isinstance(asked, Sequence) else (asked,)
-    names, seen = {id(parameter): name for name, parameter in model.named_parameters()}, set[int]()
+    left, seen = ignored_of(model, ignored), set[int]()
+    names = {id(parameter): name for name, parameter in model.named_parameters() if id(parameter) not in left}
     for one in given:
         if not isinstance(one, Optimizer):
             raise TypeError(
@@ -52,12 +56,12 @@ def optimizers_of(asked: Any, model: nn.Module) -> tuple[Optimizer, ...]:
             if id(parameter) not in names:
                 raise ValueError(
                     f"optimizer=: {type(one).__name__} has a parameter of shape {tuple(parameter.shape)} that is not "
-                    "in the module. Build the optimizer from the parameters of the module that plan() is given."
+                    "in the module, or ignored. Build the optimizer from the module that is passed to plan()."
                 )
             if id(parameter) in seen:
-                raise ValueError(f"optimizer=: '{names[id(parameter)]}' has two entries; one must update it.")
+                raise ValueError(f"optimizer=: '{names[id(parameter)]}' has two entries; remove one of them.")
             seen.add(id(parameter))
-    if missed := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in seen]:
+    if missed := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in seen | left.keys()]:
         raise ValueError(
             f"optimizer=: {len(missed)} trainable parameter(s) are in no optimizer, '{missed[0]}' first. Add them to a "
             "group, or freeze them with requires_grad_(False)."
@@ -66,7 +70,7 @@ def optimizers_of(asked: Any, model: nn.Module) -> tuple[Optimizer, ...]:
 
 
 def name_of(optimizers: Sequence[Optimizer]) -> str:
-    """Return the names of the classes of optimizers, joined by "+"; those of torch and zeroshard as plans know them."""
+    """Return the class names of optimizers, joined by "+"; torch's and zeroshard's classes by their names in plans."""
     kinds = [type(one) for one in optimizers]
     return "+".join(
         one.__name__.lower() if one.__module__.startswith(OURS) else f"{one.__module__}.{one.__name__}" for one in kinds
@@ -76,13 +80,13 @@ def name_of(optimizers: Sequence[Optimizer]) -> str:
 def updates_and_turns(
     units: Sequence[UnitSpec], options: Options, names: Mapping[int, str]
 ) -> tuple[list[Updates], list[list[Turn]]]:
-    """Return what the optimizers update and keep, and of each how it updates what is whole.
+    """Return the states and updates of the optimizers, and for each optimizer the rounds of its whole updates.
 
     Args:
-        names: of the parameters of `options.optimizers`, by identity.
+        names: names of the parameters of `options.optimizers`, by identity.
 
     Raises:
-        ValueError: what an optimizer keeps cannot be tried.
+        ValueError: the states of an optimizer cannot be determined by a trial step.
     """
     if not options.optimizers:
         return [updates_of(units, OPTIMIZERS[options.optimizer])], []
@@ -93,8 +97,8 @@ def updates_and_turns(
         owned = own(matrices, options.shard_ranks)
         if (cost := state_cost(one)) is None and sliced:
             raise ValueError(
-                f"optimizer=: what {type(one).__name__} keeps cannot be found by a step of another one, which its "
-                "arguments are not enough for. Give the name of an optimizer that keeps as much, such as 'adamw'."
+                f"optimizer=: the states of {type(one).__name__} cannot be determined by a trial step, because its "
+                "groups do not suffice to build it. Give the name of an optimizer with equal states, such as 'adamw'."
             )
         updates.append(Updates(sliced, *(cost or (0, 0)), whole=owned))
         turns.append(turns_of(matrices, owned, options.device))
@@ -104,7 +108,7 @@ def updates_and_turns(
 def _entries(
     optimizer: Optimizer, places: Mapping[str, tuple[BucketSpec, int]], names: Mapping[int, str]
 ) -> tuple[list[tuple[BucketSpec, int]], list[Matrix]]:
-    """Return what an optimizer updates on slices, and what it updates whole, in the order of its groups."""
+    """Return an optimizer's updates on slices and its updates of whole tensors, in the order of its groups."""
     whole, sliced, matrices = whole_of(optimizer), list[tuple[BucketSpec, int]](), list[Matrix]()
     kept = {} if whole is None else whole_costs(optimizer, whole)
     for number, group in enumerate(optimizer.param_groups):
@@ -122,7 +126,7 @@ def _entries(
 
 
 def _kind_of(optimizer: Optimizer, whole: Whole) -> str:
-    """Return how an optimizer updates what is whole: a key of `KINDS`."""
+    """Return the kind of an optimizer's updates of whole tensors: a key of `KINDS`."""
     kind = "adafactor" if isinstance(optimizer, torch.optim.Adafactor) else "other"
     kind = "newton-schulz" if whole.cost is newton_schulz_cost else kind
     assert kind in KINDS

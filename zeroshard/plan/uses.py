@@ -1,14 +1,14 @@
-"""In which order a model uses its units: found by one forward and backward on tensors without memory.
+"""The order in which a model uses its units, determined by one forward and backward on tensors without memory.
 
-Owns the watch over modules, gradients and saved tensors of that run. It must not know the engine: what the engine's
-hooks would see there is written down anew, so that a test of the one against the other can fail. `plan/passes.py` makes
-events of the uses. Read `describe/units.py` first.
+Owns the observation of modules, gradients and saved tensors of that run. It must not know the engine: it reimplements
+the observations of the engine's hooks, so a test that compares both can fail. `plan/passes.py` makes events of the
+uses. Read `describe/units.py` first.
 
 Note: what tells of a use
-    Forward: a module that holds parameters of a unit begins, and ends. Backward: the gradient of an output of such a
-    module comes, a saved tensor that is a parameter is read, or the module runs again (activation checkpointing); the
-    use is over when the gradients of the module's inputs are there, of the last call that has any. Where no input
-    wants a gradient, it is over with the gradient of the unit's last parameter.
+    Forward: a module with parameters of a unit starts, and ends. Backward: the use starts when the gradient of an
+    output of such a module is computed, a saved parameter is unpacked, or the module runs again (activation
+    checkpointing). It ends with the gradients of the module's inputs, of the last call that has any. If no input
+    requires a gradient, it ends with the gradient of the unit's last parameter.
 """
 
 from collections import Counter
@@ -49,26 +49,26 @@ def trace_uses(
     *,
     activations: Activations | None = None,
 ) -> Uses:
-    """Return how a forward and a backward of a model use its units; nothing is computed, and the model stays as it is.
+    """Return the uses of units in a forward and a backward of a model, without computing; the model does not change.
 
     Args:
         step: called with the model and the inputs, returns the loss; it runs the model once.
-        model: with parameters on any device, "meta" included.
-        inputs: tensors on any device, or containers of them.
-        plans: the model's units, as `plan_units` returns them.
-        activations: what is done with activations; it decides which modules run again in the backward.
+        model: with parameters on any device, including "meta".
+        inputs: tensors on any device, or containers of tensors.
+        plans: the model's units, as from `plan_units`.
+        activations: the treatment of activations, which determines the modules that run again in the backward.
 
     Raises:
-        ValueError: `step` runs the model more than once, or not at all, or modules are recomputed in segments, which
-            run in an order of their own.
+        ValueError: `step` does not run the model exactly once, or modules are recomputed in segments, which have
+            another order.
         RuntimeError: the model reads values of tensors.
     """
     check_tracing()
     modules = recomputed_modules(activations or Activations(), plans)
     if any(how.every != 1 for _, how in modules):
         raise ValueError(
-            f"activations={activations} recomputes segments of several modules; uses are known for segments of one "
-            "(every=1). Give plan.passes.step_events() uses of your own."
+            f"activations={activations} recomputes segments of several modules; uses are known only for every=1. Pass "
+            "your own uses to plan.passes.step_events()."
         )
     again = {module for module, _ in modules}
     recomputed = {
@@ -87,18 +87,18 @@ def trace_uses(
             run_backward(loss)
         except fake_errors() as error:
             raise RuntimeError(
-                f"A trace has no values, but the model reads some ({error}), and which units it uses may depend on "
-                "them. Give plan.passes.step_events() uses of your own."
+                f"A trace has no values, but the model reads some ({error}), and the units that it uses may depend on "
+                "them. Pass your own uses to plan.passes.step_events()."
             ) from error
         return watch.result()
 
 
 @final
 class _Watch:
-    """Sees modules, gradients and saved parameters of one forward and backward.
+    """Observes modules, gradients and saved parameters of one forward and backward.
 
     Args:
-        fakes: what stands for each parameter, by identity.
+        fakes: the fake copy of each parameter, by identity.
         recomputed: units whose modules run again in the backward.
     """
 
@@ -133,15 +133,15 @@ class _Watch:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._land, number)))
 
     def end(self) -> None:
-        """Leave the modules alone."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def result(self) -> Uses:
-        """Return what was seen.
+        """Return the observed uses.
 
         Raises:
-            ValueError: the model did not run once.
+            ValueError: the model did not run exactly once.
         """
         if self._runs != 1:
             raise ValueError(f"step must run the model once; it ran {self._runs} times.")
@@ -191,13 +191,13 @@ class _Watch:
             self._forward.append(("close", ROOT))
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int | None]:
-        """Note of a tensor that autograd saves to which unit it belongs."""
+        """Return a tensor that autograd saves with its unit, or None."""
         return tensor, self._by_storage.get(storage_of(tensor)) if tensor.layout is torch.strided else None
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def unpack(self, packed: tuple[Tensor, int | None]) -> Tensor:
-        """Note that the backward reads what was saved."""
+        """Record that the backward reads a saved tensor."""
         tensor, number = packed
         if number is not None and graph_task() != -1:
             self._need(number)
@@ -237,14 +237,14 @@ class _Watch:
         return all(id(p) in self._landed[number] for p in self._parameters[number] if p.requires_grad)
 
     def _awaits(self, number: int) -> bool:
-        """Tell whether the backward under way brings more gradients of a unit."""
+        """Return whether the current backward will compute more gradients of a unit."""
         missing = (p for p in self._parameters[number] if p.requires_grad and id(p) not in self._landed[number])
         return any(will_run(accumulator_of(p)) for p in missing)
 
 
 @final
 class _Once:
-    """A hook on several tensors that acts the first time."""
+    """A hook on several tensors that acts on its first call."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act, self._is_due = act, True

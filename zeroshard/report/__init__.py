@@ -1,6 +1,6 @@
-"""What a run did and what a plan says, shown.
+"""Reports of runs and plans.
 
-`profile.py` is where the time of steps went, `page.py` the report page, `pictures.py` its pictures for papers. Read
+`profile.py` measures the time of steps, `page.py` writes the report page, `pictures.py` draws pictures for papers. Read
 `page.py` and `schema.py` first.
 """
 

@@ -1,7 +1,7 @@
-"""Whether a mapping is the data of a page: types, lengths, indices, and memory that is given back as it was taken.
+"""Validation of the data of a page: types, lengths, indices, and matching allocations and releases.
 
-Owns the refusals. Must not know torch, HTML, nor what views make of the data. Read `zeroshard/report/schema.py` first:
-the types are compared with the annotations there.
+Owns the errors. It must not know torch, HTML, or the use of the data by views. Read `zeroshard/report/schema.py` first:
+its annotations define the types.
 """
 
 import math
@@ -18,23 +18,23 @@ _ALIGNMENTS: Final = (1, 2, 4, 8, 16, 32, 64)
 
 
 def check_page(data: Mapping[str, Any]) -> None:
-    """Check that a mapping is a `PageData` whose parts agree with one another.
+    """Check that a mapping is a valid and consistent `PageData`.
 
     Raises:
-        TypeError: an entry has another type than the schema says; the message has the path of the entry.
+        TypeError: an entry does not have the type of the schema; the message gives the path of the entry.
         ValueError: an entry is unknown or missing, columns differ in length, an index or a number is out of range, or
-            memory is given back that was not taken.
+            memory is released that was not allocated.
 
     >>> from zeroshard.report.check import check_page
     >>> check_page({"version": 1, "kind": "run", "title": "a run"})
     """
     _check(data, PageData, "data")
     if data["version"] != VERSION:
-        raise ValueError(f"data.version must be {VERSION}, got {data['version']}: make the data anew")
+        raise ValueError(f"data.version must be {VERSION}, got {data['version']}: create the data again")
     columns, names = data.get("columns", []), data.get("names", [])
     for place, rank in enumerate(data.get("ranks") or ()):
         if unknown := sorted(rank["resident_bytes"].keys() - set(columns)):
-            raise ValueError(f"data.ranks[{place}].resident_bytes has {unknown}, which data.columns has not")
+            raise ValueError(f"data.ranks[{place}].resident_bytes has {unknown}, which is not in data.columns")
     if film := data.get("film"):
         _check_film(film, len(columns), len(names))
     for place, lane in enumerate(data.get("lanes") or ()):
@@ -42,7 +42,7 @@ def check_page(data: Mapping[str, Any]) -> None:
     for place, run in enumerate(data.get("losses") or ()):
         _check_lengths({key: run[key] for key in ("step", "loss")}, f"data.losses[{place}]")
     if (player := data.get("player")) and not player["units"]:
-        raise ValueError("data.player.units is empty: give the elements of each unit, the root first")
+        raise ValueError("data.player.units is empty: give the number of elements of each unit, the root first")
     if player and (align := player.get("align_numel", 1)) not in _ALIGNMENTS:
         raise ValueError(f"data.player.align_numel must be a power of two up to 64, got {align}")
     if walk := data.get("walk"):
@@ -63,13 +63,13 @@ def _check_film(film: Film, columns: int, names: int) -> None:
             zip(events["nbytes"], events["storage"], events["column"], strict=True)
         ):
             if nbytes == 0:
-                raise ValueError(f"{where}: event {place} has 0 bytes; leave storages without memory out")
+                raise ValueError(f"{where}: event {place} has 0 bytes; omit storages without memory")
             if nbytes > 0 and storage in live:
-                raise ValueError(f"{where}: event {place} takes storage {storage}, which is taken already")
+                raise ValueError(f"{where}: event {place} allocates storage {storage}, which is already allocated")
             if nbytes < 0 and live.pop(storage, None) != (-nbytes, column):
                 raise ValueError(
-                    f"{where}: event {place} gives back {-nbytes} bytes of storage {storage} in column {column}; "
-                    "give back what was taken, in its column"
+                    f"{where}: event {place} releases {-nbytes} bytes of storage {storage} in column {column}; release "
+                    "the bytes that were allocated, in the same column"
                 )
             if nbytes > 0:
                 live[storage] = (nbytes, column)
@@ -85,9 +85,9 @@ def _check_walk(walk: Walk) -> None:
     states = [walk["start"], *(step["state"] for step in walk["steps"])]
     for place, state in enumerate(states):
         if unknown := {*state["whole"], *state["kept"], *state["reduced"]} - units:
-            raise ValueError(f"data.walk: state {place} names {sorted(unknown)}, which data.walk.units has not")
+            raise ValueError(f"data.walk: state {place} names {sorted(unknown)}, which is not in data.walk.units")
         if len(state["resident_bytes"]) != walk["ranks"]:
-            raise ValueError(f"data.walk: state {place} has {len(state['resident_bytes'])} ranks of {walk['ranks']}")
+            raise ValueError(f"data.walk: state {place} has {len(state['resident_bytes'])} of {walk['ranks']} ranks")
 
 
 def _check_lengths(columns: Mapping[str, Any], where: str) -> None:
@@ -104,11 +104,11 @@ def _check_indices(values: Sequence[int], limit: int, where: str) -> None:
 def _check_order(times: Sequence[float], where: str) -> None:
     for place in range(1, len(times)):
         if times[place] < times[place - 1]:
-            raise ValueError(f"{where}: entry {place} is before the one in front of it; sort events by time")
+            raise ValueError(f"{where}: entry {place} is earlier than the entry before it; sort events by time")
 
 
 def _check(value: Any, expected: Any, where: str) -> None:
-    """Compare a value with an annotation, as far as the annotations of this module go."""
+    """Compare a value with an annotation of the kinds that the schema uses."""
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
     if typing.is_typeddict(expected):
         _check_mapping(value, expected, where)
@@ -121,7 +121,7 @@ def _check(value: Any, expected: Any, where: str) -> None:
         _require(isinstance(value, list), value, "a list", where)
         (entry,) = arguments
         if entry in (int, str, bool) and all(type(one) is entry for one in value):
-            return  # the columns of events, at the speed of C
+            return  # columns of events, checked at the speed of C
         for place, one in enumerate(value):
             _check(one, entry, f"{where}[{place}]")
     elif origin is dict:
@@ -144,7 +144,7 @@ def _check_mapping(value: Any, expected: Any, where: str) -> None:
     if missing := sorted(expected.__required_keys__ - value.keys()):
         raise ValueError(f"{where} has no {missing}")
     if unknown := sorted(value.keys() - annotations.keys()):
-        raise ValueError(f"{where} has {unknown}, which {expected.__name__} does not know")
+        raise ValueError(f"{where} has {unknown}, which {expected.__name__} does not have")
     for key, one in value.items():
         _check(one, annotations[key], f"{where}.{key}")
 

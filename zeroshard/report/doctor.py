@@ -1,6 +1,6 @@
-"""A machine measured: its products, its memory, its collectives, as the profile that plans then use.
+"""The measurement of a machine: matrix products, memory and collectives, as a profile for plans.
 
-Owns the measurements, and the fit of a collective's times. `plan/profiles.py` keeps profiles.
+Owns the measurements, and the fit of a collective's times. `plan/profiles.py` stores profiles.
 """
 
 import dataclasses
@@ -21,16 +21,16 @@ __all__ = ["fit_line", "measure_device", "measure_ranks"]
 
 ROUNDS: Final = 7
 PRODUCT: Final = MappingProxyType({"cpu": 1024, "cuda": 8192})
-"""Rows and columns of the products that are timed."""
+"""Rows and columns of the measured products."""
 COPY_BYTES: Final = MappingProxyType({"cpu": 1 << 28, "cuda": 1 << 30})
 SENT_BYTES: Final = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
-"""Of the collectives that are timed."""
+"""Bytes of the measured collectives."""
 
 
 def measure_device() -> Device:
     """Measure this process's device: products in each dtype, and copies. Takes some seconds.
 
-    Source: the least of several rounds, since other programs can only slow a kernel down.
+    Source: the minimum of several rounds, because other programs can only slow a kernel down.
     """
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
@@ -48,7 +48,7 @@ def measure_device() -> Device:
         node_ranks=torch.cuda.device_count() if kind == "cuda" else os.cpu_count() or 1,
         host_bytes=_host_bytes(),
         multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if kind == "cuda" else 1,
-        # What is measured is what is reached.
+        # Measured rates are the reached rates.
         matmul_part=1.0,
         attention_part=1.0,
         memory_part=1.0,
@@ -61,10 +61,10 @@ def measure_device() -> Device:
 
 
 def measure_ranks(device: Device, ranks: int) -> Device:
-    """Return a device with the collectives of the ranks that have joined: latency of a hop, and bandwidth of a link.
+    """Return a device with the measured collectives of the joined ranks: latency of a hop, bandwidth of a link.
 
     Args:
-        ranks: that have joined.
+        ranks: number of joined ranks.
 
     Collective: gathers of up to 16 MB from each rank; every rank must call.
     """
@@ -89,7 +89,7 @@ def measure_ranks(device: Device, ranks: int) -> Device:
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """Return (seconds at no bytes, bytes a second) of the line that is nearest in relative error.
+    """Return (seconds at zero bytes, bytes per second) of the line with the least relative error.
 
     >>> from zeroshard.report.doctor import fit_line
     >>> start_s, rate = fit_line([1e3, 1e6, 1e9], [1e-3 + size / 1e9 for size in (1e3, 1e6, 1e9)])
@@ -107,7 +107,7 @@ def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, flo
 
 
 def _least_s(run: Callable[[], object], device: torch.device) -> float:
-    """Return the least seconds of several rounds, after one that does not count."""
+    """Return the minimum seconds of several rounds, after one warm-up round."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -131,7 +131,7 @@ def _product_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _copy_bytes_per_s(device: torch.device) -> float:
-    """Return bytes read and written a second by a copy."""
+    """Return the bytes that a copy reads and writes per second."""
     nbytes = COPY_BYTES[device.type]
     source, target = (torch.zeros(nbytes // 4, device=device) for _ in range(2))
     return 2 * nbytes / _least_s(lambda: target.copy_(source), device)
@@ -149,7 +149,7 @@ def _host_bytes_per_s(device: torch.device, otherwise: float) -> float:
 
 
 def _launch_s(device: torch.device) -> float:
-    """Return the seconds of the smallest operation, one of many in a row."""
+    """Return the seconds of one small operation in a long sequence."""
     x, many = torch.zeros(1, device=device), 1000
 
     def run() -> None:
@@ -164,7 +164,7 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def _context_bytes(device: torch.device) -> int:
-    """Return what this process took of the device outside torch's allocator, as the driver tells."""
+    """Return the device bytes that this process uses outside torch's allocator, as reported by the driver."""
     if device.type != "cuda":
         return 0
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)

@@ -1,12 +1,12 @@
-"""The report page: one HTML file that holds its code, its style and its data, and asks nothing of any server.
+"""The report page: one HTML file that contains its code, style and data, and makes no requests.
 
-Owns how the parts in `assets/` become one file, and how the data lies in it. Must not know torch, nor where the data
-comes from. Read `write_page` first; `zeroshard/report/schema.py` has the data.
+Owns the assembly of `assets/` into one file, and the encoding of the data. It must not know torch or the source of the
+data. Read `write_page` first; `zeroshard/report/schema.py` defines the data.
 
 Note: how modules become one script
-    The scripts in `assets/` are ES modules without a build step. A page that is opened from a file cannot import
-    others, so the modules are joined in the order of their imports, and import and export go: every name at the top of
-    a module is one of the page's, and must be there once.
+    The scripts in `assets/` are ES modules without a build step. A page opened from a file cannot import modules, so
+    the modules are concatenated in the order of their imports, without import and export statements: all their
+    top-level names share one scope, and must be unique.
 """
 
 import base64
@@ -36,15 +36,15 @@ def write_page(data: PageData | Mapping[str, Any], path: str | Path) -> Path:
     """Write a page that opens from a file, without a network.
 
     Args:
-        data: what the page shows; views whose data is missing are left out. Without "walk" the bundled walk is shown,
-            with None for it none.
-        path: the file, overwritten; its folder must be there.
+        data: the data of the page; views without data are omitted. Without "walk" the page has the bundled walk, and
+            with None for it no walk.
+        path: the file, overwritten; its folder must exist.
 
     Returns:
         The path.
 
     Raises:
-        TypeError, ValueError: the data is not as `zeroshard/report/schema.py` says.
+        TypeError, ValueError: the data does not conform to `zeroshard/report/schema.py`.
         OSError: the file cannot be written.
 
     ```python
@@ -63,7 +63,7 @@ def write_page(data: PageData | Mapping[str, Any], path: str | Path) -> Path:
 
 
 def make_page(data: PageData | Mapping[str, Any]) -> str:
-    """Return the text of a page; `write_page` says what of.
+    """Return the text of a page, from the same data as `write_page`.
 
     >>> from zeroshard.report.page import make_page
     >>> make_page({"version": 1, "kind": "run", "title": "a run", "walk": None}).startswith("<!doctype html>")
@@ -81,14 +81,14 @@ def make_page(data: PageData | Mapping[str, Any]) -> str:
 
 
 def join_modules(name: str, folder: Path = _ASSETS) -> str:
-    """Return a module and all that it imports, as one script.
+    """Return a module and all its imports as one script.
 
     Args:
-        name: file of the module that imports the others.
-        folder: where they are.
+        name: file of the top-level module.
+        folder: folder of the modules.
 
     Raises:
-        ValueError: modules import each other in a circle.
+        ValueError: modules import each other in a cycle.
 
     >>> from zeroshard.report.page import join_modules
     >>> "import" in join_modules("units.js")
@@ -98,7 +98,7 @@ def join_modules(name: str, folder: Path = _ASSETS) -> str:
 
     def add(module: str, path: tuple[str, ...]) -> None:
         if module in path:
-            raise ValueError(f"{' imports '.join((*path, module))}: take what both need into a module of its own")
+            raise ValueError(f"{' imports '.join((*path, module))}: move the shared code into a separate module")
         if module in texts:
             return
         text = (folder / module).read_text("utf-8")
@@ -115,7 +115,7 @@ def _read(name: str) -> str:
 
 
 def _pack(data: Mapping[str, Any]) -> str:
-    """Return data as JSON, deflated, as base64; times of events are rounded to nanoseconds."""
+    """Return data as JSON, deflated, in base64; times of events are rounded to nanoseconds."""
     if film := data.get("film"):
         film = {part: _rounded(columns) if part in ("events", "ticks") else columns for part, columns in film.items()}
         data = {**data, "film": film}

@@ -1,7 +1,7 @@
-"""The ZeRO paper's figures as pictures: published bars beside predicted ones, as PNG and SVG.
+"""The ZeRO paper's figures as pictures: published bars next to predicted bars, as PNG and SVG.
 
-Owns the drawings. Needs matplotlib (the extra `zeroshard[report]`), imported when a picture is drawn. Must not know how
-anything is predicted: it draws the tables of `plan/paper.py`.
+Owns the drawings. Needs matplotlib (the extra `zeroshard[report]`), imported when a picture is drawn. It must not know
+how numbers are predicted: it draws the tables of `plan/paper.py`.
 """
 
 import functools
@@ -24,12 +24,12 @@ _PAPER, _PREDICTED = "#8C8C8C", "#0072B2"
 @final
 @dataclass(frozen=True)
 class _Plot:
-    """What of a table is drawn.
+    """The columns of a table to draw.
 
     Args:
-        labels: columns that name a group of bars.
-        paper, predicted: columns of the bars; a bar without a value is left out.
-        unit: of both.
+        labels: columns that label a group of bars.
+        paper, predicted: columns of the bars; bars without a value are omitted.
+        unit: unit of both columns.
     """
 
     labels: tuple[str, ...]
@@ -53,15 +53,15 @@ _PLOTS: Final[Mapping[str, tuple[str, _Plot]]] = MappingProxyType(
 
 
 def write_paper_plots(found: Reproduction, folder: str | Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Draw the figures of the paper, published beside predicted.
+    """Draw the figures of the paper, with published and predicted values.
 
     Args:
-        found: what `zeroshard.plan.paper.reproduce` returned.
-        folder: made if it is not there; files of the same names are overwritten.
-        formats: of the files: "png", "svg", or another that matplotlib writes.
+        found: the result of `zeroshard.plan.paper.reproduce`.
+        folder: created if missing; files of the same names are overwritten.
+        formats: formats of the files: "png", "svg", or another format of matplotlib.
 
     Returns:
-        The files, `NAME.FORMAT` each.
+        The files, each `NAME.FORMAT`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -74,7 +74,7 @@ def write_paper_plots(found: Reproduction, folder: str | Path, formats: Sequence
 
 
 def bars_of(table: Table, plot: _Plot) -> list[tuple[str, float | None, float | None]]:
-    """Return label, published and predicted value of each group of bars; means have none."""
+    """Return the label, the published and the predicted value of each group of bars; without means."""
     places = {column.title: place for place, column in enumerate(table.columns)}
     rows = []
     for row in table.rows:

@@ -1,7 +1,7 @@
-"""Pictures of a plan or a run for papers and READMEs: PNG and SVG files, one for each view that has data.
+"""Pictures of a plan or a run for papers and READMEs: PNG and SVG files, one per view with data.
 
-Owns the drawings. Needs matplotlib (the extra `zeroshard[report]`), imported when a picture is drawn. Must not know
-torch, nor where the data comes from: `zeroshard/report/schema.py` has it. Read `write_pictures` first.
+Owns the drawings. Needs matplotlib (the extra `zeroshard[report]`), imported when a picture is drawn. It must not know
+torch or the source of the data (`zeroshard/report/schema.py`). Read `write_pictures` first.
 """
 
 import functools
@@ -34,7 +34,7 @@ _COLORS: Final = MappingProxyType(
         "transient": "#CC79A7",
     }
 )
-"""Okabe and Ito's palette, as on the page."""
+"""The palette of Okabe and Ito, also used on the page."""
 _SERIES: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
 _MARKERS: Final = "osv^DX"
 _VERDICTS: Final = MappingProxyType({"fits": ("#009E73", "o"), "tight": ("#E69F00", "^"), "no": ("#D55E00", "x")})
@@ -43,19 +43,19 @@ _VERDICTS: Final = MappingProxyType({"fits": ("#009E73", "o"), "tight": ("#E69F0
 def write_pictures(
     data: PageData | Mapping[str, Any], folder: str | Path, formats: Sequence[str] = ("png", "svg")
 ) -> list[Path]:
-    """Write pictures of what the data has: stages, film, frontier, scorecard, comparison and losses.
+    """Draw pictures of the data: stages, film, frontier, scorecard, comparison and losses.
 
     Args:
-        data: as `write_page` takes it.
-        folder: made if it is not there; files of the same names are overwritten.
-        formats: of the files: "png", "svg", or another that matplotlib writes.
+        data: as in `write_page`.
+        folder: created if missing; files of the same names are overwritten.
+        formats: formats of the files: "png", "svg", or another format of matplotlib.
 
     Returns:
-        The files, `NAME.FORMAT` each.
+        The files, each `NAME.FORMAT`.
 
     Raises:
         ImportError: matplotlib is not installed.
-        TypeError, ValueError: the data is not as `zeroshard/report/schema.py` says.
+        TypeError, ValueError: the data does not conform to `zeroshard/report/schema.py`.
         OSError: a file cannot be written.
     """
     check_page(data)
@@ -74,10 +74,10 @@ def write_pictures(
 def save_figures(
     drawings: Mapping[str, Callable[[Any], None]], folder: str | Path, formats: Sequence[str]
 ) -> list[Path]:
-    """Draw each picture on axes of its own, and save it as `NAME.FORMAT`.
+    """Draw each picture on separate axes, and save it as `NAME.FORMAT`.
 
     Args:
-        drawings: by name, what draws on the axes that it is given.
+        drawings: for each name, a function that draws on the given axes.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -94,7 +94,7 @@ def save_figures(
         draw(axes)
         for suffix in formats:
             paths.append(folder / f"{name}.{suffix}")
-            # Without a date, and with names of its own, the same data gives the same file.
+            # Without a date, and with fixed ids, equal data gives an equal file.
             with matplotlib.rc_context({"svg.hashsalt": name}):
                 figure.savefig(paths[-1], dpi=_DPI, metadata={"Date": None} if suffix == "svg" else None)
     return paths
@@ -108,7 +108,7 @@ def _need_matplotlib() -> tuple[Any, Any]:
 
 
 def _draw_stages(axes: Any, data: PageData) -> None:
-    """Draw one bar for each row of the table."""
+    """Draw one bar per row of the table."""
     player = data["player"]
     assert player is not None
     first = player.get("defaults", Defaults(stage=0, ranks=8, batch=1, sequence=2048))
@@ -175,7 +175,7 @@ def _draw_film(axes: Any, data: PageData) -> None:
 
 
 def _kept_moments(totals: Any) -> Any:
-    """Return the lowest and the highest moment of each of many equal parts, so that no peak is lost."""
+    """Return the minimum and maximum of each of many equal intervals, which preserves all peaks."""
     edges = np.linspace(0, len(totals), _BINS + 1).astype(int)
     kept = {0, len(totals) - 1}
     for start, stop in itertools.pairwise(edges):
@@ -186,7 +186,7 @@ def _kept_moments(totals: Any) -> Any:
 
 
 def _draw_frontier(axes: Any, data: PageData) -> None:
-    """Draw tokens/s against memory of all configurations."""
+    """Draw tokens/s against the memory of all configurations."""
     found = data["frontier"] or []
     for verdict, (color, marker) in _VERDICTS.items():
         some = [one for one in found if one["verdict"] == verdict]
@@ -222,7 +222,7 @@ def _draw_frontier(axes: Any, data: PageData) -> None:
 
 
 def _draw_scorecard(axes: Any, data: PageData) -> None:
-    """Draw the error of each prediction against the measurement, by source; one picture holds all quantities."""
+    """Draw the error of each prediction, by source; one picture contains all quantities."""
     scores = [one for one in data["scorecard"] or [] if one["measured"] > 0]
     groups = sorted({(one["source"], one["metric"]) for one in scores})
     for place, (source, metric) in enumerate(groups):

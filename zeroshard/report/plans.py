@@ -1,6 +1,6 @@
-"""Plans, searches and scorecards, as JSON has them, as data of the page.
+"""Conversion of plans, searches and scorecards from JSON into data of the page.
 
-Owns the way from their fields to `schema.py`. Must not know torch, nor how plans are made. `runs.py` reads runs.
+Owns the mapping of their fields to `schema.py`. It must not know torch or the planner. `runs.py` reads runs.
 """
 
 import json
@@ -32,11 +32,11 @@ def read_sources(paths: Sequence[str | Path]) -> PageData:
     """Read folders of runs, and files of plans, searches and scorecards, as one page's data.
 
     Args:
-        paths: `runs/NAME`, or files that `zeroshard plan --json`, `--search --json` or `zeroshard scorecard --json`
-            wrote. Of what several files have, the first one's is shown.
+        paths: `runs/NAME`, or files of `zeroshard plan --json`, `--search --json` or `zeroshard scorecard --json`. If
+            several files have the same view, the page shows the view of the first.
 
     Raises:
-        ValueError: a file is none of these.
+        ValueError: a path is none of these.
         OSError: a file cannot be read.
     """
     folders = [Path(path) for path in paths if Path(path).is_dir()]
@@ -45,7 +45,7 @@ def read_sources(paths: Sequence[str | Path]) -> PageData:
     if folders:
         found.append(read_runs(folders))
     if not found:
-        raise ValueError("Name a folder of a run, or a file of `zeroshard plan --json`.")
+        raise ValueError("No path was given; give a folder of a run, or a file of `zeroshard plan --json`.")
     data: PageData = found[0]
     for more in found[1:]:
         data = {**more, **data}
@@ -62,12 +62,12 @@ def _read_file(path: Path) -> PageData:
             try:
                 return read(stored)
             except (KeyError, IndexError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path} is damaged, or of another version: {error!r}") from error
-    raise ValueError(f"{path} is neither a plan, a search nor a scorecard as `--json` writes them.")
+                raise ValueError(f"{path} is damaged, or was written by another version: {error!r}") from error
+    raise ValueError(f"{path} is not a plan, a search or a scorecard; write one with `--json`.")
 
 
 def page_of_plan(plan: Mapping[str, Any]) -> PageData:
-    """Return the data of a page for a plan, as `Plan.to_json` gives it."""
+    """Return the data of a page for the result of `Plan.to_json`."""
     memory, film, time = plan["memory"], plan["film"], plan["time"]
     details = {"tokens/s": round(time["tokens_per_s"]), "step, s": round(time["step_s"], 4), "verdict": plan["verdict"]}
     return PageData(
@@ -131,7 +131,7 @@ def _player(plan: Mapping[str, Any]) -> Player:
 
 
 def page_of_search(search: Mapping[str, Any]) -> PageData:
-    """Return the data of a page for a search, as `Search.to_json` gives it: the frontier, and a plan of the best."""
+    """Return the data of a page for the result of `Search.to_json`: the frontier, and the plan of the best."""
     plans = [plan for plan in search["best"].values() if plan is not None]
     best = {json.dumps(plan["options"], sort_keys=True) for plan in plans}
     configurations = [

@@ -1,14 +1,14 @@
-"""What of the engine is timed, and how, while somebody looks.
+"""The timed methods of the engine, and their replacement during a profile.
 
-Owns the list of timed methods, which refers to them as their classes have them, so that mypy finds one that is renamed.
-The engine knows nothing of it and pays nothing for it: the methods are replaced on the objects of one model, and put
-back. Read `Probe.attach` first; `core/engine.py` and `core/order.py` for what they do.
+Owns the list of timed methods, which refers to attributes of their classes, so that mypy reports renamed methods.
+The engine does not know the probe and has no overhead without it: `attach` replaces methods on the objects of one
+model, and `detach` restores them. Read `Probe.attach` first; `core/engine.py` and `core/order.py` have the methods.
 
 Note: forward and backward
-    The model's own work is what is left between events. Modules of units say when their forward begins and ends, the
-    gradients of their outputs when their backward begins, and each gradient that lands whose it was. Backward ends with
-    autograd's own callback; recomputation in it is backward. On a GPU backward runs on a thread of autograd while the
-    caller's waits for it, so one timeline holds both.
+    The model's own work is the time between events. Modules of units mark the start and end of their forward, the
+    gradients of their outputs mark the start of their backward, and each accumulated gradient identifies its unit.
+    Backward ends with autograd's callback, and includes recomputation. On a GPU, backward runs on a thread of autograd
+    while the caller's thread waits, so one timeline covers both.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ UnitOf = Callable[..., str | None]
 
 
 def _inherited(*args: Any, **kwargs: Any) -> None:
-    """Leave a span the unit of what it is in."""
+    """Keep the unit of the enclosing span."""
 
 
 @final
@@ -58,8 +58,8 @@ class Probe:
     """Times the work on one model.
 
     Args:
-        optimizers: those whose steps are timed.
-        timeline: what is told.
+        optimizers: the optimizers whose steps are timed.
+        timeline: receives the events.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Probe:
         """The unit of each bucket."""
 
     def attach(self) -> None:
-        """Replace what is timed."""
+        """Replace the timed methods."""
         self._entered, self._is_in_backward = [], False
         with ExitStack() as undo:
             self._undo = undo
@@ -85,11 +85,11 @@ class Probe:
             self._undo = undo.pop_all()
 
     def detach(self) -> None:
-        """Put everything back."""
+        """Restore the replaced methods."""
         self._undo.close()
 
     def _attach_engine(self) -> None:
-        """Time what the engine decides: in hooks, on parameters, at the ends of passes."""
+        """Time the engine's decisions: in hooks, on parameters, at the ends of passes."""
         engine = self._engine
         self._time(engine, Engine.enter, HOOKS, self._unit_entered, before=self._begin_forward)
         self._time(engine, Engine.exit, HOOKS, after=self._end_forward)
@@ -105,7 +105,7 @@ class Probe:
         self._time(engine.saved, SavedTensors.unpack, HOOKS, self._unit_unpacked, before=self._unpack)
 
     def _attach_bytes(self) -> None:
-        """Time what moves bytes: units, buckets, reductions, messages."""
+        """Time the operations on bytes: units, buckets, reductions, messages."""
         engine, comm = self._engine, self._engine.comm
         for unit in engine.units:
             owner = self._owner(unit.number)
@@ -130,7 +130,7 @@ class Probe:
         self._time(comm, Comm.reduce_copies, SENDING, label="send")
 
     def _watch_modules(self) -> None:
-        """See units that stay whole begin and end: the engine has no hooks on these."""
+        """Mark the start and end of replicated units, which have no hooks of the engine."""
         for unit in self._engine.units:
             if unit.spec.is_whole and unit.number != ROOT:
                 for module in unit.blocks or (self._model.get_submodule(unit.name),):
@@ -142,7 +142,7 @@ class Probe:
         self._undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
         self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
 
-    # -- what runs between events -----------------------------------------------------------------------------------
+    # -- time between events ----------------------------------------------------------------------------------------
 
     def _begin_forward(self, module: nn.Module, name: str, units: tuple[int, ...], inputs: Any) -> None:
         if not self._entered:
@@ -157,7 +157,7 @@ class Probe:
         self._leave(module, outputs)
 
     def _leave(self, module: nn.Module, outputs: Any) -> None:
-        """Go back to what ran around a module, and see the backward of its outputs begin."""
+        """Return to the work around a module, and detect the start of the backward of its outputs."""
         if not self._entered or self._entered[-1][0] is not module or not self._timeline.is_running:
             return
         unit = self._timeline.resting[1]
@@ -172,7 +172,7 @@ class Probe:
             self._timeline.rest(BACKWARD, unit)
 
     def _begin_backward(self, unit: str) -> None:
-        """Know that a backward pass is under way, up to autograd's own callback."""
+        """Mark the start of a backward pass, up to autograd's callback."""
         if not self._is_in_backward and graph_task() != -1:
             self._is_in_backward = True
             self._timeline.rest(BACKWARD, unit)
@@ -193,7 +193,7 @@ class Probe:
             self._timeline.rest(OTHER, NO_UNIT)
 
     def _begin_step(self, *args: Any, **kwargs: Any) -> None:
-        # A backward that failed never came to its callback.
+        # A backward that failed did not run its callback.
         self._end_backward()
 
     # -- names ------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Probe:
         return self._name(units[-1] if units else ROOT)
 
     def _unit_unpacked(self, packed: Any) -> str | None:
-        """Return the unit whose parameter was saved, None for other tensors."""
+        """Return the unit of a saved parameter, None for other tensors."""
         return self._name(packed.unit) if hasattr(packed, "unit") else None
 
     # -- replacing --------------------------------------------------------------------------------------------------
@@ -224,13 +224,13 @@ class Probe:
         before: Callable[..., None] | None = None,
         after: Callable[..., None] | None = None,
     ) -> None:
-        """Make each call of a method of one object a span, until `detach`.
+        """Record each call of a method of one object as a span, until `detach`.
 
         Args:
-            method: as its class has it, so that a checker of types, and an import, find a name that is gone.
-            unit_of: takes what the method takes and returns the unit.
-            label: what the span is called, if not as the method.
-            before: takes what the method takes, before the span begins; `after` when it is over.
+            method: an attribute of the class, so that type checkers and imports detect a renamed method.
+            unit_of: takes the method's arguments and returns the unit.
+            label: label of the span, by default the name of the method.
+            before, after: take the method's arguments, before the span starts and after it ends.
         """
         timeline, name = self._timeline, method.__name__
         label = label or name.lstrip("_")
@@ -238,7 +238,7 @@ class Probe:
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             if not timeline.is_running:
-                # A graph that outlives the profile holds hooks that were made in it.
+                # A graph that outlives the profile keeps hooks created during the profile.
                 return call(*args, **kwargs)
             if before is not None:
                 before(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Where the time of steps went on this rank: by category, by unit, as a table and as a trace for Perfetto.
+"""The time of steps on this rank: by category, by unit, as a table and as a trace for Perfetto.
 
 Owns the presentation. `report/probe.py` chooses the measured events, `report/timeline.py` measures them.
 """
@@ -60,7 +60,7 @@ class Profile:
         self._engine, self._timeline = engine, Timeline()
         self._probe = Probe(engine, model, optimizers, self._timeline)
         self.steps = 0
-        """Updates that were counted."""
+        """Number of counted updates."""
 
     def __enter__(self) -> Self:
         self._engine.leave_passes("A profile cannot begin")
@@ -79,12 +79,12 @@ class Profile:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Seconds by category; they add up to `wall_s`."""
+        """Seconds by category; their sum is `wall_s`."""
         return {category: _NS * self._sum_ns(category) for category in CATEGORIES}
 
     @property
     def units(self) -> Mapping[str, Mapping[str, float]]:
-        """Seconds by unit, as `zero.units` names them, and category; "(no unit)" is what belongs to none."""
+        """Seconds by unit, named as in `zero.units`, and category; "(no unit)" is the time outside all units."""
         spent = self._timeline.spent_ns
         return {unit: {one: _NS * spent[one, unit] for one in CATEGORIES} for unit in self._names()}
 
@@ -95,18 +95,18 @@ class Profile:
 
     @property
     def slices(self) -> Sequence[Slice]:
-        """What began when and took how long, in the order of the ends."""
+        """All spans with start and duration, in the order of their ends."""
         return tuple(self._timeline.slices)
 
     def _names(self) -> list[str]:
-        # Large parameters of one module are units of one name.
+        # Large parameters of one module are units with the same name.
         return [*dict.fromkeys(unit.name for unit in self._engine.units), NO_UNIT]
 
     def _sum_ns(self, category: str) -> int:
         return sum(ns for (one, _), ns in self._timeline.spent_ns.items() if one == category)
 
     def table(self) -> str:
-        """Return plain text, a line for each unit: milliseconds of a step by category.
+        """Return a text table with one line per unit: milliseconds per step by category.
 
         ```python
         import torch, zeroshard as zs
@@ -123,25 +123,25 @@ class Profile:
         cells = [[name, *(_ms(ns / steps) for ns in (*row, sum(row)))] for name, row in rows.items()]
         wall = max(1, sum(totals))
         cells.append(["share", *(f"{100 * ns / wall:.1f}%" for ns in (*totals, sum(totals)))])
-        kind = "" if self._engine.mesh.device.type == "cpu" else "; times of the host, behind which the device works"
-        title = f"{self._engine.mesh} {self.steps} step(s) in {self.wall_s:.3f} s; milliseconds of a step{kind}"
+        kind = "" if self._engine.mesh.device.type == "cpu" else "; times of the host, which runs ahead of the device"
+        title = f"{self._engine.mesh} {self.steps} step(s) in {self.wall_s:.3f} s; milliseconds per step{kind}"
         return "\n".join([title, *_aligned([["unit", *CATEGORIES, "total"], *cells])])
 
     def __str__(self) -> str:
         return self.table()
 
     def save(self, path: str | Path) -> None:
-        """Write what all ranks did as a Chrome trace, for https://ui.perfetto.dev: a process for each rank.
+        """Write a Chrome trace of all ranks, for https://ui.perfetto.dev: one process per rank.
 
-        Ranks of one host share a clock; between hosts it is as good as their clocks are.
+        Ranks of one host share a clock; ranks of several hosts are aligned by the clocks of the hosts.
 
         Args:
             path: a file, overwritten; rank 0 writes it.
 
         Raises:
-            OSError: on every rank, if it cannot be written.
+            OSError: on every rank, if the file cannot be written.
 
-        Collective: all-gathers of some ten bytes an event; every rank must call.
+        Collective: all-gathers of about ten bytes per event; every rank must call.
 
         ```python
         import json, pathlib, tempfile, torch, zeroshard as zs
@@ -176,7 +176,7 @@ class Profile:
 
 
 def _chrome_trace(by_rank: Sequence[Sequence[Slice]]) -> dict[str, Any]:
-    """Return complete events in microseconds since the first one.
+    """Return complete events, in microseconds since the first event.
 
     Source: Trace Event Format, "JSON Object Format" and "Complete Events".
     """
@@ -209,7 +209,7 @@ def _ms(ns: float) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines of equal columns: the first to the left, numbers to the right."""
+    """Return lines with aligned columns: the first left-aligned, numbers right-aligned."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     return [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])

@@ -1,7 +1,7 @@
-"""The folder of a run of `zeroshard train` as data of the page: losses, bytes by rank, plan against measurement.
+"""The folder of a run of `zeroshard train` as data of the page: losses, bytes by rank, plan and measurements.
 
-Owns the reading of `metrics.jsonl` and `summary.json`, whose records are described in `zeroshard/train/metrics.py`.
-Must not know torch, nor import what wrote the files. Read `read_runs` first.
+Owns the reading of `metrics.jsonl` and `summary.json`; `zeroshard/train/metrics.py` documents their records. It must
+not know torch or import the writer of the files. Read `read_runs` first.
 """
 
 import json
@@ -16,20 +16,20 @@ from zeroshard.report.stages import PLAYER_COLUMNS
 __all__ = ["read_runs"]
 
 _AT_MOST: Final = "transient"
-"""The column whose prediction is of its peak, not of what is held between steps."""
+"""The column whose prediction is a peak, not the bytes between steps."""
 
 
 def read_runs(folders: Sequence[str | Path]) -> PageData:
-    r"""Read one or several runs; a run that has not ended yet has losses alone.
+    r"""Read one or several runs; a run without a summary has only losses.
 
     Args:
-        folders: `runs/NAME`, each with `metrics.jsonl` and, once it has ended, `summary.json`.
+        folders: `runs/NAME`, each with `metrics.jsonl` and, after the end of the run, `summary.json`.
 
     Returns:
-        Data for `write_page`, with the losses of all runs, and bytes and comparisons of those that have ended.
+        Data for `write_page`, with the losses of all runs, and the bytes and comparisons of ended runs.
 
     Raises:
-        ValueError: no folder is given, or one holds no run or a file that cannot be read as JSON.
+        ValueError: no folder is given, or a folder has no run or a file that is not JSON.
         OSError: a file cannot be read.
 
     ```python
@@ -43,7 +43,7 @@ def read_runs(folders: Sequence[str | Path]) -> PageData:
     ```
     """
     if not folders:
-        raise ValueError("folders is empty: name at least one folder of a run, such as runs/NAME")
+        raise ValueError("folders is empty: give at least one folder of a run, such as runs/NAME")
     runs = [(Path(folder), _read_summary(Path(folder))) for folder in folders]
     ended = [(folder, summary) for folder, summary in runs if summary is not None]
     names = {path: _name(path, summary) for path, summary in runs}
@@ -55,7 +55,7 @@ def read_runs(folders: Sequence[str | Path]) -> PageData:
     )
     if not ended:
         return data
-    # Names of runs stand in front of what they say where there are several.
+        # With several runs, labels start with the name of the run.
     labelled = [(f"{names[folder]}: " if len(runs) > 1 else "", summary) for folder, summary in ended]
     held = {column for _, summary in ended for rank in summary["ranks"] for column in rank["resident_bytes"]}
     data["columns"] = [*PLAYER_COLUMNS, *sorted(held - {*PLAYER_COLUMNS})]
@@ -84,17 +84,17 @@ def _read_summary(folder: Path) -> Mapping[str, Any] | None:
     try:
         summary = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON ({error}): it was not written by zeroshard train, or is damaged") from None
+        raise ValueError(f"{path} is not JSON ({error}): the file is damaged or not from zeroshard train") from None
     if not isinstance(summary, dict) or not isinstance(summary.get("ranks"), list):
-        raise ValueError(f"{path} has no bytes by rank: it was not written by zeroshard train")
+        raise ValueError(f"{path} has no bytes by rank: the file is not from zeroshard train")
     return summary
 
 
 def _read_losses(folder: Path, name: str) -> Losses:
-    """Read the losses of a run; a last line that is being written is left out."""
+    """Read the losses of a run, without an incomplete last line."""
     path = folder / "metrics.jsonl"
     if not path.exists():
-        raise ValueError(f"{folder} holds no run: there is no {path.name}; name the folder that zeroshard train wrote")
+        raise ValueError(f"{folder} has no run: {path.name} is missing; give the folder that zeroshard train wrote")
     losses = Losses(run=name, step=[], loss=[])
     lines = path.read_text("utf-8").splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
@@ -103,16 +103,16 @@ def _read_losses(folder: Path, name: str) -> Losses:
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}, is no JSON ({error})") from None
+            raise ValueError(f"{path}, line {number}, is not JSON ({error})") from None
         if record["kind"] == "step":
-            loss = float(record["loss"])  # what is not finite stands there as a name
+            loss = float(record["loss"])  # non-finite values are stored as strings
             losses["step"].append(record["step"])
             losses["loss"].append(loss if math.isfinite(loss) else None)
     return losses
 
 
 def _ranks(ranks: Sequence[Mapping[str, Any]], label: str) -> list[RankClass]:
-    """Put ranks that hold the same into one class."""
+    """Group ranks that hold the same bytes into classes."""
     return [
         RankClass(
             name=f"{label}{_ranks_text(members)}",
@@ -125,7 +125,7 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], label: str) -> list[RankClass]:
 
 
 def _comparison(ranks: Sequence[Mapping[str, Any]], label: str) -> list[Comparison]:
-    """Compare what ranks held and sent with what was predicted, in one line for ranks that are alike."""
+    """Compare the held and sent bytes of ranks with predictions, in one line for equal ranks."""
     found = []
     for what, rows in _pairs(ranks).items():
         for members in _classes(rows):
@@ -136,7 +136,7 @@ def _comparison(ranks: Sequence[Mapping[str, Any]], label: str) -> list[Comparis
 
 
 def _pairs(ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """Return (predicted, measured) of each rank, by what is compared."""
+    """Return (predicted, measured) of each rank, by quantity."""
     pairs: dict[str, list[tuple[float, float]]] = {}
     columns = ranks[0]["predicted_bytes"]
     for column in [*(one for one in PLAYER_COLUMNS if one in columns), *sorted(columns.keys() - {*PLAYER_COLUMNS})]:
@@ -151,7 +151,7 @@ def _pairs(ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, fl
 
 
 def _classes(values: Sequence[Any]) -> list[list[int]]:
-    """Return places of equal values together, in the order of their first."""
+    """Return the indices of equal values, grouped in the order of their first occurrence."""
     classes: list[list[int]] = []
     for place, value in enumerate(values):
         for members in classes:

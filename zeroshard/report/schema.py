@@ -1,8 +1,8 @@
-"""What the report page shows, as data: the mapping that plans and runs are turned into.
+"""The data of the report page: the mapping that plans and runs are converted into.
 
-Owns the names, types and units of the page's input. Must not know torch, HTML, nor where numbers come from;
-`zeroshard/report/check.py` compares a mapping with it. Read `PageData` first. All data is what JSON can hold; lists
-that belong together are columns of equal length, so that 100,000 events are seven lists and not 100,000 objects.
+Owns the names, types and units of the page's input. It must not know torch, HTML, or the source of numbers;
+`zeroshard/report/check.py` validates a mapping. Read `PageData` first. All data is JSON. Related lists are columns of
+equal length: 100,000 events are seven lists, not 100,000 objects.
 """
 
 from typing import Final, Literal, NotRequired, TypedDict
@@ -39,7 +39,7 @@ Option = str | int | float | bool
 
 
 class Model(TypedDict):
-    """The model, by name and number of parameters; `details` are shown as they are."""
+    """The model, by name and number of parameters; `details` are shown unchanged."""
 
     name: str
     parameters_numel: int
@@ -47,7 +47,7 @@ class Model(TypedDict):
 
 
 class Hardware(TypedDict):
-    """The memory of one device: what the vendor says, and what a program can use of it."""
+    """The memory of one device: as specified by the vendor, and usable by a program."""
 
     name: str
     capacity_bytes: int
@@ -55,7 +55,7 @@ class Hardware(TypedDict):
 
 
 class RankClass(TypedDict):
-    """Ranks that hold the same: their number, bytes between steps by column, and the peak of a step."""
+    """Ranks that hold the same bytes: their number, bytes between steps by column, and the peak of a step."""
 
     name: str
     count: int
@@ -64,7 +64,7 @@ class RankClass(TypedDict):
 
 
 class Events(TypedDict):
-    """Memory that is taken (`nbytes` above 0) and given back (below 0), in the order of time.
+    """Allocations (`nbytes` above 0) and releases (below 0), in the order of time.
 
     `nbytes` is never 0. `storage` numbers an allocation: its two events share it. `column` is an index into
     `PageData.columns`; `module`, `tensor` and `operation` are indices into `PageData.names`.
@@ -80,7 +80,7 @@ class Events(TypedDict):
 
 
 class Phase(TypedDict):
-    """A named part of the step, in seconds since its begin."""
+    """A named part of the step, in seconds since the start of the step."""
 
     name: str
     start_s: float
@@ -88,7 +88,7 @@ class Phase(TypedDict):
 
 
 class Ticks(TypedDict):
-    """What the engine issued: `kind` as in `zeroshard.Event`, `unit` an index into `PageData.names`, bytes sent."""
+    """Events of the engine: `kind` as in `zeroshard.Event`, `unit` an index into `PageData.names`, bytes sent."""
 
     t_s: list[float]
     kind: list[str]
@@ -97,7 +97,7 @@ class Ticks(TypedDict):
 
 
 class Film(TypedDict):
-    """Memory of one rank over one step. `initial` is what is there when the step begins; its times are not read."""
+    """Memory of one rank over one step. `initial` is the state at the start of the step; its times are not read."""
 
     events: Events
     initial: NotRequired[Events]
@@ -106,7 +106,7 @@ class Film(TypedDict):
 
 
 class Spans(TypedDict):
-    """What a lane does and when; `is_exposed` marks what the computation waits for."""
+    """The work of a lane with its times; `is_exposed` marks work that the computation waits for."""
 
     start_s: list[float]
     stop_s: list[float]
@@ -115,14 +115,14 @@ class Spans(TypedDict):
 
 
 class Lane(TypedDict):
-    """One of the things that a rank does at the same time: compute, gather, reduce, copy."""
+    """One of a rank's concurrent activities: compute, gather, reduce, copy."""
 
     name: str
     spans: Spans
 
 
 class Activation(TypedDict):
-    """Bytes of activations: tokens of a micro-batch times (blocks times one factor, and another)."""
+    """Bytes of activations: tokens of a micro-batch * (blocks * bytes per block + fixed bytes)."""
 
     bytes_per_token_block: float
     blocks: int
@@ -130,7 +130,7 @@ class Activation(TypedDict):
 
 
 class Defaults(TypedDict):
-    """Where the sliders of the stage player stand at first; `batch` is in sequences of one rank."""
+    """The initial sliders of the stage player; `batch` is in sequences per rank."""
 
     stage: int
     ranks: int
@@ -139,11 +139,11 @@ class Defaults(TypedDict):
 
 
 class Player(TypedDict):
-    """What the closed forms of the stage player read.
+    """The inputs of the closed forms of the stage player.
 
-    `units` are elements of each unit, the root first. Bytes are of one element. `align_numel` is what shards are
-    rounded up to: a power of two up to 64, 1 if it is not given. `p95_ratio` is the peak that 95 of 100 runs stay
-    below, over the predicted one.
+    `units` are the numbers of elements of each unit, the root first. Bytes are per element. Shards are rounded up to
+    `align_numel`: a power of two up to 64, by default 1. `p95_ratio` is the 95th percentile of measured over predicted
+    peaks.
     """
 
     units: list[int]
@@ -159,7 +159,7 @@ class Player(TypedDict):
 
 
 class Configuration(TypedDict):
-    """One configuration of a search: tokens/s of all ranks, and the peak of the fullest rank."""
+    """One configuration of a search: tokens/s of all ranks, and the maximum peak of a rank."""
 
     label: str
     peak_bytes: int
@@ -170,7 +170,7 @@ class Configuration(TypedDict):
 
 
 class Score(TypedDict):
-    """One published or measured number, and the prediction of it."""
+    """One published or measured number, and its prediction."""
 
     source: str
     label: str
@@ -181,7 +181,7 @@ class Score(TypedDict):
 
 
 class Comparison(TypedDict):
-    """One number of a run, predicted before and measured after it; `unit` "B" is shown in GiB, MiB or KiB."""
+    """One number of a run, predicted before and measured during the run; `unit` "B" is shown in GiB, MiB or KiB."""
 
     what: str
     unit: str
@@ -190,7 +190,7 @@ class Comparison(TypedDict):
 
 
 class Losses(TypedDict):
-    """The loss of a run, in nats a token, after each step; None where it was not finite."""
+    """The loss of a run, in nats per token, after each step; None if not finite."""
 
     run: str
     step: list[int]
@@ -198,7 +198,7 @@ class Losses(TypedDict):
 
 
 class WalkUnit(TypedDict):
-    """One unit of the model of the walk; `shard_numel` is what each rank keeps, padding included."""
+    """One unit of the model of the walk; `shard_numel` is the size of each rank's shard, including padding."""
 
     name: str
     numel: int
@@ -206,7 +206,7 @@ class WalkUnit(TypedDict):
 
 
 class WalkEvent(TypedDict):
-    """The fields of `zeroshard.Event` that the walk shows; `nbytes` is what each rank sends."""
+    """The fields of `zeroshard.Event` in the walk; `nbytes` is sent by each rank."""
 
     phase: Literal["forward", "backward", "step"]
     kind: Literal["gather", "release", "reduce", "publish", "step"]
@@ -218,8 +218,8 @@ class WalkEvent(TypedDict):
 class WalkState(TypedDict):
     """The ranks after an event.
 
-    `whole`, `kept` and `reduced` are names of units: parameters gathered, input kept for recomputation, gradient shard
-    held. `resident_bytes` was measured: a mapping for each rank, by column.
+    `whole`, `kept` and `reduced` are names of units with gathered parameters, with an input kept for recomputation, and
+    with a gradient shard. `resident_bytes` is measured: for each rank, a mapping by column.
     """
 
     whole: list[str]
@@ -230,7 +230,7 @@ class WalkState(TypedDict):
 
 
 class WalkStep(TypedDict):
-    """One event of the engine's trace, in a sentence, and what it leads to."""
+    """One event of the engine's trace, in a sentence, and the state after it."""
 
     sentence: str
     event: WalkEvent
@@ -238,7 +238,7 @@ class WalkStep(TypedDict):
 
 
 class Walk(TypedDict):
-    """One step at stage 3, event by event. `model` says in a line what was run."""
+    """One step at stage 3, event by event. `model` describes the model in one line."""
 
     model: str
     ranks: int
@@ -248,7 +248,7 @@ class Walk(TypedDict):
 
 
 class PageData(TypedDict):
-    """Everything that a page may show. A view whose data is missing (or None) is not shown."""
+    """All data of a page. Views with missing data (or None) are not shown."""
 
     version: int
     kind: Literal["plan", "run"]

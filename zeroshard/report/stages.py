@@ -1,7 +1,7 @@
 """The closed forms of the stage player: bytes of one rank for any row of the residency table.
 
-Owns the sums alone; which elements a rank keeps is asked of the table. Must not know torch. The page computes the same
-in JavaScript (`assets/player.js`), from the rows that `table_rows` hands to it; a test in a browser compares both.
+Owns only the sums; the table determines the elements of each rank. It must not know torch. The page computes the same
+sums in JavaScript (`assets/player.js`), from the rows of `table_rows`; a browser test compares both.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ PLAYER_COLUMNS: Final = (*MODEL_STATES, "padding", "activations", "transient")
 
 
 def table_rows() -> list[dict[str, bool]]:
-    """Return for each ZeRO stage which columns a rank keeps a shard of.
+    """Return, for each ZeRO stage, the columns that are sharded.
 
     >>> from zeroshard.report.stages import table_rows
     >>> table_rows()[1]
@@ -36,13 +36,13 @@ def rank_bytes(
     Args:
         player: the model and its activations.
         stage: a row of the residency table.
-        ranks: over which the state is sharded.
-        batch: sequences of one rank.
-        sequence: tokens of a sequence.
-        rank: of `ranks`.
+        ranks: number of ranks that shard the state.
+        batch: sequences per rank.
+        sequence: tokens per sequence.
+        rank: index of the rank in `ranks`.
 
     Raises:
-        ValueError: there is no such stage.
+        ValueError: the stage does not exist.
 
     >>> from zeroshard.report.stages import rank_bytes
     >>> none = {"bytes_per_token_block": 0, "blocks": 0, "fixed_bytes_per_token": 0}

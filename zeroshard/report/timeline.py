@@ -1,11 +1,11 @@
-"""Nested spans of one rank on one clock: the time of each, less that of what it called.
+"""Nested spans of one rank on one clock: the time of each span without the spans inside it.
 
-Owns the arithmetic and nothing of what is timed (`report/probe.py`) or shown (`report/profile.py`).
+Owns the arithmetic. `report/probe.py` chooses the timed events, `report/profile.py` shows the result.
 
 Note: rest
-    What runs while no span is open is the program's: the model's forward and backward, the loss, the data. It is not
-    called by anything that could be timed, so whoever sees a change of it says so (`rest`), or says afterwards what it
-    was that ended just now (`was`). Every nanosecond between `start` and `stop` is so counted once.
+    The time without an open span belongs to the program: the model's forward and backward, the loss, the data. No timed
+    function contains it. Therefore the probe reports each change in advance (`rest`), or the category of the time that
+    just ended (`was`). Every nanosecond between `start` and `stop` is counted once.
 """
 
 import time
@@ -34,7 +34,7 @@ NO_UNIT = "(no unit)"
 
 
 class Slice(NamedTuple):
-    """A span, or a stretch of rest: nanoseconds since the epoch, those of what it called included."""
+    """A span, or an interval of rest: nanoseconds since the epoch, including inner spans."""
 
     label: str
     category: str
@@ -45,11 +45,11 @@ class Slice(NamedTuple):
 
 @final
 class Timeline:
-    """What one rank spent its time on, while it runs; it may be started and stopped again and again."""
+    """The time of one rank by category and unit; `start` and `stop` may be called repeatedly."""
 
     def __init__(self) -> None:
         self.spent_ns: Counter[tuple[str, str]] = Counter()
-        """By category and unit, without what was called."""
+        """By category and unit, without inner spans."""
         self.slices: list[Slice] = []
         self.is_running = False
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
@@ -58,27 +58,27 @@ class Timeline:
         self._rest_start_ns = self._last_ns = 0
 
     def start(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._rest, self.is_running = (OTHER, NO_UNIT), True
         self._rest_start_ns = self._last_ns = time.perf_counter_ns()
 
     def stop(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._count()
         self._end_rest()
         self._open, self.is_running = [], False
 
     def begin(self, label: str, category: str, unit: str | None) -> None:
-        """Open a span inside the open one; without a unit it has that of what it is in."""
+        """Open a span inside the open span; without a unit, it inherits the unit."""
         self._count()
         if not self._open:
             self._end_rest()
         self._open.append((label, category, self.unit if unit is None else unit, self._last_ns))
 
     def end(self) -> None:
-        """Close the last span that was opened."""
+        """Close the innermost open span."""
         if not self._open:
-            # Counting was stopped inside the span.
+            # Counting stopped inside the span.
             return
         self._count()
         label, category, unit, start_ns = self._open.pop()
@@ -86,7 +86,7 @@ class Timeline:
         self._rest_start_ns = self._last_ns
 
     def rest(self, category: str, unit: str) -> None:
-        """Note what runs from now on while no span is open."""
+        """Set the category of the time without an open span, from now on."""
         if not self._open:
             self._count()
             self._end_rest()
@@ -94,7 +94,7 @@ class Timeline:
         self._rest = category, unit
 
     def was(self, category: str, unit: str) -> None:
-        """Note what ran since the last event, if no span is open, and runs on."""
+        """Set the category of the time since the last event, if no span is open, and from now on."""
         self._rest = category, unit
 
     @property
@@ -104,7 +104,7 @@ class Timeline:
 
     @property
     def resting(self) -> tuple[str, str]:
-        """The category and the unit of what runs while no span is open."""
+        """The category and the unit of the time without an open span."""
         return self._rest
 
     def _count(self) -> None:

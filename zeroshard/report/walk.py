@@ -1,14 +1,13 @@
-"""The walk: one step at stage 3, told event by event from a recorded trace of the engine.
+"""The walk: one step at stage 3, explained event by event from a recorded trace of the engine.
 
-Owns the sentences and the state after each event. Must not know torch or the engine: `tools/walk.py` runs the real
-engine and writes the recording that is bundled with the page. Read `tell_walk` first.
+Owns the sentences and the state after each event. It must not know torch or the engine: `tools/walk.py` runs the
+engine and writes the recording bundled with the page. Read `tell_walk` first.
 
 Note: what is read and what is derived
-    The order, kind, unit and bytes of each step are those of an event of `zero.trace`; nothing is added between events.
-    Bytes in memory are those that `zero.memory()` had on each rank when the next event was issued. Which units are
-    whole, and whose gradients are held, follows from the events, and agrees with these bytes exactly. The input of a
-    block is kept for recomputation from the end of its forward, which its release marks, until its backward has used
-    it, which its reduction marks.
+    The order, kind, unit and bytes of each step are those of an event of `zero.trace`; no event is added. Bytes in
+    memory are those of `zero.memory()` on each rank when the next event was issued. The gathered units and the held
+    gradients are derived from the events, and agree exactly with these bytes. The input of a block is kept for
+    recomputation from the end of its forward (its release) until its backward has used it (its reduction).
 """
 
 import json
@@ -21,14 +20,14 @@ from zeroshard.report.schema import Walk, WalkEvent, WalkState, WalkStep, WalkUn
 __all__ = ["RECORDING", "read_walk", "tell_walk"]
 
 RECORDING: Final = Path(__file__).parent / "assets" / "walk.json"
-"""What `tools/walk.py` recorded."""
+"""The recording of `tools/walk.py`."""
 
 _ROOT: Final = ""
 _ROOT_NAME: Final = "the root unit"
 
 
 def read_walk() -> Walk:
-    """Return the walk that is bundled with the page.
+    """Return the walk bundled with the page.
 
     >>> from zeroshard.report.walk import read_walk
     >>> read_walk()["steps"][0]["event"]["kind"]
@@ -38,14 +37,14 @@ def read_walk() -> Walk:
 
 
 def tell_walk(recording: Mapping[str, Any]) -> Walk:
-    """Turn a recording of `tools/walk.py` into steps.
+    """Convert a recording of `tools/walk.py` into steps.
 
     Args:
         recording: "model", "ranks", "units" as (name, numel, shard_numel), "events" as (phase, kind, unit, bytes sent,
-            dtype), and "measured": for each rank the bytes by column before each event, and after the last one.
+            dtype), and "measured": for each rank, the bytes by column before each event and after the last event.
 
     Raises:
-        ValueError: moments that were measured and events do not agree in number.
+        ValueError: the number of measurements does not match the number of events.
     """
     events = [
         cast(WalkEvent, dict(zip(WalkEvent.__annotations__, event, strict=True))) for event in recording["events"]
@@ -53,9 +52,7 @@ def tell_walk(recording: Mapping[str, Any]) -> Walk:
     measured: Sequence[Sequence[dict[str, int]]] = recording["measured"]
     for rank, moments in enumerate(measured):
         if len(moments) != len(events) + 1:
-            raise ValueError(
-                f"rank {rank} has {len(moments)} measured moments for {len(events)} events; one more is due"
-            )
+            raise ValueError(f"rank {rank} has {len(moments)} measurements for {len(events)} events; expected one more")
     state = WalkState(whole=[], kept=[], reduced=[], is_updated=False, resident_bytes=[m[0] for m in measured])
     walk = Walk(
         model=recording["model"],
@@ -72,7 +69,7 @@ def tell_walk(recording: Mapping[str, Any]) -> Walk:
 
 
 def _after(event: WalkEvent, state: WalkState, resident_bytes: list[dict[str, int]]) -> WalkState:
-    """Return the state that an event leads to."""
+    """Return the state after an event."""
     unit, kind = event["unit"], event["kind"]
     whole, kept, reduced = [*state["whole"]], [*state["kept"]], [*state["reduced"]]
     if kind == "gather":
@@ -90,7 +87,7 @@ def _after(event: WalkEvent, state: WalkState, resident_bytes: list[dict[str, in
 
 
 def _sentence(event: WalkEvent, state: WalkState, ranks: int) -> str:
-    """Say what an event does and why; `state` is the one before it."""
+    """Return a sentence about an event and its reason; `state` is the state before the event."""
     unit = event["unit"] or _ROOT_NAME
     in_use = [name for name in state["whole"] if name != _ROOT]
     sent = f"{event['nbytes']:,} bytes of {event['dtype']} sent by each rank"

@@ -1,7 +1,7 @@
-"""`optimizer.state_dict()` and `load_state_dict()` outside `gathered()`, where that needs no other rank.
+"""`optimizer.state_dict()` and `load_state_dict()` outside `gathered()`, where they need no other rank.
 
-Owns the two methods of a sharded optimizer. Where this rank has all states (stage 0, one rank, or none are there yet)
-they answer as torch does; elsewhere the hooks of `core/optimizer.py` refuse them by name.
+Owns the two methods of a sharded optimizer. If this rank has all states (stage 0, a single rank, or no states yet),
+the methods behave as in torch; otherwise the hooks of `core/optimizer.py` raise.
 """
 
 import functools
@@ -19,7 +19,7 @@ __all__ = ["open_states"]
 
 
 def open_states(engine: Engine, sharded: ShardedOptimizer) -> None:
-    """Have an optimizer's own methods save and load its states where all of them are here."""
+    """Replace an optimizer's methods by ones that save and load its states if this rank has all states."""
     optimizer = sharded.optimizer
     save, load = optimizer.state_dict, optimizer.load_state_dict
 
@@ -48,7 +48,7 @@ def _is_here(sharded: ShardedOptimizer) -> bool:
 
 @contextmanager
 def _whole(engine: Engine, sharded: ShardedOptimizer, *, is_here: bool, writeback: bool) -> Iterator[None]:
-    """Let the optimizer hold the model's parameters and their whole states, if these are here."""
+    """Give the optimizer the model's parameters and their whole states, if this rank has them."""
     if engine.gathered is not None or not is_here:
         yield
         return

@@ -1,7 +1,7 @@
-"""Bytes: what a rank holds, what it will hold, what a step sends.
+"""Bytes that a rank holds now, will hold, and sends in a step.
 
-Owns the sums behind `zero.memory()` and `zero.traffic()`. Measured numbers come from the tensors that are there;
-`table/bytes.py` predicts the others from records alone.
+Owns the sums of `zero.memory()` and `zero.traffic()`. Measured numbers come from existing tensors; `table/bytes.py`
+predicts the others from records.
 """
 
 from collections import Counter
@@ -23,11 +23,11 @@ from zeroshard.table.trace import Memory
 __all__ = ["TREATED", "measure", "predict_step_bytes"]
 
 TREATED = ("activations", "captured")
-"""Columns that are there with treatments of activations only."""
+"""Columns that exist only with treatments of activations."""
 
 
 def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
-    """Return the bytes held now, held at most, and predicted, by column."""
+    """Return the current, peak and predicted bytes, by column."""
     buckets = [bucket for unit in engine.units for bucket in unit.buckets]
     parameters, masters, padding = kept_bytes([bucket.spec for bucket in buckets])
     gradients, more = (sum(column) for column in zip((0, 0), *(b.grads.nbytes for b in buckets), strict=True))
@@ -55,7 +55,7 @@ def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
 
 
 def predict_step_bytes(units: Sequence[Unit], optimizers: Sequence[ShardedOptimizer] = ()) -> int:
-    """Return what this rank gathers, reduces, exchanges and publishes in a step with one micro-batch."""
+    """Return the bytes that this rank gathers, reduces, exchanges and publishes in a step with one micro-batch."""
     return step_bytes([unit.described() for unit in units], [*map(_updates, optimizers)])
 
 
@@ -75,7 +75,7 @@ def _updates(optimizer: ShardedOptimizer) -> Updates:
 
 
 def _count_states(optimizers: Sequence[ShardedOptimizer]) -> tuple[int, int, Counter[str]]:
-    """Return the bytes of states as (of elements and of blocks of them, counters, the former elsewhere by memory)."""
+    """Return bytes of states: of elements and blocks; of counters; and of offloaded elements by memory."""
     states, counters, apart = 0, 0, Counter[str]()
     for one in optimizers:
         for master in one.masters:

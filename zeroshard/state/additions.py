@@ -1,7 +1,7 @@
-"""Parameters that are registered in a model after `zs.shard()`: no unit has them, so nothing reduces or saves them.
+"""Detection of parameters registered after `zs.shard()`: they are in no unit, so they are not reduced or saved.
 
-Owns torch's hooks on registration, which cost a step nothing. It must not know passes. `core/hooks.py` (`Enter`) asks
-`Additions` before each forward of the model.
+Owns torch's hooks on registration, which add no cost to a step. It must not know passes. `core/hooks.py` (`Enter`)
+checks `Additions` before each forward of the model.
 """
 
 import functools
@@ -21,23 +21,23 @@ __all__ = ["Additions"]
 
 @final
 class Additions:
-    """What was added to one model.
+    """The parameters added to a model.
 
     Args:
-        model: sharded by now; parameters of it that are not sharded are the caller's.
+        model: a sharded model; its parameters that are not sharded are ignored ones.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._left = frozenset(_unsharded(model))
         self.is_suspected = False
-        """Whether something was registered that has parameters of its own."""
+        """Whether a parameter, or a module with parameters, was registered."""
         watched = _watched()
         for module in model.modules():
             watched[module] = self
 
     def first(self) -> str:
-        """Return the name of the first parameter that was added and is still there; "" if there is none."""
+        """Return the name of the first added parameter that still exists; "" if there is none."""
         if not self.is_suspected or (model := self._model()) is None:
             return ""
         added = [name for name in _unsharded(model) if name not in self._left]
@@ -52,7 +52,7 @@ def _unsharded(model: nn.Module) -> list[str]:
 
 @functools.cache
 def _watched() -> "weakref.WeakKeyDictionary[nn.Module, Additions]":
-    # torch calls the hooks for every module of the process, so there is one of each.
+    # torch calls the hooks for every module of the process, so each hook is registered once.
     watched: weakref.WeakKeyDictionary[nn.Module, Additions] = weakref.WeakKeyDictionary()
 
     def look(module: nn.Module, name: str, value: Any) -> None:

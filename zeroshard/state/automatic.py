@@ -1,7 +1,7 @@
-"""What "auto" stands for in `shard(stage=, offload=)`: the least row, and the least offload, that fit a device.
+"""`"auto"` in `shard(stage=, offload=)`: the lowest row and the least offload that fit a device.
 
-Owns the choices. Activations are not known when a model is sharded, so model states and buffers may take half of the
-device; `zs.plan(stage="auto")` and `zs.plan(offload="auto")` know activations, too, and read the whole plan.
+Owns the choices. Activations are unknown when a model is sharded, so model states and buffers may use half of the
+device; `zs.plan(stage="auto")` and `zs.plan(offload="auto")` also know activations, and use the whole plan.
 """
 
 import os
@@ -29,9 +29,9 @@ from zeroshard.wire.mesh import Mesh
 __all__ = ["device_bytes", "free_bytes", "least_offload", "least_row"]
 
 STATES_PART: Final = 0.5
-"""Of the device that model states and buffers may take; the rest is for activations."""
+"""The fraction of the device for model states and buffers; the rest is for activations."""
 USUAL_COST: Final = (2, 4)
-"""Of an optimizer that is attached later: AdamW's."""
+"""The states assumed for an optimizer that is attached later: AdamW's."""
 ELSEWHERE: Final = ("host", "file")
 MB: Final = 1e6
 
@@ -45,11 +45,11 @@ def least_row(
     numel_of: Callable[[nn.Parameter], int],
     memory_bytes: int,
 ) -> Residency:
-    """Return the row of the least stage whose model states and buffers fit half of a device; the last one if none does.
+    """Return the row of the lowest stage whose model states and buffers fit half of a device; otherwise the last row.
 
     Args:
-        cell: of the activations column.
-        memory_bytes: of the device.
+        cell: the cell of the activations column.
+        memory_bytes: the memory of the device.
     """
     chosen = Residency()
     for row in STAGES.values():
@@ -68,16 +68,16 @@ def least_offload(
     numel_of: Callable[[nn.Parameter], int],
     room_bytes: int | None,
 ) -> tuple[Offload | None, str]:
-    """Return the least that must lie on the host, and a line that says why.
+    """Return the smallest offload that fits, and a line that explains the choice.
 
     Args:
-        room_bytes: of the device, for all that this rank has there, the same on all ranks; None for no limit.
+        room_bytes: device memory for this rank's values, equal on all ranks; None for no limit.
 
     Raises:
-        ValueError: not even with all on the host do model states and buffers fit half of the room.
+        ValueError: model states and buffers exceed half of `room_bytes` even with full offload.
     """
     if room_bytes is None:
-        return None, "offload='auto': nothing is moved, since device and host are one memory"
+        return None, "offload='auto': nothing is offloaded, since device and host share one memory"
     is_alone = mesh.shard_size * mesh.replicas == 1
 
     def bytes_with(offload: Offload | None) -> int:
@@ -87,21 +87,21 @@ def least_offload(
     most_bytes = int(STATES_PART * room_bytes)
     chosen, is_fitting = least_of(choices_for(row), lambda one: bytes_with(one) <= most_bytes)
     all_bytes, kept_bytes = bytes_with(None), bytes_with(chosen)
-    room = f"{most_bytes / MB:,.1f} MB, half of the {room_bytes / MB:,.1f} MB that are free"
+    room = f"{most_bytes / MB:,.1f} MB, half of the {room_bytes / MB:,.1f} MB free"
     if not is_fitting:
-        remedy = "More ranks or precision='bf16' need less of each."
+        remedy = "Use more ranks or precision='bf16'."
         if not row.cuts_parameters:
-            remedy = f"stage=3 lets parameters lie on the host, too. {remedy}"
+            remedy = f"stage=3 can also offload parameters. {remedy}"
         raise ValueError(
-            f"offload='auto': model states and buffers take {all_bytes / MB:,.1f} MB of a rank's device, and "
-            f"{kept_bytes / MB:,.1f} MB with all on the host that can be; there are {room}. {remedy}"
+            f"offload='auto': model states and buffers need {all_bytes / MB:,.1f} MB of a rank's device, and "
+            f"{kept_bytes / MB:,.1f} MB with full offload; they may use {room}. {remedy}"
         )
     if chosen is None:
-        return None, f"offload='auto': nothing is moved: {all_bytes / MB:,.1f} MB fit {room}"
+        return None, f"offload='auto': nothing is offloaded: {all_bytes / MB:,.1f} MB fit {room}"
     moved = f"states={chosen.states:g}" + f", parameters={chosen.parameters:g}" * bool(chosen.parameters)
     return chosen, (
         f"offload='auto': zs.Offload({moved}) leaves {kept_bytes / MB:,.1f} of {all_bytes / MB:,.1f} MB on the device, "
-        f"where model states may take {room}"
+        f"where model states may use {room}"
     )
 
 
@@ -113,7 +113,7 @@ def _kept_bytes(
     mesh: Mesh,
     numel_of: Callable[[nn.Parameter], int],
 ) -> int:
-    """Return the bytes of model states and buffers on the device of the first rank, which has the fewest of padding."""
+    """Return the bytes of model states and buffers on the device of the first rank, which has the least padding."""
     units = describe_units(plans, row, precision, shard_size=mesh.shard_size, replicas=mesh.replicas, numel_of=numel_of)
     places = {name: (b, i) for u in units for b in u.buckets for i, name in enumerate(b.names)}
     names = {id(p): name for plan in plans for name, p in plan.parameters}
@@ -127,14 +127,14 @@ def _kept_bytes(
 
 
 def free_bytes(mesh: Mesh, settings: Settings, model: nn.Module) -> int | None:
-    """Return what model states and activations may take of each rank's device; None without a limit, as on a CPU.
+    """Return the bytes of each rank's device for model states and activations; None without a limit, as on a CPU.
 
     Collective: on CUDA devices an all-gather of 8 bytes; every rank must call.
     """
     if mesh.device.type == "cpu":
         return settings.device_bytes
     free = devices.free_bytes(mesh.device)
-    # What the model has there becomes a part of its states.
+    # The model's tensors on the device become a part of its states.
     held = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()  # `describe` refuses others
     free += sum(one.nbytes for one in held if one.device == mesh.device)
     least = int(gather_across_ranks(torch.tensor([free], device=mesh.device)).min())
@@ -142,7 +142,7 @@ def free_bytes(mesh: Mesh, settings: Settings, model: nn.Module) -> int | None:
 
 
 def device_bytes(mesh: Mesh) -> int:
-    """Return the memory of this rank's device; of a host, its part of it."""
+    """Return the memory of this rank's device; on a CPU, its part of host memory."""
     if mesh.device.type == "cuda":
         return int(torch.cuda.get_device_properties(mesh.device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // mesh.world_size

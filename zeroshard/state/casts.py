@@ -1,12 +1,12 @@
-"""The casts at the edges of the model, and of modules that keep their own dtype.
+"""Casts at the edges of the model, and at modules that keep their own dtype.
 
-Owns the hooks that cast; `state/wiring.py` hangs them. Read `core/precision.py` (where a value is rounded) first.
+Owns the hooks that cast; `state/wiring.py` registers them. Read `core/precision.py` (where a value is rounded) first.
 
 Note: the edge of the model
-    It is wherever user code calls in: the model itself, a block of it alone, or a method that computes as `forward`
-    does. So all of these have the casts, and only the outermost call makes them: between modules values stay in the
-    dtype that modules compute with. Gradients are multiplied by a loss scale where they enter through outputs, and
-    divided by it where they leave through inputs, so two calls in a row scale them once.
+    User code may call the model, a single block, or a method that computes as `forward` does. All of these have casts,
+    but only the outermost call casts: between modules, values stay in the dtype that modules compute with. Gradients
+    are multiplied by the loss scale where they enter through outputs, and divided by the scale where they leave through
+    inputs, so two sequential calls scale them once.
 """
 
 from typing import Any, final
@@ -54,35 +54,35 @@ class CastOut(Hook):
 
 @final
 class Edge:
-    """The edge of one model: casts the inputs and outputs of calls that no other call of the model is around."""
+    """The edge of a model: casts the inputs and outputs of the outermost calls."""
 
     def __init__(self, cast_in: CastIn, cast_out: CastOut) -> None:
         self._in, self._out = cast_in, cast_out
         self._calls: list[Call] = []
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Begin a call: return its inputs, cast if it is the outermost."""
+        """Begin a call: return its inputs, cast if the call is the outermost."""
         self._forget_ended()
         self._calls.append(Call(__name__))
-        # What is recomputed in a backward was inside when it ran first.
+        # A recomputed call in a backward was an inner call in its forward.
         return self._in(module, args, kwargs) if len(self._calls) == 1 and graph_task() == -1 else (args, kwargs)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """End a call: return its output, cast if it was the outermost."""
+        """End a call: return its output, cast if the call was the outermost."""
         self._forget_ended()
         if self._calls:
             self._calls.pop()
         return output if self._calls or graph_task() != -1 else self._out(module, args, kwargs, output)
 
     def _forget_ended(self) -> None:
-        """Forget calls that ended with an exception."""
+        """Remove calls that ended with an exception."""
         while self._calls and not self._calls[-1].is_running():
             self._calls.pop()
 
 
 @final
 class EdgeIn(Hook):
-    """Before a module that user code may call."""
+    """Pre-hook of a module that user code may call."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
@@ -94,7 +94,7 @@ class EdgeIn(Hook):
 
 @final
 class EdgeOut(Hook):
-    """After a module that user code may call."""
+    """Post-hook of a module that user code may call."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
@@ -112,7 +112,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype, loss_scale: LossScale | None
 
 
 class _Scaled(torch.autograd.Function):
-    """A cast whose gradient is multiplied or divided by the loss scale: a node of the graph, which nothing bypasses."""
+    """A cast whose gradient is multiplied or divided by the loss scale; a graph node that no gradient bypasses."""
 
     @staticmethod
     def forward(
@@ -125,8 +125,8 @@ class _Scaled(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True with a loss scale: what is computed from these gradients would be scaled twice. "
-                'Use precision="bf16" or "fp32", or loss_scale=None and a scale of your own.'
+                "create_graph=True with a loss scale: values computed from these gradients would be scaled twice. "
+                'Use precision="bf16" or "fp32", or loss_scale=None and your own scale.'
             )
         scale = ctx.loss_scale.value
         grad = grad * scale if ctx.is_out else grad.to(ctx.dtype) / scale

@@ -1,11 +1,11 @@
-"""How Transformers names, joins and cuts what lies in a model's files, tensor by tensor.
+"""The conversion by Transformers from the tensors in a model's files to the model's tensors.
 
-Owns which tensors of files give which tensor of a model. Must not know ranks or units. Read `contents_of` first.
+Owns the mapping from tensors of files to tensors of a model. It must not know ranks or units. Read `contents_of` first.
 
 Note: names
-    Transformers' own mapping decides, as in `from_pretrained`: renamed modules, the prefix of a base model, experts one
-    by one that the model holds stacked, fused projections. It is run on shapes alone, so what each tensor of a model
-    comes from is known before anything is read. A model of another library takes tensors under its own names.
+    Transformers' own mapping applies, as in `from_pretrained`: renamed modules, the prefix of a base model, separate
+    experts that the model holds stacked, fused projections. The mapping runs on shapes alone, so the sources of each
+    tensor of a model are known before any read. A model of another library reads tensors under its own names.
 """
 
 import copy
@@ -25,32 +25,32 @@ Part = tuple[str, str]
 
 
 def is_of_transformers(module: nn.Module) -> bool:
-    """Tell whether a module is a model of Transformers, without importing that."""
+    """Return whether a module is a model of Transformers, without importing Transformers."""
     return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
 
 
 @final
 class Conversion:
-    """What Transformers computes from some tensors of files.
+    """A computation by Transformers from tensors of files.
 
     Args:
-        model: whose configuration and shapes the operations read.
-        converter: Transformers' `WeightConverter`, which has no tensors yet.
+        model: the model whose configuration and shapes the operations read.
+        converter: Transformers' `WeightConverter`, without tensors.
         first: the model's name of the first result.
-        parts: of what it is computed, in order.
+        parts: the inputs, in order.
     """
 
     def __init__(self, model: nn.Module, converter: Any, first: str, parts: Sequence[Part]) -> None:
         self._model, self._converter, self._first, self.parts = model, converter, first, parts
 
     def compute(self, read: Callable[[str], Tensor], parts: Sequence[Part] | None = None) -> dict[str, Tensor]:
-        """Return the results by the model's names.
+        """Return the results, by the model's names.
 
         Args:
             read: returns a tensor of a file.
             parts: some of `self.parts`, as `pieces` yields them.
         """
-        # It keeps what it is given until it has converted it.
+        # The converter keeps its tensors until their conversion.
         converter = copy.deepcopy(self._converter)
         for pattern, name in self.parts if parts is None else parts:
             converter.collected_tensors[pattern].append(read(name))
@@ -58,10 +58,10 @@ class Conversion:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def pieces(self, rows: int) -> Iterator[tuple[Any, Sequence[Part]]]:
-        """Yield what may be computed apart: an index of the result, and its parts.
+        """Yield separate computations: an index into the result, and its parts.
 
         Args:
-            rows: of the result at most, where rows come from tensors of their own, as stacked experts do.
+            rows: the most rows of a piece, if each row comes from its own tensor, as in stacked experts.
         """
         by_pattern: dict[str, list[str]] = {}
         for pattern, name in self.parts:
@@ -78,7 +78,7 @@ class Conversion:
             )
 
     def _stacks(self) -> bool:
-        """Tell whether tensors are stacked first, and rows of the stack do not mix after that."""
+        """Return whether the operations first stack tensors, and then never mix rows of the stack."""
         first, *rest = self._converter.operations
         kinds = [type(one).__name__ for one in rest]
         dims = [dim for one in rest for key in ("dim", "dim0", "dim1") if (dim := getattr(one, key, None)) is not None]
@@ -89,12 +89,12 @@ class Conversion:
 @final
 @dataclass(frozen=True)
 class Source:
-    """Where one tensor of a model comes from.
+    """The source of a tensor of a model.
 
     Args:
-        names: of the tensors in files.
-        shape: of what they give.
-        conversion: None where the tensor of a file is the model's as it is.
+        names: names of the tensors in files.
+        shape: the shape of the result.
+        conversion: None if the tensor of the file needs no conversion.
     """
 
     names: Sequence[str]
@@ -105,12 +105,12 @@ class Source:
 @final
 @dataclass(frozen=True)
 class Contents:
-    """What the files of a model give.
+    """The tensors in the files of a model.
 
     Args:
-        sources: by the model's name of a tensor.
-        surplus: names in files that no tensor of the model comes from.
-        spared: the model's names that Transformers declares as absent from files; an initializer writes them.
+        sources: sources by the model's name of a tensor.
+        surplus: names in files that the model does not use.
+        spared: tensors of the model that Transformers declares as absent from files; an initializer writes them.
     """
 
     sources: Mapping[str, Source]
@@ -119,21 +119,21 @@ class Contents:
 
 
 def contents_of(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Contents:
-    """Return what tensors of files give to a model.
+    """Return the sources of a model's tensors in files.
 
     Args:
         model: on the meta device, or with values.
-        shapes: of the tensors in the files, by name.
+        shapes: shapes of the tensors in the files, by name.
 
     Raises:
-        ValueError: two tensors of files for one of the model; an operation of Transformers that fails.
+        ValueError: two tensors of files match one tensor of the model, or an operation of Transformers fails.
     """
     plain = Contents({name: Source((name,), shape) for name, shape in shapes.items()})
     if not is_of_transformers(model):
         return plain
     try:
         from transformers import conversion_mapping, core_model_loading
-    except ImportError:  # of before 5.0, which had other ways to rename
+    except ImportError:  # before 5.0, with another interface for renaming
         return plain
     return _converted(model, shapes, conversion_mapping.get_model_conversion_mapping(model), core_model_loading)
 
@@ -141,7 +141,7 @@ def contents_of(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Cont
 def _converted(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], transforms: Sequence[Any], loading: Any
 ) -> Contents:
-    """Return what tensors of files give by Transformers' mapping: as `convert_and_load_state_dict_in_model`."""
+    """Return the sources by Transformers' mapping, as `convert_and_load_state_dict_in_model` applies it."""
     renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
     converter_of = {pattern: one for one in converters for pattern in one.source_patterns}
@@ -159,8 +159,8 @@ def _converted(
             joined.setdefault(new, []).append((pattern, name))
         elif new in sources:
             raise ValueError(
-                f"'{sources[new].names[0]}' and '{name}' are both the model's '{new}', as Transformers names them. "
-                "Write a directory with one of them."
+                f"'{sources[new].names[0]}' and '{name}' both map to the model's '{new}' in Transformers. "
+                "Remove one of the two tensors from the files."
             )
         else:
             sources[new] = Source((name,), shapes[name])
@@ -171,19 +171,19 @@ def _converted(
             made = conversion.compute(lambda name: torch.empty(shapes[name], device="meta"))
         except Exception as error:
             raise ValueError(
-                f"Transformers cannot make '{first}' of {len(names)} tensor(s), '{names[0]}' first: "
-                f"{type(error).__name__}: {error}. The files lack a part, or are those of another model."
+                f"Transformers cannot compute '{first}' from {len(names)} tensor(s), the first of them '{names[0]}': "
+                f"{type(error).__name__}: {error}. The files are incomplete, or belong to another model."
             ) from error
         for target, tensor in made.items():
             if target in sources or target not in known:
                 raise ValueError(
-                    f"'{names[0]}' gives '{target}', as Transformers names it, which "
-                    f"{'another tensor gives, too' if target in sources else 'the model does not have'}."
+                    f"'{names[0]}' maps to '{target}' in Transformers, which "
+                    f"{'another tensor also maps to' if target in sources else 'the model does not have'}."
                 )
             sources[target] = Source(names, tuple(tensor.shape), conversion)
     told = SimpleNamespace(missing_keys=known.keys() - sources.keys(), unexpected_keys=set(surplus))
     if (adjust := getattr(model, "_adjust_missing_and_unexpected_keys", None)) is not None:
-        # Takes out what the model's class declares: buffers of older versions, weights that are computed.
+        # Removes names that the model's class declares: buffers of older versions, computed weights.
         adjust(told)
     spared = frozenset(known.keys() - sources.keys() - told.missing_keys)
     return Contents(sources, [surplus[name] for name in surplus if name in told.unexpected_keys], spared)

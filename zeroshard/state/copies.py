@@ -1,7 +1,7 @@
-"""Copies of one value that several ranks hold: whether they still are copies.
+"""The comparison of values that several ranks hold copies of.
 
-Owns the comparison. Ranks compute their copies each for themselves, so a bit that memory or a kernel got wrong stays on
-its rank, and every later step spreads what follows from it. Must not know what put things right: it only tells.
+Owns the comparison. Each rank computes its own copies, so a bit error from memory or a kernel stays on its rank, and
+later steps spread its effects. It must not know repairs: it only reports.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,9 +26,9 @@ WORD_BYTES: Final = torch.int64.itemsize
 
 @dataclass(frozen=True)
 class Copy:
-    """What this rank holds of something. `is_everywhere`: not only ranks with the same shard hold it, but all.
+    """This rank's copy of a value. `is_everywhere`: all ranks hold the value, not only those with the same shard.
 
-    Ranks along the tensor axis hold parts of their own.
+    Ranks along the tensor axis hold different parts.
     """
 
     name: str
@@ -55,13 +55,13 @@ def check_copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None
     held = "\n".join(f"  rank {rank}: {value & 2**64 - 1:016x}" for rank, value in enumerate(rows[:, first].tolist()))
     raise RankMismatchError(
         f"{engine.mesh} The copies of {copies[first].name} are no longer equal; sums of their bits:\n{held}\n"
-        "Memory or a kernel was at fault on a rank, or one rank changed its copy by hand. Load a checkpoint, "
-        "and look at that rank's host."
+        "Memory or a kernel of a rank failed, or user code changed the copy of one rank. Load a checkpoint, "
+        "and check that rank's host."
     )
 
 
 def _copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Iterator[Copy]:
-    """Yield what this rank holds of values that others hold, too; the same names in the same order on every rank."""
+    """Yield this rank's copies of values that other ranks also hold, with equal names in equal order on every rank."""
     has_replicas = engine.mesh.replicas > 1
     for unit in engine.units:
         for bucket in unit.buckets:
@@ -77,11 +77,11 @@ def _copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Iterator[
             if not is_everywhere and not has_replicas:
                 continue
             spec = slot.bucket.spec
-            # Which ones lie elsewhere differs between ranks, and all must compare as many.
+            # Ranks offload different values, but all must compare the same number.
             if spec.formats.master != spec.formats.param or any(c.memory != "device" for c in spec.row.state):
                 yield Copy(f"the master values of '{slot.name}'", slot.bucket.master(slot.index), is_everywhere)
             if slot.updater is not None:
-                # Owners alone have them, in each copy: one sum, which every rank has.
+                # Only owners have the states, in each replica: every rank compares one sum.
                 sums = [_sum_bits(value) for value in own_state(one, master).values() if is_stored(value)]
                 none = torch.zeros(1, dtype=torch.int64, device=slot.bucket.device)
                 yield Copy(f"the states of '{slot.name}'", torch.stack(sums) if sums else none, is_everywhere)
@@ -94,9 +94,9 @@ def _copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Iterator[
 
 
 def _sum_bits(value: Tensor) -> Tensor:
-    """Return the sum of a tensor's memory taken as integers, modulo 2**64, 0-d int64: it follows every single bit.
+    """Return the sum of a tensor's memory as integers, modulo 2**64, 0-d int64; every single bit changes it.
 
-    Words of 8 bytes are summed where they lie; narrower ones would be copied to wider ones first.
+    Words of 8 bytes are summed in place; narrower words would first be copied to wider ones.
     """
     raw = value.detach().contiguous().reshape(-1).view(torch.uint8)
     if raw.storage_offset() % WORD_BYTES:
@@ -106,7 +106,7 @@ def _sum_bits(value: Tensor) -> Tensor:
 
 
 def _differ(engine: Engine, rows: Tensor, is_everywhere: Tensor) -> Tensor:
-    """Tell for each column of (world_size, columns) whether ranks that hold copies disagree."""
+    """Return, for each column of (world_size, columns), whether ranks that hold copies disagree."""
 
     def differ(*axes: str) -> Tensor:
         ranks = engine.mesh.rows(*axes)

@@ -1,6 +1,6 @@
-"""Deep copies of a sharded model, which are plain: no hooks, no engine, plain parameters.
+"""Deep copies of a sharded model as plain models, without hooks or an engine.
 
-Owns what a model's `__deepcopy__` does. Read `core/hooks.py` (`Inert`) first.
+Owns the implementation of a model's `__deepcopy__`. Read `core/hooks.py` (`Inert`) first.
 """
 
 import copy
@@ -14,7 +14,7 @@ __all__ = ["copy_plain", "owner_of"]
 
 
 def copy_plain(model: nn.Module, forward_methods: tuple[str, ...], memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of the model without hooks; its parameters are plain (and raise unless gathered)."""
+    """Return a deep copy of the model without hooks and with plain parameters; raises outside `gathered()`."""
     hidden = []
     for path in ("__deepcopy__", *forward_methods):
         module, name = owner_of(model, path)
@@ -34,11 +34,11 @@ def copy_plain(model: nn.Module, forward_methods: tuple[str, ...], memo: dict[in
 
 
 def owner_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """Return the module and the name of the method that a path such as "encoder.encode" means."""
+    """Return the module and the method name of a path such as "encoder.encode"."""
     module, _, method = path.rpartition(".")
     return model.get_submodule(module), method
 
 
 def _is_inert(hook: Any) -> bool:
-    # State-dict pre-hooks are wrapped by torch in an object that keeps the hook itself.
+    # torch wraps state-dict pre-hooks in an object with the hook as an attribute.
     return isinstance(hook, Inert) or isinstance(getattr(hook, "hook", None), Inert)

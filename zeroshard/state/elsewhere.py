@@ -20,82 +20,87 @@ from zeroshard.state.streamed import Streams
 from zeroshard.store import files
 from zeroshard.store.apart import Apart
 from zeroshard.store.disk import BLOCK_BYTES
-from zeroshard.table.cells import Residency
+from zeroshard.table.cells import Cell, Residency
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.wire.transports import MEMORIES
 
-__all__ = ["check_updates", "home_of", "make_apart", "reserve", "source_of"]
+__all__ = ["check_updates", "make_apart", "reserve", "source_of"]
 
 IN_MEMORY: Final = ("tmpfs", "ramfs")
 
 
-def make_apart(described: Described) -> Apart | None:
-    """Return the memory that a described model's states get, with room for them; None where all is on the device.
+def make_apart(described: Described) -> tuple[Apart | None, Apart | None]:
+    """Return the memories for states and for parameters of a described model; None for what is on the device.
+
+    Both are the same object if both are in one memory. The disk space of a file is reserved.
 
     Raises:
-        ValueError: no file can be made where files are asked for, its disk has no room, or an optimizer's states cannot
-            be updated in pieces.
+        ValueError: a file cannot be created, the disk has too little space, or an optimizer's states cannot be updated
+            in pieces.
     """
-    cell = described.row.states
-    check_updates(described.row, described.units, described.optimizers)
-    if cell.memory not in MEMORIES:
-        return None
+    row, made = described.row, dict[str, Apart]()
+    check_updates(row, described.units, described.optimizers)
+    for cell in (row.states, row.parameters):
+        if cell.memory in MEMORIES and cell.memory not in made:
+            made[cell.memory] = _make(described, cell)
+    reserve(made.get("file"), described.units, described.optimizers, is_first=True)
+    return made.get(row.states.memory), made.get(row.parameters.memory)
+
+
+def _make(described: Described, cell: Cell) -> Apart:
+    mesh = described.mesh
     try:
-        apart = MEMORIES[cell.memory](described.mesh.device, cell, str(described.mesh))
+        apart = MEMORIES[cell.memory](mesh.device, cell, str(mesh))
     except OSError as error:
         raise ValueError(
             f"offload to '{cell.folder}': no file can be made there ({error}). Give a folder that exists, on a disk of "
             "this host, in which this user may write."
         ) from error
-    if apart.disk is not None:
-        if (kind := files.kind_of(apart.disk.folder)) in IN_MEMORY:
-            warnings.warn(
-                f"{described.mesh} offload to '{cell.folder}': a {kind}, whose files lie in memory of the host. "
-                "Give a folder on a disk, or write offload='host'.",
-                stacklevel=4,
-            )
-        reserve(apart, described.units, described.optimizers, has_masters=True)
+    apart.is_alone = mesh.world_size == 1
+    if apart.disk is not None and (kind := files.kind_of(apart.disk.folder)) in IN_MEMORY:
+        warnings.warn(
+            f"{mesh} offload to '{cell.folder}': a {kind}, whose files lie in memory of the host. Give a folder on a "
+            "disk, or write offload='host'.",
+            stacklevel=5,
+        )
     return apart
 
 
-def home_of(described: Described, apart: Apart | None) -> Apart | None:
-    """Return the memory that a described model's parameters lie in between uses; None where all are on the device.
+def reserve(
+    apart: Apart | None, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer], *, is_first: bool
+) -> None:
+    """Reserve disk space for the states of optimizers in files.
 
     Args:
-        apart: that of the states, which passes its buffers on where it is the same.
-    """
-    cell = described.row.parameters
-    if cell.memory not in MEMORIES:
-        return None
-    if apart is not None and apart.cell.memory == cell.memory:
-        return apart
-    return MEMORIES[cell.memory](described.mesh.device, cell, str(described.mesh))
-
-
-def reserve(
-    apart: Apart | None, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer], *, has_masters: bool
-) -> None:
-    """Take room on the disk for the states of optimizers, if they lie there.
+        is_first: also reserve space for parameters and master weights.
 
     Raises:
-        ValueError: the host or the disk has less memory than that; the text says how much it has.
+        ValueError: the disk has too little space; the text has the numbers.
     """
     if apart is None or apart.disk is None:
         return
     states = max((cost[0] for one in optimizers if (cost := state_cost(one)) is not None), default=0)
+    buckets = [bucket for unit in units for bucket in unit.buckets]
     try:
-        apart.disk.reserve(sum(_room_of(b, states, has_masters=has_masters) for unit in units for b in unit.buckets))
+        apart.disk.reserve(sum(_room_of(bucket, states, is_first=is_first) for bucket in buckets))
     except OSError as error:
+        column = "states" if any(bucket.row.states.memory == "file" for bucket in buckets) else "parameters"
         raise ValueError(
             f"offload to '{apart.disk.folder}': {error}. Make room, give another folder, or move less: "
-            f"zs.Offload(states={apart.cell.fraction / 2:g}, to=...)."
+            f"zs.Offload({column}={apart.cell.fraction / 2:g}, to=...)."
         ) from error
 
 
-def _room_of(bucket: BucketSpec, states: int, *, has_masters: bool) -> int:
-    start, stop = bucket.apart_states
-    sizes = [itemsize(bucket.formats.master)] * has_masters + [itemsize(bucket.formats.state)] * states
-    return sum(-(-(stop - start) * size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes) if stop > start else 0
+def _room_of(bucket: BucketSpec, states: int, *, is_first: bool) -> int:
+    """Return the bytes of a bucket in a file, in whole blocks for each array."""
+    numel, sizes, formats = bucket.apart_states[1] - bucket.apart_states[0], list[int](), bucket.formats
+    if bucket.is_trained and bucket.row.states.memory == "file":
+        sizes += [numel * itemsize(formats.state)] * states
+    if is_first and bucket.master_memory == "file" and not bucket.shares_apart:
+        sizes.append(numel * itemsize(formats.master))
+    if is_first and bucket.row.parameters.memory == "file":
+        sizes.append((bucket.apart_shard[1] - bucket.apart_shard[0]) * itemsize(formats.param))
+    return sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes)
 
 
 def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -107,9 +112,7 @@ def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequenc
     """
     if row.states.spares:
         _check_ahead(units, optimizers)
-    if row.states.memory != "file":
-        return
-    for optimizer in optimizers:
+    for optimizer in optimizers if row.states.memory == "file" else ():
         kind = type(optimizer)
         if not kind.__module__.startswith("torch.optim") or kind.__name__ not in ELEMENTWISE:
             raise ValueError(
@@ -117,7 +120,14 @@ def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequenc
                 f"of its states go with which elements is known of {', '.join(sorted(ELEMENTWISE))} of torch.optim "
                 "alone. Use one of these, or offload='host'."
             )
-    if any(b.apart and b.formats.state != b.formats.master for unit in units for b in unit.buckets):
+    in_files = [
+        bucket
+        for unit in units
+        for bucket in unit.buckets
+        if (bucket.apart and row.states.memory == "file")
+        or (bucket.apart_parameters and row.parameters.memory == "file")
+    ]
+    if any(bucket.formats.state != bucket.formats.master for bucket in in_files):
         raise ValueError(
             "rounding='stochastic' widens all masters for an update, which those in files cannot be. Use master= "
             "torch.float32, or offload='host'."
@@ -159,8 +169,14 @@ def _check_ahead(units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Opt
         )
 
 
-def source_of(engine: Engine, apart: Apart | None, sharded: ShardedOptimizer) -> Source | None:
-    """Return what updates an optimizer's entries in files, or in the background; None where `step()` does it all."""
+def source_of(engine: Engine, apart: Apart | None, home: Apart | None, sharded: ShardedOptimizer) -> Source | None:
+    """Return what updates an optimizer's entries in files, or in the background; None where `step()` does it all.
+
+    Args:
+        apart: the memory of states.
+        home: the memory of parameters.
+    """
+    apart = home if apart is None and home is not None and home.disk is not None else apart
     if apart is None:
         return None
     if apart.cell.spares:

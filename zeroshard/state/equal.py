@@ -1,6 +1,6 @@
-"""What all ranks must have in common before they train together, and the comparison that says where they differ.
+"""Facts that must be equal on all ranks before training, and the comparison that names the first difference.
 
-Owns the facts of a model, its optimizers and versions, as lines of text. It must not know what is done with them.
+Owns the facts of a model, its optimizers and versions, as lines of text. It must not know the training.
 """
 
 import sys
@@ -20,7 +20,7 @@ __all__ = ["check_equal", "facts_of", "facts_of_optimizer", "tell_refusal"]
 
 
 def facts_of(described: Described, version: str) -> list[str]:
-    """Return what all ranks must have in common, a fact a line."""
+    """Return the facts that must be equal on all ranks, one per line."""
     model, optimizers, plans = described.model, described.optimizers, described.plans
     versions = _library_versions([*model.modules(), *optimizers]) | {"numpy": np.__version__, "zeroshard": version}
     lines = [f"{library} {found}" for library, found in sorted(versions.items())] + [f"options: {described.options()}"]
@@ -39,7 +39,7 @@ def facts_of(described: Described, version: str) -> list[str]:
 
 
 def facts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> list[str]:
-    """Return what all ranks must have in common of one optimizer, a fact a line."""
+    """Return the facts of an optimizer that must be equal on all ranks, one per line."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     lines = []
     for place, group in enumerate(optimizer.param_groups):
@@ -59,7 +59,7 @@ def _library_versions(things: Iterable[object]) -> dict[str, str]:
 
 
 def tell_refusal(mesh: Mesh, comm: Comm, error: Exception) -> None:
-    """Let the other ranks know that this one refuses, in case they do not. Collective: as `check_equal`."""
+    """Report this rank's error to ranks that have none. Collective: as `check_equal`."""
     try:
         check_equal(mesh, comm, [f"refused: {error}"])
     except RankMismatchError as mismatch:
@@ -67,7 +67,7 @@ def tell_refusal(mesh: Mesh, comm: Comm, error: Exception) -> None:
 
 
 def check_equal(mesh: Mesh, comm: Comm, lines: list[str]) -> None:
-    """Raise on every rank, with the first difference, unless all ranks describe the same.
+    """Raise on every rank, with the first difference, unless all ranks have equal facts.
 
     Collective: an all-reduce of 16 bytes; where ranks differ, all-gathers of digests and of one line.
     """

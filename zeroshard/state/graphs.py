@@ -1,7 +1,7 @@
-"""The refusal of CUDA graphs that torch.compile records by itself.
+"""The rejection of CUDA graphs that torch.compile records.
 
-Owns where compiled code with `mode="reduce-overhead"` is looked for. `devices.Lane` refuses captures that user code
-begins. Read its text first.
+Owns the search for compiled code with `mode="reduce-overhead"`. `devices.Lane` rejects captures by user code; read its
+docstring first.
 """
 
 from typing import Final, final
@@ -14,14 +14,14 @@ from zeroshard.torch_private import is_called_by_cuda_graphs, uses_cuda_graphs
 __all__ = ["RefuseGraphs", "refuse_graphs"]
 
 LOOKS: Final = 3
-"""Forwards that are looked at. Compiling comes before the first, or after one that was made to see that all is well."""
+"""Number of forwards to check. User code compiles before the first forward, or after a trial forward."""
 
 
 def refuse_graphs(model: nn.Module) -> None:
     """Raise if a module of the model is compiled to CUDA graphs.
 
     Raises:
-        ValueError: one is; the text names it.
+        ValueError: a module is compiled to CUDA graphs; the error names the module.
     """
     for name, module in model.named_modules():
         if uses_cuda_graphs(module):
@@ -30,14 +30,14 @@ def refuse_graphs(model: nn.Module) -> None:
 
 _REASON: Final = (
     "is compiled to CUDA graphs (torch.compile with mode='reduce-overhead', 'max-autotune', or triton.cudagraphs). "
-    "These keep gradients in memory that the next replay overwrites, and addresses of parameters, which change in each "
-    "pass of a sharded model. Compile with the default mode, or with 'max-autotune-no-cudagraphs'."
+    "CUDA graphs keep gradients in memory that the next replay overwrites, and record addresses of parameters, which "
+    "change in each pass of a sharded model. Compile with the default mode, or with 'max-autotune-no-cudagraphs'."
 )
 
 
 @final
 class RefuseGraphs(Eager):
-    """Before the model's forward, the first times: nothing of it was compiled to CUDA graphs meanwhile."""
+    """Pre-hook of the model's first forwards: raises if a module was compiled to CUDA graphs."""
 
     def __init__(self) -> None:
         super().__init__()

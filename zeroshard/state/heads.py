@@ -1,12 +1,12 @@
-"""The gradient of an embedding that is the model's head, too, added up in place.
+"""In-place accumulation of the gradient of an embedding that is also the model's head.
 
 Owns a hook on the model's outputs. It must not know units or passes.
 
 Note: a third table
-    Autograd adds the gradients of a parameter's uses in place if nothing else shares the memory of the first. That of a
-    linear layer is a view of what was computed, and keeps it alive, so the sum would take memory of its own: with both
-    gradients three times that of the table, at the peak of the step. As a plain tensor on the same memory it is added
-    to in place, with the same bits.
+    Autograd adds the gradients of a parameter's uses in place if no other tensor shares the memory of the first
+    gradient. The gradient of a linear layer is a view, whose base stays alive, so the sum would need new memory: with
+    both gradients, three times the size of the table, at the peak of the step. A plain tensor on the same memory
+    permits the addition in place, with the same bits.
 """
 
 from collections import deque
@@ -24,12 +24,12 @@ __all__ = ["AddInPlace"]
 Tensor = torch.Tensor
 
 NEAR: Final = 64
-"""Nodes of the graph, from the outputs on, among which a head is looked for."""
+"""Number of graph nodes, from the outputs on, in which to search for a head."""
 
 
 @final
 class AddInPlace(Eager):
-    """After a model's forward: has the gradients that a head hands to some parameters be plain tensors."""
+    """Post-hook of a model's forward: makes a head's gradients of some parameters plain tensors."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class AddInPlace(Eager):
 
 
 def _as_plain(grads: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
-    """Return gradients without what they are views of."""
-    if torch.is_grad_enabled():  # create_graph=True: they have a graph of their own
+    """Return gradients as plain tensors, not as views."""
+    if torch.is_grad_enabled():  # create_graph=True: gradients have a graph
         return None
     return tuple(_plain(grad) if type(grad) is Tensor and grad._is_view() else grad for grad in grads)
 
 
 def _plain(view: Tensor) -> Tensor:
-    # Not by its storage: Python's object for that would share the memory, too.
+    # Not through its storage: Python's storage object would also share the memory.
     plain: Tensor = view.new_empty(0).set_(view)  # type: ignore[call-overload]
     return plain

@@ -1,7 +1,7 @@
-"""Which kernels update parameters on a device, where the user left that open.
+"""The choice of an optimizer's kernels on a device, where the user made none.
 
-Owns the choice and its description. It must not know what the kernels are told; "Note: two guards" in `core/guard.py`
-says why fused ones save a wait.
+Owns the choice and its description. It must not know the kernels' arguments; "Note: two guards" in `core/guard.py`
+explains why fused kernels save a wait.
 """
 
 from types import MappingProxyType
@@ -19,43 +19,43 @@ Tensor = torch.Tensor
 KERNELS = MappingProxyType(
     {"Adam": "_fused_adam_", "AdamW": "_fused_adamw_", "Adagrad": "_fused_adagrad_", "SGD": "_fused_sgd_"}
 )
-"""The operations behind `fused=True`; which of them a device has differs between releases of torch."""
+"""The operations behind `fused=True`; their support on a device differs between releases of torch."""
 
 
 def choose_kernels(guard: Guard, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Choose fused kernels on a device, for groups where neither `fused` nor `foreach` was given; say so in words.
+    """Choose fused kernels on a device for groups without `fused` and `foreach`; return lines that describe the choice.
 
-    A state that is loaded later brings the choice of the run that saved it, so it is made again then.
+    A loaded state dict has the choice of the run that saved it, so the choice is repeated after loading.
     """
     masters = [master for group in optimizer.param_groups for master in group["params"]]
-    # Of the row, not of this rank's slices: ranks must choose alike.
+    # From the row, not from this rank's slices: all ranks must make the same choice.
     is_apart = any(slot_of(master).bucket.spec.master_memory != "device" for master in masters)
     if not (guard.is_awaited(optimizer) or is_apart) or type(optimizer) not in FUSED:
         return []
     chosen = [_choose(optimizer, group) for group in [optimizer.defaults | {"params": []}, *optimizer.param_groups]]
     if not any(chosen[1:]):
         return []
-    # Groups that are added later begin with the defaults.
+    # Groups added later start from the defaults.
     optimizer.defaults["fused"] = True if chosen[0] else optimizer.defaults["fused"]
     optimizer.register_load_state_dict_post_hook(_choose_again)
     kind = type(optimizer).__name__
-    gain = "one pass over what lies on the host" if is_apart else "steps do not wait for the device"
+    gain = "one pass over the values in host memory" if is_apart else "steps do not wait for the device"
     return [f"{kind}: fused=True was set, since fused and foreach were None; {gain}"]
 
 
 def describe_waits(guard: Guard, optimizer: torch.optim.Optimizer) -> str:
-    """Return a line on an optimizer for whose steps the host waits."""
+    """Return a line about an optimizer whose steps make the host wait."""
     kind = type(optimizer).__name__
     is_known = type(optimizer) in FUSED
     if guard.updates_on_host:
         return (
             f"{kind}: before each update the host waits once for the gradients ({guard.waits:,} times so far), since "
-            "it updates what lies in its memory itself"
+            "the host updates values in its memory"
         )
     remedy = "fused=True without dampening would not wait" if is_known else "Adam, AdamW, Adagrad and SGD can be fused"
     return (
-        f"{kind}: before each update the host waits once for the device, to learn whether gradients are finite "
-        f"({guard.waits:,} times so far), since these kernels cannot be told to skip a step; {remedy}"
+        f"{kind}: before each update the host waits once for the device, to check that gradients are finite "
+        f"({guard.waits:,} times so far), since these kernels cannot skip a step; {remedy}"
     )
 
 
@@ -65,17 +65,17 @@ def _choose_again(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _choose(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> bool:
-    """Choose for one group; tell whether that was done."""
+    """Choose kernels for a group; return whether the group was changed."""
     if group["fused"] is not None or group["foreach"] is not None or group["differentiable"]:
         return False
     tensors, kernel = group["params"], KERNELS[type(optimizer).__name__]
     assert isinstance(tensors, list)
-    # With dampening a first step differs from the others, and torch's other kernels tell parameters apart.
+    # With dampening the first step differs, and only torch's other kernels distinguish parameters in their first step.
     is_damped = group.get("momentum") and group["dampening"]
     devices = {p.device for p in tensors} | {slot_of(p).bucket.master(slot_of(p).index).device for p in tensors}
     if is_damped or not all(p.is_floating_point() for p in tensors) or not all(has_kernel(kernel, d) for d in devices):
         return False
-    # Adagrad makes its states with the optimizer, of the dtype that parameters had then; fused kernels want one dtype.
+    # Adagrad creates its states in its constructor, in the parameters' dtype then; fused kernels need one dtype.
     states = [(tensor, value) for tensor in tensors for value in optimizer.state.get(tensor, {}).values()]
     if any(isinstance(v, Tensor) and v.ndim and v.dtype != tensor.dtype for tensor, v in states):
         return False
@@ -83,6 +83,6 @@ def _choose(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> bool:
     for tensor in tensors:
         state = optimizer.state.get(tensor, {})
         if isinstance(step := state.get("step"), Tensor):
-            # Fused kernels count on the device, the others on the host.
+            # Fused kernels count steps on the device, the others on the host.
             state["step"] = step.to(tensor.device, torch.float32)
     return True

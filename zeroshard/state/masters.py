@@ -1,6 +1,7 @@
-"""Parameters that follow their master values after a change outside a step: in a checkpoint, an average.
+"""Copies master values to parameters after a change outside a step, by a checkpoint or an average.
 
-Owns that exchange. It must not know who changed the masters. Read `core/buffer.py` (`Bucket.follow_masters`) first.
+Owns this copy. It must not know the code that changed the masters. Read `core/buffer.py` (`Bucket.follow_masters`)
+first.
 """
 
 from zeroshard.core.engine import Engine
@@ -9,9 +10,9 @@ __all__ = ["follow_masters"]
 
 
 def follow_masters(engine: Engine) -> None:
-    """Let all parameters follow their master values.
+    """Copy master values to all parameters.
 
-    Collective: an all-gather of what is kept whole and updated in parts; every rank must call.
+    Collective: an all-gather of parameters that are kept whole and updated in parts; every rank must call.
     """
     engine.leave_passes("A change of master values")
     engine.order.let_go()

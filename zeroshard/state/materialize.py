@@ -1,20 +1,20 @@
-"""Models on the meta device: values for one unit after the other, so that no rank ever holds the whole model.
+"""Models on the meta device: initial values unit by unit, so that no rank holds the whole model.
 
-Owns where first values come from (an initializer, or a directory of safetensors: `weights.py`) and in which order; it
-hands units over by yielding their numbers and must not know buckets or collectives. Read `state/takeover.py`
+Owns the source of initial values (an initializer, or a directory of safetensors: `weights.py`) and their order. It
+yields the numbers of initialized units, and must not know buckets or collectives. Read `state/takeover.py`
 (`take_over`) first.
 
 Note: order
-    Modules are visited as `Module.apply` visits them, children before parents, which is also the order in which
-    constructors finish. The draws from torch's generator are thus those of `model.to_empty(...)` and
-    `model.apply(initializer)` in one process, and the values are the same, bit for bit. (A module object registered in
+    Modules are visited in the order of `Module.apply`, children before parents, which is also the order in which
+    constructors finish. The draws from torch's generator therefore equal those of `model.to_empty(...)` and
+    `model.apply(initializer)` in one process, and the values are equal bit for bit. (A module object registered in
     two places is visited once.)
 Note: when a unit is complete
-    An initializer may write to modules below its own: blocks scale a weight, T5 draws its embedding once more from the
-    root. So all initializers run on the meta device first, where they cost nothing, and what each touches is noted; a
-    unit is handed over when the last that touches it is done. A rank so holds its shards, what the root, tied weights
-    and late writers need, and one unit twice: as initialized and as its bucket. A write that was not foreseen raises:
-    where parameters are kept whole it would otherwise succeed, on each rank with its own numbers.
+    An initializer may write to submodules: blocks scale a weight, T5 draws its embedding again from the root. All
+    initializers therefore run on the meta device first, at no cost, to record the parameters that each touches. A unit
+    is complete after the last initializer that touches it. A rank thus holds its shards, the parameters of the root,
+    tied weights and late writers, and one unit twice: as initialized and as its bucket. A write that was not recorded
+    raises: for whole parameters it would otherwise succeed, with different numbers on each rank.
 """
 
 import random
@@ -43,22 +43,22 @@ InitFn = Callable[[nn.Module], object]
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Tell whether a parameter or buffer of the model has no values yet."""
+    """Return whether a parameter or buffer of the model is on the meta device."""
     return any(t.is_meta for t in [*model.parameters(), *model.buffers()])
 
 
 def check_source(
     model: nn.Module, weights: str | Path | InitFn | None, *, compares: bool = True
 ) -> Weights | InitFn | None:
-    """Raise, before anything is changed, where a model's first values cannot be had; return where they come from.
+    """Raise, before any change, if a model's initial values are not available; return their source.
 
     Args:
         compares: as in `Weights.check`.
 
     Raises:
         TypeError: `weights` is neither a directory nor a function.
-        ValueError: a module of its own parameters or buffers that nothing initializes; names or shapes that differ
-            between the model and the files; a source for a model that has values.
+        ValueError: no initializer writes a module's own parameters or buffers; names or shapes differ between the
+            model and the files; the model already has values.
     """
     if not (weights is None or isinstance(weights, str | Path) or callable(weights)):
         raise TypeError(f"weights must be a directory or a function of a module; got {weights!r}.")
@@ -98,26 +98,26 @@ def materialize(
     source: Weights | InitFn | None = None,
     ignored: Collection[int] = (),
 ) -> Iterator[int]:
-    """Give a model's tensors values, and yield the number of each unit once it can be taken over.
+    """Initialize a model's tensors, and yield the number of each unit when it is complete.
 
-    The caller takes the unit over before it asks for the next one. A model that has values yields its units in order.
-    What comes from files is there on rank 0 alone, which the others get it from.
+    The caller takes over a unit before it requests the next one. A model that has values yields its units in order.
+    Only rank 0 reads values from files; the other ranks receive them from rank 0.
 
     Args:
-        ignored: parameters that are in no unit, by identity; those that have values keep them.
-        source: what initializes the tensors of one module, or where values are read from. Without the first,
-            Transformers' `_init_weights` does for its models, and each module's `reset_parameters` for the others;
-            of what is read they are asked for what is not there, which can be non-persistent buffers only.
+        ignored: parameters in no unit, by identity; existing values are kept.
+        source: a function that initializes the tensors of a module, or the files to read. Without a function,
+            Transformers' `_init_weights` initializes its models, and `reset_parameters` the other modules; with
+            files, these initialize only the tensors missing in the files, which can be only non-persistent buffers.
 
     Raises:
-        ValueError: something is left unwritten, or an initializer replaced a parameter. The model is then half made and
+        ValueError: a tensor was not written, or an initializer replaced a parameter. The model is then incomplete and
             must be built again.
-        RuntimeError: an initializer wrote where it did not on the meta device, to a unit that was handed over.
+        RuntimeError: an initializer wrote to a completed unit, which it did not touch on the meta device.
     """
     if not is_on_meta(model):
         yield from range(len(plans))
         return
-    # Initializers write all of a module, also where only a part of it has no values.
+    # Initializers write a whole module, even if only a part of it lacks values.
     kept = [(p, p.detach().clone()) for p in model.parameters() if id(p) in ignored and not p.is_meta]
     work = _Work(model, plans, mesh, source)
     try:
@@ -138,7 +138,7 @@ def materialize(
 
 @dataclass
 class _Work:
-    """What was visited, and what waits."""
+    """Visited modules, and units that are not complete."""
 
     model: nn.Module
     plans: Sequence[UnitPlan]
@@ -146,9 +146,9 @@ class _Work:
     source: Weights | InitFn | None
     order: list[tuple[str, nn.Module]] = field(default_factory=list)
     _waits: list[set[int]] = field(default_factory=list)
-    """For each unit the modules to visit, by identity, before it can be handed over."""
+    """For each unit, the modules to visit before it is complete, by identity."""
     _unwritten: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
-    """By identity: what an initializer must write, and its version when it was filled with nothing."""
+    """By identity: a tensor that an initializer must write, and its version after it was blanked."""
     _locked: list[nn.Parameter] = field(default_factory=list)
     _done: set[int] = field(default_factory=set)
 
@@ -167,7 +167,7 @@ class _Work:
             self._waits.append(held | {module for module, touched in touches.items() if touched & mine})
 
     def _foresee(self) -> dict[int, set[int]]:
-        """Run all initializers on the meta device; return which parameters each module's touches, by identity."""
+        """Run all initializers on the meta device; return the parameters that each module's touches, by identity."""
         touches: dict[int, set[int]] = {}
         buffers = [(module, dict(module._buffers)) for _, module in self.order]
         numpy_state, python_state = np.random.get_state(), random.getstate()
@@ -179,7 +179,7 @@ class _Work:
                         try:
                             self._initialize(name, module)
                         except Exception:
-                            # It cannot run without values (the real run tells why): it may touch all below it.
+                            # The initializer needs values (the real run gives the error): assume all submodules.
                             noted.seen |= {id(parameter) for parameter in module.parameters()}
                     self._check_kept(name, module, before)
                     touches[id(module)] = noted.seen
@@ -190,13 +190,13 @@ class _Work:
         return touches
 
     def _has_left(self, module: nn.Module) -> bool:
-        """Tell whether an initializer must write something of the module."""
+        """Return whether an initializer must write a tensor of the module."""
         if self.weights is None:
             return True
         return any(t.is_meta and not self.weights.find(self._names[id(t)]) for _, t in own_tensors(module))
 
     def visit(self, name: str, module: nn.Module) -> None:
-        """Make the module's own tensors real and write their values."""
+        """Allocate the module's own tensors and write their values."""
         for waits in self._waits:
             waits.discard(id(module))
         if id(module) not in self._meta:
@@ -215,7 +215,7 @@ class _Work:
             self._initialize(name, module)
             self._check_kept(name, module, before)
         for found, tensor in to_load:
-            # The other ranks get rank 0's values by broadcast in any case.
+            # The other ranks receive rank 0's values by broadcast.
             if self.weights is not None and self.mesh.rank == 0:
                 self.weights.read(found, tensor)
 
@@ -228,9 +228,8 @@ class _Work:
                 initializer(module)
         except Exception as error:
             error.add_note(
-                f"{self.mesh} while {_where(name, module)} was initialized. An initializer may write to its own module "
-                "and to modules below it, the same ones with values as without (it runs on the meta device first, "
-                "to learn what it writes)."
+                f"{self.mesh} while {_where(name, module)} was initialized. An initializer may write only to its own "
+                "module and submodules, and must write the same tensors as on the meta device, where it runs first."
             )
             raise
 
@@ -246,7 +245,7 @@ class _Work:
                 module._buffers[key] = buffer.to(self.mesh.device)
 
     def ready(self) -> Iterator[int]:
-        """Yield the units that can be handed over now."""
+        """Yield the units that are complete now."""
         for number, waits in enumerate(self._waits):
             if not waits and number not in self._done and self._is_written(number):
                 self._done.add(number)
@@ -261,11 +260,11 @@ class _Work:
         return True
 
     def rest(self) -> list[int]:
-        """Return the units that were not handed over."""
+        """Return the units that were not yielded."""
         return [number for number in range(len(self.plans)) if number not in self._done]
 
     def check_all_written(self) -> None:
-        """Raise if something has no values."""
+        """Raise if a tensor was not written."""
         for name, module in self.model.named_modules():
             for key, tensor in own_tensors(module):
                 known = self._unwritten.get(id(tensor))
@@ -273,20 +272,20 @@ class _Work:
                     source = "weights=" if callable(self.source) else "its initializer"
                     raise ValueError(
                         f"{self.mesh} '{key}' of {_where(name, module)}, {tuple(tensor.shape)}, was on the "
-                        f"meta device, and {source} did not write all of it. Every parameter and buffer needs values: "
-                        "extend the function (module.reset_parameters() is torch's own for most modules), or give "
-                        "weights= a directory."
+                        f"meta device, and {source} did not write all its elements. Every parameter and buffer "
+                        "needs values: extend the function (module.reset_parameters() is torch's own for most "
+                        "modules), or give weights= a directory."
                     )
 
     def lock(self, number: int) -> None:
-        """Make late writes to a unit raise."""
+        """Raise on late writes to a unit."""
         for _, parameter in self.plans[number].parameters:
             if parameter.__class__ is ShardedParameter:
                 parameter.__class__ = ReleasedParameter
                 self._locked.append(parameter)
 
     def unlock(self) -> None:
-        """Let units that are kept whole be read again."""
+        """Restore access to units that are kept whole."""
         for parameter in self._locked:
             parameter.__class__ = ShardedParameter
 
@@ -297,7 +296,7 @@ def _where(name: str, module: nn.Module) -> str:
 
 @final
 class _Touches(TorchFunctionMode):
-    """Notes the parameters whose values operations read or write."""
+    """Records the parameters whose values operations read or write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +307,7 @@ class _Touches(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
-            # A property's getter and setter: `data`, `shape` and their like.
+            # The getter or setter of a property such as `data` or `shape`.
             name = func.__self__.__name__  # type: ignore[attr-defined]
         if name not in METADATA:
             self.seen |= {id(parameter) for parameter in find((args, kwargs), nn.Parameter)}
@@ -325,7 +324,7 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
 
 
 def _initializers(model: nn.Module) -> dict[nn.Module, InitFn | None]:
-    """Return what initializes each module: its Transformers model's function, or a method of its own."""
+    """Return the initializer of each module: that of its Transformers model, or a method of its own."""
     found: dict[nn.Module, InitFn | None] = {}
 
     def visit(module: nn.Module, owner: Any) -> None:
@@ -342,7 +341,7 @@ def _initializers(model: nn.Module) -> dict[nn.Module, InitFn | None]:
 
 
 def _own_method(module: nn.Module) -> Callable[[], object] | None:
-    # torch's attention and transformer have theirs under the second name.
+    # torch's attention and transformer use the second name.
     methods = [getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")]
     return next((method for method in methods if callable(method)), None)
 
@@ -354,10 +353,10 @@ def _call_own(module: nn.Module) -> None:
 
 
 def _make_real(tensor: Tensor, device: torch.device, *, is_blank: bool) -> None:
-    """Give a meta tensor memory; it stays the same object, with its attributes.
+    """Allocate a meta tensor in place, as the same object with its attributes.
 
     Args:
-        is_blank: fill it so that what nobody writes is found: with NaN, or the lowest integer.
+        is_blank: whether to fill the tensor with NaN or the lowest integer, to detect unwritten elements.
     """
     strides = torch.empty_like(tensor, memory_format=torch.preserve_format).stride()
     real = torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype, device=device)
@@ -377,8 +376,8 @@ def _blank(dtype: torch.dtype) -> float | int | bool:
 
 
 def _is_written(tensor: Tensor, version: int) -> bool:
-    """Tell whether values came: no NaN is left, or, of integers, the tensor or its version has changed."""
+    """Return whether a tensor was written: no NaN is left; for integers, the tensor or its version has changed."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return not bool(tensor.detach().isnan().any())
-    # Writes through `.data` leave the version alone.
+    # Writes through `.data` do not change the version.
     return not tensor.numel() or version_of(tensor) != version or bool((tensor != _blank(tensor.dtype)).any())

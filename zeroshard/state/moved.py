@@ -1,6 +1,6 @@
-"""States that leave the device for a while, for phases that need its memory: generation, evaluation.
+"""Temporary moves of states to the host, for phases that need device memory: generation, evaluation.
 
-Owns the way out and back. It must not know where states are offloaded for good: these stay there. Read
+Owns the moves in both directions. It must not know permanently offloaded states, which do not move. Read
 `core/buffer.py` (`Bucket.move_masters`) first.
 """
 
@@ -55,7 +55,7 @@ def _move(engine: Engine, optimizers: Sequence[ShardedOptimizer], device: torch.
             master.data = slot.bucket.entry(slot.index)
             state = one.optimizer.state.get(master, {})
             for key, value in state.items():
-                # Numbers without dimensions stay where kernels count.
+                # 0-d counters stay on the device of the kernels that increment them.
                 if isinstance(value, Tensor) and value.ndim:
                     state[key] = _to(value, device)
 

@@ -1,7 +1,7 @@
-"""States of parameters that one rank updates whole: what others know of them, and how they get them.
+"""States of parameters that one rank updates whole: their description and their transfer to other ranks.
 
-Owns the description of such states, which every rank needs to save and to gather them, and their way to all ranks. It
-must not know files. Read `core/exchange.py` first.
+Owns the description of such states, which every rank needs for saving and gathering, and the gather itself. It must
+not know files. Read `core/exchange.py` first.
 """
 
 import json
@@ -21,24 +21,24 @@ __all__ = ["OwnedState", "gather_owned", "is_stored", "like_parameter", "own_sta
 
 Tensor = torch.Tensor
 OwnedState = Mapping[Any, Any]
-"""A state of a parameter, by key; of a tensor that has dimensions its shape and dtype, as a tensor without memory."""
+"""A state of a parameter, by key; a tensor with dimensions is described by a meta tensor of its shape and dtype."""
 PLAIN = (bool, int, float, str, NoneType)
 
 
 def is_stored(value: Any) -> bool:
-    """Tell whether a state is a tensor that has elements of its own; what has no dimensions is a counter."""
+    """Return whether a state is a tensor with dimensions; a tensor without dimensions is a counter."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 
 def own_state(one: ShardedOptimizer, master: Tensor) -> dict[Any, Any]:
-    """Return the state of a parameter that this rank updates whole; empty on others."""
+    """Return the state of a parameter that this rank updates whole; empty on other ranks."""
     return one.optimizer.state.get(master, {}) if slot_of(master).has_whole_states else {}
 
 
 def owned_states(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> list[dict[str, OwnedState]]:
-    """Return what there is, on any rank, of states of parameters that are updated whole: by optimizer and parameter.
+    """Return the states, on any rank, of parameters that are updated whole, by optimizer and parameter.
 
-    Collective: where parameters have owners, an all-gather of some hundred bytes for each of theirs; every rank must
+    Collective: if parameters have owners, an all-gather of some hundred bytes per owned parameter; every rank must
     call.
     """
     found: list[dict[str, OwnedState]] = []
@@ -51,15 +51,15 @@ def owned_states(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> list
         if wrong := [text for text in read if isinstance(text, str)]:
             raise TypeError(f"{engine.mesh} {wrong[0]}")
         states = {name: {key: _undescribed(*rest) for key, *rest in pairs} for row in read for name, pairs in row}
-        # In the order of parameters, which all ranks know.
+        # In the order of parameters, which is equal on all ranks.
         found.append({name: states[name] for m in whole if (name := slot_of(m).name) in states})
     return found
 
 
 def _described(one: ShardedOptimizer, masters: Sequence[Tensor]) -> list[Any] | str:
-    """Return name and states of each: keys, dtypes, shapes, and values of what has no dimensions.
+    """Return the name and states of each parameter: keys, dtypes, shapes, and values of 0-d tensors.
 
-    A text instead: what is wrong with a state, for all ranks to raise.
+    Returns a text instead if a state cannot be described: the error that all ranks raise.
     """
     found = []
     for master in masters:
@@ -72,8 +72,8 @@ def _described(one: ShardedOptimizer, masters: Sequence[Tensor]) -> list[Any] | 
                 pairs.append((key, "", None, value))
             else:
                 return (
-                    f"The state {key!r} of '{slot_of(master).name}' is a {type(value).__name__}; the one rank that has "
-                    "it can tell the others of tensors, numbers and texts."
+                    f"The state {key!r} of '{slot_of(master).name}' is a {type(value).__name__}, but its owner can "
+                    "send only tensors, numbers and strings to other ranks. Use one of these types for the state."
                 )
         if pairs:
             found.append((slot_of(master).name, pairs))
@@ -88,7 +88,7 @@ def _undescribed(dtype: str, shape: list[int] | None, value: Any) -> Any:
 
 
 def _texts(engine: Engine, text: str, what: str) -> list[str]:
-    """Return the text of each rank of this copy, of any length."""
+    """Return the text of each rank of this replica, of any length."""
     data = text.encode()
     most = -engine.comm.agree([-len(data)], what)[0]
     row = torch.zeros(most, dtype=torch.uint8)
@@ -100,11 +100,11 @@ def _texts(engine: Engine, text: str, what: str) -> list[str]:
 def gather_owned(
     engine: Engine, one: ShardedOptimizer, states: Mapping[str, OwnedState]
 ) -> Iterator[tuple[Slot, dict[Any, Any]]]:
-    """Yield each parameter that has a whole state, and a copy of that state.
+    """Yield each parameter with a whole state, and a copy of the state.
 
     Args:
-        states: what `owned_states` returned for the optimizer.
-    Collective: all-gathers of the states, those of about equal size together; every rank must call.
+        states: the result of `owned_states` for the optimizer.
+    Collective: all-gathers of the states, grouped by similar size; every rank must call.
     """
     masters = {slot_of(master).name: master for master in one.masters}
     made = {name: dict(state) for name, state in states.items()}
@@ -128,11 +128,11 @@ def _gather(
     made: dict[str, dict[Any, Any]],
     names: Sequence[tuple[str, Any]],
 ) -> None:
-    """Put in the place of descriptions, all of one dtype, the tensors that they are of."""
+    """Replace descriptions, all of one dtype, by the tensors that they describe."""
     size, rank, device = engine.mesh.shard_size, engine.mesh.shard_rank, engine.mesh.device
     owners = [slot_of(masters[name]).updater or 0 for name, _ in names]
     described = [made[name][key] for name, key in names]
-    # The parts are all at the owner.
+    # The owner has all parts.
     parts = [
         [value.numel() * (place == owner) for place in range(size)]
         for value, owner in zip(described, owners, strict=True)
@@ -156,6 +156,6 @@ def _gather(
 
 
 def like_parameter(slot: Slot, values: Tensor) -> Tensor:
-    """Return a copy of a state, with the strides of the parameter where it has its shape."""
+    """Return a copy of a state, with the parameter's strides if it has the parameter's shape."""
     is_alike = tuple(values.shape) == slot.bucket.places.shapes[slot.index]
     return slot.bucket.places.dense(slot.index, values) if is_alike else values.clone()

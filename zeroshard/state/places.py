@@ -1,8 +1,8 @@
-"""Which device each rank has: agreed on before anything is sent between devices.
+"""The device of each rank: an agreement before any communication between devices.
 
-Owns the refusal of devices that are missing, or that two ranks of a host would share. It goes through the store, which
-needs no device, so that all ranks learn of it; NCCL would fail on some, and leave others waiting. Read `choose`
-(`devices.py`) and `state/arrival.py` first.
+Owns the rejection of devices that are missing, or that two ranks of a host would share. Ranks agree through the
+store, which needs no device, so that all ranks raise; NCCL would fail on some ranks and leave others waiting. Read
+`choose` (`devices.py`) and `state/arrival.py` first.
 """
 
 import torch
@@ -16,25 +16,25 @@ __all__ = ["await_places"]
 
 
 def await_places(store: Store, wait: Wait, device: torch.device, backend: str) -> None:
-    """Return when every rank has come to `wait.place`, each with a device of its own.
+    """Return when every rank has reached `wait.place`, each with its own device.
 
     Args:
-        device: this rank's.
-        backend: what it communicates with; ranks must not differ in it.
+        device: this rank's device.
+        backend: the rank's backend, which must be equal on all ranks.
 
     Raises:
-        RuntimeError: on every rank, where one's device will not do; as `await_ranks`.
+        RuntimeError: on every rank, if the device of a rank is not usable; as `await_ranks`.
 
     Collective: as `await_ranks`, and two to four requests to the store; every rank must call.
     """
     if "fake" in backend:
-        # Torch's group for emulation: there are no other ranks, and its store has nothing of theirs.
+        # torch's group for emulation has no other ranks, and its store has no keys of theirs.
         await_ranks(store, wait)
         return
     who = f"[rank {wait.rank}/{wait.world_size}]"
     with explained(wait):
         key = f"zeroshard/devices at {wait.place}"
-        # A place may be come to again, after a refusal, say, and what was said there before is over.
+        # A rank may reach a place again, for instance after an error; keys of earlier attempts are obsolete.
         key = f"{key}/{store.add(f'{key}/{wait.rank}', 1)}"
         mine = _refusal(store, key, wait.rank, device, backend)
         if mine:
@@ -49,12 +49,12 @@ def await_places(store: Store, wait: Wait, device: torch.device, backend: str) -
 
 
 def _refusal(store: Store, key: str, rank: int, device: torch.device, backend: str) -> str:
-    """Return why this rank cannot work on its device, "" if it can."""
+    """Return the reason that this rank cannot use its device; "" if it can."""
     first = store.compare_set(f"{key}/backend", "", backend).decode()
     if first != backend:
         return (
             f"has the backend {backend!r} here and {first!r} on another rank. Hosts with and without CUDA devices "
-            "(CUDA_VISIBLE_DEVICES may hide them) cannot train together, but for zs.init(backend='gloo') on all."
+            "(CUDA_VISIBLE_DEVICES may hide them) can train together only with zs.init(backend='gloo') on all ranks."
         )
     if device.type != "cuda":
         if "nccl" in backend:
@@ -63,8 +63,8 @@ def _refusal(store: Store, key: str, rank: int, device: torch.device, backend: s
     launched = "is not set" if (local_rank := read_local_rank()) is None else f"is {local_rank}"
     count = devices.count()
     remedy = (
-        "Each rank of a host needs a CUDA device of its own: start at most as many as there are, with torchrun, or set "
-        "LOCAL_RANK to the rank's number on its host (Slurm has it in SLURM_LOCALID), or call torch.cuda.set_device() "
+        "Each rank of a host needs its own CUDA device: start at most one rank per device with torchrun, or set "
+        "LOCAL_RANK to the rank's number on its host (SLURM_LOCALID under Slurm), or call torch.cuda.set_device() "
         "before zs.init()."
     )
     if device.index is not None and device.index >= count:
@@ -75,6 +75,6 @@ def _refusal(store: Store, key: str, rank: int, device: torch.device, backend: s
     if owner == rank:
         return ""
     return (
-        f"has {device}, which is the device of rank {owner}, too: LOCAL_RANK {launched}, and this process sees {count} "
+        f"has {device}, which is also the device of rank {owner}: LOCAL_RANK {launched}, and this process sees {count} "
         f"CUDA device(s). {remedy}"
     )

@@ -212,8 +212,8 @@ def _row(request: Request) -> Residency:
 
 
 def _check_memories(row: Residency) -> None:
-    columns = (("states", ("device", *MEMORIES)), ("gradients", ("device", "host")), ("parameters", ("device", "host")))
-    for column, known in columns:
+    everywhere = ("device", *MEMORIES)
+    for column, known in (("states", everywhere), ("gradients", ("device", "host")), ("parameters", everywhere)):
         if (cell := getattr(row, column)).memory not in known:
             raise ValueError(
                 f"Residency({column}={cell}) requests memory '{cell.memory}', which does not support {column}; "

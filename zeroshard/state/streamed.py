@@ -26,6 +26,7 @@ from zeroshard.core.gradient import part_of
 from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.slot import slot_of
 from zeroshard.core.update import Piece, Resident
+from zeroshard.describe.offload import written_bytes
 from zeroshard.store.disk import BLOCK_BYTES, Disk, buffer_of
 from zeroshard.store.stored import StoredTensor, is_stored
 
@@ -36,6 +37,8 @@ Key = tuple[Hashable, torch.dtype]
 """A state's name and dtype."""
 
 SETS: Final = 3
+PARAMETERS: Final = "parameters"
+"""The buffers of new values of parameters; buffers of states are named by tuples."""
 
 
 @final
@@ -84,8 +87,8 @@ class Streams:
             yield from self._of_bucket(sharded, bucket, by_bucket[bucket])
 
     def _of_bucket(self, sharded: ShardedOptimizer, bucket: Bucket, entries: dict[int, Any]) -> Iterator[Piece]:
-        itemsize = bucket.dtypes.master.itemsize
-        step = self._set_bytes // (itemsize * (1 + self._per_element)) // BLOCK_BYTES * BLOCK_BYTES
+        each_bytes = bucket.dtypes.master.itemsize * (1 + self._per_element) + written_bytes(bucket.spec)
+        step = self._set_bytes // each_bytes // BLOCK_BYTES * BLOCK_BYTES
         first, stop = bucket.spec.apart_states
         for start in range(0, stop - first, step := max(BLOCK_BYTES, step)):
             end = min(start + step, stop - first)
@@ -117,6 +120,7 @@ class Streams:
 
     def agree(self, sharded: ShardedOptimizer) -> None:
         """See `Source`."""
+        self._follow_here()
         failure, comm = self.disk.failure, self._engine.comm
         if comm.agree([int(not failure)], "whether states in files were updated")[0]:
             return
@@ -125,6 +129,16 @@ class Streams:
         rank = next(rank for rank, text in enumerate(texts) if text)
         self.disk.failure = f"rank {rank}: {texts[rank]}"  # the same text on all ranks
         self.disk.check()
+
+    def _follow_here(self) -> None:
+        """Write parameters in the file whose masters are on the device."""
+        # The groups of the optimizer are empty between the pieces and the end of the step.
+        for bucket in (one for unit in self._engine.units for one in unit.buckets if one.has_states):
+            try:
+                bucket.follow_here()
+            except RuntimeError:
+                if not self.disk.failure:  # all ranks raise the failure of a disk
+                    raise
 
 
 @final
@@ -212,9 +226,11 @@ class Chunk(Piece):
             if part.stop == part.last and kept:
                 state[part.master] = kept
         self._entries = []
-        self._bucket.follow_part(self._start, self._values[None])
+        stored = self._bucket.follow_part(self._start, self._values[None])
         for key in self._values:
             self._move(key, writes=True)
+        if stored is not None:
+            self._write(*stored)
 
     def close(self) -> None:
         """Wait until it is written."""
@@ -235,6 +251,15 @@ class Chunk(Piece):
         dtype = self._values[key].dtype
         buffer = self._streams.buffer(self._number, key, self._stop - self._start, dtype)
         move = self._streams.disk.submit(values.array.move, self._start, self._stop, buffer, writes)
+        self._streams.moving.add(move)
+        self._moving.append(move)
+
+    def _write(self, part: Tensor, values: Tensor) -> None:
+        """Begin to write new values of parameters in the file."""
+        assert isinstance(part, StoredTensor), "a part in the file"
+        buffer = self._streams.buffer(self._number, PARAMETERS, len(part), part.dtype)
+        buffer[: part.nbytes].view(part.dtype).copy_(values)
+        move = self._streams.disk.submit(part.array.put, part.start, part.start + len(part), buffer, True)
         self._streams.moving.add(move)
         self._moving.append(move)
 

@@ -1,7 +1,7 @@
-"""A table of a sharded model, one line for each unit, and a judgement of its units.
+"""A table of a sharded model, one line for each unit, and a check of its units.
 
-Owns the columns and their text, and the warning where sharding parameters saves little. Every number is asked of units,
-buckets and optimizers; `state/accounting.py` has the same bytes by column of the residency table.
+Owns the columns and their text, and the warning if sharding parameters saves little memory. All numbers come from
+units, buckets and optimizers; `state/accounting.py` has the same bytes by column of the residency table.
 """
 
 import warnings
@@ -27,7 +27,7 @@ from zeroshard.wire.mesh import Mesh
 __all__ = ["summarize", "warn_if_whole"]
 
 WARNED_BYTES = 256 << 20
-"""Parameters of a smaller model may be whole at once: other memory decides there."""
+"""A model with fewer bytes of parameters gets no warning: other memory dominates."""
 
 SAVED = MappingProxyType(
     {
@@ -44,12 +44,12 @@ HEADS = ("unit", "parameters", "elements", "dtype", "kept", "shard", "padding", 
 def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str) -> str:
     """Return the table, as lines of text with aligned columns.
 
-    Columns: parameters and elements of the unit; its dtypes; whether this rank keeps its parameters whole or its shard
-    of them; the elements of a shard and how many percent of the bucket are padding; the bytes that this rank holds of
-    it now (parameters, masters, gradients, states, padding); the bytes that it sends for it in a step with one
-    micro-batch, and in the last line what goes to owners of whole parameters and back, too. Where units are gathered
-    for use, a line says how much of them is whole at once; a line for each optimizer says what it updates whole. On a
-    device, a line names each optimizer whose steps wait for it.
+    Columns: parameters and elements of the unit; its dtypes; whether this rank keeps whole parameters or a shard; the
+    elements of a shard, and the padding in percent of the bucket; the bytes that this rank holds for the unit now
+    (parameters, masters, gradients, states, padding); the bytes that this rank sends for the unit in a step with one
+    micro-batch. The last line includes the bytes to and from owners of whole parameters. If units are gathered for use,
+    a line gives the part that is whole at once. A line for each optimizer counts the parameters that it updates whole.
+    On a device, a line names each optimizer whose steps make the host wait.
 
     Args:
         row: the residency row in words.
@@ -80,7 +80,7 @@ def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str) 
 
 
 def _owned(one: ShardedOptimizer) -> str:
-    """Say how the matrices that an optimizer updates whole are spread over ranks; "" where there are none."""
+    """Describe the distribution of an optimizer's whole matrices over ranks; "" if there are none."""
     whole = [master for master in one.masters if slot_of(master).updater is not None]
     if not whole or one.exchange is None:
         return ""
@@ -128,7 +128,7 @@ def _judge(units: Sequence[Unit]) -> list[str]:
 
 
 def _offloaded(units: Sequence[Unit]) -> list[str]:
-    """Say which part of a column lies elsewhere: whole slices were moved, so it is not quite what was asked for."""
+    """Describe the offloaded part of each column; it may differ from the requested part, since whole slices move."""
     specs = [bucket.spec for unit in units for bucket in unit.buckets]
     trained, lines = [spec for spec in specs if spec.is_trained], []
     columns = (
@@ -147,7 +147,7 @@ def _offloaded(units: Sequence[Unit]) -> list[str]:
 
 
 def _is_mostly_whole(units: Sequence[Unit]) -> bool:
-    # What stays whole from forward to backward was asked for.
+    # The user requested parameters that stay whole from forward to backward.
     others = [unit for unit in units if not unit.spec.is_held]
     return _gathered_bytes(others) > WARNED_BYTES and _share(others) > 0.5
 
@@ -162,7 +162,7 @@ def _share(units: Sequence[Unit]) -> float:
 
 
 def _whole_at_once(units: Sequence[Unit]) -> list[Unit]:
-    """Return what is whole throughout a pass, and the two largest of the rest: one in use, one on its way."""
+    """Return units that stay whole during a pass, and the two largest others: one in use, one being gathered."""
     kept = [unit for unit in units if unit.number == ROOT or unit.is_read_outside or unit.spec.is_held]
     others = sorted((unit for unit in units if unit not in kept), key=lambda unit: -unit.spec.full_bytes)
     return [unit for unit in (*kept, *others[:2]) if unit.spec.full_bytes]
@@ -199,7 +199,7 @@ def _total(units: Sequence[Unit], state_bytes: int, sent_bytes: int) -> tuple[st
 
 
 def _percent(buckets: Sequence[Bucket]) -> str:
-    """Return how much of the buckets is padding."""
+    """Return the padding in percent of the buckets."""
     full = sum(bucket.layout.full_numel for bucket in buckets)
     numel = sum(bucket.layout.numel for bucket in buckets)
     return f"{100 * (full - numel) / full:.1f}%" if full else "-"

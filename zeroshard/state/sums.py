@@ -1,6 +1,6 @@
-"""Sums over whole tensors of which each rank has a slice: the engine's answer to `optim/sums.py`.
+"""Sums over whole tensors that are sharded over ranks: the engine's implementation of `optim/sums.py`.
 
-Owns which elements a rank counts, and the collective.
+Owns the choice of the elements that a rank sums, and the collective.
 """
 
 from typing import final
@@ -19,10 +19,10 @@ Tensor = torch.Tensor
 
 @final
 class RankSums(Sums):
-    """The ranks of an engine.
+    """Sums over the ranks of an engine.
 
-    A rank counts the elements of its shard, also where it updates all of them: so sums are of the same parts, added in
-    the same order, at every row of the residency table.
+    A rank sums the elements of its shard, even if it updates all elements. Every row of the residency table thus adds
+    the same parts in the same order.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -40,11 +40,11 @@ class RankSums(Sums):
     def total(self, sums: Tensor) -> Tensor:
         """See `Sums`."""
         rows = self._engine.comm.collect(sums, f"{len(sums)} norms of an optimizer's tensors")[self._copy]
-        # In rank order, as additions one after the other: a sum over rows adds many of them in groups.
+        # Sequential additions in rank order; a sum over many rows would add them in groups.
         return rows.cumsum(0)[-1]
 
 
 def give_sums(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that needs sums over whole tensors have them."""
+    """Give an optimizer the sums over whole tensors that it needs."""
     if isinstance(optimizer, SummingOptimizer):
         optimizer.sums = RankSums(engine)

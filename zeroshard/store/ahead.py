@@ -62,11 +62,7 @@ class Late:
             try:
                 self._arrived = self._copy.result()
             except Exception as error:
-                of = f"unit '{self._name}'" if self._name else "the root unit"
-                raise RuntimeError(
-                    f"{self._ahead.where} The offloaded parameters of {of} could not be brought to the device: {error} "
-                    "Resume from the last checkpoint in a new run."
-                ) from error
+                raise self._ahead.failed(self._name, error) from error
         with devices.behind(self._ahead.device, self._arrived):
             self._begun = self._ahead.around(self._name, self._begin)
 
@@ -119,6 +115,14 @@ class Ahead:
         while self._late and (last is None or last in self._late):
             self._late[0].start()
             self._late.popleft()  # after an interrupt, the next call waits again
+
+    def failed(self, name: str, error: Exception) -> RuntimeError:
+        """Return the error of a copy for a unit."""
+        of = f"unit '{name}'" if name else "the root unit"
+        return RuntimeError(
+            f"{self.where} The offloaded parameters of {of} could not be brought to the device: {error} "
+            "Resume from the last checkpoint in a new run."
+        )
 
     def before_fork(self) -> None:
         """Wait for the copies, and release the thread, which a child would not have."""

@@ -8,16 +8,18 @@ import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import final
 
 import torch
 
 from zeroshard import devices
 from zeroshard.store.ahead import Ahead, Waitable
-from zeroshard.store.disk import Disk
-from zeroshard.store.stored import StoredTensor, is_stored
+from zeroshard.store.disk import BLOCK_BYTES, Disk, buffer_of
+from zeroshard.store.stored import StoredTensor, is_aligned, is_stored
 from zeroshard.table.cells import Cell
 
 __all__ = ["Apart", "FileApart", "HostApart", "Landing", "beside"]
@@ -41,84 +43,116 @@ def beside(parts: Sequence[Tensor], values: Tensor, start: int = 0) -> list[tupl
     return found
 
 
-class Apart(ABC):
-    """A memory for parameters between uses, and for master values and optimizer states between updates.
+@final
+class Buffer:
+    """Staging memory, and the event of the last copy from it."""
 
-    What goes to a device passes through two pinned buffers, whatever its size.
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.copied: devices.Mark | None = None
+
+
+class Apart(ABC):
+    """A memory for parameters between uses, and for master weights and optimizer states between updates.
+
+    Copies to a device pass through two pinned buffers, whatever their size.
 
     Args:
-        device: the rank's.
-        cell: which memory, and how much of what the device reads everything passes through in pieces.
+        device: the device of the rank.
+        cell: names the memory, and the size of the buffers.
         where: the rank, for messages.
     """
 
     def __init__(self, device: torch.device, cell: Cell, where: str = "") -> None:
         self.device, self.cell = device, cell
         self.disk: Disk | None = None
-        """The file, where it is one."""
+        """The file, if the memory is a file."""
         self.ahead = Ahead(device, where)
         """Copies to the device ahead of use."""
-        self._buffers: list[tuple[Tensor, devices.Mark | None]] = []
+        self.is_alone = True
+        """Whether no other rank takes part in gathers."""
+        self._buffers: SimpleQueue[Buffer] | None = None
         self._lock = threading.Lock()
-        """Of the buffers: an update may bring values while the thread does."""
 
     @abstractmethod
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return (numel,) of zeros in this memory."""
 
     def entry(self, masters: Tensor) -> Tensor:
-        """Return what an optimizer holds for masters of `zeros`."""
+        """Return the optimizer's entry for masters of `zeros`."""
         return masters
 
     @property
     def takes_time(self) -> bool:
-        """Whether values come to the device beside what the program does, and not at once."""
+        """Whether a thread copies values ahead of use; otherwise copies run immediately."""
         return self.device.type != "cpu"
 
     def brought(self, values: tuple[Tensor, Tensor] | None, begin: Callable[[], Waitable], name: str) -> Waitable:
-        """Begin to bring values ahead of use, and behind that what reads them.
+        """Begin to copy parameters of a unit to the device, and start the gather after the copy.
 
         Args:
-            values: where they come to lie and where they lie, as `bring` takes them; None for none.
-            begin: begins what reads them; called in the order of these calls.
-            name: of the unit whose parameters they are.
+            values: target and source, as for `bring`; None if there is nothing to copy.
+            begin: starts the gather; called in the order of these calls.
+            name: the name of the unit.
         """
         copy = None if values is None else functools.partial(self.bring, *values)
         if self.takes_time:
             return self.ahead.begin(copy, begin, name)
         if copy is not None:
-            copy()
+            try:
+                copy()
+            except Exception as error:
+                raise self.ahead.failed(name, error) from error
         return begin()
 
     def bring(self, target: Tensor, source: Tensor) -> None:
-        """Write values of this memory to `target` on the device, in its dtype.
+        """Copy values of this memory to `target`, in the dtype of the target.
 
-        The thread that calls waits for copies that were begun two pieces ago.
+        If `target` is on a device, the calling thread waits for the copy of two pieces before.
         """
-        if target.device.type == "cpu":
+        if not self._is_far(target):
             target.copy_(source)
             return
         step = max(1, self._buffer_bytes // target.itemsize)
         for to, values in zip(target.split(step), source.split(step), strict=True):
-            with self._lock:
-                buffer, event = self._free_buffer()
-                if event is not None:
-                    event.synchronize()
-                piece = buffer[: to.nbytes].view(to.dtype)
-                piece.copy_(values)  # rounded here, so that the bus moves what the device keeps
-                to.copy_(piece, non_blocking=True)
-                self._buffers.append((buffer, devices.mark(target.device)))
+            with self._buffer() as buffer:
+                piece = buffer.memory[: to.nbytes].view(to.dtype)
+                self._fill(piece, values)
+                buffer.copied = self._launch(to, piece)
+
+    def _is_far(self, target: Tensor) -> bool:
+        return target.device.type != "cpu"
+
+    def _fill(self, piece: Tensor, values: Tensor) -> None:
+        piece.copy_(values)  # converted on the host, so that the bus carries the dtype of the device
+
+    def _launch(self, target: Tensor, piece: Tensor) -> devices.Mark | None:
+        """Launch the copy of a filled buffer."""
+        target.copy_(piece, non_blocking=True)
+        return devices.mark_on(target.device)
 
     @property
     def _buffer_bytes(self) -> int:
         return max(64, self.cell.staging_bytes // 2)
 
-    def _free_buffer(self) -> tuple[Tensor, devices.Mark | None]:
-        """Return the buffer that was used first, and the copy from it that may be under way."""
-        if not self._buffers:
-            like = torch.empty(self._buffer_bytes, dtype=torch.uint8, device="meta")
-            self._buffers = [(devices.pinned(like), None), (devices.pinned(like), None)]
-        return self._buffers.pop(0)
+    def _make_buffer(self) -> Tensor:
+        return devices.pinned(torch.empty(self._buffer_bytes, dtype=torch.uint8, device="meta"))
+
+    @contextmanager
+    def _buffer(self) -> Iterator[Buffer]:
+        """Take a buffer, after the last copy from it; the program and the thread share both buffers."""
+        with self._lock:
+            if self._buffers is None:
+                self._buffers = SimpleQueue()
+                for _ in range(2):
+                    self._buffers.put(Buffer(self._make_buffer()))
+        buffer = self._buffers.get()
+        try:
+            if buffer.copied is not None:
+                buffer.copied.synchronize()
+            yield buffer
+        finally:
+            self._buffers.put(buffer)
 
 
 @final
@@ -132,15 +166,19 @@ class HostApart(Apart):
 
 @final
 class FileApart(Apart):
-    """A file of this rank; updates read and write it in pieces (`state/streamed.py`).
+    """A file of this rank.
+
+    Updates read and write the file in pieces (`state/streamed.py`). Parameters are read into one buffer while the copy
+    from the other buffer runs.
 
     Raises:
-        OSError: the folder is not there, or cannot be written to.
+        OSError: the folder does not exist, or this user cannot write to it.
     """
 
     def __init__(self, device: torch.device, cell: Cell, where: str = "") -> None:
         super().__init__(device, cell, where)
         self.disk = Disk(Path(cell.folder))
+        self._reading = threading.Lock()
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See `Apart`."""
@@ -148,17 +186,63 @@ class FileApart(Apart):
         return StoredTensor(self.disk.array(numel, dtype), 0, numel)
 
     def entry(self, masters: Tensor) -> Tensor:
-        """See `Apart`: a tensor of their shape that holds nothing."""
+        """See `Apart`: a tensor of the same shape without values."""
         return torch.empty(1, dtype=masters.dtype).expand(masters.shape)
+
+    @property
+    def takes_time(self) -> bool:
+        """See `Apart`: a disk takes time on a CPU, too.
+
+        Several ranks on a CPU wait at once. A gather that starts later could wait for user code of another rank, which
+        waits for this rank.
+        """
+        return self.device.type != "cpu" or self.is_alone
 
     def bring(self, target: Tensor, source: Tensor) -> None:
         """See `Apart`."""
         if not is_stored(source):
             super().bring(target, source)  # a piece of an update
-            return
-        step = max(1, self.cell.staging_bytes // source.itemsize)
-        for to, values in zip(target.split(step), source.split(step), strict=True):
-            super().bring(to, values.clone())
+        elif is_stored(target):
+            target.copy_(source)
+        elif is_aligned(source) and source.dtype == target.dtype:
+            with self._reading:
+                self._read(target, source)
+        else:
+            step = max(1, self.cell.staging_bytes // source.itemsize)
+            for to, values in zip(target.split(step), source.split(step), strict=True):
+                super().bring(to, values.clone())
+
+    def _read(self, target: Tensor, source: Tensor) -> None:
+        """Read values through the buffers, one piece ahead of the copies."""
+        step = self._buffer_bytes // BLOCK_BYTES * BLOCK_BYTES // source.itemsize
+        pieces = [*zip(target.split(step), source.split(step), strict=True)]
+        with ExitStack() as before:
+            read = self._begin_read(before, pieces[0][1])
+            for place, (to, _) in enumerate(pieces):
+                with before.pop_all():
+                    buffer, move = read
+                    if place + 1 < len(pieces):
+                        read = self._begin_read(before, pieces[place + 1][1])
+                    self._await(move)
+                    buffer.copied = self._launch(to, buffer.memory[: to.nbytes].view(to.dtype))
+
+    def _begin_read(self, held: ExitStack, values: Tensor) -> "tuple[Buffer, Future[None]]":
+        """Begin to read a piece into a buffer, which `held` returns when the read is over."""
+        assert self.disk is not None, "made with it"
+        assert isinstance(values, StoredTensor), "a piece of a stored tensor"
+        buffer = held.enter_context(self._buffer())
+        move = self.disk.submit(values.array.move, values.start, values.start + len(values), buffer.memory, False)
+        held.callback(wait, [move])
+        return buffer, move
+
+    def _await(self, move: "Future[None]") -> None:
+        move.result()
+
+    def _make_buffer(self) -> Tensor:
+        # Direct reads need memory at the start of a page.
+        pinned = super()._make_buffer() if self.device.type != "cpu" else None
+        is_usable = pinned is not None and pinned.data_ptr() % BLOCK_BYTES == 0
+        return pinned if pinned is not None and is_usable else buffer_of(self._buffer_bytes)
 
 
 @final

@@ -88,7 +88,10 @@ class Disk:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             free = files.free_bytes(self.folder)
-            text = f"{error.strerror}: {free:,} bytes are free, and the states of this rank need {nbytes:,} bytes more"
+            text = (
+                f"{error.strerror}: {free:,} bytes are free, and the offloaded states and parameters of this rank need "
+                f"{nbytes:,} bytes more"
+            )
             raise OSError(error.errno, text, str(self.folder)) from error
         self._reserved_bytes += nbytes
 
@@ -118,7 +121,7 @@ class Disk:
         what, act = ("writing", files.write_at) if writes else ("reading", files.read_at)
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"A forked process has no states of its own: {what} them under {self.folder} is refused."
+                f"A forked process has no states and parameters of its own: {what} them under {self.folder} is refused."
             )
         done = 0
         while done < len(memory):
@@ -142,9 +145,9 @@ class Disk:
         """Raise if the disk has failed."""
         if self.failure:
             raise RuntimeError(
-                f"Optimizer states under {self.folder}: {self.failure}. A step may be made for a part of them, so they "
-                "are of no use any more. The last checkpoint is as it was: start the program again and resume from it, "
-                "with another folder if this disk is at fault."
+                f"States and parameters under {self.folder}: {self.failure}. They may be only partly updated, so they "
+                "are not used again. The last checkpoint is intact: start the program again and resume from it, with "
+                "another folder if this disk is at fault."
             )
 
     def bounced(self, offset: int, flat: Tensor, *, writes: bool) -> None:
@@ -190,10 +193,20 @@ class Array:
         return values
 
     def write(self, start: int, values: Tensor) -> None:
-        """Write elements from `start` on."""
-        values = values.detach().to("cpu", self.dtype).contiguous()
-        if values.numel():
-            self.disk.bounced(self.offset + start * self.dtype.itemsize, values.view(torch.uint8), writes=True)
+        """Write elements from `start` on, in pieces, from any memory."""
+        for piece in values.detach().split(BOUNCE_BYTES // self.dtype.itemsize):
+            here = piece.to("cpu", self.dtype).contiguous()
+            if here.numel():
+                self.disk.bounced(self.offset + start * self.dtype.itemsize, here.view(torch.uint8), writes=True)
+            start += here.numel()
+
+    def put(self, start: int, stop: int, buffer: Tensor, writes: bool = True) -> None:
+        """Write elements [start, stop) and no others through a buffer; for the arguments see `move`."""
+        whole = start + (stop - start) * self.dtype.itemsize // BLOCK_BYTES * BLOCK_BYTES // self.dtype.itemsize
+        if whole > start:
+            self.move(start, whole, buffer, writes=writes)
+        rest = buffer.view(self.dtype)[whole - start : stop - start]
+        self.write(whole, rest)
 
     def move(self, start: int, stop: int, buffer: Tensor, writes: bool) -> None:
         """Read or write elements [start, stop) through a buffer, without a copy.

@@ -14,11 +14,11 @@ from typing import Any, final
 
 import torch
 
-from zeroshard.store.disk import Array
+from zeroshard.store.disk import BLOCK_BYTES, Array
 from zeroshard.torch_private import NoSubclasses, without_storage
 from zeroshard.tree import map_tensors
 
-__all__ = ["StoredTensor", "is_stored"]
+__all__ = ["StoredTensor", "is_aligned", "is_stored"]
 
 Tensor = torch.Tensor
 
@@ -38,7 +38,8 @@ class StoredTensor(torch.Tensor):
     """Elements [start, stop) of an array in a file, flat."""
 
     array: Array
-    _start: int
+    start: int
+    """The first element in the array."""
 
     @staticmethod
     def __new__(cls, array: Array, start: int, stop: int) -> "StoredTensor":
@@ -46,7 +47,7 @@ class StoredTensor(torch.Tensor):
         shape = torch.Size([stop - start])
         made = without_storage(cls, shape, (1,), array.dtype, torch.device("cpu"))
         assert isinstance(made, StoredTensor)
-        made.array, made._start = array, start
+        made.array, made.start = array, start
         return made
 
     @classmethod
@@ -67,14 +68,15 @@ class StoredTensor(torch.Tensor):
                 numel = first.shape[0]
                 return tuple(first._part(at, min(at + args[1], numel)) for at in range(0, numel, args[1])) or (first,)
             if name == "copy_":
-                first.array.write(first._start, args[1].expand(first.shape))
+                values = args[1]
+                first.array.write(first.start, values if values.shape == first.shape else values.expand(first.shape))
                 return first
         read = map_tensors((args, kwargs), _loaded)
         with NoSubclasses():
             result = func(*read[0], **read[1])
         is_in_place = name == "__setitem__" or (name[-1] == "_" != name[-2] and name[:2] != "__")
         for one, value in _pairs(first, read[0][0]) if is_in_place else ():
-            one.array.write(one._start, value)
+            one.array.write(one.start, value)
         return first if is_in_place and isinstance(first, cls) else result
 
     @classmethod
@@ -84,10 +86,16 @@ class StoredTensor(torch.Tensor):
         raise RuntimeError(f"{func} on states in a file: clone() them into memory first.")
 
     def _part(self, start: int, stop: int) -> "StoredTensor":
-        return StoredTensor(self.array, self._start + start, self._start + stop)
+        return StoredTensor(self.array, self.start + start, self.start + stop)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredTensor({self.shape[0]:,} elements, {self.dtype}, under {self.array.disk.folder})"
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Return whether a tensor in a file starts at the start of a block."""
+    assert isinstance(tensor, StoredTensor), "a tensor in a file"
+    return tensor.start * tensor.itemsize % BLOCK_BYTES == 0
 
 
 def is_stored(tensor: Tensor) -> bool:
@@ -104,8 +112,8 @@ def _loaded(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, StoredTensor):
         return tensor
     with NoSubclasses():
-        stop = tensor._start + tensor.shape[0]
-    return tensor.array.read(tensor._start, stop)
+        stop = tensor.start + tensor.shape[0]
+    return tensor.array.read(tensor.start, stop)
 
 
 def _name_of(func: Callable[..., Any]) -> str:

@@ -1,7 +1,7 @@
-"""What a run says of itself before its first step, and what it adds up to at its end.
+"""The description of a run before its first step, and its summary at the end.
 
-Owns how records are filled from a run, and the bytes of every rank. Must not know the loop (`loop.py`), nor where
-records go (`metrics.py`). Read `summarize` first.
+Owns the contents of both records, and the bytes of every rank. It must not know the loop (`loop.py`) or where records
+are written (`metrics.py`). Read `summarize` first.
 """
 
 import platform
@@ -43,14 +43,14 @@ def describe_start(run: Run) -> Start:
 
 
 def name_row(config: Config) -> str:
-    """Return the row of the residency table in words."""
+    """Return a text for the row of the residency table."""
     stage = config.zero.residency or f"stage {config.zero.stage}"
     is_kept = config.zero.residency or config.zero.activations == "keep"
     return stage if is_kept else f"{stage}, activations {config.zero.activations}"
 
 
 def summarize(run: Run, sample: str, profile: str, is_interrupted: bool) -> Summary:
-    """Sum the run up. Collective: all-gathers of the ranks' bytes; every rank must call."""
+    """Summarize the run. Collective: all-gathers of the ranks' bytes; every rank must call."""
     config, tally = run.config, run.tally
     last, tokens = tally.last_eval, tally.steps * tokens_per_step(config)
     return Summary(
@@ -81,7 +81,7 @@ def summarize(run: Run, sample: str, profile: str, is_interrupted: bool) -> Summ
 
 
 def _compare(run: Run) -> Mapping[str, Any]:
-    """Return the plan beside what the first rank took; nothing on others, and nothing where no step was made."""
+    """Return the plan next to the measurements of rank 0; empty on other ranks, and for a run without steps."""
     tally = run.tally
     if run.mesh.rank or not tally.steps_of_start:
         return {}
@@ -116,7 +116,7 @@ def _rank_bytes(run: Run) -> list[RankBytes]:
 def _by_rank(run: Run, nbytes: Mapping[str, int]) -> list[Mapping[str, int]]:
     """Return every rank's byte counts, by rank.
 
-    Collective: an all-gather of 8 bytes an entry; every rank must call, with the same keys.
+    Collective: an all-gather of 8 bytes per entry; every rank must call, with the same keys.
     """
     keys = sorted(nbytes)
     rows = zs.gather_across_ranks(
@@ -126,19 +126,19 @@ def _by_rank(run: Run, nbytes: Mapping[str, int]) -> list[Mapping[str, int]]:
 
 
 def tokens_per_step(config: Config) -> int:
-    """Return the tokens of a step, over all ranks."""
+    """Return the number of tokens per step, over all ranks."""
     return config.train.batch * config.model.context
 
 
 def _name_data(run: Run) -> str:
-    """Name the text and its tokens in one line."""
+    """Return one line that names the text and its tokenizer."""
     corpus, tokenizer = run.corpus, run.tokenizer
     parts = f"{corpus.train_bytes:,} bytes to train on, {corpus.heldout_bytes:,} held out"
     return f"{corpus.name}, {parts}; {tokenizer.name}, vocabulary {tokenizer.vocabulary:,}"
 
 
 def describe_data(run: Run) -> dict[str, str | int]:
-    """Describe the text and its tokens."""
+    """Return sizes and hashes of the text and its tokens."""
     corpus, tokenizer = run.corpus, run.tokenizer
     return {
         "name": corpus.name,

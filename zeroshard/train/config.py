@@ -195,8 +195,7 @@ class Zero(_Section):
         default="", description="configuration of the ZeRO paper; replaces zero.stage and zero.activations"
     )
     offload: Annotated[str, AfterValidator(_known_offload)] = Field(
-        default="",
-        description="offloaded state: host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, or auto",
+        default="", description="offload: host, /folder, states=0.6,parameters=1,to=/folder, or auto"
     )
     activations: Annotated[str, AfterValidator(_known_activations)] = Field(
         default="keep",

@@ -1,13 +1,13 @@
-"""The corpus: a text as tokens, split once, kept in a file that all ranks map into memory.
+"""The corpus: a tokenized text, split once, in a file that all ranks map into memory.
 
-Owns the split and the cache of tokens. Must not know batches, the model or the process group. Read `prepare_corpus`
+Owns the split and the cache of tokens. It must not know batches, the model or the process group. Read `prepare_corpus`
 first, then `open_corpus`.
 
 Note: the cache
-    One rank makes the file, all read it, and later runs on the same text find it. Its name is a hash of everything that
-    decides what is in it: the text, the tokenizer, the split. It is written beside its place and then renamed, so
-    others find the whole of it or nothing; its own hash is checked each time it is opened, and a damaged one is made
-    anew. While it is made, its tokens are in the memory of that one process.
+    One rank writes the file, all ranks read it, and later runs on the same text reuse it. Its name is a hash of all
+    that determines its contents: the text, the tokenizer and the split. The writer renames the finished file into
+    place, so no reader sees a part of it. Each open checks the hash of the contents, and a damaged file is rebuilt.
+    While it builds the file, the writing process holds all tokens in memory.
 """
 
 import hashlib
@@ -38,18 +38,18 @@ _BATCH_PIECES: Final = 256
 @final
 @dataclass(frozen=True)
 class Corpus:
-    """A text as tokens, split once: its beginning is trained on, its end is held out.
+    """A tokenized text, split once: the beginning is for training, the end is held out.
 
-    A token `end` stands between any two documents. What is in the middle of a document at the split is cut there.
+    A token `end` separates documents. A document that crosses the split is cut there.
 
     Args:
-        name: where the text comes from.
-        sha256: of the files that the text comes from.
+        name: the source of the text.
+        sha256: hash of the source files.
         train: (numel,), uint8, uint16 or int32, mapped from the file.
         heldout: (numel,), as `train`.
-        heldout_ends: (numel,), int64: how many bytes of the held-out text end with each token.
-        train_bytes: of the text that is trained on, in UTF-8.
-        heldout_bytes: of the text that is held out.
+        heldout_ends: (numel,), int64: for each token, the number of bytes of held-out text up to its end.
+        train_bytes: bytes of the training text, in UTF-8.
+        heldout_bytes: bytes of the held-out text, in UTF-8.
     """
 
     name: str
@@ -61,37 +61,37 @@ class Corpus:
     heldout_bytes: int
 
     def check_length(self, context: int) -> None:
-        """Raise ValueError where a part is too short for one window of `context` tokens."""
+        """Raise ValueError if a part is too short for one window of `context` tokens."""
         train, heldout, nbytes = self.train.numel(), self.heldout.numel(), self.train_bytes + self.heldout_bytes
         if min(train, heldout) <= context:
             raise ValueError(
-                f"data.path: {self.name!r} holds {nbytes} bytes, which are {train} tokens to train on and {heldout} "
-                f"held out; with model.context={context} each part needs at least {context + 1}: give more text, or a "
-                "smaller context"
+                f"data.path: {self.name!r} has {nbytes} bytes: {train} tokens for training and {heldout} held out. "
+                f"With model.context={context}, each part needs at least {context + 1} tokens; provide more "
+                "text, or set a smaller context"
             )
 
 
 def find_split(source: Source, heldout_fraction: float) -> tuple[int, int]:
-    """Return the offset, in bytes, from which on a text is held out, and the one at which it ends."""
+    """Return the offset, in bytes, at which the held-out text starts, and the offset at which it ends."""
     total = sum(len(document) for document in source.documents())
     return total - round(total * heldout_fraction), total
 
 
 def prepare_corpus(source: Source, tokenizer: Tokenizer, *, heldout_fraction: float, folder: Path) -> str:
-    """Make sure that the cache has the corpus.
+    """Ensure that the cache contains the corpus.
 
     Args:
         source: the text.
-        tokenizer: what makes tokens of it.
-        heldout_fraction: share of the bytes, at the end, that no training batch reads.
-        folder: of the cache; made if it is not there.
+        tokenizer: converts the text into tokens.
+        heldout_fraction: fraction of the bytes, at the end, that training batches never read.
+        folder: folder of the cache; created if missing.
 
     Returns:
-        The key by which `open_corpus` finds it: 64 hexadecimal digits.
+        The key for `open_corpus`: 64 hexadecimal digits.
 
     Raises:
         ValueError: the text cannot be read.
-        ImportError: what reads it is missing.
+        ImportError: the library that reads the text is missing.
     """
     sha256 = source.sha256()
     parts = [_FORMAT, sha256, source.layout(), source.column, tokenizer.sha256, heldout_fraction]
@@ -103,16 +103,16 @@ def prepare_corpus(source: Source, tokenizer: Tokenizer, *, heldout_fraction: fl
 
 
 def open_corpus(folder: Path, key: str, name: str) -> Corpus:
-    """Map a corpus that is in the cache; `name` is the text's.
+    """Map a corpus of the cache into memory; `name` is the name of the text.
 
     Raises:
-        ValueError: it is not there, or is damaged.
+        ValueError: the file is missing or damaged.
     """
     corpus = _read(_path(folder, key), name)
     if corpus is None:
         raise ValueError(
-            f"data.cache: {str(_path(folder, key))!r}, which rank 0 has just written, is not there or is damaged; the "
-            "folder must be one that all ranks see"
+            f"data.cache: rank 0 has just written {str(_path(folder, key))!r}, but this rank finds it missing or "
+            "damaged; choose a folder that all ranks share"
         )
     return corpus
 
@@ -122,7 +122,7 @@ def _path(folder: Path, key: str) -> Path:
 
 
 def _make(source: Source, tokenizer: Tokenizer, heldout_fraction: float, sha256: str) -> Corpus:
-    """Make the tokens of a text."""
+    """Tokenize a text and split it."""
     cut, total = find_split(source, heldout_fraction)
     train, _, train_bytes = _tokenize(take(source.documents(), 0, cut), tokenizer)
     heldout, ends, heldout_bytes = _tokenize(take(source.documents(), cut, total), tokenizer)
@@ -130,11 +130,11 @@ def _make(source: Source, tokenizer: Tokenizer, heldout_fraction: float, sha256:
 
 
 def _tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> tuple[Tensor, Tensor, int]:
-    """Lay the tokens of documents side by side.
+    """Tokenize documents and concatenate their tokens.
 
     Returns:
-        The tokens, in the smallest dtype that holds them; for each how many bytes of the text end with it; the bytes of
-        the text.
+        The tokens, in the smallest dtype that holds them; for each token, the number of bytes of text up to its end;
+        the number of bytes of the text.
     """
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if tokenizer.vocabulary - 1 <= np.iinfo(d).max)
     tokens, ends, nbytes = [np.empty(0, dtype)], [np.empty(0, np.int64)], 0
@@ -150,7 +150,7 @@ def _tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> tuple[Tensor, T
 
 
 def _pieces(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Cut long documents behind an end of line, so that tokenizers need little memory; tell which pieces begin one."""
+    """Cut long documents at ends of lines, to bound tokenizers' memory; yield (piece, whether a document starts)."""
     for document in documents:
         start = 0
         while start < len(document):
@@ -162,7 +162,7 @@ def _pieces(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    """Collect pieces: a tokenizer works on those of a batch at a time."""
+    """Group pieces into the batches that a tokenizer processes at once."""
     batch = []
     for piece in pieces:
         batch.append(piece)
@@ -173,7 +173,7 @@ def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, boo
 
 
 def _write(path: Path, corpus: Corpus) -> None:
-    """Write a corpus, whole or not at all."""
+    """Write a corpus atomically."""
     tensors = {"train": corpus.train, "heldout": corpus.heldout, "heldout_ends": corpus.heldout_ends}
     facts = {
         "sha256": corpus.sha256,
@@ -190,7 +190,7 @@ def _write(path: Path, corpus: Corpus) -> None:
 
 
 def _read(path: Path, name: str) -> Corpus | None:
-    """Map a corpus; None where there is none, or a damaged one."""
+    """Map a corpus into memory; None if the file is missing or damaged."""
     if not path.is_file():
         return None
     try:
@@ -205,7 +205,7 @@ def _read(path: Path, name: str) -> Corpus | None:
 
 
 def _hash(tensors: Iterable[Tensor]) -> str:
-    """Return the hash of the tensors' bytes, side by side."""
+    """Return the hash of the concatenated bytes of tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.numpy().data)

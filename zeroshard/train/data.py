@@ -1,17 +1,18 @@
-"""Batches: which tokens each step and each rank reads.
+"""Batches: the tokens that each rank reads in each step.
 
 Owns the order of the data. Must not know the text, the model, the engine or the process group: tokens, rank and world
 size are plain arguments. Read `training_batch` first, then `heldout_batches`.
 
 Note: data order
-    The global batch of a step is a pure function of the seed and the step, and a rank reads its contiguous part. So a
-    run sees the same data in the same order at any rank count, any accumulation and any stage, and any step can be
-    repeated without those before it. Where the ranks do not divide the batch, some read one window more than others,
-    and the loop weighs each micro-batch by its windows.
+Note: data order
+    The global batch of a step is a pure function of the seed and the step, and each rank reads a contiguous part.
+    Therefore the data and their order are the same at any rank count, accumulation and stage, and any step can be
+    repeated without the steps before it. If the ranks do not divide the batch, some ranks read one window more, and
+    the loop weights each micro-batch by its windows.
 
 Note: packing
-    Windows are cut from all documents side by side, wherever they begin and end, so no place in a batch is empty. A
-    token marks where a document ends; attention is not masked there, and the model learns to look no further.
+    Windows are cut from the concatenated documents at any position, so batches have no padding. A token marks the end
+    of each document; attention is not masked there, and the model learns to ignore earlier documents.
 """
 
 from collections.abc import Iterator
@@ -29,20 +30,20 @@ IGNORED: Final = -1
 def training_batch(
     tokens: Tensor, *, seed: int, step: int, batch: int, context: int, rank: int = 0, world_size: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Return a rank's part of the global batch of one step: windows at random places, and the tokens that follow.
+    """Return a rank's part of the global batch of one step: windows at random offsets, and their next tokens.
 
     Args:
         tokens: (numel,), any integer dtype.
-        seed: chooses the order of the data.
-        step: counts from 0.
-        batch: windows of the global batch, at least `world_size`.
-        context: tokens of a window.
-        rank: the part to return.
-        world_size: the number of parts.
+        seed: seed of the data order.
+        step: index of the step, from 0.
+        batch: number of windows of the global batch, at least `world_size`.
+        context: tokens per window.
+        rank: index of the part to return.
+        world_size: number of parts.
 
     Returns:
         Inputs and targets, each (share, context), int64; a target is the token after its input. The shares of ranks
-        differ by one window at most.
+        differ by at most one window.
     """
     first, last = (batch * part // world_size for part in (rank, rank + 1))
     draw = np.random.default_rng([seed, step])
@@ -52,11 +53,11 @@ def training_batch(
 
 
 def count_scored(ends: Tensor, limit_bytes: int = 0) -> tuple[int, int]:
-    """Return how many tokens are scored, and how many bytes of text they stand for. The first one never is.
+    """Return the number of scored tokens, and the bytes of text that they cover. The first token is never scored.
 
     Args:
-        ends: (numel,), int64: how many bytes of the text end with each token.
-        limit_bytes: score no more than this many bytes, the first ones, but at least one token's; 0 for all.
+        ends: (numel,), int64: for each token, the number of bytes of text up to its end.
+        limit_bytes: maximum number of bytes to score, from the beginning, but at least one token; 0 for all.
     """
     first, last = int(ends[0]), ends.numel() - 1
     if limit_bytes:
@@ -68,18 +69,18 @@ def count_scored(ends: Tensor, limit_bytes: int = 0) -> tuple[int, int]:
 def heldout_batches(
     tokens: Tensor, *, batch: int, context: int, scored: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a rank's part of the held-out text, in windows side by side: each token but the first is a target once.
+    """Yield a rank's part of the held-out text, in adjacent windows: each token except the first is a target once.
 
-    Every rank yields equally many batches of one shape, as the collectives inside a forward pass need it. What is
-    missing at the end is padded with zeros, whose targets are `IGNORED`.
+    Every rank yields the same number of batches of one shape, because forward passes contain collectives. Zeros pad the
+    end, with `IGNORED` as their targets.
 
     Args:
         tokens: (numel,), any integer dtype.
-        batch: windows of a batch, on each rank.
-        context: tokens of a window.
-        scored: how many tokens, the first ones but one, are targets.
-        rank: the part to return.
-        world_size: the number of parts.
+        batch: windows per batch on each rank.
+        context: tokens per window.
+        scored: number of target tokens, from the second token on.
+        rank: index of the part to return.
+        world_size: number of parts.
 
     Yields:
         Inputs and targets, each (batch, context), int64.

@@ -1,6 +1,6 @@
-"""Libraries that are extras: imported where they are used, and named where they are missing.
+"""Optional dependencies: imported on use, with an error that names the extra to install.
 
-Owns that one message. Must not know what the libraries do.
+Owns that error. It must not know what the libraries do.
 """
 
 import importlib
@@ -10,18 +10,18 @@ __all__ = ["need"]
 
 
 def need(name: str, extra: str, purpose: str) -> Any:
-    """Import a library that only some runs need.
+    """Import an optional dependency.
 
     Args:
-        name: of the module.
-        extra: of zeroshard, that installs it.
-        purpose: what cannot be done without it; the message begins with it.
+        name: name of the module.
+        extra: the extra of zeroshard that installs it.
+        purpose: the operation that needs the module; the message starts with it.
 
     Returns:
         The module.
 
     Raises:
-        ImportError: it is not installed; the message says what is to be installed.
+        ImportError: the module is not installed; the message gives the command that installs it.
 
     >>> from zeroshard.train.extras import need
     >>> need("json", "data", "reading").loads("[1]")

@@ -1,7 +1,7 @@
-"""Files that a user names: regular ones, opened without waiting, read up to a limit.
+"""Files that a user names: regular files only, opened without blocking, read up to a limit.
 
-Owns the errors about what is no such file: a pipe would be waited for, and a device may never end. A link that a user
-names is followed. Must not know what the files hold.
+Owns the errors about other kinds of files: opening a pipe can block, and reading a device may never end. Links that a
+user names are followed. It must not know the contents of the files.
 """
 
 import os
@@ -16,11 +16,11 @@ def open_input(path: str | Path, setting: str) -> BinaryIO:
     """Open a regular file for reading.
 
     Args:
-        path: where it is.
-        setting: which setting names it; the message begins with it.
+        path: path of the file.
+        setting: the setting that names the file; the message starts with it.
 
     Raises:
-        ValueError: it is missing, cannot be read, or is a folder, a pipe, a socket or a device.
+        ValueError: the file is missing, cannot be read, or is a folder, a pipe, a socket or a device.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -36,27 +36,27 @@ def read_input(path: str | Path, setting: str, most_bytes: int) -> bytes:
     """Return the contents of a regular file.
 
     Args:
-        path: where it is.
-        setting: which setting names it; the message begins with it.
-        most_bytes: how large it may be.
+        path: path of the file.
+        setting: the setting that names the file; the message starts with it.
+        most_bytes: maximum size in bytes.
 
     Raises:
-        ValueError: as `open_input`, or it is larger.
+        ValueError: as `open_input`, or the file exceeds `most_bytes`.
     """
     with open_input(path, setting) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise ValueError(f"{setting}: {str(path)!r} has more than {most_bytes} bytes, and such files are smaller")
+        raise ValueError(f"{setting}: {str(path)!r} has more than {most_bytes} bytes, the maximum for this file")
     return content
 
 
 def check_entries(folder: str | Path, setting: str) -> None:
-    """Raise ValueError where a folder holds what is neither a regular file nor a folder, before a library opens it."""
+    """Raise ValueError if a folder has an entry, other than folders, that is not a regular file."""
     for path in sorted(Path(folder).iterdir()):
         if not (path.is_file() or path.is_dir()):
             raise ValueError(f"{setting}: {_what_is_wrong(path)}")
 
 
 def _what_is_wrong(path: str | Path) -> str:
-    kind = "a folder" if os.path.isdir(path) else "a pipe, a socket, a device or a link to nothing"
-    return f"{str(path)!r} is {kind}, and a regular file is wanted; copy what it gives to a file"
+    kind = "a folder" if os.path.isdir(path) else "a pipe, a socket, a device or a broken link"
+    return f"{str(path)!r} is {kind}, but must be a regular file; copy its contents to a file"

@@ -1,18 +1,18 @@
-"""Ranks as processes: start through torchrun's launcher, detection of a launcher, and signals.
+"""Ranks as processes: launch with torchrun's launcher, join an existing launch, and stop on a signal.
 
-Owns the child processes of `--ranks`, their environment, and signals. It must not know what the ranks do: they run the
-same command, and detect that they were launched. Read `launch_ranks` first, then `StopSignal`.
+Owns the child processes of `--ranks`, their environment, and signals. It must not know what the ranks do: each rank
+runs the same command again and detects the launch. Read `launch_ranks` first, then `StopSignal`.
 
 Note: Ctrl-C
-    The launcher starts each rank in a separate session, so the terminal's signal reaches only the launcher. It forwards
-    the signal and waits; the ranks finish their step, agree to stop, save and end. The limit is the time that a rank
-    waits for others (`zero.watchdog_s`). A second signal ends the ranks at once. A rank that is still starting has
-    nothing to save, and ends at once. A stopped rank is continued, because otherwise it would not receive the signal.
+    The launcher starts each rank in a session of its own, so the terminal signals only the launcher. The launcher
+    forwards the signal and waits; the ranks finish their step, agree to stop, save, and exit. They have as long as a
+    rank waits for other ranks (`zero.watchdog_s`). A second signal kills them. A rank that is still starting has
+    nothing to save, and exits at once. A rank suspended by SIGSTOP is continued, because it cannot handle the signal.
 Note: network
-    Ranks of one host need no network: the launcher's store and gloo's connections use the loopback interface, which no
-    other host can reach.
+    Ranks of one host need no network: the launcher's store and gloo's connections use the loopback interface, which
+    other hosts cannot reach.
 Note: no orphans
-    A killed launcher cannot forward a signal. So a rank watches the process that started it, and ends with it.
+    A killed launcher cannot forward a signal. Therefore each rank watches its parent process, and exits with it.
 """
 
 import logging
@@ -36,7 +36,7 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S: Final = 1.0
 _LOOPBACK: Final = "127.0.0.1"
 _LAUNCHER: Final = "ZEROSHARD_LAUNCHER"
-"""Environment variable with the launcher's process, which may end before its ranks check."""
+"""Environment variable with the launcher's process id: the launcher may exit before its ranks read their parent."""
 _RANK_MAIN: Final = """
 import os, signal
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -47,19 +47,19 @@ main()
 
 
 def joined_world_size() -> int | None:
-    """Return the number of ranks that torchrun (or `launch_ranks`) started; None without a launcher."""
+    """Return the number of ranks that torchrun (or `launch_ranks`) started, or None without such a launch."""
     if "TORCHELASTIC_RUN_ID" not in os.environ and "RANK" not in os.environ:
         return None
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is rank 0, or the only process."""
+    """Return whether this process is rank 0 or the only process."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def follow_launcher() -> None:
-    """End this process when its parent has ended for any reason, also if it has already ended."""
+    """End this process when its launcher has ended, for any reason, even before this call."""
     launcher = int(os.environ.get(_LAUNCHER, os.getppid()))
     threading.Thread(target=_end_without, args=(launcher,), daemon=True).start()
 
@@ -73,15 +73,16 @@ def _end_without(launcher: int) -> None:
 def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> tuple[int, str]:
     """Run `zeroshard` with these arguments once for each rank, and wait for all ranks.
 
-    Each rank gets one thread, unless OMP_NUM_THREADS is set, because ranks on one host share its cores.
+    Each rank uses one thread unless OMP_NUM_THREADS is set, because the ranks of a host share its cores.
 
     Args:
-        ranks: number of processes on this host.
+        ranks: number of processes to start on this host.
         arguments: arguments of the command line.
-        patience_s: seconds after a signal in which ranks may finish their step before they are killed.
+        patience_s: seconds that ranks have after a signal to finish their step before they are killed.
 
-    Returns: The exit status (0, the status of the first failed rank, or 128 plus the number of the signal), and a
-        description of the failed rank, or "".
+    Returns:
+        The exit status: 0, the status of the first rank that failed, or 128 plus the number of the signal that ended
+        the run; and, if a rank failed, a text with the rank and the end of its process.
     """
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -89,15 +90,15 @@ def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> 
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Not an argument of LaunchConfig, which not every torch version has; the default is half a minute.
+    # An environment variable: not every torch has this argument of LaunchConfig, and the default is 30 seconds.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(patience_s)))
     os.environ[_LAUNCHER] = str(os.getpid())
     _quieten()
     listener = socket.socket()
     listener.bind((_LOOPBACK, 0))
     port = listener.getsockname()[1]
-    # A store that opens its own port listens on all interfaces. Stores of one port share the listener within a process,
-    # so the launcher's own store with the same port also listens on loopback.
+    # A store that opens its own port listens on all interfaces. Stores of one port in a process share a listener, so
+    # the launcher's own store, created with the same port, also listens on loopback.
     store = TCPStore(
         _LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
     )
@@ -127,10 +128,10 @@ def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> 
 
 @contextmanager
 def _insisting() -> Iterator[None]:
-    """Continue stopped ranks at the first signal to this process, and kill all ranks at the second.
+    """Continue suspended ranks at the first signal to this process, and kill all ranks at the second.
 
-    torch's launcher has its own handlers, which wait for the ranks. The interpreter's wakeup descriptor, which this
-    thread reads, is independent of them. However the launcher ends, no rank remains.
+    torch's launcher installs its own handlers, which wait for the ranks. This thread instead reads the interpreter's
+    wakeup descriptor, which does not depend on handlers. No rank survives the end of the launcher.
     """
     others = _children()
     signals, written = socket.socketpair()
@@ -168,27 +169,27 @@ def _send(number: signal.Signals, processes: set[int]) -> None:
 
 
 def _quieten() -> None:
-    """Disable the launcher's own log: a failed rank has already printed its traceback."""
+    """Drop the launcher's log: failed ranks have printed tracebacks, and stopped ranks have printed a message."""
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
 
 
 def _how(exit_code: int) -> str:
-    """Describe how a process ended."""
+    """Return a text about the end of a process."""
     if exit_code < 0:
         return f"was ended by {signal.Signals(-exit_code).name}"
     return f"ended with exit status {exit_code}"
 
 
 def _status(exit_code: int) -> int:
-    """Return the exit status of a process as in a shell: 128 plus the number of a signal that ended it."""
+    """Return a process's exit status as a shell reports it: 128 plus the signal's number if a signal ended it."""
     return 128 - exit_code if exit_code < 0 else exit_code
 
 
 @final
 class StopSignal:
-    """Turns the first SIGINT or SIGTERM into a wish that the loop asks for; a second one ends the process at once.
+    """Records the first SIGINT or SIGTERM, which the loop polls; a second signal ends the process at once.
 
     >>> from zeroshard.train.launch import StopSignal
     >>> with StopSignal() as stop:
@@ -210,12 +211,12 @@ class StopSignal:
             signal.signal(number, handler)
 
     def is_wanted(self) -> bool:
-        """Tell whether a signal came."""
+        """Return whether a signal arrived."""
         return self.number != 0
 
     @property
     def exit_status(self) -> int:
-        """128 and the signal's number; on a rank that stopped for another's sake, that of SIGINT."""
+        """128 plus the signal's number; that of SIGINT on a rank that stopped because of another rank."""
         return 128 + (self.number or signal.SIGINT)
 
     def _take(self, number: int, frame: FrameType | None) -> None:

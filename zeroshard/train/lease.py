@@ -1,7 +1,7 @@
-"""The right to write to the folder of a run: one process at a time has it.
+"""The exclusive right of one process to write to the folder of a run.
 
-Owns the lock. It belongs to the open file, so it ends with its process, however that ends: nothing is ever left to be
-cleaned up. On a disk that several hosts share it holds where the disk's locks do.
+Owns the lock. The lock belongs to the open file, so the end of the process releases it and nothing needs cleanup. On a
+disk that several hosts share, the lock works if the disk supports locks.
 """
 
 import fcntl
@@ -18,13 +18,13 @@ _HOLDER_CHARACTERS: Final = 200
 
 @final
 class Lease:
-    """Keeps a folder for this process inside the context.
+    """Holds the lock of a folder inside the context.
 
     Args:
-        folder: made if it is not there.
+        folder: created if missing.
 
     Raises:
-        ValueError: on entry, where another process has it; the text names host and process.
+        ValueError: on entry, if another process holds the lock; the message names its host and process.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -46,7 +46,7 @@ class Lease:
             holder = self._file.read(_HOLDER_CHARACTERS) or "another process"
             self._file.close()
             raise ValueError(
-                f"run.name: {self._folder} is in use by {holder}; wait for its end, or give another --name"
+                f"run.name: {self._folder} is in use by {holder}; wait until it ends, or give another --name"
             ) from None
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}")

@@ -1,13 +1,13 @@
-"""The training loop of the README, with its bookkeeping.
+"""The training loop: the README's loop, with bookkeeping.
 
-Owns the order of the operations of a run. It must not know the terminal (it calls a `Reporter`), how ranks are started
-(`launch.py`), or the meaning of a stage: the model, the optimizer and the loop are those of one process, and a single
-call of `zs.shard` shards them. Read `train` first, then `_step`.
+Owns the order of events in a run. It must not know the terminal (it calls a `Reporter`), the launch of ranks
+(`launch.py`) or the meaning of a stage: model, optimizer and loop are those of a single process, and the one line
+`zs.shard` shards them. Read `train` first, then `_step`.
 
 Note: what ranks agree on
-    A signal reaches the ranks at different times, and their clocks differ. So after each step, ranks agree whether any
-    rank must stop or save, and all do so after the same step. A file that rank 0 cannot write also triggers a
-    checkpoint, and ranks agree on such files before each checkpoint.
+    A signal reaches the ranks at different times, and their clocks differ. Therefore, after each step, ranks agree
+    whether a rank wants to stop or a checkpoint is due, and all act after the same step. A checkpoint is also due when
+    rank 0 cannot write files of the run; before each checkpoint, ranks agree whether rank 0 has such a problem.
 """
 
 import contextlib
@@ -35,17 +35,17 @@ __all__ = ["train"]
 
 _EVAL_WINDOWS: Final = 8
 _UNPROFILED_STEPS: Final = 2
-"""The first steps of a start, which agree on an order and allocate memory, are not profiled."""
+"""In the first steps after a start, ranks agree on an order and first touch memory."""
 _PROFILE: Final = "profile.json"
 
 
 def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool] = lambda: False) -> Summary:
-    """Train a model from the newest checkpoint of the run, and write the run's files.
+    """Train a model as configured, from the newest checkpoint of the run, and write the run's files.
 
     Args:
-        config: resolved configuration; equal on all ranks.
-        reporter: receives events, on rank 0.
-        is_stop_wanted: called after each step; True on any rank ends the run on all.
+        config: resolved; equal on all ranks.
+        reporter: receives the events of the run, on rank 0.
+        is_stop_wanted: called after each step; True on one rank ends the run on all ranks.
 
     Returns:
         The summary, on every rank.
@@ -53,18 +53,18 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
     Raises:
         ValueError: the text or the model does not match the configuration, or the folder is in use, or has a run with
             other settings.
-        CheckpointError: the run cannot be saved, or none of its checkpoints is complete.
+        CheckpointError: the run cannot be saved, or all of its checkpoints are damaged.
         RankMismatchError: settings differ between ranks, or a rank failed.
-        RuntimeError: the folder of the run was removed, moved or replaced during the run, or its disk rejects a write.
+        RuntimeError: the folder of the run was removed, moved or replaced, or a write to it failed.
 
-    Collective: creates the process group of torchrun's environment, and destroys it at the end, unless a group exists;
-        every rank must call.
+    Collective: joins the process group of torchrun's environment and destroys it at the end, unless a process group
+    exists; every rank must call.
     """
     start_s, is_joined = time.perf_counter(), torch.distributed.is_initialized()
     mesh = zs.init(config.run.seed, watchdog_s=config.zero.watchdog_s)
     try:
         with contextlib.ExitStack() as stack:
-            # There is nothing to save yet, and waits for ranks that prepare data can be long.
+            # There is nothing to save yet, and a rank may wait long for ranks that prepare data.
             with zs.ends_by_signal():
                 check_equal(config, mesh)
                 check_settings(config)
@@ -84,7 +84,7 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
 
 
 def _train(run: Run, tell: Reporters, files: RunFiles | None, is_stop_wanted: Callable[[], bool]) -> Summary:
-    """Run the loop, with evaluations, checkpoints and the sample.
+    """Run the loop with its evaluations and checkpoints, then generate the sample.
 
     Args:
         files: the files of the run, on rank 0.
@@ -125,7 +125,8 @@ def _tell_profile(run: Run) -> str:
         return ""
     if not run.profile.steps:
         return (
-            f"no step was profiled: the first {_UNPROFILED_STEPS} of {run.tally.steps_of_start} steps are not profiled"
+            f"no step was profiled: this start made {run.tally.steps_of_start}, and the first "
+            f"{_UNPROFILED_STEPS} are not profiled"
         )
     run.profile.save(run.config.folder / _PROFILE)
     return run.profile.table()
@@ -136,7 +137,8 @@ def _step(
 ) -> tuple[StepRecord, bool, bool]:
     """Run one step.
 
-    Returns: Its record, whether any rank must stop, and whether a checkpoint is due on any rank.
+    Returns:
+        The record, whether any rank wants to stop, and whether a checkpoint is due on any rank.
 
     Collective: the engine's, one or two agreements, and a mean of two numbers; every rank must call.
     """
@@ -150,9 +152,9 @@ def _step(
     run.optimizer.zero_grad()
     step, own_s = run.tally.steps + 1, time.perf_counter() - start_s
     is_told = is_stop_wanted()
-    # A run that stops is also saved, so most steps need a single vote.
-    is_due = not run.zero.agree(not (is_told or is_save_due(step)), "go on without a checkpoint?")
-    is_interrupted = is_due and not run.zero.agree(not is_told, "go on?")
+    # A run that stops also saves, so most steps need only the first vote.
+    is_due = not run.zero.agree(not (is_told or is_save_due(step)), "continue without a checkpoint?")
+    is_interrupted = is_due and not run.zero.agree(not is_told, "continue?")
     mean_loss, step_s = zs.mean_across_ranks(torch.stack([loss, torch.tensor(own_s).to(loss)])).tolist()
     _count(run, before, mean_loss, step_s, memory)
     record = StepRecord(
@@ -171,11 +173,11 @@ def _step(
 def _backward(run: Run) -> Tensor:
     """Accumulate the gradients of this rank's part of the global batch.
 
-    Each micro-batch is weighted by its windows, so that the mean over ranks is the mean over all windows, even if ranks
-    have different numbers of windows.
+    Each micro-batch is weighted by its windows, so the mean over ranks is the mean over all windows, even if the
+    numbers of windows differ between ranks.
 
     Returns:
-        The loss of that part in nats, 0-d; its mean over ranks is the loss of the global batch.
+        The loss of this part in nats, 0-d; its mean over ranks is the loss of the global batch.
     """
     train, mesh = run.config.train, run.mesh
     inputs, targets = training_batch(
@@ -200,21 +202,21 @@ def _backward(run: Run) -> Tensor:
 
 
 def _reduction(run: Run, *, is_last: bool) -> contextlib.AbstractContextManager[object]:
-    """Return the context of one micro-batch: `no_sync` if requested, except for the last."""
+    """Return the context of one micro-batch: without a reduction if configured so and more micro-batches follow."""
     if run.config.zero.no_sync and not is_last:
         return run.zero.no_sync()
     return contextlib.nullcontext()
 
 
 def _clip(run: Run) -> Tensor:
-    """Clip the gradients, if requested, and return their previous 2-norm, 0-d."""
-    if run.clip:
-        return torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.clip)
+    """Clip the gradients if configured, and return their 2-norm before clipping, 0-d."""
+    if run.config.train.clip:
+        return torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.train.clip)
     return run.zero.grad_norm()
 
 
 def _count(run: Run, before: Counter[str], loss: float, step_s: float, memory: zs.Memory) -> None:
-    """Add one step to the tally."""
+    """Add one step to the counters of the run."""
     tally = run.tally
     tally.steps += 1
     tally.losses.append(loss)
@@ -229,7 +231,7 @@ def _count(run: Run, before: Counter[str], loss: float, step_s: float, memory: z
 
 
 def _evaluate_if_due(run: Run, tell: Reporters) -> None:
-    """Evaluate every `eval_every` steps, and once after the last. Collective: as `_evaluate`."""
+    """Evaluate, once, if the step count calls for an evaluation. Collective: as `_evaluate`."""
     tally, wanted = run.tally, run.config.train
     is_due = tally.steps == wanted.steps or (wanted.eval_every and tally.steps % wanted.eval_every == 0)
     is_done = tally.last_eval is not None and tally.last_eval.step == tally.steps
@@ -243,7 +245,7 @@ def _evaluate_if_due(run: Run, tell: Reporters) -> None:
 def _evaluate(run: Run) -> EvalRecord:
     """Score the held-out text.
 
-    Collective: the forward passes', and a mean of two numbers; every rank must call.
+    Collective: those of the forward passes, and a mean of two numbers; every rank must call.
     """
     start_s = time.perf_counter()
     scored, scored_bytes = count_scored(run.corpus.heldout_ends, run.config.train.eval_bytes)
@@ -275,7 +277,7 @@ def _evaluate(run: Run) -> EvalRecord:
 
 
 def _sample(run: Run) -> str:
-    """Generate a sample on rank 0, while parameters are gathered on all ranks.
+    """Generate the sample on rank 0, with the full parameters gathered on all ranks.
 
     Collective: `gathered()`; every rank must call.
     """

@@ -1,4 +1,4 @@
-"""The measurements of a run: the records, the files of a run, and the reporters.
+"""The measurements of a run: the records, the files of a run, and the interface of reporters.
 
 Owns the format of `metrics.jsonl` and `summary.json`, and the `Reporter` interface. It must not know the terminal
 (`cli.py`) or the computation of the numbers (`loop.py`). Read `Reporter` first, then the records.
@@ -24,17 +24,17 @@ Bytes = Mapping[str, int]
 @final
 @dataclass(frozen=True)
 class Start:
-    """The description of a run before its first step.
+    """The facts known before the first step.
 
     Args:
         model: one line with the model and its size.
         mesh: one line with the ranks.
         data: one line with the text.
         row: name of the row of the residency table.
-        cells: the cell of each column, in words.
+        cells: for each column, the name of its cell.
         predicted_bytes: bytes by column, for each rank.
-        steps: total number of steps.
-        done: number of steps that earlier starts of the run have completed.
+        steps: total number of steps of the run.
+        done: number of these steps that earlier starts have done.
         folder: folder of the run's files.
     """
 
@@ -52,7 +52,7 @@ class Start:
 @final
 @dataclass(frozen=True)
 class StepRecord:
-    """One step: `loss` in nats per token, and seconds, as means over all ranks; bytes of rank 0, by column."""
+    """One step: `loss` (nats per token) and seconds are means over all ranks; bytes are of rank 0, by column."""
 
     step: int
     loss: float
@@ -67,7 +67,7 @@ class StepRecord:
 @final
 @dataclass(frozen=True)
 class EvalRecord:
-    """One evaluation on held-out text, after `step` steps.
+    """One evaluation on held-out text after `step` steps: `loss` in nats per token, and bits per byte of the text.
 
     `loss` is in nats per token. Seconds are the mean over all ranks.
     """
@@ -86,12 +86,12 @@ class RankBytes:
 
     Args:
         predicted_bytes: predicted bytes in training.
-        resident_bytes: bytes at the end of the last step, including gradients.
+        resident_bytes: bytes held at the end of the last step, including gradients.
         peak_bytes: peak bytes, separately for each column.
-        predicted_sent_bytes: predicted bytes sent in training steps, by the schedule of the first step; empty if each
-            step followed an evaluation.
-        sent_bytes: bytes sent in training steps.
-        other_sent_bytes: bytes sent by everything else: the start, evaluations, the sample.
+        predicted_sent_bytes: predicted bytes sent by the training steps, by the schedule of the first step; empty if
+            each step followed an evaluation.
+        sent_bytes: bytes sent by the training steps.
+        other_sent_bytes: all other bytes sent: by the start, evaluations and the sample.
     """
 
     predicted_bytes: Bytes
@@ -110,17 +110,17 @@ class Summary:
     Args:
         model: one line with the model and its size.
         is_interrupted: whether the run ended before its last step.
-        steps: total number of completed steps.
-        resumed_at: number of completed steps at each resume; `ranks` counts from the last resume.
+        steps: total number of steps done.
+        resumed_at: number of steps done at each resume; `ranks` counts from the last resume.
         depth: depth of a GPT; None for other models.
-        final_train_loss: mean over the last (up to 50) steps, in nats per token.
+        final_train_loss: mean over the last steps, up to 50, in nats per token.
         final_heldout_loss: loss of the last evaluation, in nats per token.
-        bits_per_byte: result of the last evaluation; unlike the loss, it is comparable between tokenizers.
-        tokens_per_s: tokens per second of training steps, over all ranks.
-        train_s: seconds in training steps; `wall_s` also includes start, evaluations and sample.
-        ranks: bytes of each rank.
-        profile: the table of the profiled steps of rank 0; "" without a profile.
-        plan: the prediction of `zs.plan` for rank 0, with the measurements; empty on other ranks.
+        bits_per_byte: bits per byte of text in the last evaluation; unlike losses, comparable between tokenizers.
+        tokens_per_s: tokens per second of the training steps, over all ranks.
+        train_s: seconds of training steps; `wall_s` also includes start, evaluations and sample.
+        ranks: bytes by rank.
+        profile: the table of the profiled steps of rank 0; empty without profiled steps.
+        plan: the prediction of `zs.plan` for rank 0 and the measurements; empty on the other ranks.
     """
 
     name: str
@@ -149,78 +149,79 @@ class Summary:
 
 
 class Reporter(Protocol):
-    """The interface for events of a run, which rank 0 calls."""
+    """Receives the events of a run. Only rank 0 has reporters."""
 
     def started(self, start: Start) -> None:
-        """Take the banner."""
+        """Receive the facts known before the first step."""
 
     def stepped(self, record: StepRecord) -> None:
-        """Take one step."""
+        """Receive the record of one step."""
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Take one evaluation."""
+        """Receive the record of one evaluation."""
 
     def saving(self, step: int) -> None:
-        """Handle the start of a checkpoint after `step` steps: earlier records must be durable before it."""
+        """Prepare for a checkpoint after `step` steps: make everything received so far durable."""
 
     def saved(self, step: int, path: Path) -> None:
-        """Handle a checkpoint that is on disk."""
+        """Receive the path of a checkpoint that is on disk."""
 
     def finished(self, summary: Summary) -> None:
-        """Handle the end of the run, complete or interrupted."""
+        """Receive the summary at the end of the run, whether complete or interrupted."""
 
 
 @final
 class Reporters:
-    """Several reporters as one; an empty list for ranks other than 0."""
+    """Forwards events to several reporters; empty on ranks that do not report."""
 
     def __init__(self, reporters: Sequence[Reporter]) -> None:
         self._reporters = reporters
 
     def started(self, start: Start) -> None:
-        """Tell each."""
+        """Forward to each reporter."""
         for reporter in self._reporters:
             reporter.started(start)
 
     def stepped(self, record: StepRecord) -> None:
-        """Tell each."""
+        """Forward to each reporter."""
         for reporter in self._reporters:
             reporter.stepped(record)
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Tell each."""
+        """Forward to each reporter."""
         for reporter in self._reporters:
             reporter.evaluated(record)
 
     def saving(self, step: int) -> None:
-        """Tell each."""
+        """Forward to each reporter."""
         for reporter in self._reporters:
             reporter.saving(step)
 
     def saved(self, step: int, path: Path) -> None:
-        """Tell each."""
+        """Forward to each reporter."""
         for reporter in self._reporters:
             reporter.saved(step, path)
 
     def finished(self, summary: Summary) -> None:
-        """Tell each."""
+        """Forward to each reporter."""
         for reporter in self._reporters:
             reporter.finished(summary)
 
 
 @final
 class RunFiles:
-    """The folder of a run: `config.toml`, `metrics.jsonl` and `summary.json`. A reporter that writes.
+    """The reporter that writes the files of a run: `config.toml`, `metrics.jsonl` and `summary.json`.
 
-    A line of `metrics.jsonl` is written at once, so an interrupted run keeps its records, and flushed to disk before
-    the next checkpoint. So every checkpoint has complete records of its steps. A failed write does not raise here,
-    where the other ranks would wait for this rank: it is stored in `problem`, which ranks check together.
+    Each record is appended to `metrics.jsonl` at once, so an interrupted run keeps its records. Records are flushed to
+    disk before each checkpoint, so the records up to a checkpoint are complete wherever the checkpoint exists.
+    A failed write raises no error here, because the other ranks would wait for this rank: `problem` describes the
+    failure, and ranks check it together.
 
     Args:
-        folder: the folder, created if missing.
+        folder: created if missing.
         config_toml: the resolved configuration.
-        done: number of steps that the run has completed. Lines of later steps, from a start that was interrupted after
-            its last checkpoint, are removed, because these steps run again.
+        done: number of steps that the run has done. Records of later steps, which a start without a further checkpoint
+            left, are removed, because these steps run again.
     """
 
     def __init__(self, folder: Path, config_toml: str, done: int = 0) -> None:
@@ -237,45 +238,45 @@ class RunFiles:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with self._noted():  # closing flushes buffered data
+        with self._noted():  # closing writes buffered records
             self._metrics.close()
 
     @property
     def problem(self) -> str:
-        """The reason why the files of the run cannot be written; "" if they can."""
+        """Why the files of the run cannot be written; empty if they can."""
         try:
             if not self._failure and not os.path.samestat(self._path.stat(), os.fstat(self._metrics.fileno())):
                 self._failure = f"{self._path} was replaced by another file"
         except OSError as error:
-            self._failure = f"{self._path} no longer exists ({error.strerror})"
+            self._failure = f"{self._path} was removed ({error.strerror})"
         return self._failure
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        """Store the first failed write."""
+        """Record the first failed write."""
         try:
             yield
         except OSError as error:
             self._failure = self._failure or f"{error.filename or self._path} cannot be written ({error.strerror})"
 
     def started(self, start: Start) -> None:
-        """Write nothing: the configuration or the summary contains everything."""
+        """Write nothing: the configuration and the summary contain these facts."""
 
     def stepped(self, record: StepRecord) -> None:
-        """Append one step."""
+        """Append the record of one step."""
         self._append("step", record)
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Append one evaluation."""
+        """Append the record of one evaluation."""
         self._append("eval", record)
 
     def saving(self, step: int) -> None:
-        """Flush all lines to disk."""
+        """Flush all records to disk."""
         with self._noted():
             os.fsync(self._metrics.fileno())
 
     def saved(self, step: int, path: Path) -> None:
-        """Write nothing: the checkpoint exists."""
+        """Write nothing: the checkpoint is on disk."""
 
     def finished(self, summary: Summary) -> None:
         """Write the summary."""
@@ -289,7 +290,7 @@ class RunFiles:
 
 
 def _lines_until(metrics: Path, step: int) -> list[str]:
-    """Return the lines of steps up to `step`, without an incomplete record and the lines after it."""
+    """Return the records of steps up to `step`, without incomplete and later ones."""
     lines: list[str] = []
     if not step or not metrics.exists():
         return lines
@@ -315,7 +316,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a record as JSON values. Numbers that are not finite become their names, because JSON lacks them."""
+    """Return a record as JSON values. Non-finite numbers become strings, because JSON cannot represent them."""
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

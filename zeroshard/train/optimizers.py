@@ -1,6 +1,6 @@
-"""The optimizers of the main job, by name, and how fast each learns by default.
+"""The optimizers of `zeroshard train`, by name.
 
-Owns the groups of parameters that each gets. Must not know the loop, nor how states are sharded.
+Owns the parameter groups of each optimizer. It must not know the loop or the sharding of states.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,9 +19,9 @@ Groups = list[dict[str, Any]]
 
 
 def make_optimizer(settings: Train, language: LanguageModel) -> torch.optim.Optimizer:
-    """Make the optimizer that the settings name, with the learning rate that they have.
+    """Return the optimizer of the settings, with their learning rate.
 
-    Matrices are decayed, embeddings and what is tied to them aside.
+    Weight decay applies to matrices, except embeddings and parameters tied to them.
     """
     groups: Groups = [
         {"params": list(language.decayed()), "weight_decay": settings.weight_decay},
@@ -40,7 +40,7 @@ def _make_adamw8bit(groups: Groups, settings: Train, language: LanguageModel) ->
 
 
 def _make_muon(groups: Groups, settings: Train, language: LanguageModel) -> torch.optim.Optimizer:
-    """Make Muon; the decayed head goes to AdamW in a group of its own. AdamW's groups have AdamW's learning rate."""
+    """Return Muon; AdamW updates the decayed head in a separate group. AdamW's groups use AdamW's learning rate."""
     for_muon = {id(parameter) for parameter in zs.optim.muon_groups(language.module)[0]["params"]}
     parts: Groups = []
     for group in groups:
@@ -53,7 +53,7 @@ def _make_muon(groups: Groups, settings: Train, language: LanguageModel) -> torc
 
 
 def _make_adafactor(groups: Groups, settings: Train, language: LanguageModel) -> torch.optim.Optimizer:
-    # Projections that begin at zero would take hundreds of steps to grow from the usual least scale, 0.001.
+    # With the default minimum scale, 0.001, projections initialized to zero would need hundreds of steps to grow.
     return zs.optim.Adafactor(groups, lr=settings.learning_rate, eps=(None, ADAFACTOR_SCALE))
 
 

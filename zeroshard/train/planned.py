@@ -1,6 +1,6 @@
-"""The plan of a run, before it starts and beside what it took.
+"""The plan of a run, before its start and next to its measurements.
 
-Owns how a configuration becomes the arguments of `zs.plan`, and the text. Must not know how a plan comes about.
+Owns the conversion of a configuration into arguments of `zs.plan`, and the text. It must not know how plans are made.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ from zeroshard.train.tokenizer import load_tokenizer
 
 __all__ = ["choose_offload", "choose_stage", "compare_plan", "describe_plan", "describe_text", "plan_run"]
 
-UNTIMED: Final = "time is not predicted without a profile of this machine; `zeroshard doctor` creates one"
+UNTIMED: Final = "no profile of this machine is stored, so time is not predicted; run `zeroshard doctor` to measure it"
 MB: Final = 1e6
 
 
 def plan_run(config: Config) -> tuple[zs.Plan, bool]:
-    """Return the plan of a run, and whether its times are valid: whether a profile of this machine exists.
+    """Return the plan of a run, and whether its times are meaningful: whether a profile of this machine is stored.
 
     Raises:
         ValueError, TypeError, RuntimeError, ImportError: the model cannot be planned.
@@ -35,11 +35,11 @@ def plan_run(config: Config) -> tuple[zs.Plan, bool]:
     if device.is_cpu:  # ranks of a host share its memory
         device = replace(device, memory_bytes=device.memory_bytes // config.run.ranks)
     train, zero = config.train, config.zero
-    batch = -(-train.batch // (config.run.ranks * train.accumulation))  # of the rank with the most windows
+    batch = -(-train.batch // (config.run.ranks * train.accumulation))  # on the rank with the most windows
     inputs: Any = None
     if config.hf_folder:
         if not (Path(config.hf_folder) / "config.json").is_file():
-            raise ValueError(f"{config.hf_folder} is not a folder with a config.json.")
+            raise ValueError(f"{config.hf_folder} is not a folder with a config.json; give the folder of the model.")
         import transformers
 
         model: Any = transformers.AutoConfig.from_pretrained(config.hf_folder, local_files_only=True)
@@ -66,9 +66,9 @@ def plan_run(config: Config) -> tuple[zs.Plan, bool]:
 
 
 def choose_stage(config: Config) -> Config:
-    """Return the settings with `zero.stage=auto` resolved: the lowest stage whose plan fits this machine.
+    """Return the settings with `zero.stage=auto` replaced by the lowest stage whose plan fits this machine.
 
-    Every rank makes the same choice, because a plan depends only on the settings and the host's memory.
+    All ranks choose the same stage, because a plan depends only on the settings and the host's memory.
 
     Raises:
         ValueError: the model cannot be planned.
@@ -77,7 +77,7 @@ def choose_stage(config: Config) -> Config:
         return config
     for stage in range(4):
         chosen = config.model_copy(update={"zero": config.zero.model_copy(update={"stage": stage})})
-        # The offload is chosen for a given stage, not the stage for an offload.
+        # The offload is chosen for the stage, not the stage for the offload.
         resident = {} if config.zero.offload != AUTO else {"offload": ""}
         try:
             plan, _ = plan_run(chosen.model_copy(update={"zero": chosen.zero.model_copy(update=resident)}))
@@ -89,7 +89,7 @@ def choose_stage(config: Config) -> Config:
 
 
 def describe_text(config: Config) -> str:
-    """Return the text of a run and its size in one line."""
+    """Return one line with the text of a run and its size."""
     source = open_source(config.data.path, config.data.column)
     if not source.files:
         return f"data: {source.name}, {sum(map(len, source.documents())):,} bytes"
@@ -98,9 +98,9 @@ def describe_text(config: Config) -> str:
 
 
 def choose_offload(config: Config) -> Config:
-    """Return the settings with `zero.offload=auto` resolved: the smallest offload whose plan fits this machine.
+    """Return the settings with `zero.offload=auto` replaced by the smallest offload whose plan fits this machine.
 
-    Every rank makes the same choice, as in `choose_stage`.
+    All ranks choose the same offload, as in `choose_stage`.
 
     Raises:
         ValueError: the model cannot be planned, or no offload fits.
@@ -110,13 +110,13 @@ def choose_offload(config: Config) -> Config:
     try:
         plan, _ = plan_run(config)
     except (TypeError, RuntimeError, ImportError, OSError) as error:
-        raise ValueError(f"zero.offload=auto: {str(error).splitlines()[0]} Set zero.offload to a value.") from error
+        raise ValueError(f"zero.offload=auto: {str(error).splitlines()[0]} Give an offload.") from error
     chosen = plan.asked.offload
     if chosen is not None and plan.verdict == "no":
         raise ValueError(
-            f"zero.offload=auto: with {_text_of(chosen)} a rank takes {plan.total_bytes / MB:,.0f} MB of a device of "
+            f"zero.offload=auto: with {_text_of(chosen)} a rank needs {plan.total_bytes / MB:,.0f} MB of a device with "
             f"{plan.asked.device.memory_bytes / MB:,.0f} MB, and a host {plan.host_bytes / MB:,.0f} of "
-            f"{plan.asked.device.host_bytes / MB:,.0f} MB. Take more ranks, stage 3, a smaller batch, or recompute."
+            f"{plan.asked.device.host_bytes / MB:,.0f} MB. Use more ranks, stage 3, a smaller batch, or recompute."
         )
     text = "" if chosen is None else _text_of(chosen)
     return config.model_copy(update={"zero": config.zero.model_copy(update={"offload": text})})
@@ -129,7 +129,7 @@ def _text_of(offload: zs.Offload) -> str:
 
 
 def describe_plan(config: Config) -> Sequence[str]:
-    """Return the plan of a run in lines, or the reason why it is missing."""
+    """Return the plan of a run in lines, or the reason why the run cannot be planned."""
     try:
         plan, is_timed = plan_run(config)
     except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
@@ -148,11 +148,11 @@ def describe_plan(config: Config) -> Sequence[str]:
 def compare_plan(
     config: Config, resident_bytes: Mapping[str, int], step_s: float, tokens_per_s: float, peak_bytes: int | None
 ) -> Mapping[str, Any]:
-    """Return predictions and measurements of the first rank, or the reason why predictions are missing.
+    """Return the prediction for rank 0 and its measurements, or the reason why there is no prediction.
 
     Args:
         resident_bytes: bytes between steps, by column.
-        peak_bytes: peak bytes of torch's allocator; None if unknown, as on a CPU.
+        peak_bytes: peak of torch's allocator; None if it has no statistics, as on a CPU.
     """
     try:
         plan, is_timed = plan_run(config)

@@ -1,13 +1,13 @@
-"""Saving and resuming a run: when to save, the data besides tensors, and the checks of a resume.
+"""Saving and resuming a run: the time of saves, the contents besides tensors, and the checks of a resume.
 
-Owns the names of a run's checkpoints and the content of their `extra`. It must not know the loop (`loop.py`) or the
+Owns the names of a run's checkpoints and the contents of their `extra`. It must not know the loop (`loop.py`) or the
 format (`zeroshard/checkpoint`). Read `resume` first, then `Saver`.
 
-Note: exact resumption
-    The batch of a step is a function of seed and step, so the data's position is the number of steps. Parameters,
-    states, the loss scale and each rank's random generators are in the checkpoint; `extra` has the rest. So a resumed
-    run has the same bits as an uninterrupted run, on the same number of ranks at the same stage; otherwise its sums
-    have another order.
+Note: exactly
+    The batch of a step is a function of seed and step, so the number of steps is the position in the data. The
+    checkpoint has parameters, states, the loss scale and each rank's random generators; `extra` has the rest.
+    Therefore a resumed run equals an uninterrupted run bit for bit, on the same number of ranks at the same stage.
+    Otherwise its sums have another order.
 """
 
 import os
@@ -38,44 +38,45 @@ _CONTENTS: Final = ("sha256", "tokenizer_sha256", "train_tokens", "heldout_token
 
 
 def check_folder(config: Config, *, is_fresh: bool = False) -> None:
-    """Raise if a start must not write to the folder of its run, before ranks start.
+    """Check, before ranks start, that this start may write to the folder of its run.
 
     Args:
         is_fresh: whether the run must be new.
 
     Raises:
-        ValueError: another process writes to the folder, the run exists with `is_fresh`, or it has other settings.
+        ValueError: another process writes to the folder; the folder holds a run although `is_fresh`; or its run has
+            other settings.
     """
     if not config.folder.exists():
         return
     with Lease(config.folder):
         if is_fresh and (config.folder / _FILE).exists():
             raise ValueError(
-                f"--fresh: {config.folder} holds a run, and nothing is overwritten; give another --name, or remove it"
+                f"--fresh: {config.folder} holds a run, and runs are not overwritten; give another --name, or remove it"
             )
         check_settings(config)
 
 
 def check_settings(config: Config) -> None:
-    """Raise ValueError if the folder contains a run with other settings."""
+    """Raise ValueError if the folder of the run holds a run with other settings."""
     file = config.folder / _FILE
     if file.exists():
         _compare(load_config(file), config, file)
 
 
 def is_complete(config: Config) -> bool:
-    """Return whether an earlier start has completed all steps and the summary."""
+    """Return whether an earlier start has done all steps and written the summary."""
     if not (config.folder / "summary.json").exists():
         return False
     return any(one.step >= config.train.steps for one in zs.list_checkpoints(config.folder) if not one.problem)
 
 
 def resume(run: Run) -> None:
-    """Resume from the newest complete checkpoint in the folder of the run, if any.
+    """Resume from the newest valid checkpoint in the folder of the run, if there is one.
 
     Raises:
-        CheckpointError: checkpoints exist, but none is complete.
-        ValueError: the checkpoint is of a run with other settings or another text.
+        CheckpointError: there are checkpoints, but all are damaged.
+        ValueError: the checkpoint is from a run with other settings or another text.
 
     Collective: an all-gather of 8 bytes, and a load; every rank must call.
     """
@@ -100,10 +101,10 @@ def resume(run: Run) -> None:
 
 
 def _find(folder: Path) -> int:
-    """Return the step of the newest complete checkpoint (-1 without any), and move incomplete folders away.
+    """Return the step of the newest valid checkpoint, or -1, and move damaged and unfinished checkpoints away.
 
-    Remains of a killed save, or a damaged checkpoint, would block the next save with the same name. The lease makes
-    this safe.
+    The remains of a killed save, or a damaged checkpoint, would block a later save of the same name. The lease makes
+    the cleanup safe.
     """
     for unfinished in folder.glob(".tmp-*"):
         shutil.rmtree(unfinished) if unfinished.is_dir() and not unfinished.is_symlink() else unfinished.unlink()
@@ -112,12 +113,12 @@ def _find(folder: Path) -> int:
         return -1
     found = _NAME.fullmatch(newest.name)
     if found is None:
-        raise ValueError(f"run.name: {newest} is no checkpoint of a run; move it out of {folder}")
+        raise ValueError(f"run.name: {newest} is not a checkpoint of a run; move it out of {folder}")
     for damaged in folder.glob("step-*"):
         if (name := _NAME.fullmatch(damaged.name)) and int(name[1]) > int(found[1]):
             aside = damaged.with_name(f".damaged-{damaged.name}-{time.time_ns()}")
             os.rename(damaged, aside)
-            warnings.warn(zs.printable(f"{damaged} is damaged; it is {aside} now"), stacklevel=2)
+            warnings.warn(zs.printable(f"{damaged} is damaged; moved to {aside}"), stacklevel=2)
     return int(found[1])
 
 
@@ -126,12 +127,12 @@ def _path(folder: Path, step: int) -> Path:
 
 
 def _compare(before: Config, now: Config, where: Path) -> None:
-    """Raise if the settings differ from those in `where` in a way that changes the training."""
+    """Raise ValueError if the settings describe another training than those in `where`."""
     if found := differences(before, now):
         listed = "\n".join(f"  {one}" for one in found)
         raise ValueError(
-            f"run.name: {where} is of a run with other settings:\n{listed}\nRestore these settings to resume it, or "
-            "give another --name to start a new run"
+            f"run.name: {where} is of a run with other settings:\n{listed}\nRestore these settings to resume the run, "
+            "or give another --name to start a new run"
         )
 
 
@@ -142,11 +143,11 @@ def _contents(run: Run) -> dict[str, str | int]:
 
 @final
 class Saver:
-    """Saves a run when a checkpoint is due, at most once per step.
+    """Saves a run when a checkpoint is due, at most once after each step.
 
     Args:
-        run: the run.
-        tell: reporters, called before and after.
+        run: the run to save.
+        tell: notified before and after each save.
         files: the files of the run, on rank 0.
     """
 
@@ -155,9 +156,9 @@ class Saver:
         self._last_step, self._last_s = run.tally.steps, time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Return whether this rank's clock, or the number of steps, requires a checkpoint after `step` steps.
+        """Return whether this rank's clock, or the number of steps, calls for a checkpoint after `step` steps.
 
-        Files that cannot be written also require one, because ranks share such failures before they save.
+        A failed write of the run's files also makes a checkpoint due, because ranks check such failures before a save.
         """
         wanted = self._run.config.checkpoint
         is_late = bool(wanted.every_s) and time.monotonic() - self._last_s >= wanted.every_s
@@ -168,8 +169,8 @@ class Saver:
         """Save the run.
 
         Raises:
-            RuntimeError: on every rank, if the files of the run cannot be written: a run resumed from this checkpoint
-                would lack records.
+            RuntimeError: on every rank, if the files of the run cannot be written: a resume from this checkpoint would
+                lack the records before it.
 
         Collective: a mean of one number, all-gathers of some bytes, and a save; every rank must call.
         """
@@ -184,7 +185,7 @@ class Saver:
 
 
 def _extra(run: Run) -> dict[str, Any]:
-    """Return the data of a checkpoint besides tensors, equal on all ranks. Collective: a mean of one number."""
+    """Return the checkpoint's data besides tensors, equal on all ranks. Collective: a mean of one number."""
     tally = run.tally
     wall_s = torch.tensor(tally.earlier_s + time.perf_counter() - run.start_s, dtype=torch.float64)
     return {

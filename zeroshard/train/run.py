@@ -1,7 +1,7 @@
-"""The objects of one run on one rank, and the counters over its steps.
+"""The objects of one run on one rank, and the counters of its steps.
 
 Owns their construction, in the order of the README: model, optimizer, `zs.shard`, scheduler. It must not know the loop
-that uses them (`loop.py`). Read `Run` first.
+(`loop.py`). Read `Run` first.
 """
 
 import math
@@ -29,7 +29,7 @@ _FINAL_STEPS: Final = 50
 
 
 def prepare(config: Config) -> None:
-    """Check the inputs of a run, and create its tokens, before ranks start that would wait.
+    """Check the inputs of a run, and tokenize its text, before ranks start: they would have to wait.
 
     Raises:
         ValueError: the text, the tokenizer or the model is missing or unsuitable.
@@ -43,7 +43,7 @@ def prepare(config: Config) -> None:
 
 
 def check_paths(config: Config) -> None:
-    """Raise ValueError if the model's folder, the tokenizer or the text does not exist."""
+    """Raise ValueError if the model's folder, the tokenizer or the text of the settings does not exist."""
     if config.hf_folder:
         check_folder(config.hf_folder)
     if config.data.tokenizer and not Path(config.data.tokenizer).exists():
@@ -52,7 +52,7 @@ def check_paths(config: Config) -> None:
 
 
 def check_equal(config: Config, mesh: zs.Mesh) -> None:
-    """Raise RankMismatchError on every rank unless all have the same settings. Collective: all-gathers."""
+    """Raise RankMismatchError on every rank if settings differ between ranks. Collective: all-gathers."""
     mine = [
         f"{section}.{key}={value!r}" for section, values in config.model_dump().items() for key, value in values.items()
     ]
@@ -75,13 +75,13 @@ def check_files(run: "Run", files: RunFiles | None) -> None:
     if problem:
         raise RuntimeError(
             f"{run.mesh} {run.config.folder}: the files of the run cannot be written: {problem}. Do not change the "
-            "folder while a run writes to it. The same command resumes from the newest checkpoint."
+            "folder while a run writes to it; the same command resumes from the newest checkpoint."
         )
 
 
 @final
 class Run:
-    """One run on one rank: the objects of the loop, and its counters."""
+    """One run on one rank: the objects of the loop, and the counters."""
 
     def __init__(self, config: Config, mesh: zs.Mesh, start_s: float) -> None:
         self.config, self.mesh, self.start_s = config, mesh, start_s
@@ -124,7 +124,7 @@ class Run:
 
 
 def _compile_blocks(model: torch.nn.Module) -> None:
-    """Compile each block of a model at its first call; equal blocks share their code."""
+    """Compile each block of a model on its first call; equal blocks share their code."""
     if isinstance(model, torch.nn.ModuleList):
         for block in model:
             block.compile()
@@ -141,7 +141,7 @@ def _row(config: Config) -> dict[str, Any]:
 
 
 def _offload(config: Config) -> zs.Offload | str | None:
-    """Return what lies elsewhere; where updates in the backward leave clipping to the step, with its limit."""
+    """Return the argument `offload` of `zs.shard`; for updates in the backward, `step()` clips to the setting."""
     if config.zero.offload == AUTO:
         return AUTO
     offload = zs.offload_of(config.zero.offload or None)
@@ -153,18 +153,17 @@ def _offload(config: Config) -> zs.Offload | str | None:
 @final
 @dataclass
 class Tally:
-    """The counters over the steps of a run, on this rank.
-
-    Bytes count from this start.
+    """The counters of a run's steps on this rank. Bytes count from this start.
 
     Args:
-        steps: number of completed steps, including earlier starts.
-        losses: losses of the last (up to 50) steps.
-        train_s: seconds in steps.
+        steps: number of steps done, including earlier starts.
+        losses: losses of up to 50 last steps.
+        train_s: seconds of training steps.
         earlier_s: seconds of earlier starts, up to the checkpoint of the resume.
-        resumed_at: number of completed steps at each resume.
-        predicted_step_bytes: None until a step that did not follow another pass, whose bytes would count for the step.
-        follows_pass: whether a pass outside a step, such as an evaluation, ran after the last step.
+        resumed_at: number of steps done at each resume.
+        predicted_step_bytes: None until the first step that does not follow another pass, whose bytes would be
+            included.
+        follows_pass: whether another pass, such as an evaluation, ran after the last step.
     """
 
     steps: int = 0
@@ -185,13 +184,13 @@ class Tally:
 
 
 def learning_rate_factor(step: int, *, steps: int, warmup_fraction: float, final_fraction: float) -> float:
-    """Return the factor of the maximum learning rate at a step: a linear warmup, then a cosine decay.
+    """Return the factor of the maximum learning rate at a step: a linear rise, then a cosine decay.
 
     Args:
-        step: number of the step, from 0.
+        step: index of the step, from 0.
         steps: number of steps of the run.
-        warmup_fraction: fraction of the steps with warmup.
-        final_fraction: the factor at the last step.
+        warmup_fraction: fraction of the steps in which the learning rate rises.
+        final_fraction: factor at the end.
     """
     warmup = max(1, round(steps * warmup_fraction))
     if step < warmup:
@@ -201,7 +200,7 @@ def learning_rate_factor(step: int, *, steps: int, warmup_fraction: float, final
 
 
 def _make_model(config: Config, tokenizer: Tokenizer) -> LanguageModel:
-    """Create the model for the tokenizer's vocabulary on the meta device; `zs.shard` initializes it unit by unit."""
+    """Return the model for the tokenizer's vocabulary, without values: `zs.shard` initializes it unit by unit."""
     if config.hf_folder:
         return load_hf(config.hf_folder, context=config.model.context, vocabulary=tokenizer.vocabulary)
     with torch.device("meta"):
@@ -209,7 +208,7 @@ def _make_model(config: Config, tokenizer: Tokenizer) -> LanguageModel:
 
 
 def _share_corpus(config: Config, tokenizer: Tokenizer, mesh: zs.Mesh) -> Corpus:
-    """Create the corpus on rank 0, and open it on all ranks.
+    """Build the corpus on rank 0, and open it on all ranks.
 
     Collective: an all-gather of 32 bytes; every rank must call.
     """

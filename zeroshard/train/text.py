@@ -1,12 +1,12 @@
-"""Documents: where the text comes from, what a document is, and how a part of the text is taken.
+"""Documents: the source of the text, its division into documents, and ranges of it.
 
-Owns reading and the errors about what cannot be read. Must not know tokens, batches or ranks. Read `open_source` first,
-then `Source.documents`.
+Owns reading, and the errors about unreadable files. It must not know tokens, batches or ranks. Read `open_source`
+first, then `Source.documents`.
 
 Note: what a document is
-    A text file is one; so is each line of a `.jsonl` file and each row of a `.parquet` file, of which one column is
-    read. Empty ones are left out. The text is all documents side by side, in the order of files, lines and rows; sizes
-    and the split count its bytes in UTF-8.
+    A document is a text file, a line of a `.jsonl` file, or a row of a `.parquet` file, of which one column is read.
+    Empty documents are skipped. The text is the concatenation of all documents, in the order of files, lines and rows;
+    sizes and the split count its bytes in UTF-8.
 """
 
 import hashlib
@@ -36,9 +36,9 @@ class Source:
     """A text that can be read more than once.
 
     Args:
-        name: where it comes from.
-        files: in order; none for the documentation topics inside CPython's own `pydoc_data`, which need no download.
-        column: what holds the text where there are columns.
+        name: the path of the text.
+        files: in order; () for the documentation topics in CPython's `pydoc_data`, which need no download.
+        column: the column of the text in files with columns.
     """
 
     name: str
@@ -49,8 +49,8 @@ class Source:
         """Yield the documents, in order, each as UTF-8.
 
         Raises:
-            ValueError: a file does not hold what its name says.
-            ImportError: a parquet file, and pyarrow is missing.
+            ValueError: the contents of a file do not match its suffix.
+            ImportError: a file is parquet, and pyarrow is missing.
         """
         if not self.files:
             yield _documentation_topics()
@@ -59,7 +59,7 @@ class Source:
             yield from (document for document in read(file, self.column) if document)
 
     def sha256(self) -> str:
-        """Return the hash of the files' bytes, side by side."""
+        """Return the hash of the concatenated bytes of all files."""
         digest = hashlib.sha256(b"" if self.files else _documentation_topics())
         for path in self.files:
             with open_input(path, _SETTING) as file:
@@ -68,7 +68,7 @@ class Source:
         return digest.hexdigest()
 
     def layout(self) -> list[tuple[str, int]]:
-        """Return what, beside the bytes, decides which documents there are: each file's suffix and size in bytes."""
+        """Return each file's suffix and size in bytes, which with the bytes determine the documents."""
         return [(file.suffix, file.stat().st_size) for file in self.files]
 
 
@@ -76,13 +76,13 @@ def open_source(path: str = "", column: str = "text") -> Source:
     """Find the files of a text.
 
     Args:
-        path: a file, or a folder whose files are read in the order of their relative paths (hidden ones are left out);
+        path: a file, or a folder whose files are read in the order of their relative paths (without hidden files);
             empty for CPython's documentation topics.
-        column: what holds the text in `.jsonl` and `.parquet` files.
+        column: the column of the text in `.jsonl` and `.parquet` files.
 
     Raises:
-        ValueError: there is no such file or folder, or nothing in it, or something in it is no regular file, such as a
-            pipe or a link to a folder.
+        ValueError: the path does not exist, the folder is empty, or an entry is not a regular file, such as a pipe or a
+            link to a folder.
 
     >>> from zeroshard.train.text import open_source
     >>> next(open_source().documents())[:11]
@@ -99,19 +99,19 @@ def open_source(path: str = "", column: str = "text") -> Source:
     entries = sorted(entry for entry in root.rglob("*") if not _is_hidden(entry.relative_to(root)))
     files = tuple(entry for entry in entries if entry.is_symlink() or not entry.is_dir())
     for file in files:
-        open_input(file, _SETTING).close()  # what could not be read would be left out without a word
+        open_input(file, _SETTING).close()  # an unreadable file would be skipped silently
     if not files:
         raise ValueError(f"data.path: the folder {path!r} holds no files; put text files into it")
     return Source(path, files, column)
 
 
 def take(documents: Iterable[bytes], start: int, end: int) -> Iterator[str]:
-    """Yield what lies between two offsets of the text; a document at an offset is cut there, in front of a character.
+    """Yield the text between two offsets; a document is cut at an offset, before a character.
 
     Args:
         documents: the whole text.
-        start: in bytes.
-        end: in bytes.
+        start: offset in bytes.
+        end: offset in bytes.
 
     >>> from zeroshard.train.text import take
     >>> list(take([b"abc", b"def", b"ghi"], 2, 5))
@@ -128,7 +128,7 @@ def take(documents: Iterable[bytes], start: int, end: int) -> Iterator[str]:
 
 
 def _boundary(content: bytes, offset: int) -> int:
-    """Move an offset into the content, and back to the beginning of a character."""
+    """Clamp an offset to the content, and move it back to the start of a character."""
     offset = max(0, min(offset, len(content)))
     while offset < len(content) and content[offset] & 0xC0 == 0x80:
         offset -= 1
@@ -136,19 +136,19 @@ def _boundary(content: bytes, offset: int) -> int:
 
 
 def _documentation_topics() -> bytes:
-    """Return CPython's documentation topics, joined in the order of their keys."""
+    """Return CPython's documentation topics, concatenated in the order of their keys."""
     from pydoc_data.topics import topics
 
     return "".join(topics[key] for key in sorted(topics)).encode()
 
 
 def _read_text(file: Path, column: str) -> Iterator[bytes]:
-    """Yield the one document of a file that is text in UTF-8."""
+    """Yield the one document of a UTF-8 text file."""
     nbytes, memory_bytes = file.stat().st_size, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if nbytes > memory_bytes:
         raise ValueError(
-            f"data.path: {str(file)!r} has {nbytes} bytes and is read as one document, which needs more than the "
-            f"{memory_bytes} bytes of memory here; write its documents as lines of a .jsonl file"
+            f"data.path: {str(file)!r} has {nbytes} bytes and is read as one document, which does not fit into the "
+            f"{memory_bytes} bytes of memory of this host; write its documents as lines of a .jsonl file"
         )
     with open_input(file, _SETTING) as opened:
         content = opened.read()
@@ -157,19 +157,19 @@ def _read_text(file: Path, column: str) -> Iterator[bytes]:
     except UnicodeDecodeError as error:
         raise ValueError(
             f"data.path: {str(file)!r} is not text in UTF-8 (byte 0x{content[error.start]:02x} at offset "
-            f"{error.start}); convert it, or take it out of the folder"
+            f"{error.start}); convert it to UTF-8, or remove it from the folder"
         ) from None
     yield content
 
 
 def _read_lines(file: Path, column: str) -> Iterator[bytes]:
-    """Yield the documents of a file that holds a JSON object in each line; blank lines are nothing."""
+    """Yield the documents of a file with one JSON object per line; blank lines are skipped."""
     with open_input(file, _SETTING) as lines:
         for number, line in enumerate(iter(lambda: lines.readline(_MAX_LINE_BYTES + 1), b""), start=1):
             if len(line) > _MAX_LINE_BYTES:
                 raise ValueError(
-                    f"data.path: {str(file)!r}, line {number}: has more than {_MAX_LINE_BYTES} bytes; write a JSON "
-                    "object in each line"
+                    f"data.path: {str(file)!r}, line {number}: has more than {_MAX_LINE_BYTES} bytes; write one JSON "
+                    "object per line"
                 )
             if line.strip():
                 yield _read_object(line, column, f"{str(file)!r}, line {number}")
@@ -183,14 +183,12 @@ def _read_object(line: bytes, column: str, place: str) -> bytes:
         raise ValueError(f"data.path: {place}: not JSON in UTF-8: {error}") from None
     if not isinstance(value, dict) or column not in value:
         found = f"the keys {sorted(value)!s:.200}" if isinstance(value, dict) else f"a {type(value).__name__}"
-        raise ValueError(
-            f"data.path: {place}: no key {column!r}, but {found}; set data.column to the one with the text"
-        )
+        raise ValueError(f"data.path: {place}: no key {column!r}, but {found}; set data.column to the key of the text")
     return _encode(value[column], column, place)
 
 
 def _read_rows(file: Path, column: str) -> Iterator[bytes]:
-    """Yield the documents of a parquet file, reading one column, a batch of rows at a time."""
+    """Yield the documents of a parquet file from one column, one batch of rows at a time."""
     parquet = need("pyarrow.parquet", "data", f"data.path: reading {str(file)!r}")
     arrow = need("pyarrow", "data", f"data.path: reading {str(file)!r}")
     try:
@@ -198,7 +196,7 @@ def _read_rows(file: Path, column: str) -> Iterator[bytes]:
         if column not in table.schema_arrow.names:
             raise ValueError(
                 f"data.path: {str(file)!r} has no column {column!r}, but {table.schema_arrow.names!s:.200}; set "
-                "data.column to the one with the text"
+                "data.column to the column of the text"
             )
         batches = (batch.column(0).to_pylist() for batch in table.iter_batches(columns=[column]))
         for number, value in enumerate(itertools.chain.from_iterable(batches), start=1):
@@ -211,15 +209,15 @@ def _encode(value: object, column: str, place: str) -> bytes:
     """Return a value as UTF-8."""
     if not isinstance(value, str):
         found = f"a {type(value).__name__}" if isinstance(value, (list, dict)) else f"{value!r:.60}"
-        raise ValueError(f"data.path: {place}: {column!r} holds no text but {found}")
+        raise ValueError(f"data.path: {place}: {column!r} must be text, got {found}")
     try:
         return value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"data.path: {place}: {column!r} holds half of a surrogate pair, at character {error.start}: no text"
+            f"data.path: {place}: {column!r} has an unpaired surrogate at character {error.start} and is not valid text"
         ) from None
 
 
 def _is_hidden(relative: Path) -> bool:
-    """Tell whether a file, or a folder it is in, has a name that begins with a dot."""
+    """Return whether the name of a file, or of one of its folders, starts with a dot."""
     return any(part.startswith(".") for part in relative.parts)

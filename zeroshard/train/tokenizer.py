@@ -1,11 +1,11 @@
-"""Tokens: how text becomes numbers, and how numbers become text again.
+"""Tokens: the conversion of text into numbers, and of numbers into text.
 
-Owns the tokenizers: bytes, which need no library, and learned ones, from a file that `zeroshard tokenizer` wrote or
-from a local Hugging Face folder. Must not know where text comes from. Read `Tokenizer` first, then `load_tokenizer`.
+Owns the tokenizers: bytes, without a library, and trained ones, from a file of `zeroshard tokenizer` or a local Hugging
+Face folder. It must not know the source of the text. Read `Tokenizer` first, then `load_tokenizer`.
 
 Note: text is text
-    Nothing in a text is taken for a special token, whatever it looks like, and none is added around it. The one special
-    token that is used is `end`, between two documents.
+    No part of a text becomes a special token, even if it looks like one, and no special tokens are added around it. The
+    only special token in use is `end`, between two documents.
 """
 
 import hashlib
@@ -29,12 +29,12 @@ _BYTES: Final = 256
 
 
 class Tokenizer(Protocol):
-    """What turns text into tokens.
+    """Converts text into tokens and back.
 
     Args:
-        name: for people.
-        sha256: of all that decides which tokens a text becomes.
-        vocabulary: number of tokens, `end` among them.
+        name: a readable name.
+        sha256: hash of everything that determines the tokens of a text.
+        vocabulary: number of tokens, including `end`.
         end: the token between two documents.
     """
 
@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
     def end(self) -> int: ...  # noqa: D102
 
     def encode(self, texts: Sequence[str]) -> list[tuple[Ints, Ints]]:
-        """Return each text's tokens, (numel,), and for each of them how many of the text's bytes end with it."""
+        """Return, for each text, its tokens, (numel,), and for each token the number of bytes up to its end."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
 
 @final
 class ByteTokenizer:
-    """Each byte of UTF-8 is a token. 0xff occurs in no such text, and so ends a document.
+    """Each byte of UTF-8 is a token. 0xff does not occur in UTF-8, and marks the end of a document.
 
     >>> from zeroshard.train.tokenizer import ByteTokenizer
     >>> ByteTokenizer().decode([104, 105])
@@ -74,16 +74,16 @@ class ByteTokenizer:
         return [(content, np.arange(1, content.size + 1)) for content in contents]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes; others, as a model with more tokens may draw, become the replacement character."""
+        """Return the text of bytes; invalid tokens, from models with more tokens, become the replacement character."""
         return bytes(min(token, self.end) for token in tokens).decode(errors="replace")
 
 
 @final
 class LearnedTokenizer:
-    """A tokenizer of the library tokenizers.
+    """A tokenizer of the `tokenizers` library.
 
     Args:
-        name: where it is.
+        name: path of the tokenizer.
         backend: a `tokenizers.Tokenizer`.
         end: the token between two documents.
     """
@@ -98,7 +98,7 @@ class LearnedTokenizer:
         self.sha256 = hashlib.sha256(f"{end} {backend.to_str()}".encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[tuple[Ints, Ints]]:
-        """Return each text's tokens; where one holds part of a character, it counts with its first."""
+        """Return each text's tokens; a character split over several tokens counts with the first of them."""
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         return [
             (np.array(encoding.ids, dtype=np.int64), _byte_ends(text, encoding.offsets))
@@ -106,7 +106,7 @@ class LearnedTokenizer:
         ]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
+        """Return the text of tokens, without special tokens."""
         return str(self._backend.decode(list(tokens)))
 
 
@@ -117,8 +117,8 @@ def load_tokenizer(path: str = "") -> Tokenizer:
         path: a file that `zeroshard tokenizer` wrote, or a folder with a Hugging Face tokenizer; empty for bytes.
 
     Raises:
-        ValueError: there is none, or it cannot be read, or has no token for the end of a document.
-        ImportError: the library that it needs is missing.
+        ValueError: the path does not exist, is not a tokenizer, or has no token for the end of a document.
+        ImportError: the library of this tokenizer is missing.
 
     >>> from zeroshard.train.tokenizer import load_tokenizer
     >>> load_tokenizer().vocabulary
@@ -136,21 +136,21 @@ def load_tokenizer(path: str = "") -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, out: Path) -> Tokenizer:
-    """Learn a byte-level byte-pair encoding, and write it, whole or not at all.
+    """Train a byte-level byte-pair encoding, and write it atomically.
 
     Args:
-        texts: what it learns from.
-        vocabulary: number of tokens: the 256 bytes, the end of a document, and the rest learned.
-        out: a file, in the format of the library tokenizers.
+        texts: the training texts.
+        vocabulary: number of tokens: 256 bytes, the end of a document, and trained tokens.
+        out: a file, in the format of the `tokenizers` library.
 
     Raises:
-        ValueError: the vocabulary is too small, or the text too short for it.
+        ValueError: the vocabulary is too small, or the text is too short for it.
         ImportError: tokenizers is missing.
 
     Source: Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units", 2016, section 3.2.
     """
     if vocabulary <= _BYTES:
-        raise ValueError(f"--vocab: {vocabulary} tokens; bytes and the end of a document make {_BYTES + 1} at least")
+        raise ValueError(f"--vocab must be at least {_BYTES + 1} (bytes and the end of a document), got {vocabulary}")
     tokenizers = need("tokenizers", "data", "learning a tokenizer")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -165,8 +165,8 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, out: Path) -> Tokeniz
     backend.train_from_iterator(texts, trainer)
     if backend.get_vocab_size() < vocabulary:
         raise ValueError(
-            f"--vocab: the text is enough for {backend.get_vocab_size()} tokens, not for {vocabulary}; give more text, "
-            "or a smaller number"
+            f"--vocab: the text yields only {backend.get_vocab_size()} of {vocabulary} tokens; provide more text, or "
+            "set a smaller --vocab"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f"{out.name}.unfinished")
@@ -180,13 +180,13 @@ def _load_file(path: str) -> LearnedTokenizer:
     open_input(path, "data.tokenizer").close()
     try:
         backend = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"data.tokenizer: {path!r} is not a file of the library tokenizers: {error}") from None
+    except Exception as error:  # the library raises no more specific type
+        raise ValueError(f"data.tokenizer: {path!r} is not a file of the tokenizers library: {error}") from None
     end = backend.token_to_id(_END)
     if end is None:
         raise ValueError(
-            f"data.tokenizer: {path!r} has no token {_END!r}; make it with `zeroshard tokenizer`, or give the folder "
-            "that says which of its tokens is the last of a document"
+            f"data.tokenizer: {path!r} has no token {_END!r}; make it with `zeroshard tokenizer`, or give a "
+            "folder with a configuration that names the end-of-document token"
         )
     return LearnedTokenizer(path, backend, end)
 
@@ -196,24 +196,24 @@ def _load_folder(path: str) -> LearnedTokenizer:
     check_entries(path, "data.tokenizer")
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of files that are not what they should be: KeyError, TypeError, RecursionError, others
-        raise ValueError(f"data.tokenizer: {path!r} holds no tokenizer of transformers: {error}") from None
+    except Exception as error:  # malformed files raise KeyError, TypeError, RecursionError and others
+        raise ValueError(f"data.tokenizer: {path!r} has no tokenizer of transformers: {error}") from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(
-            f"data.tokenizer: {path!r} holds a {type(loaded).__name__}, which is not one of the library tokenizers; "
+            f"data.tokenizer: {path!r} has a {type(loaded).__name__}, which is not based on the tokenizers library; "
             "convert it to a tokenizer.json"
         )
     if loaded.eos_token_id is None:
-        raise ValueError(f"data.tokenizer: {path!r} names no eos_token, which ends a document; set it there")
+        raise ValueError(f"data.tokenizer: {path!r} has no eos_token, which must end a document; set it there")
     return LearnedTokenizer(path, backend, loaded.eos_token_id)
 
 
 def _byte_ends(text: str, offsets: Sequence[tuple[int, int]]) -> Ints:
-    """Return how many bytes of a text end with each token, from the characters that it covers."""
+    """Return, for each token, the number of bytes of text up to its end, from the characters that it covers."""
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
     bytes_before = np.concatenate([[0], np.cumsum(widths)])
     ends = np.maximum.accumulate(bytes_before[np.array(offsets, dtype=np.int64).reshape(-1, 2)[:, 1]])
-    ends[-1:] = bytes_before[-1]  # what a tokenizer drops at the end of a text counts as text all the same
+    ends[-1:] = bytes_before[-1]  # characters that a tokenizer drops at the end of a text still count as text
     return ends
