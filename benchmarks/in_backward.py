@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=20)
     given = parser.parse_args()
     config = GPTConfig(given.depth, given.context, given.vocabulary)
     copies = {(limit, update): Copy(config, update, LIMITS[limit]) for limit in LIMITS for update in UPDATES}
