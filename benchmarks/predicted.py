@@ -73,6 +73,7 @@ class Case:
 
     Args:
         offloaded: the fraction of states in another memory, `place`: "host" or "file".
+        brought: the fraction of parameters in that memory, at stage 3.
         optimizer: a key of `OPTIMIZERS`.
     """
 
@@ -89,6 +90,7 @@ class Case:
     replicas: int = 1
     is_sequence_parallel: bool = False
     offloaded: float = 0.0
+    brought: float = 0.0
     place: str = "host"
     optimizer: str = "adamw"
 
@@ -101,6 +103,7 @@ class Case:
         parts += [self.precision] * (self.precision != "fp32")
         parts += [self.optimizer] * (self.optimizer != "adamw")
         parts += [f"{self.offloaded:.0%} of the states in the {self.place}"] * (self.offloaded > 0)
+        parts += [f"{self.brought:.0%} of the parameters there"] * (self.brought > 0)
         return ", ".join(parts + [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1))
 
 
@@ -205,7 +208,9 @@ def offload_of(case: Case, folder: str) -> zs.Offload | None:
         folder: where files are made.
     """
     to = folder if case.place == "file" else "host"
-    return zs.Offload(states=case.offloaded, to=to, staging_bytes=STAGING_BYTES) if case.offloaded else None
+    if not case.offloaded:
+        return None
+    return zs.Offload(states=case.offloaded, parameters=case.brought, to=to, staging_bytes=STAGING_BYTES)
 
 
 def measure_rank(case: Case) -> Found:

@@ -4,13 +4,17 @@ Owns what a plan says of other memories beside what real runs hold there; `bench
 """
 
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
 import zeroshard as zs
 from tests import models
+from tests.engine import test_offload_files as runs
 from tests.oracle import STAGES_AT, WATCHDOG_S, run_cases
+from zeroshard.plan.specs import OPTIMIZERS, updates_of
+from zeroshard.plan.staging import buffer_bytes, file_staging_bytes
 
 CPU = zs.Device("cpu", {"float32": 1e11}, 8 * 10**9, 1e10, 1e10, 1e10, 1e10, multiprocessors=1)
 STAGING_BYTES = 1 << 16
@@ -77,3 +81,22 @@ def test_resident_bytes_of_each_memory_are_those_of_a_run(world: int) -> None:
         for rank, (held, planned) in enumerate(zip(by_rank, classes, strict=True)):
             said = {**planned.resident_bytes, **planned.elsewhere_bytes}
             assert held == {column: said.get(column, 0) for column in COLUMNS}, f"{case}, rank {rank} of {world}"
+
+
+@pytest.mark.parametrize(
+    ("precision", "states", "parameters"), [("bf16", 1.0, 0.4), ("bf16", 0.5, 1.0), ("fp32", 0.6, 1.0)]
+)
+def test_buffers_of_files_take_what_is_planned(
+    precision: str, states: float, parameters: float, tmp_path: Path
+) -> None:
+    offload = runs.in_files(tmp_path, states=states, parameters=parameters)
+    run = runs.build(runs.adamw, offload=offload, stage=3, precision=precision)
+    runs.advance(run, range(2))
+    zero = run[2]
+    units = [unit.described() for unit in zero._engine.units]
+    updates = [updates_of(units, OPTIMIZERS["adamw"])]
+    assert zero._sharded[0].source.staging_bytes == file_staging_bytes(units, updates)
+    assert zero._home is not None and zero._home._buffers is not None
+    made = [zero._home._buffers.get(timeout=1).memory.nbytes for _ in range(2)]
+    assert zero._home._buffers.empty()
+    assert sum(made) == buffer_bytes(units, is_cpu=True)
