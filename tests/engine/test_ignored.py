@@ -115,7 +115,7 @@ def test_what_cannot_be_ignored_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"Parameter 'own\.weight' is ignored \(ignored=\), and in AdamW"):
         shard(["own.*"])
-    with pytest.raises(ValueError, match=r"ignored= has 'owner\.\*', which is no parameter of the model"):
+    with pytest.raises(ValueError, match=r"ignored= has 'owner\.\*', which is not a parameter of the model"):
         shard(["owner.*"], others)
     with pytest.raises(ValueError, match="ignored= has Linear, which is no parameter"):
         shard([nn.Linear(2, 2)], others)
