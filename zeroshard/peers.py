@@ -1,6 +1,6 @@
-"""What other libraries call things, and what is written here instead: for errors alone.
+"""Names from other libraries and their replacements here, for error messages.
 
-Owns the names that code for DDP, FSDP, DeepSpeed and Accelerate uses where zeroshard has another one. Imports nothing.
+Owns the names in code for DDP, FSDP, DeepSpeed and Accelerate that differ in zeroshard. Imports nothing.
 `docs/coming-from.md` has the tables.
 """
 
@@ -67,7 +67,7 @@ METHODS: Mapping[str, str] = MappingProxyType(
         "summon_full_params": "`with zero.gathered():`",
     }
 )
-"""Of engines and wrappers, asked of the handle."""
+"""Attributes of engines and wrappers, requested from the handle."""
 
 FUNCTIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -86,4 +86,4 @@ FUNCTIONS: Mapping[str, str] = MappingProxyType(
         "wrap": _SHARD,
     }
 )
-"""Of packages."""
+"""Names in packages."""

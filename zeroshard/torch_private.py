@@ -1,15 +1,15 @@
-"""Names of torch that are private, each behind one of ours, with a test of what is expected of it.
+"""torch's private names, each wrapped by a name of this module, with a test of the expected behavior.
 
-Owns every use of them in the package. It must not know parameters, passes or transports. A release of torch that
-changes one makes the first `shard()` of a process raise, by name, before anything is changed; what only a trace of
-memory uses is tested by the first trace.
+Owns every use of private names in the package. It must not know parameters, passes or transports. If a release of
+torch changes a private name, the first `shard()` of a process raises with that name, before any change. Names that
+only a memory trace uses are tested by the first trace.
 
-Note: what a change would do
-    Most names are loud: without them nothing runs. Three would be silent, and are tested by what they are for: the
-    function by which GradScaler checks gradients (ranks would skip different steps), the place of a reentrant
-    checkpoint on the stack (gradients would be reduced several times), and the local tensor of a DTensor (a released
-    parameter would be read). A fourth, what torch.compile tells of its settings, is tested by the tests alone, since
-    torch's compiler takes seconds to import (graphs that cannot be replayed would not be refused).
+Note: effects of a change in torch
+    Most changes raise errors at once. Three would be silent, so their effect is tested: the function by which
+    GradScaler checks gradients (ranks would skip different steps), the place of a reentrant checkpoint on the stack
+    (gradients would be reduced several times), and the local tensor of a DTensor (a released parameter would be
+    read). A fourth, the settings of torch.compile, is tested only by the test suite, since torch's compiler takes
+    seconds to import (graphs that cannot be replayed would not be rejected).
 """
 
 import functools
@@ -108,28 +108,28 @@ Tensor = torch.Tensor
 BatchNorm: Final = torch.nn.modules.batchnorm._BatchNorm
 """The class of all batch norms."""
 DisabledFunction: Final = torch._C._disabled_torch_function_impl
-"""As `__torch_function__`: a subclass whose operations run as those of plain tensors."""
+"""A `__torch_function__` with which a subclass's operations run as those of plain tensors."""
 NoSubclasses: Final = torch._C.DisableTorchFunctionSubclass
 """A context in which subclasses are plain tensors."""
 NoFunctionTransforms: Final = torch._C._DisableFuncTorch
 """A context outside the transforms of torch.func."""
 WeakStorage: Final[Any] = StorageWeakRef
-"""Keeps what `storage_of` returned from being given to another storage, and the memory not."""
+"""Keeps the identity from `storage_of` reserved, without keeping the memory."""
 IGNORED_BY_DDP: Final = "_ddp_params_and_buffers_to_ignore"
-"""An attribute of modules that DistributedDataParallel reads when it wraps them: names that it leaves alone."""
+"""The attribute of a module with the parameter names that DistributedDataParallel ignores."""
 SCALER_CHECK: Final = "_amp_foreach_non_finite_check_and_unscale_"
-"""What GradScaler calls with gradients."""
+"""The function that GradScaler calls with gradients."""
 
-# Asked many times a step: torch's own functions, and nothing around them.
+# Called many times a step: torch's own functions, without wrappers.
 graph_task: Final = torch._C._current_graph_task_id
-"""Returns the number of the backward pass that this thread is in, -1 outside."""
+"""Returns the number of this thread's backward pass; -1 outside."""
 keeps_graph: Final = torch._C._autograd._get_current_graph_task_keep_graph
-"""Tells whether the backward pass that this thread is in leaves the graph for another; it does outside one."""
+"""Returns whether this thread's backward pass keeps the graph; True outside a backward pass."""
 will_run: Final = torch._C._will_engine_execute_node
-"""Tells whether the backward pass that this thread is in will run a node."""
+"""Returns whether this thread's backward pass will run a node."""
 _FUNCTIONAL_CALL: Final = inspect.unwrap(torch.nn.utils.stateless._functional_call).__code__
 is_profiling: Final = torch.autograd._profiler_enabled
-"""Tells whether torch's profiler runs."""
+"""Returns whether torch's profiler runs."""
 foreach_norm: Final = torch._foreach_norm
 """Returns the norm of each tensor of a list."""
 foreach_copy_: Final = torch._foreach_copy_
@@ -139,43 +139,43 @@ foreach_mul_: Final = torch._foreach_mul_
 foreach_lerp_: Final = torch._foreach_lerp_
 """Moves each tensor of a list towards another, in place."""
 muon_step: Final[Any] = torch.optim._muon.muon
-"""Updates matrices as torch.optim.Muon does, from lists of them, of gradients and of momentum."""
+"""Updates lists of matrices as torch.optim.Muon does, from lists of gradients and momentum."""
 adafactor_step: Final[Any] = torch.optim._adafactor.adafactor
-"""Updates tensors as torch.optim.Adafactor does, from lists of them, of gradients and of states."""
+"""Updates lists of tensors as torch.optim.Adafactor does, from lists of gradients and states."""
 version_of: Final = operator.attrgetter("_version")
-"""Returns how often a tensor was changed in place."""
+"""Returns the number of in-place changes to a tensor."""
 slot_grad: Final[Callable[[Tensor], Tensor | None]] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
-"""Returns what lies in autograd's own slot, whatever a subclass answers to `.grad`."""
+"""Returns the value of autograd's own slot, also if a subclass overrides `.grad`."""
 set_slot: Final[Callable[[Tensor, Tensor | None], None]] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
-"""Fills or empties autograd's own slot."""
+"""Sets or clears autograd's own slot."""
 raw_data: Final[Callable[[Tensor], Tensor]] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-"""Returns `.data`, whatever a subclass answers to it."""
+"""Returns `.data`, also if a subclass overrides it."""
 
 
 def call_after_backward(call: Callable[[], None]) -> None:
-    """Have `call` called when the backward pass that this thread is in ends."""
+    """Call `call` at the end of this thread's backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def accumulator_of(parameter: Tensor) -> Any:
-    """Return the node that accumulates the parameter's gradient, which torch makes anew where no graph holds it."""
+    """Return the node that accumulates the parameter's gradient; torch creates a new node if no graph holds one."""
     with torch.enable_grad(), NoSubclasses():
         return nodes_before(parameter.view_as(parameter).grad_fn)[0]
 
 
 def nodes_before(node: Any) -> list[Any]:
-    """Return the nodes that a node hands gradients to."""
+    """Return the nodes that receive gradients from a node."""
     return [one for one, _ in node.next_functions if one is not None]
 
 
 def edge_of(node: Any, position: int) -> Any:
-    """Return the node that made an input of a node; None where this input needs no gradient."""
+    """Return the node that computed an input of a node; None if the input needs no gradient."""
     edges = node.next_functions
     return edges[position][0] if position < len(edges) else None
 
 
 def saved_by(node: Any) -> list[tuple[str, Any]]:
-    """Return what saved-tensor hooks packed for a node, each with the name of its place there."""
+    """Return the values that saved-tensor hooks packed for a node, each with its name in the node."""
     found: list[tuple[str, Any]] = []
     cls: Any = type(node)
     for name in _places_of(cls):
@@ -183,7 +183,7 @@ def saved_by(node: Any) -> list[tuple[str, Any]]:
             raw = getattr(node, _RAW + name)
             found += [(name, one.data) for one in (raw if isinstance(raw, tuple) else (raw,)) if one is not None]
         except RuntimeError:
-            # A backward has freed it.
+            # A backward has freed the saved tensor.
             continue
     return found
 
@@ -197,31 +197,31 @@ def _places_of(cls: Hashable) -> tuple[str, ...]:
 
 
 def setting_of(node: Any, name: str) -> Any:
-    """Return a number that a node saved, its exponent, say."""
+    """Return a number that a node saved, such as an exponent."""
     return getattr(node, f"_saved_{name}")
 
 
 def note_visit(node: Any, key: str) -> bool:
-    """Note at a node that it was visited, and tell whether this is the first time."""
+    """Mark a node as visited; return whether this is the first visit."""
     notes = node.metadata
     return key not in notes and not notes.update({key: True})
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return what identifies a tensor's storage for as long as it lives, also where it is empty."""
+    """Return the identity of a tensor's storage while the storage lives, also if it is empty."""
     found: int = tensor.untyped_storage()._cdata
     return found
 
 
 def users_of_storage(tensor: Tensor) -> int:
-    """Return how many tensors share a tensor's memory, itself among them."""
+    """Return the number of tensors that share a tensor's memory, including the tensor."""
     storage = tensor.untyped_storage()
-    # One use is that of the storage object here.
+    # One use is the storage object of this function.
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Tell whether the elements fill one piece of memory, each once; torch has this test, and does not publish it."""
+    """Return whether the elements fill contiguous memory without gaps or overlaps; torch's test is private."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -232,14 +232,14 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def fake_tensors() -> Any:
-    """Return a context in which tensors have shapes and no memory; real ones that meet them become fake."""
+    """Return a context in which tensors have shapes and no memory; real inputs of their operations become fake."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # a second to import
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Return a context whose operations no mode sees: selective checkpointing counts those in what it recomputes."""
+    """Return a context whose operations modes do not see; selective checkpointing would count them in recomputation."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     manager: AbstractContextManager[Any] = _disable_current_modes()
@@ -247,7 +247,7 @@ def without_modes() -> AbstractContextManager[Any]:
 
 
 def versions_below_autograd() -> AbstractContextManager[Any]:
-    """Return a context below autograd in which a detached tensor shares the count of changes, as it does above."""
+    """Return a context below autograd in which a detached tensor shares the version counter, as above autograd."""
     guard: AbstractContextManager[Any] = torch._C._SetExcludeDispatchKeyGuard(
         torch._C.DispatchKey.ADInplaceOrView, False
     )
@@ -255,26 +255,26 @@ def versions_below_autograd() -> AbstractContextManager[Any]:
 
 
 def fake_errors() -> tuple[type[Exception], ...]:
-    """Return what fake tensors raise where a program asks for values, or for shapes that depend on them."""
+    """Return the errors of fake tensors when a program reads values, or shapes that depend on values."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     return (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def count_users(tensor: Tensor) -> int:
-    """Return how many references to a tensor torch counts, those of the asking program among them."""
+    """Return the number of references to a tensor that torch counts, including those of the caller."""
     found: int = tensor._use_count()  # type: ignore[attr-defined]
     return found
 
 
 def next_node_number() -> int:
-    """Return the number that the next node of a graph made by this thread will have."""
+    """Return the number of the next graph node that this thread creates."""
     found: int = torch._C._autograd._get_sequence_nr()
     return found
 
 
 def run_backward(loss: Tensor) -> None:
-    """Run the backward of a loss; unlike in `loss.backward()`, modes that see functions stay active meanwhile."""
+    """Run the backward of a loss; unlike in `loss.backward()`, function modes stay active."""
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -282,41 +282,41 @@ def run_backward(loss: Tensor) -> None:
 
 
 def running_node_number() -> int | None:
-    """Return the number of the node whose backward runs on this thread; None outside, and where it has none."""
+    """Return the number of the node whose backward runs on this thread; None outside, or for a node without one."""
     node: Any = torch._C._current_autograd_node()
     if node is None:
         return None
     found: int = node._sequence_nr()
-    # What accumulates a gradient comes after all others, by a number that no other node has.
+    # Nodes that accumulate gradients run after all others, with a number that no other node has.
     return found if found < 2**63 else None
 
 
 def without_storage(
     cls: type, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return a tensor of a subclass that has a shape and no memory."""
+    """Return a tensor of a subclass with a shape and without memory."""
     made: Tensor = torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
-    # Some of torch's C functions know no subclasses (DLPack); without a storage they would hand out address 0.
+    # Some of torch's C functions ignore subclasses (DLPack); without a storage they would return address 0.
     torch._C._set_throw_on_mutable_data_ptr(made)
     return made
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor, and of any other the tensor itself; nothing is communicated."""
+    """Return the local tensor of a DTensor, or a plain tensor itself, without communication."""
     found: Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
 
 
 def has_split(types: Iterable[type]) -> bool:
-    """Tell whether one of some classes of tensors is DTensor."""
+    """Return whether a class of tensors is DTensor."""
     return any(hasattr(one, "_local_tensor") for one in types)
 
 
 @contextmanager
 def while_inferring(context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Have torch enter a context, as often as it likes, while it infers the shapes of DTensors by running operations.
+    """Make torch enter a context, possibly repeatedly, while it infers shapes of DTensors by running operations.
 
-    It does so the first time that it meets an operation, on tensors of the whole shapes.
+    torch infers shapes at the first use of an operation, on tensors of the whole shapes.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -331,16 +331,16 @@ def while_inferring(context: AbstractContextManager[Any]) -> Iterator[None]:
 
 @contextmanager
 def emulated_group(ranks: int) -> Iterator[None]:
-    """Hold a default process group of which this process is the first rank; its collectives communicate nothing."""
+    """Create a default process group with this process as rank 0; its collectives communicate nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     class Present(FakeStore):
-        """A store in which no rank is missed."""
+        """A store in which all ranks are present."""
 
         def add(self, key: str, amount: int) -> int:
             return 0
 
-    store = Present()  # torch keeps the C++ half alone
+    store = Present()  # torch keeps only the C++ part alive
     dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
     try:
         yield
@@ -349,7 +349,7 @@ def emulated_group(ranks: int) -> Iterator[None]:
 
 
 def raw_local(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor, whatever a subclass answers to it."""
+    """Return the local tensor of a DTensor, also if a subclass overrides the attribute."""
     from torch.distributed.tensor import DTensor  # half a second to import
 
     found: Tensor = DTensor._local_tensor.__get__(tensor)  # type: ignore[attr-defined]
@@ -362,37 +362,37 @@ def set_local(tensor: Any, local: Tensor, like: Any) -> None:
 
 
 def default_store() -> dist.Store:
-    """Return the store of the default process group, which ranks share also when the group is stuck."""
+    """Return the store of the default process group, which works even if the group hangs."""
     return dist.distributed_c10d._get_default_store()
 
 
 def own_client_of(store: dist.Store) -> dist.Store:
-    """Return a client of the same store with a connection of its own; the client itself where torch has no clones."""
+    """Return a client of the same store with its own connection; the same client if torch cannot clone it."""
     clone = getattr(store, "clone", None)
     return store if clone is None else clone()
 
 
 def premultiplied_sum(factor: float) -> Any:
-    """Return the reduction of NCCL that multiplies each rank's elements by a factor, and adds them up."""
+    """Return the NCCL reduction that multiplies each rank's elements by a factor and sums them."""
     return dist._make_nccl_premul_sum(factor)
 
 
 def accept_in_foreach(*classes: type) -> None:
-    """Have torch's functions on lists of tensors take tensors of these classes; twice changes nothing."""
+    """Make torch's functions on lists of tensors accept tensors of these classes; idempotent."""
     for types in _foreach_types():
         types.extend(one for one in classes if one not in types)
 
 
 def body_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return what updates the parameters of an optimizer once: its class's `step` without the hooks around it.
+    """Return a function that updates an optimizer's parameters once: its class's `step` without hooks.
 
-    Nor do they run where a class calls the `step` of the class that it extends.
+    Hooks also do not run if a class calls the `step` of its base class.
     """
     step: Any = type(optimizer).step
     body = step.__wrapped__ if getattr(step, "hooked", False) else step
 
     def run() -> Any:
-        # Other dictionaries, since torch may be going through these.
+        # New dictionaries, since torch may be iterating over the present ones.
         names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
         held = [(name, vars(optimizer)[name]) for name in names]
         vars(optimizer).update({name: type(hooks)() for name, hooks in held})
@@ -405,17 +405,17 @@ def body_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 def keep_first(handle: Any) -> None:
-    """Have a hook run before the others of its kind."""
+    """Make a hook run before the other hooks of its kind."""
     handle.hooks_dict_ref().move_to_end(handle.id, last=False)
 
 
 def keep_last(handle: Any) -> None:
-    """Have a hook run after the others of its kind, as many as there are now."""
+    """Make a hook run after the present hooks of its kind."""
     handle.hooks_dict_ref().move_to_end(handle.id)
 
 
 def has_kernel(name: str, device: torch.device) -> bool:
-    """Tell whether torch has one of its operations for a device."""
+    """Return whether torch implements an operation for a device."""
     found: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", device.type.upper())
     return found
 
@@ -430,7 +430,7 @@ def _foreach_types() -> Iterator[list[type]]:
 
 
 def is_inside_functional_call() -> bool:
-    """Tell whether torch.func.functional_call has put other tensors in the place of a module's own."""
+    """Return whether torch.func.functional_call has replaced a module's tensors."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _FUNCTIONAL_CALL:
@@ -440,22 +440,22 @@ def is_inside_functional_call() -> bool:
 
 
 def is_called_by_checkpoint() -> bool:
-    """Tell whether activation checkpointing has a tensor packed or unpacked; asked in a saved-tensor hook itself.
+    """Return whether activation checkpointing packs or unpacks a tensor; call this only in a saved-tensor hook.
 
-    Of a module that it recomputes it saves the inputs, and nothing else, past its own hooks.
+    For a recomputed module, only the inputs bypass checkpointing's own hooks.
     """
     frame = sys._getframe(2)
     if _is_of(frame, "torch/autograd/function.py"):
-        # Up to torch 2.12 it saves them in a node of autograd, whose `apply` is Python.
+        # Up to torch 2.12, checkpointing saves inputs in an autograd node, whose `apply` is Python.
         frame = frame.f_back or frame
     return _is_of(frame, "torch/utils/checkpoint.py")
 
 
 def captured_by_checkpoint() -> list[Tensor]:
-    """Return what activation checkpointing keeps beside its positional inputs, parameters aside.
+    """Return the tensors, except parameters, that activation checkpointing keeps besides its positional inputs.
 
-    Asked where `is_called_by_checkpoint` is. These are tensors in keyword arguments, in those that `functools.partial`
-    has bound, and in the closure of a function.
+    Call this where `is_called_by_checkpoint` is called. The tensors are in keyword arguments, in arguments bound by
+    `functools.partial`, and in the closure of a function.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != _CHECKPOINT:
@@ -485,10 +485,10 @@ def _is_of(frame: FrameType, path: str) -> bool:
 
 @final
 class Call:
-    """The running call that a hook was called by; torch calls no hooks of a module that a KeyboardInterrupt ends.
+    """The running call of a hook's module; torch does not call later hooks if a KeyboardInterrupt ends the module.
 
     Args:
-        hooks: the name of the module that the hook is in; without one on the stack, the thread itself is the call.
+        hooks: the name of the Python module of the hook; if it is not on the stack, the thread represents the call.
     """
 
     __slots__ = ("_frame", "_thread")
@@ -497,13 +497,13 @@ class Call:
         frame = sys._getframe(1)
         while frame.f_globals.get("__name__") != hooks and frame.f_back is not None:
             frame = frame.f_back
-        # Dynamo puts a function of its own around each that it must not compile.
+        # Dynamo wraps each function that it must not compile.
         while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith((hooks, "torch._dynamo.")):
             frame = frame.f_back
         self._frame, self._thread = frame, threading.get_ident()
 
     def is_running(self) -> bool:
-        """Tell whether the call has not ended; another thread may ask, such as that of a backward on a GPU."""
+        """Return whether the call is still running; any thread may ask, such as that of a backward on a GPU."""
         is_here = threading.get_ident() == self._thread
         frame = sys._getframe(1) if is_here else sys._current_frames().get(self._thread)
         while frame is not None and frame is not self._frame:
@@ -512,18 +512,18 @@ class Call:
 
 
 def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return the pair of saved-tensor hooks that autograd runs here, the innermost one."""
+    """Return the innermost pair of saved-tensor hooks that autograd runs here."""
     found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
 
 
 def is_inside_transform() -> bool:
-    """Tell whether a transform of torch.func, such as vmap, is under way on this thread."""
+    """Return whether a transform of torch.func, such as vmap, runs on this thread."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_inside_reentrant_checkpoint() -> bool:
-    """Tell whether a reentrant checkpoint is recomputing: its backward function is then on this thread's stack."""
+    """Return whether a reentrant checkpoint is recomputing: its backward function is then on this thread's stack."""
     frame = sys._getframe()
     while (caller := frame.f_back) is not None:
         frame = caller
@@ -533,13 +533,13 @@ def is_inside_reentrant_checkpoint() -> bool:
 
 
 def raw_stream(index: int) -> int:
-    """Return the address of a CUDA device's current stream, without making an object; torch for CPUs has no such."""
+    """Return the address of a CUDA device's current stream, without creating an object; not in torch for CPUs."""
     found: int = torch._C._cuda_getCurrentRawStream(index)
     return found
 
 
 def uses_cuda_graphs(module: torch.nn.Module) -> bool:
-    """Tell whether a module is compiled to CUDA graphs, by `module.compile(...)`, or is what `torch.compile` made."""
+    """Return whether a module is compiled to CUDA graphs, by `module.compile(...)` or `torch.compile`."""
     for one in (module, module.__dict__.get("_compiled_call_impl")):
         tell = getattr(one, "__dict__", {}).get("get_compiler_config")
         if tell is not None and _has_cuda_graphs(tell()):
@@ -548,7 +548,7 @@ def uses_cuda_graphs(module: torch.nn.Module) -> bool:
 
 
 def is_called_by_cuda_graphs() -> bool:
-    """Tell whether the running function was called by one that is compiled to CUDA graphs."""
+    """Return whether a function compiled to CUDA graphs called the running function."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in _COMPILED and _is_of(frame, "torch/_dynamo/eval_frame.py"):
@@ -572,10 +572,10 @@ def _has_cuda_graphs(config: Any) -> bool:
 
 @functools.cache
 def check_torch() -> None:
-    """Test once a process that torch's private names do what the engine expects.
+    """Test once per process that torch's private names behave as the engine expects.
 
     Raises:
-        RuntimeError: one is missing, or does something else; the text names it.
+        RuntimeError: a name is missing or behaves differently; the error states the name.
     """
     for name, test in _TESTS:
         try:
@@ -589,25 +589,25 @@ def check_torch() -> None:
 
 @functools.cache
 def check_tracing() -> None:
-    """Test once a process that torch's private names do what a trace expects of them.
+    """Test once per process that torch's private names behave as a memory trace expects.
 
     Raises:
-        RuntimeError: one is missing, or does something else.
+        RuntimeError: a name is missing or behaves differently.
     """
     try:
         with torch.enable_grad():
             is_right = _tests_tracing()
     except Exception as error:
-        raise _changed("what a trace uses") from error
+        raise _changed("a name that memory traces use") from error
     if not is_right:
         raise _changed("the number of the running node, or torch's fake tensors")
 
 
 def check_dtensor(tensor: Tensor) -> None:
-    """Test that a DTensor's local tensor is where it was.
+    """Test that `local_of` finds a DTensor's local tensor.
 
     Raises:
-        RuntimeError: it is not.
+        RuntimeError: the attribute changed in this torch.
     """
     local = getattr(tensor, "_local_tensor", None)
     if not isinstance(local, Tensor) or storage_of(local) != storage_of(tensor.to_local()):  # type: ignore[attr-defined]
@@ -616,8 +616,8 @@ def check_dtensor(tensor: Tensor) -> None:
 
 def _changed(name: str) -> RuntimeError:
     return RuntimeError(
-        f"torch {torch.__version__} has changed what is private to it: {name} is missing, or does something else. "
-        "Install a release of zeroshard that knows this torch, or an earlier torch."
+        f"torch {torch.__version__} changed a private name: {name} is missing or behaves differently. "
+        "Install a release of zeroshard that supports this torch, or an earlier torch."
     )
 
 
@@ -625,12 +625,12 @@ _NOTHING: Final = nullcontext()
 
 
 def profiled(kind: str, unit: str) -> AbstractContextManager[Any]:
-    """Return a range of torch's profiler: "zeroshard::" with what is done, and the unit; nothing where none runs."""
+    """Return a range of torch's profiler named "zeroshard::kind unit"; an empty context without a profiler."""
     return torch.profiler.record_function(f"zeroshard::{kind} {unit or '(root)'}") if is_profiling() else _NOTHING
 
 
 def _tests_functional_call() -> bool:
-    """A module can tell that it is called with other tensors than its own."""
+    """A module can detect a call with replaced tensors."""
     module, seen = torch.nn.Identity(), [is_inside_functional_call()]
     module.register_forward_pre_hook(lambda *_: seen.append(is_inside_functional_call()))
     torch.func.functional_call(module, {}, (torch.ones(1),))
@@ -638,12 +638,12 @@ def _tests_functional_call() -> bool:
 
 
 def _tests_profiler() -> bool:
-    """It tells whether a profiler runs."""
+    """`is_profiling` returns whether a profiler runs."""
     return isinstance(is_profiling(), bool)
 
 
 def _tests_autograd() -> bool:
-    """A backward has a number, knows what it will run, and calls back at its end; the slot is autograd's own."""
+    """A backward has a number, knows its nodes, and runs callbacks at its end; the slot is autograd's own."""
     seen: list[Any] = [graph_task()]
     weight, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
 
@@ -693,7 +693,7 @@ class _Below(DispatchMode):
 
 
 def _tests_selective() -> bool:
-    """Below autograd an alias shares the count of changes; a backward says whether its graph stays."""
+    """Below autograd an alias shares the version counter; a backward reports whether it keeps its graph."""
     x, seen = torch.ones(2, requires_grad=True), []
     with (below := _Below()):  # type: ignore[no-untyped-call]
         made = x * 2.0
@@ -720,7 +720,7 @@ def _tests_inputs_of_checkpoint() -> bool:
 
     x = torch.ones(2, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        # A closure, an argument that is bound, and one by keyword.
+        # A closure, a bound argument, and a keyword argument.
         bound, other, x_2 = torch.ones(2), torch.ones(2), x.detach() * 2.0
         run = functools.partial(lambda y, factor, other: y * factor * other * x_2, factor=bound)
         product = checkpoint(run, x * x, other=other, use_reentrant=False) * x
@@ -797,7 +797,7 @@ def _tests_foreach() -> bool:
 
 
 def _tests_optimizers() -> bool:
-    """Muon turns a multiple of a rotation into a rotation; the root of the squares of an Adafactor's update is 1."""
+    """Muon turns a multiple of a rotation into a rotation; the root mean square of Adafactor's update is 1."""
     turn, grad = torch.tensor([[0.0, 1.0], [-1.0, 0.0]]), torch.ones(2)
     matrix, moved = torch.zeros(2, 2), torch.zeros(2)
     rest: dict[str, Any] = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7}
@@ -842,7 +842,7 @@ def _tests_kernels() -> bool:
 
 
 def _tests_tracing() -> bool:
-    """Fake tensors have no memory, operations of a backward are seen, and belong to the node that runs them."""
+    """Fake tensors have no memory; modes see operations of a backward, with the number of their node."""
     seen: list[tuple[str, int | None]] = []
 
     class _Listener(DispatchMode):
@@ -858,7 +858,7 @@ def _tests_tracing() -> bool:
 
 
 def _tests_nodes() -> bool:
-    """Nodes tell what hooks packed for them, who made it, and their settings; kernels read what they are said to."""
+    """Nodes expose packed values, the nodes of their inputs, and settings; kernels read the expected tensors."""
     packed: list[Any] = []
 
     def pack(tensor: Tensor) -> Any:
@@ -898,21 +898,21 @@ def _tests_pool() -> bool:
 
 _TESTS: Final = (
     ("the number, the nodes or the callbacks of a backward pass", _tests_autograd),
-    ("what tells whether the profiler runs", _tests_profiler),
+    ("the test for a running profiler", _tests_profiler),
     ("the place of functional_call on the stack", _tests_functional_call),
     ("torch.utils.checkpoint with use_reentrant=True", _tests_reentrant_checkpoint),
-    ("how torch.utils.checkpoint saves inputs", _tests_inputs_of_checkpoint),
+    ("the saving of inputs by torch.utils.checkpoint", _tests_inputs_of_checkpoint),
     ("the stack of transforms of torch.func", _tests_transforms),
-    ("aliases below autograd, or whether a backward keeps its graph", _tests_selective),
+    ("aliases below autograd, or the test for a backward that keeps its graph", _tests_selective),
     (f"torch.amp.GradScaler's use of {SCALER_CHECK}", _tests_scaler),
     ("torch._C._storage_Use_Count, or the identity of a storage", _tests_storage),
     ("Tensor._version", _tests_version),
-    ("what nodes of autograd save and where (_raw_saved_*, next_functions, metadata)", _tests_nodes),
-    ("what the backward of torch.nn.functional.max_pool2d reads", _tests_pool),
+    ("the saved values of autograd nodes (_raw_saved_*, next_functions, metadata)", _tests_nodes),
+    ("the inputs of the backward of torch.nn.functional.max_pool2d", _tests_pool),
     ("Tensor._make_wrapper_subclass", _tests_wrapper),
-    ("torch._foreach_norm, or the types that its kind takes", _tests_foreach),
-    ("what torch.optim.Muon or torch.optim.Adafactor make an update with", _tests_optimizers),
+    ("torch._foreach_norm, or the types that functions on lists accept", _tests_foreach),
+    ("the update functions of torch.optim.Muon or torch.optim.Adafactor", _tests_optimizers),
     ("Store.clone, or torch.distributed._make_nccl_premul_sum", _tests_distributed),
-    ("which operations torch has for a device", _tests_kernels),
-    ("what torch.optim.Optimizer puts around `step`, or where it keeps hooks", _tests_steps),
+    ("the test for operations of a device", _tests_kernels),
+    ("the wrapper of torch.optim.Optimizer around `step`, or its hooks", _tests_steps),
 )

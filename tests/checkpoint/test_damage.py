@@ -115,17 +115,17 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     assert latest(tmp_path) == newer
     with (newer / "extra.json").open("r+b") as file:
         file.write(b"!")
-    with pytest.warns(UserWarning, match="step-9 is taken; passed over: .*extra.json"):
+    with pytest.warns(UserWarning, match="using .*step-9; skipped: .*extra.json"):
         assert latest(tmp_path) == older
     (older / "manifest.json").write_bytes(b"")
-    with pytest.raises(zs.CheckpointError, match="no checkpoint is whole"):
+    with pytest.raises(zs.CheckpointError, match="no checkpoint is complete"):
         latest(tmp_path)
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     path = small.write(tmp_path)
     before = {file.name: file.read_bytes() for file in files_of(path)}
-    with pytest.raises(zs.CheckpointError, match="exists, and nothing is overwritten"):
+    with pytest.raises(zs.CheckpointError, match="exists, and zeroshard overwrites nothing"):
         small.Small(3).zero.save(path)
     assert {file.name: file.read_bytes() for file in files_of(path)} == before
     assert sorted(os.listdir(tmp_path)) == ["LATEST", "step-2"]

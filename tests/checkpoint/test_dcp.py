@@ -130,6 +130,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     content[-1] ^= 1
     with small.changed(data, bytes(content)), pytest.raises(dcp.api.CheckpointException, match=f"{data.name}: bytes "):
         load_plain(path, model())
-    with pytest.raises(dcp.api.CheckpointException, match="is no checkpoint"):
+    with pytest.raises(dcp.api.CheckpointException, match="is not a checkpoint"):
         load_plain(tmp_path, model())
     assert (DcpReader.validate_checkpoint_id(path), DcpReader.validate_checkpoint_id(tmp_path)) == (True, False)

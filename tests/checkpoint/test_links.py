@@ -30,10 +30,10 @@ def runs(tmp_path: Path, outside: Path) -> Path:
 
 
 def test_the_newest_is_not_behind_a_link(runs: Path) -> None:
-    with pytest.warns(UserWarning, match=r"step-2 is taken; passed over: .*runs/step-3: is a link"):
+    with pytest.warns(UserWarning, match=r"using .*step-2; skipped: .*runs/step-3: is a link"):
         assert zs.latest(runs) == runs / "step-2"
     (runs / "step-2").rename(runs.parent / "step-2")
-    with pytest.raises(zs.CheckpointError, match=r"no checkpoint is whole:\n  .*runs/step-3: is a link to .*outside"):
+    with pytest.raises(zs.CheckpointError, match=r"no checkpoint is complete:\n  .*step-3: is a link to .*outside"):
         zs.latest(runs)
 
 
@@ -78,7 +78,7 @@ def test_nothing_is_written_over_a_link(tmp_path: Path, outside: Path) -> None:
     link = tmp_path / "new"
     link.symlink_to(tmp_path / "nowhere")
     for write in (lambda: export(outside, link), lambda: small.Small().zero.save(link)):
-        with pytest.raises(zs.CheckpointError, match="new exists, and nothing is overwritten"):
+        with pytest.raises(zs.CheckpointError, match="new exists, and zeroshard overwrites nothing"):
             write()
 
 
@@ -110,5 +110,5 @@ def test_a_damaged_description_is_not_passed_over_silently(runs: Path) -> None:
     (runs / "step-3").unlink()
     newest = small.Small().train(4).zero.save(runs / "step-4")
     (newest / "manifest.json").write_bytes(b"x")
-    with pytest.warns(UserWarning, match=r"step-2 is taken; passed over: .*step-4/manifest.json: its last line"):
+    with pytest.warns(UserWarning, match=r"using .*step-2; skipped: .*step-4/manifest.json: its last line"):
         assert zs.latest(runs) == runs / "step-2"

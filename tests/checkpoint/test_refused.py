@@ -75,7 +75,7 @@ def save_an_object(folder: str) -> str:
         (save_different_extra, "extra, or the optimizers' hyper-parameters or step counters, differ between ranks"),
         (save_different_paths, "ranks were given different paths, steps or options"),
         (save_different_rates, "extra, or the optimizers' hyper-parameters or step counters, differ between ranks"),
-        (save_different_copies, "ranks hold copies of parameters or states that differ"),
+        (save_different_copies, "ranks hold different copies of parameters or states"),
         (save_different_replicas, "made the same steps: rank 3 differs from rank 1"),
         (
             save_an_object,
@@ -168,7 +168,7 @@ def test_calls_out_of_order(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"zero.load\(\) under gathered\(\)"):
             trainer.zero.load(tmp_path / "a")
     found = error_of(lambda: trainer.zero.load(tmp_path / "a"))
-    assert f"{tmp_path / 'a'}: is no checkpoint: there is no such folder" in found
+    assert f"{tmp_path / 'a'}: is not a checkpoint: the folder does not exist" in found
     (tmp_path / "a").mkdir()
     assert "so it was never finished" in error_of(lambda: trainer.zero.load(tmp_path / "a"))
     assert "does not begin with a dot" in error_of(lambda: trainer.zero.save(tmp_path / ".a"))

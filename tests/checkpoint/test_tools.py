@@ -276,7 +276,7 @@ def test_the_command_line_has_them(
         assert (end.value.code or 0) == status
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == ["step-2", f"{path}:"]
-    assert err == f"zeroshard: {tmp_path / 'none'}: is no checkpoint: there is no such folder.\n"
+    assert err == f"zeroshard: {tmp_path / 'none'}: is not a checkpoint: the folder does not exist.\n"
 
 
 def test_a_list_shows_what_is_damaged(tmp_path: Path) -> None:
@@ -284,8 +284,8 @@ def test_a_list_shows_what_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "else").mkdir()
     (path / "manifest.json").write_bytes(b"x")
     (one,) = list_checkpoints(tmp_path)
-    assert "manifest.json: its last line is no checksum" in one.problem
-    with pytest.raises(zs.CheckpointError, match="there is no such folder"):
+    assert "manifest.json: its last line is not a checksum" in one.problem
+    with pytest.raises(zs.CheckpointError, match="the folder does not exist"):
         list_checkpoints(tmp_path / "nowhere")
 
 

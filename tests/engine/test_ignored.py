@@ -115,9 +115,9 @@ def test_what_cannot_be_ignored_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"Parameter 'own\.weight' is ignored \(ignored=\), and in AdamW"):
         shard(["own.*"])
-    with pytest.raises(ValueError, match=r"ignored= has 'owner\.\*', which is no parameter of the model"):
+    with pytest.raises(ValueError, match=r"ignored= has 'owner\.\*', which is not a parameter of the model"):
         shard(["owner.*"], others)
-    with pytest.raises(ValueError, match="ignored= has Linear, which is no parameter"):
+    with pytest.raises(ValueError, match="ignored= has Linear, which is not a parameter"):
         shard([nn.Linear(2, 2)], others)
     with pytest.raises(TypeError, match="takes a list of parameters, modules or names; got Linear itself"):
         shard(lambda model: model.own, others)

@@ -69,14 +69,14 @@ def test_peft_loads_an_exported_adapter(tmp_path: Path) -> None:
     for changes, message in (
         (None, "Give the adapter_config.json of a LoRA adapter"),
         ({"peft_type": "IA3"}, "Give the adapter_config.json of a LoRA adapter"),
-        ({"r": 4}, r"is of rank 3, and the adapter_config.json says \['4'\]"),
-        ({"target_modules": ["q_proj", "v_proj"]}, r"'model\..*down_proj' is adapted or saved, and"),
-        ({"target_modules": r".*\.(q|v)_proj"}, r"'model\..*down_proj' is adapted or saved, and"),
-        ({"target_modules": ["q_proj", "v_proj", "down_proj", "k_proj"]}, r"nothing is at '.*k_proj'"),
-        ({"modules_to_save": None}, r"'lm_head' is adapted or saved, and .* modules_to_save=\[\]"),
-        ({"modules_to_save": ["lm_head", "norm"]}, r"nothing is at '.*norm'"),
-        ({"bias": "all"}, "an adapter with bias='all' is not exported yet"),
-        ({"use_dora": True}, "an adapter with use_dora=True is not exported yet"),
+        ({"r": 4}, r"has LoRA rank 3, but the adapter_config.json has \['4'\]"),
+        ({"target_modules": ["q_proj", "v_proj"]}, r"'model\..*down_proj' is adapted or saved, but"),
+        ({"target_modules": r".*\.(q|v)_proj"}, r"'model\..*down_proj' is adapted or saved, but"),
+        ({"target_modules": ["q_proj", "v_proj", "down_proj", "k_proj"]}, r"no tensor matches '.*k_proj'"),
+        ({"modules_to_save": None}, r"'lm_head' is adapted or saved, but .* modules_to_save=\[\]"),
+        ({"modules_to_save": ["lm_head", "norm"]}, r"no tensor matches '.*norm'"),
+        ({"bias": "all"}, "cannot export an adapter with bias='all'"),
+        ({"use_dora": True}, "cannot export an adapter with use_dora=True"),
     ):
         config.write_text(json.dumps(described | (changes or {})))
         with pytest.raises(zs.CheckpointError, match=message):
@@ -140,7 +140,7 @@ def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"architectures": ["GPT2Model"]}, r"'wte\.weight' is not in the checkpoint"),
         ({"architectures": ["Nothing"]}, "transformers has no model of this architecture"),
         ({"model_type": "nothing"}, "describes no model that transformers knows"),
-        ({"peft_type": "LORA"}, "describes an adapter of peft, and .* holds none"),
+        ({"peft_type": "LORA"}, "describes an adapter of peft, but .* holds none"),
     ):
         config.write_text(json.dumps(described | changes))
         with pytest.raises(zs.CheckpointError, match=message):

@@ -278,7 +278,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_set_aside(tmp_path):
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path):
     _run(tmp_path, "run", stop_after=2)
     (tmp_path / "run" / "step-00000002" / "extra.json").unlink()
-    with pytest.raises(zs.CheckpointError, match="no checkpoint is whole"):
+    with pytest.raises(zs.CheckpointError, match="no checkpoint is complete"):
         _run(tmp_path, "run")
 
 

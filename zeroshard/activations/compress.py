@@ -1,30 +1,30 @@
-"""Compression of activations: what autograd saved takes fewer bits until the backward pass, without loss or rounded.
+"""Compression of saved tensors between forward and backward, lossless or rounded.
 
-Owns which saved tensor gets which encoding, what is learned from earlier steps, and the count of bytes. What nodes need
-is in `describe/saved_nodes.py`, the encodings in `compress_codes.py`, with loss in `compress_rounded.py`.
+Owns the choice of encodings, sizes learned from earlier steps, and the count of bytes. `describe/saved_nodes.py` has
+the needs of graph nodes, `compress_codes.py` the lossless encodings, `compress_rounded.py` the lossy ones.
 
-Note: what gets which encoding
-    Tensors that alias one stretch of memory are decided together, at the exit of the unit whose forward saved them:
+Note: choice of encodings
+    Tensors that share memory are encoded together, at the exit of the unit whose forward saved them:
 
-    - of a ReLU's result that nobody else there saved, one bit an element: whether it is above zero. Leaky ReLU and
-      hardtanh likewise;
-    - of a ReLU's result that other nodes read as well, a mask and the values that are not zero, once for all of them,
-      where this is smaller by a fifth; its square and its casts are derived from these values;
-    - of a max pool's input nothing, since its gradient follows from the indices, and of each index a byte;
-    - booleans as bits; on a CPU also factors with one value besides zero, as dropout there makes them;
-    - of a copy of attention's result with dimensions swapped nothing, on a CPU, where equality is checked first;
-    - of views that keep much larger memory alive which nobody else uses, their own elements;
-    - the rest as it is, or rounded on request: inputs of products, convolutions, norms and point-wise functions whose
-      gradient is bounded in their error, and inputs of recomputed modules, from 1,024 elements on. Results of softmax,
-      queries and keys of attention, statistics of norms, and what any other node saved stay whole.
+    - a ReLU's result that no other node of the unit saved: one bit per element, whether the element is above zero.
+      Leaky ReLU and hardtanh likewise;
+    - a ReLU's result that other nodes also read: a mask and the nonzero values, stored once, if this is smaller by a
+      fifth; the square and casts of the result are derived from these values;
+    - a max pool: nothing of its input, since the gradient follows from the indices, and one byte per index;
+    - booleans: one bit per element; on a CPU also factors with one value besides zero, as from dropout;
+    - a copy of attention's result with dimensions swapped: nothing, on a CPU, after a check for equality;
+    - views that keep much larger, otherwise unused memory alive: their own elements;
+    - other tensors: unchanged, or rounded on request. Rounding applies to inputs of products, convolutions, norms and
+      point-wise functions whose gradient error is bounded, and to inputs of recomputed modules, from 1,024 elements
+      on. Results of softmax, queries and keys of attention, statistics of norms, and tensors of other nodes stay whole.
 
-    Compiled blocks and functions of the user's read what they saved in ways of their own: left alone, and counted.
-    What a unit returns may live on; then a later unit that saves it encodes it anew.
+    Compiled blocks and user functions read their saved tensors in unknown ways: their tensors are counted and not
+    encoded. The output of a unit may stay alive; a later unit that saves the output encodes it again.
 Note: no wait for the device
-    How many values are not zero is known on the device alone. There the room for them is fixed from the counts of
-    earlier steps at the same place, and the tensor itself stays until the count of this step, on its way to the host,
-    is found to have arrived. If the values did not fit, it stays for good. The host looks at each exit of a unit, and
-    never waits; a host that is far ahead of its device holds such tensors longer.
+    Only the device knows the number of nonzero values. Their capacity is therefore fixed from the counts of earlier
+    steps at the same place, and the tensor stays until this step's count arrives on the host. If the values do not
+    fit, the tensor stays until backward. The host checks counts at each exit of a unit and never waits; a host that is
+    far ahead of its device holds such tensors longer.
 """
 
 from collections import Counter, defaultdict
@@ -63,7 +63,7 @@ __all__ = ["Compress"]
 Tensor = torch.Tensor
 
 _PAYS = 0.8
-"""Encodings that depend on the values are used where they leave at most this part of the bytes."""
+"""The largest size, as a fraction of the original, at which an encoding that depends on values is used."""
 _ROUNDED_NUMEL = 1024
 _SMALL_BYTES = 512
 _MARGIN = 1.1
@@ -74,7 +74,7 @@ _SIGNS = ("nonzero", "positive", "inside")
 @final
 @dataclass(slots=True)
 class _One:
-    """A saved tensor and what is known of it."""
+    """A saved tensor and its uses."""
 
     held: Held
     use: Use | None
@@ -92,17 +92,17 @@ class _Memory:
         self.ones: list[_One] = []
         self.code = "kept"
         self.is_shared = False
-        """Whether somebody else has an alias, too, so that keeping fewer bytes may free none."""
+        """Whether other code has an alias, so that an encoding may free no memory."""
         self.nbytes = 0
 
     def measure(self) -> None:
-        """Find out how large it is, and who has it."""
+        """Determine the size of the storage, and whether other code has an alias."""
         first: Tensor = self.ones[0].held.value
         self.nbytes = first.untyped_storage().nbytes()
         self.is_shared = users_of_storage(first) > len(self.ones)
 
     def region(self) -> Tensor | None:
-        """Return one of the tensors if they all are views of the same compact stretch."""
+        """Return one of the tensors if all are views of the same compact memory."""
         tensors = [one.held.value for one in self.ones if one.need.kind != "shape"]
         first: Tensor = tensors[0]
         key = (first.storage_offset(), first.numel(), first.dtype)
@@ -112,23 +112,23 @@ class _Memory:
 
 @final
 class _Known:
-    """What is known of the tensors of one forward while it is treated.
+    """Facts about the tensors of a forward during their treatment.
 
     Args:
-        sources: by identity of a tensor, from which elements it follows, and by which steps.
+        sources: by identity of a tensor, the elements that it is derived from, and the steps.
     """
 
     def __init__(self, memories: Iterable[_Memory]) -> None:
-        # Held here, so that nothing else takes their identity.
+        # These references keep other objects from getting the same identity.
         pairs = ((one.held.value, (one, memory)) for memory in memories for one in memory.ones)
         self.originals = {id(tensor): (tensor, *rest) for tensor, rest in pairs}
         origins = (one.use.origin for _, one, _ in self.originals.values() if one.use is not None)
         self.roots = {origin.root for origin in origins if isinstance(origin, Origin) and origin.steps}
-        """Tensors whose elements are wanted, since others follow from them."""
+        """Tensors whose elements are needed to derive others."""
         self.sources: dict[int, tuple[Nonzero | Whole, tuple[Any, ...]]] = {}
 
     def note(self, ones: Sequence[_One], source: Nonzero | Whole, steps: tuple[Any, ...]) -> None:
-        """Note what tensors follow from."""
+        """Record the source of tensors."""
         for one in ones:
             self.sources[id(one.held.value)] = source, steps
 
@@ -138,7 +138,7 @@ class Compress(Link):
     """The link of `Compressed`.
 
     Args:
-        rest: how what no lossless encoding makes smaller is rounded; None leaves it.
+        rest: the rounding of tensors without a smaller lossless encoding; None for no rounding.
     """
 
     def __init__(self, rest: RoundedTo | None) -> None:
@@ -149,10 +149,10 @@ class Compress(Link):
         self._bytes: dict[int, Mapping[str, tuple[int, int]]] = {}
 
     def saved(self) -> dict[str, tuple[int, int]]:
-        """Return bytes before and after, by encoding, of what the last forward of each unit saved.
+        """Return bytes before and after, by encoding, of tensors that the last forward of each unit saved.
 
-        Each storage counts once in a unit. "kept" stayed as it was, "opaque" is what compiled blocks and functions of
-        the user's saved.
+        Each storage counts once in a unit. "kept" counts unchanged tensors, "opaque" those of compiled blocks and user
+        functions.
         """
         sums: dict[str, tuple[int, int]] = {}
         for counts in self._bytes.values():
@@ -162,7 +162,7 @@ class Compress(Link):
         return sums
 
     def treat(self, held: Sequence[Held], unit: int, outputs: Any) -> None:
-        """Encode what gets smaller by it."""
+        """Encode tensors whose encoding is smaller."""
         self._look()
         self._uses.walk(outputs)
         memories: dict[int, _Memory] = defaultdict(_Memory)
@@ -183,7 +183,7 @@ class Compress(Link):
         return value.restore()
 
     def _look(self) -> None:
-        """See which counts have arrived."""
+        """Process counts that have arrived."""
         waiting = []
         for place, one in self._awaited:
             count = one.look()
@@ -217,7 +217,7 @@ class Compress(Link):
             )
 
     def _encode_places(self, memory: _Memory, rest: Sequence[_One]) -> str:
-        """Keep a byte of each index of a max pool."""
+        """Keep one byte per index of a max pool."""
         need = rest[0].need
         if len(rest) > 1 or need.kind != "window" or memory.is_shared or rest[0].held.value.dtype is not torch.int64:
             return ""
@@ -225,14 +225,14 @@ class Compress(Link):
         return _put(self, rest[0], code) if code is not None else ""
 
     def _encode_signs(self, rest: Sequence[_One], known: _Known | None = None) -> str:
-        """Keep one bit an element of what is read by ReLUs and their like alone."""
+        """Keep one bit per element of tensors that only ReLUs and similar nodes read."""
         if known is not None and any(id(one.held.value) in known.roots for one in rest):
             return ""
         if not all(one.need.kind in _SIGNS and is_compact(one.held.value) for one in rest):
             return ""
         half = (torch.float16, torch.bfloat16)
         if any(one.need.kind == "inside" and one.held.value.dtype in half for one in rest):
-            # The limits themselves are rounded there.
+            # The limits are rounded in this dtype.
             return ""
         for one in rest:
             need, flat = one.need, flat_of(one.held.value)
@@ -241,14 +241,14 @@ class Compress(Link):
             elif need.kind == "positive":
                 mask, low, high = flat > 0, 0.0, 1.0
             else:
-                # Of NaN torch's own kernels make this or that, by the place in memory.
+                # The result of torch's own kernels for NaN depends on the position in memory.
                 mask = (flat > need.low) & (flat < need.high)
                 low, high = need.low, (need.low + need.high) / 2
             _put(self, one, Bits(pack_bits(mask), flat.dtype, form_of(one.held.value), low, high))
         return "signs"
 
     def _encode_nonzero(self, memory: _Memory, rest: Sequence[_One], known: _Known, place: Any) -> str:
-        """Keep the values that are not zero of a ReLU's result, once; or derive a tensor from what was kept so."""
+        """Keep the nonzero values of a ReLU's result once, or derive a tensor from kept values."""
         origins = [one.use.origin for one in rest if one.use is not None and isinstance(one.use.origin, Origin)]
         region = memory.region() if origins else None
         if region is None or not region.is_floating_point() or any(one.need.kind in _SIGNS[1:] for one in rest):
@@ -263,7 +263,7 @@ class Compress(Link):
         if (compacted := self._compact(flat_of(region), place)) is not None:
             return self._share(rest, compacted, (), known, "nonzero")
         if not memory.is_shared and self._rest is None:
-            # It stays as it is; its square need not.
+            # The result stays unchanged; its square can be derived.
             known.note(rest, Whole(flat_of(region)), ())
         return ""
 
@@ -271,7 +271,7 @@ class Compress(Link):
         self, rest: Sequence[_One], source: Nonzero | Whole, steps: tuple[Any, ...], known: _Known, name: str
     ) -> str:
         known.note(rest, source, steps)
-        # The bits tell a ReLU enough, and come back faster, unless there is -0.0 among the values.
+        # The bits are sufficient for a ReLU, and faster to restore, unless the values contain -0.0.
         has_signs = isinstance(source, Nonzero) and not steps and _is_read_freely(source.values)
         has_signs = has_signs and not bool(torch.signbit(source.values).any())
         for one in rest:
@@ -283,7 +283,7 @@ class Compress(Link):
         return name
 
     def _encode_copy(self, memory: _Memory, rest: Sequence[_One], known: _Known) -> str:
-        """Keep nothing of a copy, where that can be checked without waiting for a device."""
+        """Keep nothing of a copy, if equality can be checked without waiting for a device."""
         origin = rest[0].use.origin if rest[0].use is not None else None
         if len(rest) > 1 or not isinstance(origin, Rearranged) or origin.root not in known.originals:
             return ""
@@ -312,7 +312,7 @@ class Compress(Link):
         return Nonzero(pack_bits(mask), nonzero_values(flat, mask, room), numel, awaited) if pays else None
 
     def _encode_two_valued(self, memory: _Memory, rest: Sequence[_One]) -> str:
-        """Keep one bit of each boolean, and on a CPU of each factor that needs no gradient and has one value or 0."""
+        """Keep one bit per element of booleans; on a CPU also of factors without gradient with one value besides 0."""
         region = memory.region()
         if memory.is_shared or region is None:
             return ""
@@ -333,7 +333,7 @@ class Compress(Link):
         return "two-valued"
 
     def _encode_views(self, memory: _Memory, rest: Sequence[_One]) -> str:
-        """Keep the elements of views on their own."""
+        """Keep only the elements of views."""
         sizes = [one.held.value.numel() * one.held.value.element_size() for one in rest]
         if memory.is_shared or sum(sizes) > _PAYS * memory.nbytes:
             return ""
@@ -369,7 +369,7 @@ class Compress(Link):
             return False
         if one.use is None:
             return one.held.is_input
-        # A tensor from outside the graph that others have as well is a buffer or the batch: it lives on.
+        # A tensor from outside the graph with other references is a buffer or the batch, which stays alive.
         return one.use.need.kind in _SIGNS or (one.use.can_round and (one.use.has_edge or not memory.is_shared))
 
 
@@ -379,12 +379,12 @@ def _put(link: Compress, one: _One, code: Any) -> str:
 
 
 def _is_read_freely(tensor: Tensor) -> bool:
-    """Tell whether the host reads a tensor's values without waiting."""
+    """Return whether the host can read a tensor's values without waiting."""
     return tensor.device.type == "cpu"
 
 
 def _post(count: Tensor) -> Tensor:
-    """Send a count to the host; there it is -1 until it has arrived."""
+    """Send a count to the host; the host reads -1 until the count arrives."""
     posted = torch.full((), -1, dtype=torch.int64, pin_memory=count.device.type == "cuda")
     return posted.copy_(count, non_blocking=True)
 

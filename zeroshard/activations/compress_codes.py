@@ -1,15 +1,15 @@
-"""What a saved tensor is while it is compressed without loss: bits, nonzero values, places in a window, its own part.
+"""Lossless encodings of saved tensors: bits, nonzero values, places in a window, the own elements of a view.
 
-Owns the encodings, each a frozen record whose tensors a later link may move, and their way back. They are plain
-operations of torch on the tensor's own device. Which tensor gets which is decided in `compress.py`; rounding is in
-`compress_rounded.py`.
+Owns the encodings, each a frozen record whose tensors a later link may move, and the decoding. They use plain
+operations of torch on the tensor's own device. `compress.py` chooses the encoding of a tensor; `compress_rounded.py`
+has the rounding.
 
 Note: bits
-    Eight booleans are one int64, and one multiplication moves their lowest bits side by side into its highest byte. The
-    way back is a table of 256 rows of eight elements. Both are faster than shifts and sums of single bits, by five
-    times on a CPU.
+    Eight booleans form an int64, and one multiplication moves their lowest bits side by side into the highest byte.
+    Decoding uses a table of 256 rows of eight elements. Both are five times as fast on a CPU as shifts and sums of
+    single bits.
 Note: nonzero values
-    `values` begins with a zero, and the k-th nonzero value follows at place k. The place of an element is then the
+    `values` begins with a zero, followed by the k-th nonzero value at index k. The index of an element is then the
     running count of the mask, times the mask: one scatter compacts, one gather restores, and neither branches on the
     data. `masked_select` and `masked_scatter` take twice as long on a CPU, and the first waits for the device on a GPU.
 """
@@ -50,7 +50,7 @@ Tensor = torch.Tensor
 
 # Moves bit 8k to bit 56 + k, for k from 0 to 7.
 _GATHER_BITS = 0x0102040810204080
-# Elements at a time on a CPU: what one round reads and writes stays in its cache.
+# Elements per round on a CPU: the data of a round stay in the cache.
 _CHUNK = 1 << 17
 _INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
@@ -58,7 +58,7 @@ _INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8:
 @final
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a tensor lies in memory.
+    """The layout of a tensor in memory.
 
     Args:
         shape, strides: of the tensor.
@@ -71,7 +71,7 @@ class Form:
     offset: int | None
 
     def spread(self, flat: Tensor) -> Tensor:
-        """Return the tensor for its elements."""
+        """Return the tensor from its elements."""
         if self.offset is not None:
             return flat.as_strided(self.shape, self.strides, self.offset)
         made = torch.empty_strided(self.shape, self.strides, dtype=flat.dtype, device=flat.device)
@@ -79,7 +79,7 @@ class Form:
 
 
 def is_compact(tensor: Tensor) -> bool:
-    """Tell whether a tensor's elements fill one stretch of memory, each place once."""
+    """Return whether a tensor's elements fill contiguous memory without gaps or overlaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -89,19 +89,19 @@ def is_compact(tensor: Tensor) -> bool:
 
 
 def form_of(tensor: Tensor) -> Form:
-    """Return how a tensor lies in memory."""
+    """Return the layout of a tensor in memory."""
     return Form(tensor.shape, tensor.stride(), 0 if is_compact(tensor) else None)
 
 
 def flat_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements, in the order of `Form.spread`; an alias where the tensor is compact."""
+    """Return a tensor's elements, in the order of `Form.spread`; an alias if the tensor is compact."""
     if is_compact(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.contiguous().view(-1)
 
 
 class Code(ABC):
-    """What is kept of a tensor."""
+    """An encoded tensor."""
 
     @abstractmethod
     def restore(self) -> Tensor:
@@ -111,7 +111,7 @@ class Code(ABC):
 @final
 @dataclass(frozen=True, slots=True)
 class Blank(Code):
-    """A tensor of which only the shape and the layout are used.
+    """A tensor of which only shape and layout are used.
 
     Args:
         like: an empty tensor of its dtype and device.
@@ -129,7 +129,7 @@ class Blank(Code):
 @final
 @dataclass(frozen=True, slots=True)
 class Copied(Code):
-    """A tensor's own elements, where it is a view that would keep much larger memory."""
+    """The own elements of a view that would keep much larger memory."""
 
     values: Tensor
     form: Form
@@ -187,23 +187,23 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def pattern_of(flat: Tensor) -> Tensor:
-    """Return where an element is anything but +0.0: -0.0 and NaN are values to keep."""
+    """Return a mask of elements other than +0.0: -0.0 and NaN are values to keep."""
     return flat.view(_INTEGERS[flat.element_size()]).bool()
 
 
 def count_nonzero(mask: Tensor) -> Tensor:
-    """Return how many places of a mask are set, int64, 0-d."""
+    """Return the number of set elements of a mask, int64, 0-d."""
     return torch.count_nonzero(mask)
 
 
 @final
 class Awaited:
-    """A tensor that stays until it is known that its nonzero values fit in their place.
+    """A tensor that stays until its nonzero values are known to fit in their buffer.
 
     Args:
         dense: the tensor, flat.
-        count: of nonzero values, int64 in memory of the host; -1 until the device has written it there.
-        capacity: how many values fit.
+        count: the number of nonzero values, int64 in host memory; -1 until the device writes the count.
+        capacity: the number of values that fit.
     """
 
     __slots__ = ("_count", "capacity", "dense")
@@ -212,7 +212,7 @@ class Awaited:
         self.dense, self._count, self.capacity = dense, count, capacity
 
     def look(self) -> int | None:
-        """Return the count if it has arrived, without waiting; let go of the tensor if its values fit."""
+        """Return the count if it has arrived, without waiting; release the tensor if its values fit."""
         count = int(self._count)
         if count < 0:
             return None
@@ -224,13 +224,13 @@ class Awaited:
 @final
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Elements as they are, from which others are derived."""
+    """Unchanged elements, from which other tensors are derived."""
 
     values: Tensor
 
     @property
     def numel(self) -> int:
-        """How many there are."""
+        """The number of elements."""
         return self.values.numel()
 
     def flat(self, steps: Sequence[Any]) -> Tensor:
@@ -241,13 +241,13 @@ class Whole:
 @final
 @dataclass(frozen=True, slots=True)
 class Nonzero:
-    """The elements of a tensor that are not +0.0, and where they are.
+    """The elements of a tensor that are not +0.0, and their positions.
 
     Args:
         packed: bits of `pattern_of`.
         values: zero, then the values in the order of memory.
         numel: of the tensor.
-        spare: keeps the tensor for as long as it is not known whether the values fit.
+        spare: keeps the tensor until the values are known to fit.
     """
 
     packed: Tensor
@@ -256,13 +256,13 @@ class Nonzero:
     spare: Awaited | None = None
 
     def flat(self, steps: Sequence[Any]) -> Tensor:
-        """Return the elements after `steps`, which take zero to zero."""
+        """Return the elements after `steps`, which map zero to zero."""
         if self.spare is not None:
             self.spare.look()
             if self.spare.dense is not None:
                 return _take(steps, self.spare.dense)
         found = _take(steps, self.values)
-        # As integers, since moving floating-point numbers may change which NaN they are.
+        # As integers, since copies of floating-point numbers may change the bits of NaN.
         values = found.view(_INTEGERS[found.element_size()])
         made = values.new_empty(self.packed.numel() * 8)
         table = _table(torch.bool, self.packed.device, 0, 1).view(torch.int64)
@@ -283,7 +283,7 @@ def _take(steps: Sequence[Any], values: Tensor) -> Tensor:
 
 
 def _places(mask: Tensor, known: int, is_cpu: bool) -> tuple[Tensor, int]:
-    """Return each element's place among the values, int32, 0 for zeros, and the count of all so far."""
+    """Return each element's index in the values, int32, 0 for zeros, and the count so far."""
     places = torch.cumsum(mask, 0, dtype=torch.int32)
     if is_cpu:
         count = known + int(places[-1])
@@ -292,12 +292,12 @@ def _places(mask: Tensor, known: int, is_cpu: bool) -> tuple[Tensor, int]:
 
 
 def nonzero_values(flat: Tensor, mask: Tensor, capacity: int) -> Tensor:
-    """Return zero, then the elements where a mask is set.
+    """Return zero, then the elements at which a mask is set.
 
     Args:
         flat: the elements, (n,).
         mask: (n,).
-        capacity: how many values there is room for; what does not fit is left out.
+        capacity: the number of values that fit; further values are dropped.
     """
     is_cpu = flat.device.type == "cpu"
     dtype, flat = flat.dtype, flat.view(_INTEGERS[flat.element_size()])
@@ -313,10 +313,10 @@ def nonzero_values(flat: Tensor, mask: Tensor, capacity: int) -> Tensor:
 @final
 @dataclass(frozen=True, slots=True)
 class Derived(Code):
-    """A tensor that follows from elements that are kept.
+    """A tensor derived from kept elements.
 
     Args:
-        source: the elements; tensors of one memory share it.
+        source: the elements; tensors on the same memory share them.
         steps: "square" and dtypes, in order.
     """
 
@@ -335,7 +335,7 @@ class Swapped(Code):
     """A contiguous copy of another tensor with two dimensions swapped.
 
     Args:
-        source: the other tensor, or what is kept of it.
+        source: the other tensor, or its encoding.
     """
 
     source: Tensor | Code
@@ -385,7 +385,7 @@ class Window(Code):
 
 
 def window_of(indices: Tensor, width: int, settings: Sequence[Sequence[int]]) -> Window | None:
-    """Return the indices of a 2-d max pool as places in windows; None where a byte cannot tell them.
+    """Return the indices of a 2-d max pool as places in windows; None if a place does not fit in a byte.
 
     Args:
         indices: int64, (..., height, width) of the pool's output.
@@ -398,7 +398,7 @@ def window_of(indices: Tensor, width: int, settings: Sequence[Sequence[int]]) ->
     high, wide = indices.shape[-2:]
     tops = torch.arange(high, device=indices.device).mul_(stride[0]).sub_(padding[0])
     lefts = torch.arange(wide, device=indices.device).mul_(stride[1]).sub_(padding[1])
-    # Small integers divide several times as fast.
+    # Division of small integers is several times as fast.
     small = indices.int()
     rows = small // width
     columns = small.sub_(rows * width).sub_(lefts.int()).floor_divide_(dilation[1])

@@ -1,17 +1,17 @@
-"""What a saved tensor is while it is rounded: bf16, or a byte an element with a scale for each block of 128.
+"""Rounded encodings of saved tensors: bf16, or one byte per element with a scale for each block of 128.
 
-Owns the three encodings, and with each the bound on its error. NaN and infinities come back as they were. Read
+Owns the three encodings and the bounds on their errors. NaN and infinities are restored exactly. Read
 `compress_codes.py` first.
 
 Note: bounds
-    Of an element x that comes back as y, with m the largest finite absolute value in the block of x:
+    For an element x that is restored as y, with m the largest finite absolute value in the block of x:
 
     - bf16: |x - y| <= |x| / 256, for |x| from 2**-126 to 3.38e38, and to nearest even. Larger x become infinite.
     - fp8 (e4m3): |x - y| <= max(|x| / 16, m / 416 / 1024), times 1 + 2**-20 for the rounding of the scale.
     - int8: |x - y| <= m / 252, times 1 + 2**-14 likewise.
 
-    The last two hold where m is at least 1e-35; smaller blocks are off by at most 1e-38 more. The largest finite values
-    of a block become 416 and 126, one code below the end, which stands for infinity.
+    The last two hold if m is at least 1e-35; the error of smaller blocks is at most 1e-38 larger. The largest finite
+    values of a block become 416 and 126, one code below the last code, which represents infinity.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 RoundedTo = Literal["bf16", "fp8", "int8"]
 
 BLOCK = 128
-"""Elements with one scale."""
+"""Number of elements with the same scale."""
 _BLOCKS_AT_ONCE = 1024
 _TINY = 2.0**-126
 
@@ -35,13 +35,13 @@ _TINY = 2.0**-126
 @final
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The rounded elements of one stretch of memory.
+    """The rounded elements of contiguous memory.
 
     Args:
         codes: bf16, float8_e4m3fn or int8; whole blocks.
         scales: fp32, one a block; None for bf16.
-        dtype: of the elements before.
-        numel: of the elements before.
+        dtype: the dtype of the original elements.
+        numel: the number of original elements.
     """
 
     codes: Tensor
@@ -68,7 +68,7 @@ class Memory:
 @final
 @dataclass(frozen=True, slots=True)
 class Rounded(Code):
-    """A tensor whose elements were rounded; tensors of one memory share it."""
+    """A tensor with rounded elements; tensors on the same memory share the elements."""
 
     memory: Memory
     form: Form
@@ -79,7 +79,7 @@ class Rounded(Code):
 
 
 def round_to(kind: RoundedTo, flat: Tensor) -> Memory:
-    """Return floating-point elements, (n,), rounded."""
+    """Return the rounded encoding of floating-point elements, (n,)."""
     if kind == "bf16":
         return Memory(flat.to(torch.bfloat16), None, flat.dtype, flat.numel())
     count = -(-flat.numel() // BLOCK)
@@ -108,7 +108,7 @@ def _round_blocks(part: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 
 def _values(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what each byte stands for, (256,)."""
+    """Return the value of each byte, (256,)."""
     numbers = torch.arange(256, dtype=torch.int32, device=device).to(torch.uint8).view(dtype).float()
     if dtype is torch.int8:
         numbers[128] = torch.nan

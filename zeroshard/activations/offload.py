@@ -1,30 +1,30 @@
-"""Offload of activations: between forward and backward they lie in memory of the host.
+"""Offload of activations to host memory between forward and backward.
 
-Owns which tensors move, when they come back, and what of them is on the device meanwhile. It must not know how bytes
-move (`bus.py`, which read first) or what other links made of a tensor.
+Owns the choice of tensors, the time of their return, and the bytes on the device meanwhile. It must not know the
+copies (`bus.py`, which read first) or the encodings of other links.
 
 Note: the way of a unit's tensors
-    When the forward of a unit is over, `treat` has the bytes of its tensors copied to the host, and keeps the tensors
-    until the forward of the next unit is over, too. So the copy runs beside the next unit, and two units' tensors are
-    on the device at a time. In backward the first tensor of a unit that is asked for has the rest of the unit copied
-    back, and the unit before it, whose copies run beside this unit's backward. What a backward wants once is let go of
-    as it is handed out. What is still on the device when it is asked for, the last unit's tensors, is not copied back.
+    After the forward of a unit, `treat` begins the copy of its tensors to the host, and keeps the tensors until the end
+    of the next unit's forward. The copy thus runs in parallel with the next unit, and two units' tensors are on the
+    device at a time. In backward, the first request for a tensor of a unit begins the return of the other tensors of
+    the unit, and of the previous unit, which are copied in parallel with this unit's backward. A tensor with a single
+    use is released on return to autograd. Tensors still on the device, those of the last unit, are not copied back.
 
 Note: one copy of a storage
-    What moves is a range of a storage, with all saved tensors that are views into it, and they come back as views of
-    one piece of memory, with the same strides and alignment. A range is known by the storage and its version, so what
-    several units save (a mask, a table of positions) moves once between two backwards. A weak reference to the storage
-    keeps its identity from being given to another. Changes through `.data` have no version: torch itself does not see
-    them either.
+    Offload copies a range of a storage, with all saved tensors that are views into the range, and returns them as views
+    of one piece of memory, with the same strides and alignment. The storage and its version identify a range, so a
+    tensor that several units save (a mask, a table of positions) is copied once between two backwards. A weak reference
+    to the storage keeps other storages from getting its identity. Changes through `.data` have no version: torch does
+    not detect them either.
 
 Note: changes in place
-    A copy on a GPU reads later than it is issued. As long as the tensor is kept for it, the version tells whether
-    somebody changed it meanwhile; then the copy may hold either content, and asking for it raises what autograd raises
-    for such changes. This is looked at when the next unit is treated, whether or not the copy was over by then, so that
-    all runs and ranks behave alike. A later change does not reach the copy, which has the values that autograd saved.
+    A copy on a GPU reads the tensor after it was issued. While the tensor is kept for the copy, its version shows
+    whether user code changed the tensor; then the copy may have either content, and a request raises the error that
+    autograd raises for such changes. The version is checked at the end of the next unit, whether or not the copy is
+    complete, so that all runs and ranks behave alike. Later changes do not affect the copy, which has the saved values.
 
 Note: on a CPU
-    Device and host are one memory there, so offload saves nothing and costs a copy each way. It changes no bit.
+    Device and host share one memory, so offload saves nothing and costs a copy in each direction. It changes no bit.
 """
 
 import functools
@@ -55,8 +55,8 @@ class Offload(Link):
     """Moves tensors to the host.
 
     Args:
-        cell: what part of them.
-        bus: to the host; without one, that of each device on which tensors are.
+        cell: the part of tensors to offload.
+        bus: the bus to the host; by default the bus of each tensor's device.
     """
 
     def __init__(self, cell: Offloaded, bus: Bus | None = None) -> None:
@@ -65,39 +65,39 @@ class Offload(Link):
         self._share = _Share(cell.fraction)
         self._lock = threading.RLock()
         self._dropped: deque[_Copy] = deque()
-        """Copies that nobody can ask for any more. Graphs end in any thread, at any time, so they only leave word."""
+        """Copies without handles. Graphs end in any thread, at any time, so they only append here."""
         self._busy: deque[_Busy] = deque()
         self._leaving: list[list[_Weak]] = []
-        """What was moved, and is kept until the unit under way is over; by call."""
+        """Tensors that were copied, and are kept until the end of the current unit; by call."""
         self._issued: dict[int, list[_Weak]] = {}
-        """What is on the device for each backward under way."""
+        """The ranges on the device for each running backward."""
         self._known: dict[Key, list[_Weak]] = {}
         self._last: weakref.ref[_Visit] | None = None
         self._unit: int | None = None
         self._is_read = False
-        """Whether something was asked for since the last forward."""
+        """Whether a tensor was requested since the last forward."""
         self.host_bytes = self.host_peak_bytes = 0
-        """What lies on the host now, and at most so far."""
+        """Bytes on the host: current and peak."""
         self.device_bytes = self.device_peak_bytes = 0
-        """What is on the device because its copy is under way, or because it is back: now, and at most so far."""
+        """Bytes on the device during a copy or after a return: current and peak."""
 
     @property
     def pinned_bytes(self) -> int:
-        """The host memory that is held, in use or for the next step."""
+        """The bytes of host memory that are allocated, in use or cached for the next step."""
         return sum(pool.total_bytes for pool in self._pools.values())
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def treat(self, held: Sequence[Held], unit: int, outputs: Any) -> None:
-        """Begin to move what the unit has saved, and let go of what the one before has."""
+        """Begin the copies of the unit's saved tensors, and release those of the previous unit."""
         with self._lock:
             self._sweep()
             if graph_task() == -1:
-                # A backward that raised calls nothing at its end.
+                # A backward that raised runs no callback at its end.
                 for task in [*self._issued]:
                     self._end_backward(task)
             is_new = self._begin_pass()
-            # A unit of several modules may end many times in a row: what its last one moved has time still.
+            # A unit of several modules may end many times in a row: copies of its last module may still run.
             self._release(keeps=0 if is_new or unit != self._unit else 1)
             self._unit = unit
             self._leaving.append([])
@@ -120,7 +120,7 @@ class Offload(Link):
                     self._last = weakref.ref(visit)
 
     def _begin_pass(self) -> bool:
-        """Begin to count anew after a backward, or if what was moved last is gone without one."""
+        """Reset the counts after a backward, or if the last copies were released without a backward."""
         is_new = self._is_read or (self._last is not None and self._last() is None)
         if is_new:
             self._share.restart(learns=self._is_read)
@@ -129,7 +129,7 @@ class Offload(Link):
         return is_new
 
     def _release(self, keeps: int) -> None:
-        """Let go of tensors that were kept until their copies were over, but for those of the last calls."""
+        """Release tensors that were kept for their copies, except those of the last calls."""
         count = max(0, len(self._leaving) - keeps)
         for weak in [weak for call in self._leaving[:count] for weak in call]:
             if (owner := weak()) is None or (copy := owner.copy).source is None or copy.back is not None:
@@ -144,7 +144,7 @@ class Offload(Link):
             busy.bus.wait(busy.out, busy.source)
 
     def _pool_for(self, device: torch.device) -> HostPool | None:
-        """Return the host memory for tensors of a device; None where they are left alone."""
+        """Return the host memory for tensors of a device; None if they are not offloaded."""
         if device not in self._pools:
             if self._given is not None:
                 if device == self._given.device:
@@ -152,17 +152,17 @@ class Offload(Link):
             elif device.type == "cuda":
                 self._pools[device] = HostPool(CudaBus(device))
             elif device.type == "cpu" and not self._pools:
-                # Beside tensors of a GPU those of the host are where they should be.
+                # With tensors on a GPU, tensors in host memory need no offload.
                 self._pools[device] = HostPool(EmulatedBus())
         return self._pools.get(device)
 
     def _find(self, key: Key, span: Span) -> "_Owner | None":
-        """Return a copy that has these bytes."""
+        """Return an existing copy with these bytes; None if there is none."""
         owners = (weak() for weak in self._known.get(key, ()))
         return next((owner for owner in owners if owner is not None and owner.copy.has(span)), None)
 
     def _move(self, key: Key, span: Span, pool: HostPool) -> "_Owner":
-        """Begin to copy a range to the host."""
+        """Begin the copy of a range to the host."""
         host = pool.take(span.nbytes)
         out = pool.bus.out(bytes_of(span.tensor, span.low, span.nbytes), host.memory, host.reader)
         owner = _Owner(_Copy(span.tensor, span.low, span.nbytes, pool, host, out), self._dropped)
@@ -181,7 +181,7 @@ class Offload(Link):
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def restore(self, started: Any) -> Any:
-        """Return the tensors; those of the unit before are on their way then."""
+        """Return the tensors, and begin the return of the previous unit's tensors."""
         with self._lock:
             self._sweep()
             return map_tensors(started, self._bring, _Handle)
@@ -207,12 +207,12 @@ class Offload(Link):
             handle.turn = copy.turn
             copy.wanted -= 1
         if copy.wanted == 0 or task == -1:
-            # Who uses the tensor keeps its memory.
+            # The user of the tensor keeps its memory alive.
             self._let_go(copy)
         return tensor
 
     def _touch(self, visit: "_Visit", task: int) -> None:
-        """Have a unit's tensors on the device, and those of the one before on their way, once in a backward."""
+        """Begin the return of the tensors of a unit and of the previous unit, once in a backward."""
         self._is_read = True
         if visit.task == task:
             return
@@ -223,7 +223,7 @@ class Offload(Link):
                     self._on_device(owner, task)
 
     def _on_device(self, owner: "_Owner", task: int) -> Tensor:
-        """Return a range on the device, where it is still or whereto it is on its way."""
+        """Return a range on the device: the original, or the destination of its return."""
         copy = owner.copy
         if copy.back is None:
             if copy.source is not None:
@@ -242,7 +242,7 @@ class Offload(Link):
         return copy.back
 
     def _let_go(self, copy: "_Copy") -> None:
-        """Give the memory on the device back, which whoever uses it still keeps."""
+        """Release the memory on the device; tensors in use keep it alive."""
         if copy.arrival is not None and not copy.arrival.is_waited:
             copy.bus.abandon(copy.arrival)
         if copy.source is not None:
@@ -252,7 +252,7 @@ class Offload(Link):
         copy.source = copy.back = copy.arrival = None
 
     def _end_backward(self, task: int) -> None:
-        """Let go of what a backward did not ask for."""
+        """Release tensors that a backward did not request."""
         with self._lock:
             for weak in self._issued.pop(task, ()):
                 if (owner := weak()) is not None:
@@ -260,7 +260,7 @@ class Offload(Link):
             self._sweep()
 
     def _sweep(self) -> None:
-        """Take back what copies held that are gone."""
+        """Release the memory of dropped copies."""
         while self._dropped:
             copy = self._dropped.popleft()
             self._let_go(copy)
@@ -274,16 +274,16 @@ class Offload(Link):
         self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
 
 
-# -- what is where ----------------------------------------------------------------------------------------------------
+# -- records ----------------------------------------------------------------------------------------------------------
 
 
 @final
 class _Copy:
-    """A range of a storage, and where its bytes are.
+    """A range of a storage, and the locations of its bytes.
 
     Args:
-        source: a tensor on the storage, kept while its copy to the host is under way.
-        low: where the range begins, in bytes.
+        source: a tensor on the storage, kept while its copy to the host runs.
+        low: the start of the range, in bytes.
         out: the copy to the host.
     """
 
@@ -292,27 +292,27 @@ class _Copy:
         self.low, self.nbytes, self.pool, self.host, self.out = low, nbytes, pool, host, out
         self.bus = pool.bus
         self.back: Tensor | None = None
-        """The bytes on the device, for a backward."""
+        """The bytes on the device for a backward."""
         self.arrival: Transfer | None = None
         self.turn = self.wanted = 0
-        """How often it came back, and how many handles have not asked for it since."""
+        """The number of returns to the device, and of handles that have not requested the range since."""
         self.is_spoiled = False
         self._saved_version = version_of(source)
         self._storage = WeakStorage(source.untyped_storage())
 
     def has(self, span: Span) -> bool:
-        """Tell whether the range holds another one of the same storage."""
+        """Return whether the range contains another range of the same storage."""
         return not self.is_spoiled and self.low <= span.low and span.high <= self.low + self.nbytes
 
     def look(self) -> None:
-        """See whether the tensor was changed while its copy was under way, or while it serves a backward itself."""
+        """Check whether the tensor was changed during its copy, or while a backward uses the original."""
         if self.source is not None and version_of(self.source) != self._saved_version:
             self.is_spoiled = True
 
 
 @final
 class _Owner:
-    """Lives as long as somebody can ask for a copy."""
+    """Lives while a handle can request a copy."""
 
     __slots__ = ("__weakref__", "_dropped", "copy", "users")
 
@@ -329,7 +329,7 @@ _Weak = weakref.ref[_Owner]
 
 @dataclass(frozen=True, slots=True)
 class _Busy:
-    """A tensor that nobody wants any more, kept until its copy to the host is over."""
+    """A tensor without handles, kept until its copy to the host is complete."""
 
     bus: Bus
     out: Transfer
@@ -338,10 +338,10 @@ class _Busy:
 
 @final
 class _Visit:
-    """What one forward of a unit has moved.
+    """The tensors that a forward of a unit offloaded.
 
     Args:
-        before: that of the unit before.
+        before: the visit of the previous unit.
     """
 
     __slots__ = ("__weakref__", "before", "owners", "task", "unit")
@@ -350,11 +350,11 @@ class _Visit:
         self.unit, self.before = unit, before
         self.owners: list[_Weak] = []
         self.task = -1
-        """The last backward that has asked for something of it."""
+        """The last backward that requested a tensor of this visit."""
 
 
 class _Handle(ABC):
-    """Stands for a tensor."""
+    """Replaces a tensor in the graph."""
 
     visit: _Visit
 
@@ -362,7 +362,7 @@ class _Handle(ABC):
 @final
 @dataclass(slots=True, eq=False)
 class _Stayed(_Handle):
-    """Stands for a tensor that stays: asking for it tells that the backward comes near those that moved."""
+    """Replaces a tensor that stays on the device: a request shows that backward has reached its unit."""
 
     visit: _Visit
     tensor: Tensor
@@ -372,7 +372,7 @@ class _Stayed(_Handle):
 @final
 @dataclass(slots=True, eq=False)
 class _Moved(_Handle):
-    """Stands for a tensor that moved."""
+    """Replaces an offloaded tensor."""
 
     visit: _Visit
     owner: _Owner
@@ -382,17 +382,17 @@ class _Moved(_Handle):
 
 @final
 class _Share:
-    """Which tensors move: of a fraction, those that were saved first, because a backward uses them last.
+    """The choice of tensors for a fraction: those saved first, because a backward uses them last.
 
-    How many bytes there will be is learned from the pass before, in proportion to what its first unit saved. In the
-    first pass the tensors that move are spread evenly.
+    The expected bytes come from the previous pass, in proportion to its first unit. In the first pass, the offloaded
+    tensors are spread evenly.
     """
 
     def __init__(self, fraction: float) -> None:
         self._fraction = fraction
         self._seen = self._moved = self._first = 0
         self._ratio: float | None = None
-        """All bytes of a pass, over those of its first unit."""
+        """The bytes of a pass, divided by those of its first unit."""
 
     def restart(self, *, learns: bool) -> None:
         """Begin a pass."""
@@ -401,15 +401,15 @@ class _Share:
         self._seen = self._moved = self._first = 0
 
     def expect(self, nbytes: int) -> None:
-        """Be told what a unit has, before it is asked about."""
+        """Set the bytes of a unit, before calls of `takes` for its tensors."""
         self._first = self._first or nbytes
 
     def takes(self, nbytes: int) -> bool:
-        """Tell whether the next tensor moves."""
+        """Return whether to offload the next tensor."""
         done = self._moved if self._ratio is None else self._seen
         total = self._seen + nbytes if self._ratio is None else self._ratio * self._first
         self._seen += nbytes
-        # To the nearest: half of it, or more, is in the fraction.
+        # Rounded: the tensor is offloaded if at least half of its bytes are in the fraction.
         is_taken = self._fraction == 1 or done + nbytes / 2 <= self._fraction * total
         self._moved += is_taken * nbytes
         return is_taken
@@ -418,7 +418,7 @@ class _Share:
 def _handle(
     tensor: Tensor, owners: Mapping[Key, _Owner | None], stays: Container[Key], visit: _Visit
 ) -> _Handle | None:
-    """Return what stands for a tensor; None for one that is left alone."""
+    """Return the handle of a tensor; None if the tensor is not treated."""
     local = local_of(tensor)
     if not is_movable(local):
         return None
@@ -438,6 +438,6 @@ def _replaced(handles: Mapping[int, _Handle], tensor: Tensor) -> Any:
 
 def _changed(what: Any) -> RuntimeError:
     return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation, before it was "
-        f"on the host: a {what.dtype} tensor of shape {tuple(what.shape)}. Clone it before changing it."
+        "one of the variables needed for gradient computation has been modified by an inplace operation, before its "
+        f"copy to the host: a {what.dtype} tensor of shape {tuple(what.shape)}. Clone the tensor before changing it."
     )

@@ -1,6 +1,7 @@
-"""Ranges of storages: which bytes saved tensors take, and tensors as views into such a range elsewhere.
+"""Ranges of storages that saved tensors view, and the same tensors as views of a copy of a range.
 
-Owns what is more than numbers in a storage, and is left alone. It must not know where ranges are moved.
+Owns the recognition of tensors that are more than numbers in a storage, which are not offloaded. It must not know the
+destinations of ranges.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +19,18 @@ Tensor = torch.Tensor
 Key = tuple[int, int]
 """A storage and its version."""
 ALIGNMENT = 512
-"""Ranges begin at multiples of so many bytes, so that tensors are aligned elsewhere as they were: kernels add up in an
-order that may depend on it."""
+"""Ranges begin at multiples of this number of bytes, so that copies keep the alignment of tensors: the order of
+additions in kernels may depend on the alignment."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a tensor is, as a view into a range.
+    """The description of a tensor as a view into a range.
 
     Args:
         offset: in bytes.
-        wrap: makes the DTensor of its local tensor.
+        wrap: creates the DTensor from its local tensor.
     """
 
     dtype: torch.dtype
@@ -53,7 +54,7 @@ class Span:
 
     Args:
         tensor: one of them.
-        low, high: where it begins and ends, in bytes.
+        low, high: start and end of the range, in bytes.
     """
 
     tensor: Tensor
@@ -62,12 +63,12 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size of the range."""
         return self.high - self.low
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """The device of the storage."""
         return self.tensor.device
 
 
@@ -85,7 +86,7 @@ def spans_in(tensors: Sequence[Tensor]) -> dict[Key, Span]:
 
 
 def is_movable(tensor: Tensor) -> bool:
-    """Tell whether copying the bytes of its storage copies the tensor."""
+    """Return whether a copy of the bytes of its storage copies the tensor."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -96,14 +97,14 @@ def is_movable(tensor: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor begins and ends in its storage, in bytes; what lies between its elements counts."""
+    """Return the start and end of a tensor in its storage, in bytes, including gaps between its elements."""
     last = sum(int(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     low = int(tensor.storage_offset()) * tensor.itemsize
     return low, low + (last + 1) * tensor.itemsize
 
 
 def key_of(tensor: Tensor) -> Key:
-    """Return what tells the contents of a tensor's storage from all others, as long as the storage lives."""
+    """Return a key of the contents of a tensor's storage, unique while the storage lives."""
     return storage_of(tensor), version_of(tensor)
 
 
@@ -114,14 +115,14 @@ def bytes_of(tensor: Tensor, low: int, nbytes: int) -> Tensor:
 
 
 def place_of(tensor: Tensor, low: int) -> Place:
-    """Return what a tensor, or a DTensor of one, is in a range of its storage that begins at `low`."""
+    """Return the description of a tensor or DTensor in a range of its storage that begins at `low`."""
     local = local_of(tensor)
     wrap = None if local is tensor else _wrapping(tensor)
     return Place(local.dtype, local.shape, local.stride(), _extent(local)[0] - low, wrap)
 
 
 def _wrapping(tensor: Any) -> Callable[[Tensor], Tensor]:
-    """Return what makes a DTensor like this one of a local tensor."""
+    """Return a function that creates a DTensor like this one from a local tensor."""
     mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
 
     def wrap(local: Tensor) -> Tensor:

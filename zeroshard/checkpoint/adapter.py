@@ -1,7 +1,7 @@
 """The names of peft in a checkpoint, and those that `PeftModel.from_pretrained` reads.
 
-Owns what is known of peft's LoRA: which tensors are an adapter's, how its files call them, and whether an
-`adapter_config.json` describes them. Without torch and without peft. Read `exchange.py` first.
+Owns the knowledge of peft's LoRA: the tensors of an adapter, their names in its files, and the comparison with an
+`adapter_config.json`. Without torch and without peft. Read `exchange.py` first.
 """
 
 import re
@@ -21,7 +21,7 @@ _ADVICE: Final = "Or write it from the program: `with zero.gathered(): model.sav
 
 
 def is_adapted(names: Iterable[str]) -> bool:
-    """Tell whether these are the names of a model that peft has changed."""
+    """Return whether these are the names of a model that peft has changed."""
     return any(_OF_PEFT.search(name) for name in names)
 
 
@@ -33,22 +33,22 @@ def adapter_names(
     Args:
         where: the checkpoint, for messages.
         specs: the parameters and buffers of a model that peft has changed.
-        trained: the names of those that have states of an optimizer.
-        config: of the adapter; None where there is none.
+        trained: the names of tensors with optimizer states.
+        config: the configuration of the adapter; None without one.
 
     Raises:
-        CheckpointError: there is no description of the adapter, it is of another one, or there is more than an adapter
-            folder of LoRA holds.
+        CheckpointError: the configuration is missing or belongs to another adapter, or the checkpoint has tensors that
+            a LoRA adapter folder cannot hold.
     """
     if config is None or config.get("peft_type") != "LORA":
         raise CheckpointError(
-            f"{where}: holds a model with adapters of peft, and transformers would draw its weights at random. Give "
-            "the adapter_config.json of a LoRA adapter as config, and an adapter folder is written; "
+            f"{where}: holds a model with adapters of peft, whose weights transformers would initialize randomly. To "
+            "write an adapter folder, give the adapter_config.json of a LoRA adapter as config; "
             f"`model.peft_config['default'].save_pretrained(folder)` writes that file. {_ADVICE}"
         )
     for key, plain in (("bias", "none"), ("use_dora", False), ("trainable_token_indices", None)):
         if config.get(key, plain) not in (plain, None):
-            raise CheckpointError(f"{where}: an adapter with {key}={config[key]!r} is not exported yet. {_ADVICE}")
+            raise CheckpointError(f"{where}: cannot export an adapter with {key}={config[key]!r}. {_ADVICE}")
     found: dict[str, str] = {}
     adapters, whole, modules = set(), set(), {"lora_A": set[str](), "lora_B": set[str]()}
     for name, spec in specs.items():
@@ -63,16 +63,16 @@ def adapter_names(
             whole.add(saved["module"])
             adapters.add(saved["adapter"])
         elif re.search(r"\.lora_\w+(\.|$)", name):
-            raise CheckpointError(f"{where}: '{name}' is of a kind of adapter that is not exported yet. {_ADVICE}")
+            raise CheckpointError(f"{where}: cannot export '{name}', whose kind of adapter is not supported. {_ADVICE}")
     if len(adapters) != 1 or modules["lora_A"] != modules["lora_B"]:
         raise CheckpointError(
-            f"{where}: holds the adapters {sorted(adapters)}; one whole one can be exported. {_ADVICE}"
+            f"{where}: holds the adapters {sorted(adapters)}; only one complete adapter can be exported. {_ADVICE}"
         )
     _check_modules(where, modules["lora_A"], config, "target_modules")
     _check_modules(where, whole, config, "modules_to_save")
     if lost := sorted(set(trained) & (specs.keys() - found.keys())):
         raise CheckpointError(
-            f"{where}: '{lost[0]}' (of {len(lost)}) was trained beside the adapter, and an adapter folder does not "
+            f"{where}: '{lost[0]}' (of {len(lost)}) was trained with the adapter, but an adapter folder cannot "
             f"hold it. {_ADVICE}"
         )
     return {name: file if file.startswith(_PREFIX) else f"{_PREFIX}{file}" for name, file in found.items()}
@@ -83,16 +83,16 @@ def _check_rank(where: str, name: str, rank: int, config: Mapping[str, Any]) -> 
     known = {config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())}
     if rank not in known:
         raise CheckpointError(
-            f"{where}: '{name}' is of rank {rank}, and the adapter_config.json says {sorted(map(str, known))}: it is "
-            "of another run. Give the one of this run."
+            f"{where}: '{name}' has LoRA rank {rank}, but the adapter_config.json has {sorted(map(str, known))}. Give "
+            "the adapter_config.json of this run."
         )
 
 
 def _check_modules(where: str, modules: Set[str], config: Mapping[str, Any], key: str) -> None:
-    """Raise unless these are the modules that a setting names: peft would draw what is missing, and leave out the rest.
+    """Raise unless a setting names exactly these modules: peft would initialize others randomly, and skip the rest.
 
     Args:
-        modules: what the checkpoint has for the setting, by the names of modules.
+        modules: names of the modules that the checkpoint has for the setting.
         key: the setting: a list of the ends of names, or a pattern of whole names.
     """
     wanted = config.get(key) or []
@@ -103,8 +103,8 @@ def _check_modules(where: str, modules: Set[str], config: Mapping[str, Any], key
     strangers = [module for module in sorted(plain) if not any(re.fullmatch(one, module) for one in patterns)]
     idle = [one for one in patterns if not any(re.fullmatch(one, module) for module in plain)]
     if strangers or idle:
-        what = f"'{strangers[0]}' is adapted or saved" if strangers else f"nothing is at '{idle[0]}'"
+        what = f"'{strangers[0]}' is adapted or saved" if strangers else f"no tensor matches '{idle[0]}'"
         raise CheckpointError(
-            f"{where}: {what}, and the adapter_config.json says {key}={wanted}: it is of another run. Give the one of "
+            f"{where}: {what}, but the adapter_config.json has {key}={wanted}. Give the adapter_config.json of "
             "this run."
         )

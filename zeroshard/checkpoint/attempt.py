@@ -1,10 +1,10 @@
-"""A new folder on its way: filled under a temporary name, flushed, and renamed in one step.
+"""Atomic creation of a folder: it is filled under a temporary name, flushed, and renamed.
 
-Owns the temporary names, and what becomes of those that a killed process left. Without torch. It must not know what the
-folder holds. Read `files.py` first.
+Owns the temporary names, and the removal of folders that a killed process left. Without torch. It must not know the
+folder's contents. Read `files.py` first.
 
 Note: names
-    `.tmp-<name>-<host>-<process>-<random>` is a folder on its way. Nothing reads it; the next attempt at the same name
+    `.tmp-<name>-<host>-<process>-<random>` is an incomplete folder. Nothing reads it; the next attempt at the same name
     removes it if its process has ended on this host.
 """
 
@@ -24,23 +24,23 @@ __all__ = ["begin", "commit", "new_attempt", "new_folder", "temporary_folder"]
 
 
 def new_attempt() -> str:
-    """Return a name for an attempt; it says which process of which host is at work."""
+    """Return a name for an attempt, with the host and the process."""
     return f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def temporary_folder(path: Path, attempt: str) -> Path:
-    """Return where the folder `path` is filled before it has its name."""
+    """Return the temporary path at which the folder `path` is filled."""
     return path.parent / f".tmp-{path.name}-{attempt}"
 
 
 def begin(path: Path) -> None:
-    """Make room for a new folder: the folders above it are there, what ended processes left of earlier attempts is not.
+    """Create the parents of a new folder, and remove earlier attempts of ended processes.
 
     Raises:
         CheckpointError: something has the name already.
     """
     if path.exists() or path.is_symlink():
-        raise CheckpointError(f"{path} exists, and nothing is overwritten. Choose another name.")
+        raise CheckpointError(f"{path} exists, and zeroshard overwrites nothing. Choose another name.")
     for above in [*reversed(path.parent.parents), path.parent]:
         if not above.exists():
             files.make_folder(above)
@@ -49,16 +49,16 @@ def begin(path: Path) -> None:
 
 
 def commit(folder: Path, path: Path) -> None:
-    """Give a complete and flushed folder its name, in one step; it has the name on the disk, too, on return."""
+    """Rename a complete and flushed folder atomically; on return, the name is on the disk."""
     if path.exists() or path.is_symlink():
-        raise CheckpointError(f"{path} came into being meanwhile; nothing is overwritten.")
+        raise CheckpointError(f"{path} was created meanwhile, and zeroshard overwrites nothing. Choose another name.")
     files.rename(folder, path)
     files.sync_folder(path.parent)
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to be filled with flushed files, which becomes `path` on the way out: whole, or not at all.
+    """Yield a folder to fill with flushed files; it becomes `path` on exit, complete or not at all.
 
     Raises:
         CheckpointError: something has the name already.
@@ -76,7 +76,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _remove_dead(path: Path) -> None:
-    """Remove what attempts at the same folder left behind whose process on this host has ended."""
+    """Remove attempts at the same folder whose process on this host has ended."""
     own = re.compile(rf"\.tmp-{re.escape(path.name)}-{_host()}-(\d+)-[0-9a-f]{{8}}")
     for name in files.names_in(path.parent):
         match = own.fullmatch(name)

@@ -42,7 +42,7 @@ PATIENCE_S: Final = 20.0
 """Seconds that a rank at exit waits for others without visible progress."""
 
 PIECE_BYTES: Final = 64 << 20
-"""Bytes that are written between two checks whether the save was cancelled."""
+"""Bytes written between two checks for a cancelled save."""
 
 
 @final
@@ -144,7 +144,7 @@ class BackgroundSave:
             return
         except _OtherRankFailed as error:
             self.failure = str(error)
-        except Exception as error:  # whatever it is, the main threads must hear of it
+        except Exception as error:  # any error: the main threads must report it
             self.failure = f"{self._doing} failed on rank {self._rank}: {describe(error)} {self._advice}"
             if self._rank:
                 self._report()
@@ -209,7 +209,7 @@ class BackgroundSave:
             except FileNotFoundError as error:
                 if path.exists():
                     return
-                raise CheckpointError(f"{self._folder} is gone, so rank 0 has given up.") from error
+                raise CheckpointError(f"{self._folder} no longer exists, so rank 0 has given up.") from error
             if nbytes != seen or not self._is_leaving.is_set():
                 seen, since_s = nbytes, time.monotonic()
             elif time.monotonic() - since_s > PATIENCE_S:

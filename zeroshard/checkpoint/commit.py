@@ -1,11 +1,11 @@
-"""The folder of a checkpoint on its way: made, filled, completed, renamed; and old ones removed.
+"""The steps of a checkpoint's folder: creation, writing, completion and renaming; and the removal of old ones.
 
 Owns the steps from a plan to a committed checkpoint. Each rank writes its files, rank 0 does the rest. It must not know
 when ranks do so, or that there are collectives. Read `attempt.py`, `contents.py` and `manifest.py` first.
 
 Note: names
-    `.old-<name>-<random>` is a checkpoint that retention took away; the next retention in the folder removes what is
-    left of it.
+    `.old-<name>-<random>` is a checkpoint that retention is removing; the next retention in the folder removes its
+    remaining files.
 """
 
 import errno
@@ -42,23 +42,25 @@ _OLD = re.compile(r"\.old-.+-[0-9a-f]{8}")
 
 
 def make_folder(plan: Plan, folder: Path) -> None:
-    """Make the temporary folder, where there is room and nothing would be overwritten."""
+    """Create the temporary folder, if the disk has space and nothing would be overwritten."""
     begin(plan.path)
     if (free := files.free_bytes(plan.path.parent)) < plan.nbytes:
-        raise CheckpointError(f"{plan.path.parent} has {free} free bytes, and the checkpoint needs {plan.nbytes}.")
+        raise CheckpointError(
+            f"{plan.path.parent} has {free} free bytes, and the checkpoint needs {plan.nbytes}. Free space first."
+        )
     files.make_folder(folder)
 
 
 def check_limits(plan: Plan) -> None:
-    """Raise unless a manifest of this plan would be read: before tensors are written, which may take long.
+    """Raise, before tensors are written, unless the manifest of this plan is within the limits of a reader.
 
     Raises:
-        CheckpointError: it would not; names or hyper-parameters are beyond a limit.
+        CheckpointError: names or hyper-parameters exceed a limit.
     """
     chunks = plan.chunks
     sizes = dict(zip(plan.files, (chunks.header_bytes + chunks.data_bytes).tolist(), strict=True))
     sizes[EXTRA] = len(plan.extra)
-    # The longest checksums there are: the true ones take as many bytes or fewer.
+    # The longest possible checksums: the true ones need at most as many bytes.
     crc32 = 2**32 - 1
     entries = {name: FileEntry(nbytes, [crc32] * -(-nbytes // BLOCK_BYTES)) for name, nbytes in sizes.items()}
     serialize(_manifest_of(plan, entries))
@@ -86,10 +88,10 @@ def write_tensors(plan: Plan, folder: Path, name: str, parts: Iterator[memoryvie
 
 
 def write_manifest(plan: Plan, folder: Path, written: Mapping[str, FileEntry]) -> None:
-    """Complete the folder: `extra.json` and, last, the manifest, which proves that every element is there once.
+    """Complete the folder: write `extra.json` and, last, the manifest, which contains every element exactly once.
 
     Args:
-        written: what all ranks wrote.
+        written: the files of all ranks.
     """
     with _told_if_full(plan, folder):
         entries = {**written, EXTRA: write_file(folder / EXTRA, plan.extra)}
@@ -100,7 +102,7 @@ def write_manifest(plan: Plan, folder: Path, written: Mapping[str, FileEntry]) -
 
 @contextmanager
 def _told_if_full(plan: Plan, folder: Path) -> Iterator[None]:
-    """Add to the error of a full disk how much is free and how much is needed."""
+    """Add the free and needed bytes to the error of a full disk."""
     try:
         yield
     except OSError as error:
@@ -111,7 +113,7 @@ def _told_if_full(plan: Plan, folder: Path) -> Iterator[None]:
 
 
 def publish(path: Path, folder: Path) -> None:
-    """Make a complete folder a checkpoint, in one step, and have LATEST name it."""
+    """Commit a complete folder as a checkpoint, atomically, and write its name to LATEST."""
     commit(folder, path)
     temporary = path.parent / f".tmp-{LATEST}-{secrets.token_hex(4)}"
     write_file(temporary, f"{path.name}\n".encode())
@@ -119,18 +121,18 @@ def publish(path: Path, folder: Path) -> None:
 
 
 def remove_older(path: Path, step: int, keep: int) -> None:
-    """Remove checkpoints that expire and are older than this one, but for the newest.
+    """Remove expiring checkpoints that are older than this one, except the newest.
 
-    Only whole folders are removed that hold a checkpoint's own files and nothing else.
+    Only complete folders with a checkpoint's own files and nothing else are removed.
 
     Args:
-        path: the newest, which is committed.
-        keep: how many stay, this one included.
+        path: the newest checkpoint, which is committed.
+        keep: the number of checkpoints to keep, including this one.
     """
     older = sorted(_expiring(path, step), reverse=True)
     for _, name in older[keep - 1 :]:
         files.rename(path.parent / name, path.parent / f".old-{name}-{secrets.token_hex(4)}")
-    # A name must be gone for good before files are: a power cut would else leave a checkpoint with holes.
+    # The rename must reach the disk before files are removed: else a power cut could leave an incomplete checkpoint.
     files.sync_folder(path.parent)
     for name in files.names_in(path.parent):
         if _OLD.fullmatch(name):

@@ -1,6 +1,6 @@
-"""What a save writes: which tensors, which ranges of them by which rank, and what all ranks have in common.
+"""The contents of a save: tensors, the ranges that each rank writes, and values equal on all ranks.
 
-Owns the plan of a save and the agreement on it, before any file is made. Read `inventory.py` and `together.py` first.
+Owns the plan of a save and the agreement on it before any file is created. Read `inventory.py`, `together.py` first.
 """
 
 import re
@@ -39,11 +39,11 @@ _INTEGERS: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.in
 
 @dataclass(frozen=True)
 class Plan:
-    """What is saved where; the same on all ranks but for the items' values.
+    """The tensors of a save and their files; equal on all ranks except for the items' values.
 
     Args:
         extra: the text of `extra.json`.
-        keep: how many of the checkpoints that expire stay, this one included; None where this one does not expire.
+        keep: the number of expiring checkpoints to keep, including this one; None if this one does not expire.
     """
 
     path: Path
@@ -76,7 +76,7 @@ class Plan:
 
     @cached_property
     def chunks(self) -> Chunks:
-        """What all ranks write, in which file and where."""
+        """The chunks of all ranks, with their files and offsets."""
         places = {name: place for place, name in enumerate(self.files)}
         _, (names, *columns) = self._spread
         return arrange(self.specs, self.files, ([places[name] for name in names], *columns), str(self.path))
@@ -109,10 +109,10 @@ def make_plan(
     keep: int | None,
     owned: Sequence[Mapping[str, OwnedState]],
 ) -> Plan:
-    """Look at what there is to be saved.
+    """Collect the data to save.
 
     Args:
-        owned: what `owned_states` returned.
+        owned: the result of `owned_states`.
 
     Raises:
         CheckpointError, ValueError: something cannot be saved, or an argument is wrong.
@@ -140,28 +140,28 @@ def make_plan(
 
 
 def agree_on(engine: Engine, plan: Plan, what: str, options: str) -> None:
-    """Raise unless all ranks save the same, in the same way, and unless what they have in copies is equal.
+    """Raise unless all ranks save the same data with the same options, and copies are equal.
 
     Args:
-        options: what else must be equal.
+        options: further values that must be equal.
     """
     message = "ranks were given different paths, steps or options, or their optimizers hold different states. " + ADVICE
     common = [plan.step, str(plan.path), plan.keep, options, *sorted(plan.aliases.items()), *plan.specs]
     agree_equal(engine, f"{what}: comparing what is to be saved", _crc32_of(common), message)
     message = (
-        "extra, or the optimizers' hyper-parameters or step counters, differ between ranks, and a checkpoint holds "
-        "one. Give the same on every rank: gather what belongs to a rank first. " + ADVICE
+        "extra, or the optimizers' hyper-parameters or step counters, differ between ranks, but a checkpoint holds "
+        "one value. Give the same values on every rank; gather values of single ranks first. " + ADVICE
     )
     agree_equal(engine, f"{what}: comparing extra and hyper-parameters", zlib.crc32(plan.extra), message)
     _agree_on_copies(engine, plan.items, what)
 
 
 def _agree_on_copies(engine: Engine, items: Sequence[Item], what: str) -> None:
-    """Raise where ranks hold the same elements with different values. Collective: an all-gather of 16 bytes."""
+    """Raise if ranks hold different values of the same elements. Collective: an all-gather of 16 bytes."""
     if engine.mesh.world_size == 1:
         return
     slots = [(item, item.slot) for item in items if item.slot is not None]
-    # One after the other: what lies packed is several times as large meanwhile.
+    # One at a time: packed values are several times as large when unpacked.
     everywhere = (item.part(*item.held) for item, slot in slots if slot.bucket.spec.updates_all)
     of_replicas = (item.part(*item.held) for item, slot in slots if not slot.bucket.spec.updates_all)
     digests = [_digest(everywhere), _digest(of_replicas) if engine.mesh.replicas > 1 else 0]
@@ -169,13 +169,13 @@ def _agree_on_copies(engine: Engine, items: Sequence[Item], what: str) -> None:
     differ = [r for r, row in enumerate(rows) if row != [rows[0][0], rows[r % engine.mesh.shard_size][1]]]
     if differ:
         raise CheckpointError(
-            f"{what}: ranks hold copies of parameters or states that differ, so they have not made the same steps: "
+            f"{what}: ranks hold different copies of parameters or states, so they have not made the same steps: "
             f"rank {differ[0]} differs from rank {differ[0] % engine.mesh.shard_size}. {ADVICE}"
         )
 
 
 def _crc32_of(values: Iterable[object]) -> int:
-    """Return a number that shows a difference of values, one after the other: all at once are a long text."""
+    """Return a checksum of values, computed one by one, since the text of all values would be long."""
     digest = 0
     for value in values:
         digest = zlib.crc32(repr(value).encode(errors="surrogatepass"), digest)
@@ -183,6 +183,6 @@ def _crc32_of(values: Iterable[object]) -> int:
 
 
 def _digest(values: Iterable[torch.Tensor]) -> int:
-    """Return a number that shows a difference of bits: of the sums of their integers, taken where the values are."""
+    """Return a checksum of bits: of the sums of tensors as integers, computed on the tensors' devices."""
     sums = [value.view(_INTEGERS[value.itemsize]).sum(dtype=torch.int64) for value in values]
     return zlib.crc32(repr(torch.stack([one.to(sums[0].device) for one in sums]).tolist()).encode()) if sums else 0

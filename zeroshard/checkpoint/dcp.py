@@ -45,7 +45,7 @@ class DcpReader(StorageReader):
         path: the checkpoint.
         model: the key in the state dict under which the model's is; "" where it is the state dict itself.
         optimizers: the keys under which those of the optimizers are, in the order that `zs.shard` was given.
-        cast: convert where a dtype differs, which is else an error.
+        cast: convert dtypes that differ, instead of raising.
 
     ```python
     import tempfile, torch, zeroshard as zs
@@ -73,7 +73,7 @@ class DcpReader(StorageReader):
         self._path, self._entries = Path(checkpoint_id or self._path), {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what there is: each tensor as one box, of which any part can be asked for."""
+        """Return the metadata: each tensor as a box, of which any part can be read."""
         self._entries = dict(self._list_entries())
         described = {key: entry.describe() for key, entry in self._entries.items()}
         return Metadata(dict(described), storage_meta=StorageMeta(checkpoint_id=str(self._path)))
@@ -127,13 +127,13 @@ class DcpReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        """Tell whether this is the path of a checkpoint."""
+        """Return whether this is the path of a checkpoint."""
         return (Path(checkpoint_id) / MANIFEST).is_file()
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor, and what reads a range of its elements."""
+    """A tensor, and the function that reads a range of its elements."""
 
     spec: Spec
     read: Callable[[str, int, int], bytearray]
@@ -150,7 +150,7 @@ class _Entry:
         return TensorStorageMetadata(TensorProperties(dtype=dtype_of(self.spec.dtype)), shape, [whole])
 
     def read_box(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """Return a box of the tensor; read are the rows that it lies in."""
+        """Return a box of the tensor; reads the rows that contain the box."""
         spec = self.spec
         if spec.order or not spec.shape:
             whole = tensor_of(self.read(spec.name, 0, spec.numel), spec.dtype)

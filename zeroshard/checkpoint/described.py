@@ -1,7 +1,7 @@
-"""What `extra.json` says of optimizers: groups, hyper-parameters, steps, and states that are not one number an element.
+"""Optimizers in `extra.json`: groups, hyper-parameters, steps, and states without a value per element.
 
-Owns how that is written in few bytes, however many parameters there are, and read back one parameter at a time. Read
-`values.py` and `inventory.py` (`groups_of`) first.
+Owns the compact format, at any number of parameters, and its reading, one parameter at a time. Read `values.py` and
+`inventory.py` (`groups_of`) first.
 
 Note: columns
     A parameter is its place among the checkpoint's tensors. An optimizer has `class`, `steps`, `groups` (each with its
@@ -27,13 +27,13 @@ KEYS: Final = ("class", "groups", "stateful", "states", "steps")
 
 
 def pack(described: Sequence[Mapping[str, Any]], places: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return what `groups_of` describes as JSON can hold it.
+    """Return the result of `groups_of` in a form that JSON can hold.
 
     Args:
         places: of each parameter among the checkpoint's tensors.
 
     Raises:
-        CheckpointError: something in it cannot be saved; the text says what.
+        CheckpointError: a value cannot be saved; the error names the value.
     """
     return [_pack_one(one, places, f"optimizer {number}") for number, one in enumerate(described)]
 
@@ -83,13 +83,13 @@ def _are_alike(values: Sequence[Any]) -> bool:
 
 
 def unpack(values: Any, names: Sequence[str], where: str) -> list[dict[str, Any]]:
-    """Return what was packed, with `States` in the place of states.
+    """Return the unpacked descriptions, with `States` as their states.
 
     Args:
         names: of the checkpoint's tensors.
 
     Raises:
-        CheckpointError: the file holds what `pack` does not write.
+        CheckpointError: the file holds data that `pack` does not write.
     """
     return [_unpack_one(one, names) for one in Value(values, where).items()]
 
@@ -122,9 +122,9 @@ def _names_of(places: Value, names: Sequence[str]) -> list[str]:
 
 @final
 class States(Mapping[str, dict[str, Any]]):
-    """What the states of an optimizer have beside tensors of elements, by parameter.
+    """The states of an optimizer, except tensors with a value per element, by parameter.
 
-    A tensor of a stack is made when it is asked for: a short text can stand for many.
+    A tensor of a stack is created on request: a short text can describe many.
     """
 
     def __init__(self, names: Sequence[str], columns: Sequence["_Column"]) -> None:
@@ -175,7 +175,7 @@ class _Column:
             raise CheckpointError(f"{column.where}: state {self.key!r} has {count} values for {rows} parameters.")
 
     def has(self, row: int) -> bool:
-        """Tell whether a row has a value."""
+        """Return whether a row has a value."""
         return self._rows is None or row in self._rows
 
     def value_of(self, row: int) -> Any:

@@ -1,6 +1,6 @@
-"""What differs between two checkpoints, element by element. Without torch.
+"""The differences between two checkpoints, element by element. Without torch.
 
-Owns the comparison; it reads both in pieces, so that it needs no more memory for large ones. Read `reader.py` first.
+Owns the comparison. It reads both checkpoints in pieces, with constant memory. Read `reader.py` first.
 """
 
 import math
@@ -23,19 +23,19 @@ PIECE_NUMEL = 1 << 20
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that differs: a tensor with what is different about it."""
+    """A difference: the name of a tensor or field, and a description."""
 
     name: str
     what: str
 
 
 def diff(first: str | Path, second: str | Path) -> list[Difference]:
-    """Return how two checkpoints differ; empty where every tensor, alias and text is equal bit for bit.
+    """Return the differences of two checkpoints; empty if every tensor, alias and text is equal bit for bit.
 
-    How many ranks wrote them, and where ranges were cut, makes no difference. Random generators are not compared.
+    The number of ranks and the ranges in files are not compared, nor are random generators.
 
     Raises:
-        CheckpointError: one of them is damaged.
+        CheckpointError: a checkpoint is damaged.
     """
     one, other = CheckpointReader(Path(first)), CheckpointReader(Path(second))
     found = _compare_specs(one.specs, other.specs)

@@ -39,7 +39,7 @@ SINGLE = "model.safetensors"
 CONFIG = "config.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FILE_BYTES = 5 * 10**9
-"""Largest file of an export, but for a tensor that is larger by itself."""
+"""Largest file of an export, except for a single larger tensor."""
 
 PIECE_NUMEL = 1 << 20
 
@@ -76,7 +76,7 @@ def export(
         return path
     if described is not None and config is not None:
         if "peft_type" in described:
-            raise CheckpointError(f"{config}: describes an adapter of peft, and {source} holds none.")
+            raise CheckpointError(f"{config}: describes an adapter of peft, but {source} holds none.")
         shapes = {name: spec.shape for name, spec in reader.specs.items()}
         check_fit(str(reader.path), shapes, reader.aliases or (), Path(os.path.realpath(config)))
     with new_folder(path) as folder:
@@ -97,7 +97,7 @@ def export(
 def _parse_config(text: bytes, path: Path) -> dict[str, Any]:
     value = strict.loads(text, str(path))
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds no object, as the configuration of a model does.")
+        raise CheckpointError(f"{path}: expected a JSON object with the configuration of a model.")
     return value
 
 
@@ -160,7 +160,7 @@ class FolderReader(Source):
     """The tensors of a folder of safetensors files, or of one file.
 
     Raises:
-        CheckpointError: an index or a header is not what such files hold.
+        CheckpointError: an index or a header is invalid.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -169,7 +169,7 @@ class FolderReader(Source):
         for file in _files_of(Path(path)):
             for name, (spec, offset) in _read_header(file).items():
                 if name in specs:
-                    raise CheckpointError(f"{file}: '{name}' is in {self._homes[name][0].name} as well.")
+                    raise CheckpointError(f"{file}: '{name}' is also in {self._homes[name][0].name}.")
                 specs[name], self._homes[name] = spec, (file, offset)
         digest = zlib.crc32(repr(sorted(self._homes.items())).encode())
         super().__init__(Path(path), specs, None, digest)
@@ -183,7 +183,7 @@ class FolderReader(Source):
 
 
 def is_tensor_folder(path: Path) -> bool:
-    """Tell whether a path is a safetensors file, or a folder of them that is no checkpoint."""
+    """Return whether a path is a safetensors file, or a folder of such files that is not a checkpoint."""
     return path.is_file() or (not (path / MANIFEST).exists() and any((path / n).exists() for n in (INDEX, SINGLE)))
 
 
@@ -195,7 +195,9 @@ def _files_of(path: Path) -> list[Path]:
         names = set(_read_index(path / INDEX).values())
         for name in names:
             if "/" in name or "\\" in name or name.startswith(".") or not name.endswith(".safetensors"):
-                raise CheckpointError(f"{path / INDEX}: {name[:200]!r} is no name of a safetensors file beside it.")
+                raise CheckpointError(
+                    f"{path / INDEX}: {name[:200]!r} is not the name of a safetensors file in this folder."
+                )
         return [path / name for name in sorted(names)]
     if (path / SINGLE).exists():
         return [path / SINGLE]
@@ -206,7 +208,7 @@ def _read_index(path: Path) -> dict[str, str]:
     value = strict.loads(read_text(path), str(path))
     homes = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(homes, dict) or not all(isinstance(name, str) for name in homes.values()):
-        raise CheckpointError(f"{path}: holds no weight_map from tensors to files.")
+        raise CheckpointError(f"{path}: has no weight_map from tensors to files.")
     return homes
 
 
@@ -215,7 +217,7 @@ def _check_index(path: Path, homes: Mapping[str, str]) -> None:
         listed = _read_index(path / INDEX)
         wrong = sorted(set(listed.items()) ^ set(homes.items()))
         if wrong:
-            raise CheckpointError(f"{path / INDEX}: '{wrong[0][0]}' is not where it says ({wrong[0][1]}).")
+            raise CheckpointError(f"{path / INDEX}: '{wrong[0][0]}' is not in {wrong[0][1]}.")
 
 
 def _read_header(path: Path) -> dict[str, tuple[Spec, int]]:
@@ -225,12 +227,12 @@ def _read_header(path: Path) -> dict[str, tuple[Spec, int]]:
         read_exactly(descriptor, memoryview(start), 0, path)
         length = int.from_bytes(start, "little")
         if length > min(strict.MAX_BYTES, nbytes - 8):
-            raise CheckpointError(f"{path}: its header would have {length} bytes, of {nbytes} in all.")
+            raise CheckpointError(f"{path}: has a header of {length} bytes, but the file has {nbytes} bytes.")
         text = bytearray(length)
         read_exactly(descriptor, memoryview(text), 8, path)
     table = strict.loads(bytes(text), str(path))
     if not isinstance(table, dict):
-        raise CheckpointError(f"{path}: its header is no table.")
+        raise CheckpointError(f"{path}: its header is not a JSON object.")
     found = {name: _parse_entry(path, name, entry) for name, entry in table.items() if name != "__metadata__"}
     end = 0
     for spec, offset in sorted(found.values(), key=lambda pair: (pair[1], pair[0].numel)):
@@ -251,7 +253,7 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[Spec, int]:
         raise CheckpointError(f"{where} is of dtype {str(dtype)[:20]!r}; known are {', '.join(ITEM_BYTES)}.")
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
-            raise CheckpointError(f"{where} has a shape or offsets that are no sizes: {str(numbers)[:80]}.")
+            raise CheckpointError(f"{where} has an invalid shape or invalid offsets: {str(numbers)[:80]}.")
     spec = Spec("model", name, dtype, tuple(shape))
     if len(shape) > 64 or len(offsets) != 2 or offsets[1] - offsets[0] != spec.numel * spec.item_bytes:
         raise CheckpointError(f"{where} of shape {shape[:64]} does not fill bytes {offsets}.")
@@ -262,7 +264,7 @@ def import_folder(source: str | Path, target: str | Path, *, step: int = 0) -> P
     """Write a folder of safetensors files as a checkpoint without optimizers, for `zero.load(path, only_model=True)`.
 
     Raises:
-        CheckpointError: the folder is not what such folders are, or the checkpoint exists.
+        CheckpointError: the folder is invalid, or the checkpoint exists.
     """
     reader, path = FolderReader(source), Path(target)
     specs = tuple(reader.specs.values())

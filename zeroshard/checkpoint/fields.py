@@ -1,4 +1,4 @@
-"""Values of a parsed file, each asked for as what it must be.
+"""Values of a parsed file, with checked access by type.
 
 Owns the checks of types and ranges, and their messages. It must not know what the values mean.
 """
@@ -37,7 +37,7 @@ class Value:
     where: str
 
     def fail(self, expected: str) -> CheckpointError:
-        """Return the error that says what was expected; of a large value it shows the beginning."""
+        """Return the error with the expected type and the beginning of the value."""
         return CheckpointError(f"{self.where}: expected {expected}, got {shown(self.value)}.")
 
     def integer(self, most: int = MAX_INTEGER) -> int:

@@ -1,7 +1,7 @@
 """Single file operations, each a function of its own.
 
 Owns every system call of the package that touches a checkpoint, so that a test can make the n-th of them fail. It must
-not know formats. Nothing here follows a link or opens what is no regular file.
+not know formats. No function follows a link or opens a file that is not regular.
 """
 
 import contextlib
@@ -52,11 +52,11 @@ def write(descriptor: int, data: memoryview) -> int:
 
 
 def start_sync(descriptor: int, offset: int, nbytes: int) -> None:
-    """Have a range of a file that was just written go to the disk already, so that `sync` has less to wait for.
+    """Begin to write a range of a file to the disk, which shortens the wait of `sync`.
 
-    It is a hint; whether the bytes got there, `sync` says.
+    The call is a hint; only `sync` ensures that the bytes are on the disk.
     """
-    # Linux begins to write the range back, and drops of it what is clean, which nothing of it is yet.
+    # Linux begins to write the range, and drops its clean pages; all pages are still dirty.
     with contextlib.suppress(OSError):
         os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
@@ -91,15 +91,15 @@ def names_in(path: Path) -> list[str]:
 
 
 def free_bytes(path: Path) -> int:
-    """Return how many bytes the disk of a folder still takes."""
+    """Return the free bytes on the disk of a folder."""
     return shutil.disk_usage(path).free
 
 
 def bytes_in(path: Path) -> int:
-    """Return how many bytes the files in a folder have together, as far as they stay there.
+    """Return the total bytes of the files in a folder, without files removed meanwhile.
 
     Raises:
-        FileNotFoundError: the folder is gone.
+        FileNotFoundError: the folder does not exist.
     """
     total = 0
     for name in os.listdir(path):
@@ -112,7 +112,7 @@ def open_file(path: Path) -> int:
     """Open a regular file for reading.
 
     Raises:
-        CheckpointError: it is missing, a link, a pipe or a device, or what it is called no file can be.
+        CheckpointError: the file is missing, a link, a pipe or a device, or has an invalid name.
     """
     try:
         # A pipe would block without O_NONBLOCK.
@@ -123,16 +123,16 @@ def open_file(path: Path) -> int:
         raise CheckpointError(f"{path}: cannot be opened ({why}).") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{path}: is no regular file.")
+        raise CheckpointError(f"{path}: is not a regular file.")
     return descriptor
 
 
 def refuse_link(path: Path) -> None:
-    """Raise CheckpointError where a path is itself a link; a link above it is the user's own way there."""
-    # Unlike Path.is_symlink this raises nothing of a name that no file can have: opening it says so.
+    """Raise CheckpointError if a path is a link; links among its parents are the user's choice."""
+    # Unlike Path.is_symlink, this does not raise for an invalid name, which fails on opening.
     if os.path.islink(path):
         raise CheckpointError(
-            f"{path}: is a link to '{os.readlink(path)}', and links are not followed. Give what it leads to."
+            f"{path}: is a link to '{os.readlink(path)}', and links are not followed. Give the target of the link."
         )
 
 
@@ -142,13 +142,13 @@ def size_of(descriptor: int) -> int:
 
 
 def identity_of(descriptor: int) -> tuple[int, ...]:
-    """Return numbers of an open file that differ once another has its name, or its contents were changed."""
+    """Return numbers of an open file that change if the file is replaced or its contents change."""
     about = os.fstat(descriptor)
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
 
 def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Fill some of `buffer` from a place in a file and return how many bytes."""
+    """Fill a part of `buffer` from an offset in a file, and return the number of bytes."""
     return os.preadv(descriptor, [buffer], offset)
 
 
@@ -158,5 +158,5 @@ def remove(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder that this process made, with what is in it; failing to is no error."""
+    """Remove a folder that this process created, with its contents; ignore failures."""
     shutil.rmtree(path, ignore_errors=True)

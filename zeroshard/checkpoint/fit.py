@@ -1,4 +1,4 @@
-"""Whether tensors are those of the model that a `config.json` of transformers describes.
+"""The comparison of tensors with the model that a `config.json` of transformers describes.
 
 Owns the comparison with transformers' own model, which is made on the meta device: names and shapes, no values. Needs
 transformers (the extra `zeroshard[transformers]`) and torch, when it is asked.
@@ -20,12 +20,12 @@ def check_fit(where: str, shapes: Mapping[str, tuple[int, ...]], aliases: Iterab
 
     Args:
         where: the checkpoint, for messages.
-        shapes: of parameters and buffers, by name.
-        aliases: further names of tied ones.
+        shapes: shapes of parameters and buffers, by name.
+        aliases: further names of tied parameters.
         config: a `config.json`.
 
     Raises:
-        CheckpointError: transformers is missing, knows no such model, or would draw weights at random.
+        CheckpointError: transformers is missing, lacks the model, or would initialize weights randomly.
     """
     try:
         transformers, torch = importlib.import_module("transformers"), importlib.import_module("torch")
@@ -47,14 +47,14 @@ def check_fit(where: str, shapes: Mapping[str, tuple[int, ...]], aliases: Iterab
     if problems:
         more = f", and {len(problems) - 3} differences more" if len(problems) > 3 else ""
         raise CheckpointError(
-            f"{where} does not fit {config}, and transformers would draw weights at random. Of {best.__name__}, "
-            f"{'; '.join(problems[:3])}{more}. Save the model itself, without what is wrapped around it, or export "
+            f"{where} does not match {config}, so transformers would initialize weights randomly. Of {best.__name__}, "
+            f"{'; '.join(problems[:3])}{more}. Save the model itself, without its wrapper, or export "
             "without a configuration."
         )
 
 
 def _classes_of(transformers: Any, config: Any) -> list[Any]:
-    """Return the model classes that the configuration names, or all that take it where it names none."""
+    """Return the model classes that the configuration names; if it names none, all classes that accept it."""
     if config.architectures:
         return [getattr(transformers, name) for name in config.architectures if hasattr(transformers, name)]
     auto = transformers.models.auto.modeling_auto
@@ -67,7 +67,7 @@ def _classes_of(transformers: Any, config: Any) -> list[Any]:
 def _differences(
     torch: Any, cls: Any, config: Any, shapes: Mapping[str, tuple[int, ...]], known: set[str]
 ) -> list[str]:
-    """Return in what the model's tensors and these differ; a tied parameter is there if one of its names is."""
+    """Return the differences from the model's tensors; a tied parameter needs only one of its names."""
     try:
         with torch.device("meta"):
             model = cls(copy.deepcopy(config))

@@ -39,7 +39,7 @@ def read_generators(device: torch.device) -> dict[str, Tensor]:
 
 
 def check_generators(states: dict[str, Tensor]) -> None:
-    """Raise ValueError, or what a generator raises, for states in which no generator can be."""
+    """Raise ValueError, or the generator's own error, for invalid states."""
     torch.Generator().set_state(states["torch"])
     # Numpy looks at nothing and torch not at both together; they would read beyond their words.
     _, left, _, place = _TORCH.unpack_from(states["torch"].numpy().tobytes())

@@ -1,15 +1,15 @@
 """The text of a manifest: its head, and the index of tensors in one part or several.
 
-Owns format version 2, and which version is read by what. Read `manifest.py` first.
+Owns format version 2, and the choice of the reader for a version. Read `manifest.py` first.
 
 Note: the index
-    Six columns say what there is. "names" has the tensors; "type_of" of each tensor its place in "types", which has
-    `[kind, dtype, shape, order]`. "files" and "stops" go through all tensors in order and have, of each chunk, the
-    place of its file and the element after its last: a chunk begins where the one before ended, and a tensor ends with
-    the chunk that reaches its last element, so gaps and overlaps cannot be written. In a file chunks lie in this order.
-    "crc32" has the checksums of all files, by name. `manifest.json` has the first values of each column, and each of
-    the files `index-<part>-of-<parts>.json`, whose sizes and checksums it has, the next ones. Each part is within the
-    limits of `strict.py`; all together may be beyond.
+    The index has six columns. "names" has the tensors; "type_of" has, for each tensor, an index into "types", which has
+    `[kind, dtype, shape, order]`. "files" and "stops" have, for each chunk in the order of tensors, the index of its
+    file and the element after its last. A chunk begins at the end of the previous chunk, and a tensor ends with the
+    chunk that reaches its last element, so the format cannot express gaps and overlaps. Files have chunks in this
+    order. "crc32" has the checksums of all files, by name. `manifest.json` has the first values of each column, and
+    the sizes and checksums of the files `index-<part>-of-<parts>.json`, which have the next values. Each part is within
+    the limits of `strict.py`; the total may exceed them.
 """
 
 import zlib
@@ -38,10 +38,10 @@ __all__ = ["parse", "serialize"]
 
 COLUMNS: Final = ("crc32", "files", "names", "stops", "type_of", "types")
 PART_COST: Final = 14 << 20
-"""Memory that the values of one part may take, by the estimate of `strict.py`: half of what is read."""
+"""Memory limit for the values of a part, by the estimate of `strict.py`: half of the reader's limit."""
 
 VALUES: Final = 4096
-"""So many values of a column go into a part at a time."""
+"""Number of values of a column that are added to a part at a time."""
 
 MAX_PARTS: Final = 9999
 
@@ -50,8 +50,8 @@ def serialize(manifest: Manifest) -> dict[str, bytes]:
     """Return the texts of `manifest.json` and of the parts of its index, by name.
 
     Raises:
-        CheckpointError: they would not be read back as they are: chunks that leave gaps, names that are there twice or
-            that safetensors cannot hold, or more than a limit.
+        CheckpointError: the texts could not be read back: chunks leave gaps, names are duplicate or invalid in
+            safetensors, or a limit is exceeded.
     """
     parts = list(_cut(_columns_of(manifest)))
     rest = [strict.dumps(part, f"the index of {MANIFEST}") for part in parts[1:]]
@@ -72,7 +72,7 @@ def serialize(manifest: Manifest) -> dict[str, bytes]:
     data = strict.seal(strict.dumps(head, MANIFEST))
     read = parse(data, MANIFEST, lambda name, _: texts[name])
     if (read.chunks.offset != manifest.chunks.offset).any():
-        raise CheckpointError(f"{MANIFEST}: chunks do not lie in their files in the order of tensors.")
+        raise CheckpointError(f"{MANIFEST}: chunks are not in their files in the order of tensors.")
     return texts | {MANIFEST: data}
 
 
@@ -92,7 +92,7 @@ def _columns_of(manifest: Manifest) -> dict[str, list[Any]]:
 
 
 def _cut(columns: Mapping[str, list[Any]]) -> Iterator[dict[str, list[Any]]]:
-    """Yield the parts: of each column the next values, as many as a part may have."""
+    """Yield the parts: the next values of each column, up to the limit of a part."""
     part: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     cost = 0
     for name, values in columns.items():
@@ -139,7 +139,7 @@ def parse(data: bytes, where: str, read_part: Callable[[str, int], bytes]) -> Ma
         name = index_name(place, len(parts))
         text, path = read_part(name, nbytes), f"{where.removesuffix(MANIFEST)}{name}"
         if len(text) != nbytes or zlib.crc32(text) != crc32:
-            raise CheckpointError(f"{path}: is damaged: it is not what {MANIFEST} says.")
+            raise CheckpointError(f"{path}: is damaged: its contents differ from {MANIFEST}.")
         index.add(Value(strict.loads(text, path), path))
     sizes = {name: nbytes.integer() for name, nbytes in value.get("files").entries()}
     tensors = index.tensors(where)
@@ -159,7 +159,7 @@ def parse(data: bytes, where: str, read_part: Callable[[str, int], bytes]) -> Ma
 
 
 class _Index:
-    """The columns, as far as they are read; numbers take their 4 or 8 bytes each."""
+    """The columns read so far; numbers use 4 or 8 bytes each."""
 
     def __init__(self) -> None:
         self._numbers = {"crc32": array("I"), "files": array("q"), "stops": array("q"), "type_of": array("q")}
@@ -167,7 +167,7 @@ class _Index:
         self._types: list[Type] = []
 
     def add(self, part: Value) -> None:
-        """Take the next values of each column."""
+        """Append the next values of each column."""
         part.has_keys(*COLUMNS)
         for name, numbers in self._numbers.items():
             numbers.extend(part.get(name).integers(2**32 - 1 if name == "crc32" else MAX_INTEGER))
@@ -178,7 +178,7 @@ class _Index:
         """Return the tensors.
 
         Raises:
-            CheckpointError: a type or a name is none.
+            CheckpointError: a type or a name is invalid.
         """
         type_of = self._numbers["type_of"]
         if len(type_of) != len(self._names) or max(type_of, default=-1) >= len(self._types):
@@ -203,7 +203,7 @@ class _Index:
         return found
 
     def chunks(self, tensors: Sequence[Spec], files: Sequence[str], where: str) -> Chunks:
-        """Return where each chunk lies."""
+        """Return the location of each chunk."""
         places, stops = self._numbers["files"], self._numbers["stops"]
         if len(places) != len(stops) or max(places, default=-1) >= len(files):
             raise CheckpointError(f"{where}: {len(stops)} chunks are not each in one of {len(files)} files.")

@@ -1,4 +1,4 @@
-"""What a sharded model's state consists of, tensor by tensor, and which elements of each are this rank's.
+"""The tensors of a sharded model's state, and this rank's elements of each.
 
 Owns the way from the engine's buckets to logical tensors. It must not know files. Read `core/buffer.py` and
 `manifest.py` (`Spec`) first.
@@ -46,8 +46,8 @@ class Item:
     """One logical tensor, and this rank's part of it.
 
     Args:
-        value: (stop - start of `held`,), what this rank holds; None where it holds nothing. What lies packed is
-            unpacked each time that a part is asked for.
+        value: (stop - start of `held`,), this rank's elements; None if it has none. Packed values are unpacked at
+            each request for a part.
         held: the elements of the tensor that `value` is.
         slot: the parameter whose bucket decides who writes what; None where `owner` writes the whole.
     """
@@ -67,7 +67,7 @@ class Item:
         return (start - layout.offsets[index], stop - layout.offsets[index]) if stop > start else (0, 0)
 
     def writers(self) -> range:
-        """Return the ranks that write something of it, in the order of what they write."""
+        """Return the ranks that write elements of the tensor, in the order of the elements."""
         if not self.spec.numel:
             return range(0)
         if self.slot is None:
@@ -78,7 +78,7 @@ class Item:
 
     def part(self, start: int, stop: int) -> Tensor:
         """Return elements [start, stop), which this rank must hold, flat."""
-        assert self.value is not None, f"{self.spec.name} is asked of a rank that does not hold it"
+        assert self.value is not None, f"{self.spec.name} is requested from a rank that does not hold it"
         return tensor_of(self.value).detach().reshape(-1)[start - self.held[0] : stop - self.held[0]]
 
 
@@ -99,7 +99,7 @@ def model_items(engine: Engine, model: nn.Module) -> list[Item]:
 def state_items(
     engine: Engine, optimizers: Sequence[ShardedOptimizer], owned: Sequence[Mapping[str, OwnedState]]
 ) -> list[Item]:
-    """Return the states that have a value for each element of a parameter, and all tensors of what is updated whole.
+    """Return the states with a value per element, and all state tensors of parameters that are updated whole.
 
     Args:
         owned: what `owned_states` returned.
@@ -133,7 +133,7 @@ def state_items(
 
 
 def generator_items(engine: Engine, own: dict[str, Tensor]) -> list[Item]:
-    """Return the random generators of all ranks; their sizes are the same everywhere, their values are known to each.
+    """Return the random generators of all ranks; sizes are equal on all ranks, and each rank has its own values.
 
     Args:
         own: this rank's, by name.
@@ -150,7 +150,7 @@ def generator_items(engine: Engine, own: dict[str, Tensor]) -> list[Item]:
 def groups_of(
     optimizers: Sequence[ShardedOptimizer], owned: Sequence[Mapping[str, OwnedState]] = ()
 ) -> list[dict[str, Any]]:
-    """Return classes, groups, hyper-parameters, steps and what states have beside a value for each element.
+    """Return classes, groups, hyper-parameters, steps and the states without a value per element.
 
     Args:
         owned: what `owned_states` returned; without it nothing is said of states of parameters that are updated whole.
@@ -177,7 +177,7 @@ def aliases_of(engine: Engine, model: nn.Module) -> dict[str, str]:
     """Return the other names of tied parameters and shared buffers, with the first name of each."""
     aliases = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        # What is ignored is in no checkpoint.
+        # Checkpoints do not contain ignored parameters.
         if isinstance(parameter, ShardedParameter) and (first := slot_of(parameter).name) != name:
             aliases[name] = first
     seen: dict[int, str] = {}
@@ -191,7 +191,7 @@ def order_of(slot: Slot) -> tuple[int, ...]:
     """Return a parameter's dimensions from the slowest to the fastest; empty where that is row-major."""
     shape, strides = slot.bucket.places.shapes[slot.index], slot.bucket.places.strides[slot.index]
     order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
-    # Dimensions of one element may have any stride; where they stand makes no difference.
+    # Dimensions of one element may have any stride; their position does not matter.
     moved = [dim for dim in order if shape[dim] > 1]
     return () if moved == sorted(moved) else tuple(order)
 
@@ -213,7 +213,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a state dict would hold: buffers that are persistent, by all their names."""
+    """Yield the buffers in a state dict: persistent buffers, by all their names."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

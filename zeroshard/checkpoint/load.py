@@ -77,7 +77,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Content:
-    """What `extra.json` holds, and the checkpoint that it is of."""
+    """The contents of `extra.json`, and their checkpoint."""
 
     reader: CheckpointReader
     extra: dict[str, Any]
@@ -111,7 +111,7 @@ def load(
     agree_equal(engine, f"{what}: comparing manifests", reader.digest, message)
     with together(engine, f"{what}: verifying {source}", UNCHANGED):
         if content is not None:
-            # What a rank reads it checks itself, and a share of what none reads.
+            # A rank checks the blocks that it reads, and a share of the blocks that no rank reads.
             for is_state, name, start, stop in _wanted(items, () if only_model else optimizers, content.reader):
                 content.reader.verify_range(name, start, stop, is_state=is_state)
             but = frozenset(["model"] if only_model else ["model", "state"])
@@ -126,7 +126,7 @@ def load(
 
 
 def read_content(reader: CheckpointReader) -> Content:
-    """Return what a checkpoint's `extra.json` holds, as far as it is looked at without a model."""
+    """Return the contents of a checkpoint's `extra.json`, checked as far as possible without a model."""
     where = str(reader.path / EXTRA)
     value = strict.loads(reader.read_extra(), where)
     if not isinstance(value, dict) or set(value) != {"extra", "loss_scale", "optimizers"}:
@@ -137,9 +137,9 @@ def read_content(reader: CheckpointReader) -> Content:
     else:
         optimizers = unpack(value["optimizers"], [spec.name for spec in reader.manifest.tensors], where)
     if not isinstance(extra, dict) or not _is_loss_scale(scale):
-        raise CheckpointError(f"{where}: extra or the loss scale is not what a checkpoint holds.")
+        raise CheckpointError(f"{where}: extra or the loss scale is invalid.")
     if not isinstance(optimizers, list) or not all(_is_described(one) for one in optimizers):
-        raise CheckpointError(f"{where}: the optimizers are not described as a checkpoint does.")
+        raise CheckpointError(f"{where}: the description of the optimizers is invalid.")
     return Content(reader, extra, optimizers, scale)
 
 
@@ -151,7 +151,7 @@ def _check_model(items: Sequence[Item], aliases: Mapping[str, str], source: Sour
     here = {item.spec.name: item.spec for item in items}
     there = source.specs
     problems = [f"'{name}' is in the model and not in the checkpoint" for name in here if name not in there]
-    # Where files do not say what is tied, they may hold a tied parameter under each of its names.
+    # If files do not record ties, they may hold a tied parameter under each of its names.
     known = here.keys() | (aliases.keys() if source.aliases is None else set())
     problems += [f"'{name}' is in the checkpoint and not in the model" for name in there if name not in known]
     for name in here.keys() & there.keys():
@@ -177,7 +177,7 @@ def _check_model(items: Sequence[Item], aliases: Mapping[str, str], source: Sour
 
 
 def _is_equal(source: Source, first: str, second: str) -> bool:
-    """Tell whether two tensors in files are equal, bit for bit."""
+    """Return whether two tensors in files are equal, bit for bit."""
     one, other = source.specs[first], source.specs[second]
     return (one.dtype, one.shape) == (other.dtype, other.shape) and all(
         source.read(first, start, stop) == source.read(second, start, stop)
@@ -199,7 +199,7 @@ def _copy_model(items: Sequence[Item], source: Source) -> None:
 def _wanted(
     items: Sequence[Item], optimizers: Sequence[ShardedOptimizer], reader: CheckpointReader
 ) -> Iterator[tuple[bool, str, int, int]]:
-    """Yield what this rank reads: whether it is a state, the name, and elements as they lie in the file."""
+    """Yield the ranges that this rank reads: whether a state, the name, and the elements in the file's order."""
     for item in items:
         yield False, item.spec.name, *_range_in(reader.specs[item.spec.name], item.spec.order, item.held)
     slots = _slots_of(optimizers)
@@ -287,7 +287,7 @@ def _check_optimizers(here: list[dict[str, Any]], there: list[dict[str, Any]], w
 
 
 def _is_described(one: Any) -> bool:
-    """Tell whether a value describes an optimizer, as far as it is read without asking."""
+    """Return whether a value has the fields of an optimizer that are read without checks."""
     if not isinstance(one, dict) or set(one) != {"class", "groups", "states", "steps"}:
         return False
     if not isinstance(one["groups"], list) or type(one["steps"]) is not int or not 0 <= one["steps"] < MAX_STEPS:
@@ -306,7 +306,7 @@ def _is_described(one: Any) -> bool:
 
 
 def _is_alike(one: Any, other: Any) -> bool:
-    """Tell whether a hyper-parameter could have either value: both numbers, or of one type, or not given."""
+    """Return whether two values of a hyper-parameter are compatible: two numbers, equal types, or a missing value."""
     numbers = (int, float, Tensor)
     both_are_numbers = isinstance(one, numbers) and isinstance(other, numbers)
     return both_are_numbers or one is None or other is None or type(one) is type(other)
@@ -327,14 +327,16 @@ def _check_states(optimizers: Sequence[ShardedOptimizer], content: Content) -> N
     slots = _slots_of(optimizers)
     listed = {f"{place}/{name}" for place, one in enumerate(content.optimizers) for name in one["states"]}
     if strangers := sorted(listed - slots.keys()):
-        raise CheckpointError(f"{reader.path}: the state of '{strangers[0]}' belongs to no parameter here.")
+        raise CheckpointError(f"{reader.path}: the state of '{strangers[0]}' matches no parameter here.")
     for spec in reader.states.values():
         if spec.kind != "state":
             continue
         name = _owner_of(reader, spec)
         is_cut = name in listed and slots[name].updater is None
         if name not in listed or (is_cut and spec.shape != slots[name].bucket.places.shapes[slots[name].index]):
-            raise CheckpointError(f"{reader.path}: the state '{spec.name}' {spec.shape} belongs to no parameter here.")
+            raise CheckpointError(
+                f"{reader.path}: the state '{spec.name}' {spec.shape} matches no parameter of the model."
+            )
 
 
 def _slots_of(optimizers: Sequence[ShardedOptimizer]) -> dict[str, Slot]:
@@ -405,7 +407,7 @@ def _like(value: Any, before: Any) -> Any:
 
 
 def _check_generators(engine: Engine, reader: CheckpointReader) -> None:
-    """Raise where the generators that the checkpoint has of this rank do not fit."""
+    """Raise if the checkpoint's generators of this rank are invalid."""
     rank = engine.mesh.rank
     if rank >= reader.manifest.world_size:
         return
@@ -415,12 +417,14 @@ def _check_generators(engine: Engine, reader: CheckpointReader) -> None:
             continue
         if spec is None or spec.shape != (state.numel(),) or spec.dtype != "U8":
             raise CheckpointError(
-                f"{reader.path}: the random generator '{name}' of rank {rank} is missing or another's."
+                f"{reader.path}: the state of the random generator '{name}' of rank {rank} is missing or invalid."
             )
     try:
         check_generators(_generators_of(engine, reader))
     except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{reader.path}: a random generator of rank {rank} cannot be so ({error}).") from error
+        raise CheckpointError(
+            f"{reader.path}: the state of a random generator of rank {rank} is invalid ({error})."
+        ) from error
 
 
 def _generators_of(engine: Engine, reader: CheckpointReader) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: tensors, the ranges of them that each file holds, checksums.
+"""The manifest of a checkpoint: tensors, their ranges in each file, checksums.
 
 Owns the words of the format: names of files, of tensors and of states, and the layout of a tensor file. `index.py` owns
 its text. It opens nothing; `reader.py` does. A manifest that was parsed is consistent: names stay inside the folder,
@@ -82,7 +82,7 @@ class Manifest:
             files that do not say.
         files: every file but the manifest and the parts of its index.
         software: versions that wrote it, for people.
-        expires: whether retention may remove it once newer ones are there.
+        expires: whether retention may remove the checkpoint when newer ones exist.
         parts: names of the files with the rest of the index.
         version: of the format in which it was written.
     """
@@ -149,7 +149,7 @@ def index_name(part: int, parts: int) -> str:
 
 
 def is_own_name(name: str) -> bool:
-    """Tell whether a file of this name would belong to some checkpoint."""
+    """Return whether a checkpoint could have a file of this name."""
     return name in (EXTRA, MANIFEST) or any(pattern.fullmatch(name) for pattern in (_FILE_NAME, _INDEX_NAME))
 
 
@@ -188,7 +188,7 @@ def spread(
 def join_state(optimizer: int, key: Any, parameter: str) -> str:
     """Return the name of a state, "<optimizer>/<key>/<parameter>", from which all three follow.
 
-    A key that is no text, or has a slash or a leading tilde in it, is a tilde and its JSON, with slashes escaped.
+    A key that is not a string, or has a slash or a leading tilde, becomes a tilde and its JSON, with slashes escaped.
     """
     is_plain = isinstance(key, str) and "/" not in key and not key.startswith("~")
     text = key if is_plain else "~" + json.dumps(key, allow_nan=False).replace("/", "\\u002f")

@@ -1,4 +1,4 @@
-"""Tensors, and the ranges of them in files: what a tensor is, where each range lies, and how a tensor file begins.
+"""Tensors, their ranges in files, and the headers of tensor files.
 
 Owns the arithmetic of the format, in columns of numbers: a checkpoint may have a million tensors. It must not know
 ranks, or how any of it is written down. Read `manifest.py` ("the folder") first.
@@ -215,7 +215,7 @@ def parse_type(value: Value, kind: Value, dtype: Value, shape: Value, order: Val
     """Return kind, dtype, shape and order of a tensor.
 
     Raises:
-        CheckpointError: there is no such tensor.
+        CheckpointError: the description is invalid.
     """
     if kind.text() not in KINDS or dtype.text() not in ITEM_BYTES:
         raise value.fail(f"a kind of {', '.join(KINDS)} and a dtype of {', '.join(ITEM_BYTES)}")

@@ -3,9 +3,9 @@
 Owns the way from a folder to verified bytes. It must not know torch or what tensors are for. Read `manifest.py` first.
 
 Note: once
-    A checksum costs as much as reading three times. So a reader keeps in mind which blocks it has checked, and reads
-    parts of those as they are. What it then hands out is what was checked, or an error: each file must be the same one,
-    with the same size and times of change, from the first time it is opened to after the last byte is read.
+    A checksum costs as much as reading three times. A reader therefore records the blocks that it has checked, and
+    does not check them again. Each file must stay the same, with the same size and times of change, from its first
+    opening until after the last read; otherwise the reader raises.
 """
 
 import zlib
@@ -42,7 +42,7 @@ class Source(ABC):
     Args:
         specs: the parameters and buffers, by name.
         aliases: the other names of tied ones, each with its name in `specs`; None where the files do not say.
-        digest: a checksum of what the files say of themselves; equal where two ranks read the same files.
+        digest: a checksum of the manifest or headers; equal if two ranks read the same files.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, Spec], aliases: Mapping[str, str] | None, digest: int) -> None:
@@ -53,7 +53,7 @@ class Source(ABC):
         """Fill `buffer` with elements of a tensor from `start` on, counted as they lie in memory there.
 
         Raises:
-            CheckpointError: the file is gone or damaged.
+            CheckpointError: the file is missing or damaged.
         """
 
     def read(self, name: str, start: int, stop: int) -> bytearray:
@@ -119,7 +119,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, int]:
     path = folder / MANIFEST
     if not path.exists() and not path.is_symlink():
         if not folder.exists():
-            why = "there is no such folder"
+            why = "the folder does not exist"
         elif folder.is_dir():
             why = f"it has no {MANIFEST}, so it was never finished"
         else:
@@ -128,7 +128,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, int]:
                 "model.load_state_dict(torch.load(path)) inside it, on every rank; weights in safetensors by "
                 "zero.load(path, only_model=True)"
             )
-        raise CheckpointError(f"{folder}: is no checkpoint: {why}.")
+        raise CheckpointError(f"{folder}: is not a checkpoint: {why}.")
     data = read_text(path)
     return parse(data, str(path), lambda name, nbytes: read_text(folder / name, nbytes)), zlib.crc32(data)
 
@@ -223,7 +223,7 @@ class CheckpointReader(Source):
         """Check every block of every file, or one of several equal shares of them.
 
         Args:
-            on_bytes: is told how many bytes were checked since the last call.
+            on_bytes: called with the bytes checked since its last call.
             but: kinds of tensors; blocks that hold nothing else are left to those who read them.
 
         Raises:

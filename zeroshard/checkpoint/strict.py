@@ -75,7 +75,7 @@ def _check_limits(data: bytes, where: str) -> None:
         raise CheckpointError(f"{where}: {len(data)} bytes of JSON; at most {MAX_BYTES} are read.")
     if (nbytes := cost_of(data)) > MAX_PARSED_BYTES:
         raise CheckpointError(
-            f"{where}: its values would take some {nbytes} bytes of memory; at most {MAX_PARSED_BYTES} are spent."
+            f"{where}: its values would need about {nbytes} bytes of memory; the limit is {MAX_PARSED_BYTES} bytes."
         )
 
 
@@ -83,12 +83,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {key[:80]!a} is there twice")
+        raise ValueError(f"duplicate key {key[:80]!a}")
     return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:
@@ -115,7 +115,7 @@ def unseal(data: bytes, where: str) -> bytes:
     end = data.rfind(b"\n", 0, -1)
     match = _LAST_LINE.fullmatch(data, max(end, 0))
     if match is None:
-        raise CheckpointError(f"{where}: its last line is no checksum, so the file is cut short or damaged.")
+        raise CheckpointError(f"{where}: its last line is not a checksum, so the file is truncated or damaged.")
     text, expected = data[:end], int(match[1])
     if data != seal(text):
         raise CheckpointError(f"{where}: is damaged: its checksum is {zlib.crc32(text)}, expected {expected}.")

@@ -1,4 +1,4 @@
-"""What a program hands over to be saved, as JSON and back: numbers, texts, lists, mappings, small tensors.
+"""Conversion of a program's values to JSON and back: numbers, strings, lists, mappings, small tensors.
 
 Owns the words for what JSON lacks: an object with one key that begins with "$". Nothing is ever executed or imported
 to read a value back.
@@ -106,7 +106,7 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
         return dict(pairs) if is_plain else {"$items": pairs}
     raise CheckpointError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved without pickling. "
-        "Give its numbers, texts, lists, mappings or tensors (most objects have a state_dict())."
+        "Give its numbers, strings, lists, mappings or tensors (most objects have a state_dict())."
     )
 
 
@@ -122,7 +122,7 @@ def check_key(key: Any, where: str) -> Any:
         is_key = key is None or isinstance(key, (bool, int)) or (isinstance(key, float) and math.isfinite(key))
     if not is_key:
         raise CheckpointError(
-            f"{where} has the key {key!a:.80}; keys are texts that UTF-8 can hold, and finite numbers."
+            f"{where} has the key {key!a:.80}; keys must be strings that UTF-8 can encode, or finite numbers."
         )
     return key
 
@@ -155,9 +155,7 @@ def decode(value: Any, where: str, depth: int = 0) -> Any:
     try:
         return _decode_word(words[0], value[words[0]], where, depth, len(value))
     except (ValueError, TypeError, KeyError, RuntimeError, binascii.Error) as error:
-        raise CheckpointError(
-            f"{where}: {words[0]!a:.80} holds what no checkpoint does ({str(error)[:200]})."
-        ) from error
+        raise CheckpointError(f"{where}: {words[0]!a:.80} has invalid contents ({str(error)[:200]}).") from error
 
 
 def _decode_word(word: str, content: Any, where: str, depth: int, count: int) -> Any:

@@ -76,7 +76,7 @@ def list_checkpoints(folder: str | Path) -> list[Listed]:
     """
     root = Path(folder)
     if not root.is_dir():
-        raise CheckpointError(f"{root}: there is no such folder.")
+        raise CheckpointError(f"{root}: the folder does not exist.")
     found = [_look(root / name) for name in files.names_in(root) if not name.startswith(".")]
     return sorted((one for one in found if one is not None), key=lambda one: (one.step, one.path.name))
 
@@ -144,9 +144,11 @@ def latest(folder: str | Path) -> Path | None:
             problems.append(str(error))
         else:
             for problem in problems:
-                warnings.warn(printable(f"{one.path} is taken; passed over: {problem}"), stacklevel=2)
+                warnings.warn(printable(f"using {one.path}; skipped: {problem}"), stacklevel=2)
             return one.path
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
-        raise CheckpointError(f"{folder}: no checkpoint is whole:\n{listed}\nRestore one, or begin in another folder.")
+        raise CheckpointError(
+            f"{folder}: no checkpoint is complete:\n{listed}\nRestore one, or start in another folder."
+        )
     return None

@@ -1,6 +1,6 @@
-"""Manifests of format version 1, which had no parts: the text of each tensor, and of each file its chunks.
+"""Manifests of format version 1, without parts: the description of each tensor, and the chunks of each file.
 
-Owns reading them; nothing writes them any more. Read `manifest.py` and `fields.py` first.
+Owns only reading; no code writes them. Read `manifest.py` and `fields.py` first.
 """
 
 from array import array
@@ -24,7 +24,7 @@ def parse(value: Value) -> Manifest:
     """Return the manifest of a parsed text.
 
     Raises:
-        CheckpointError: it contradicts itself.
+        CheckpointError: the text is inconsistent.
     """
     where = value.where
     value.has_keys("aliases", "expires", "files", "format", "software", "step", "tensors", "version", "world_size")

@@ -1,7 +1,7 @@
-"""Writing one file: streamed, with the checksums taken from memory and the bytes on the disk when it is closed.
+"""Streamed writing of a file, with checksums of the bytes in memory, and the bytes on the disk on close.
 
-Owns the way from tensors' bytes to a file. It must not know what the bytes are. Memory is read once, into a piece of
-the writer's own: other threads may change it, and the checksum must be of the very bytes that are written.
+Owns the path from tensors' bytes to a file. It must not know the meaning of the bytes. The writer first copies each
+piece of memory: other threads may change the memory, and the checksum must match the written bytes.
 """
 
 import zlib
@@ -15,15 +15,15 @@ from zeroshard.checkpoint.manifest import BLOCK_BYTES, FileEntry
 __all__ = ["FileWriter", "write_file"]
 
 PIECE_BYTES: Final = 512 << 10
-"""How much is copied at a time: so little that checksum and write find it in the processor's cache."""
+"""Bytes per copy: small enough that the checksum and the write read from the processor's cache."""
 
 SYNC_BYTES: Final = 32 << 20
-"""How much is written before the disk begins with it: the disk and the checksums so work at the same time."""
+"""Bytes written before the disk begins to write them, in parallel with the checksums."""
 
 
 @final
 class FileWriter:
-    """A new file, as a context: on the way out it is on the disk.
+    """A new file, as a context; on exit, its bytes are on the disk.
 
     Raises:
         OSError: with the file's name, from any operation.
@@ -76,7 +76,7 @@ class FileWriter:
             self._started = self._done
 
     def entry(self) -> FileEntry:
-        """Return what the manifest says of the file."""
+        """Return the file's entry in the manifest."""
         return FileEntry(self._done, tuple(self._crc32) if self._done else ())
 
     def _named(self, error: OSError) -> OSError:
@@ -84,7 +84,7 @@ class FileWriter:
 
 
 def write_file(path: Path, data: bytes) -> FileEntry:
-    """Write a whole file and return what the manifest says of it."""
+    """Write a whole file and return its entry in the manifest."""
     with FileWriter(path) as writer:
         writer.write(memoryview(data))
     return writer.entry()

@@ -1,14 +1,14 @@
-"""Which parameters the caller of `shard()` leaves out.
+"""Parameters that `shard()` ignores.
 
-Owns what may be written, and its checks.
+Owns the accepted values of `ignored=`, and their checks.
 
 Note: what ignored means
-    The parameter stays the caller's own on each rank: it is not sharded, not made equal to rank 0's, not converted, and
-    its gradient is this rank's, in `.grad`, not reduced. Its optimizer is one that is not handed over. Checkpoints do
-    not have it; `model.state_dict()` under `gathered()` does. Norms of sharded gradients do not count it.
+    User code owns an ignored parameter on each rank: it is not sharded, not copied from rank 0, and not converted. Its
+    gradient in `.grad` belongs to this rank and is not reduced. It needs an optimizer that is not passed to `shard()`.
+    Checkpoints do not contain it; `model.state_dict()` under `gathered()` does. Norms of sharded gradients exclude it.
 
-    On the meta device it has no values that could be the caller's: it gets them as all others do, whole on every rank
-    and rank 0's (`state/materialize.py`). Ignored parameters that have values keep them, whatever initializers write.
+    On the meta device, an ignored parameter has no values. It is initialized like all others, whole on every rank, with
+    rank 0's values (`state/materialize.py`). Ignored parameters with values keep them, independent of initializers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,8 @@ def ignored_of(model: nn.Module, asked: Sequence[object]) -> Mapping[int, str]:
         asked: parameters, modules with all their parameters, or patterns of parameter names.
 
     Raises:
-        ValueError: something that is not in the model.
-        TypeError: none of these.
+        ValueError: an item is not in the model.
+        TypeError: an item is not a parameter, a module or a pattern.
     """
     if isinstance(asked, str | nn.Module | nn.Parameter):
         raise TypeError(f"ignored= takes a list of parameters, modules or names; got {type(asked).__name__} itself.")
@@ -47,7 +47,7 @@ def ignored_of(model: nn.Module, asked: Sequence[object]) -> Mapping[int, str]:
         if not chosen:
             shown = repr(one) if isinstance(one, str) else type(one).__name__
             raise ValueError(
-                f"ignored= has {shown}, which is no parameter of the model; parameters: "
+                f"ignored= has {shown}, which is not a parameter of the model; parameters: "
                 f"{', '.join(list(names.values())[:8])}, ..."
             )
         found |= {key: names[key] for key in chosen}

@@ -1,12 +1,12 @@
-"""What the nodes of autograd need of the tensors that they saved: values, signs, a shape; and what made these tensors.
+"""The needs of autograd nodes for their saved tensors (values, signs, a shape), and the origin of these tensors.
 
 Owns the names of nodes and the walk over a unit's part of the graph. It must not know encodings. A node that is not
-named here needs every bit of what it saved. Private names of torch are in `torch_private.py`.
+named here needs every bit of its saved tensors. Private names of torch are in `torch_private.py`.
 
 Note: one walk, each node once
-    The walk at a unit's exit begins at its outputs and notes at each node that it was there. So it ends where an
-    earlier one was, and a forward is walked once in all. On its way it also meets nodes of modules around the unit,
-    whose tensors are treated later: what is found out about them is kept until then.
+    The walk at a unit's exit begins at its outputs and marks each visited node. It stops at nodes of earlier walks, so
+    a forward is walked once in total. The walk also meets nodes of modules around the unit, whose tensors are treated
+    later: their uses are kept until then.
 """
 
 import weakref
@@ -32,8 +32,8 @@ _VIEWS = frozenset(
 )
 _POOL = "MaxPool2DWithIndicesBackward0"
 
-# Which saved tensor is which input of its node, and which are results, where an error leads to a bounded error of
-# gradients, in proportion to the other factors. Of attention the queries and keys stand in an exponent: not here.
+# The saved tensors that are inputs of a node, and those that are results, where an error causes a bounded error of
+# gradients, in proportion to the other factors. Queries and keys of attention are in an exponent: not listed.
 _ATTENTION = frozenset(
     f"ScaledDotProduct{name}Backward0"
     for name in ("FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "CudnnAttention")
@@ -74,7 +74,7 @@ _RESULTS = frozenset((("SigmoidBackward0", "result"), ("TanhBackward0", "result"
 
 
 class Packed:
-    """What saved-tensor hooks put in the place of a tensor: its `value`, until something else stands for it."""
+    """The box that saved-tensor hooks put in place of a tensor: its `value`, until a treatment replaces the value."""
 
     __slots__ = ()
     value: Any
@@ -83,7 +83,7 @@ class Packed:
 @final
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What is needed of a saved tensor.
+    """The part of a saved tensor that its node needs.
 
     Args:
         kind: "values"; "nonzero", "positive" or "inside", whether elements are not zero, above zero, or neither at nor
@@ -101,11 +101,11 @@ class Need:
 @final
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which result of a ReLU a tensor follows from.
+    """The result of a ReLU that a tensor is derived from.
 
     Args:
-        root: identifies that tensor as a node saved it; None if none did here.
-        steps: from there: "square" and dtypes; () for the result itself.
+        root: identifies the result as a node saved it; None if no node saved it here.
+        steps: the steps from the result: "square" and dtypes; () for the result itself.
     """
 
     root: int | None
@@ -115,10 +115,10 @@ class Origin:
 @final
 @dataclass(frozen=True, slots=True)
 class Rearranged:
-    """Of which tensor a tensor seems to be a contiguous copy, with two dimensions swapped.
+    """The tensor of which another tensor seems to be a contiguous copy with two dimensions swapped.
 
     Args:
-        root: identifies that tensor as a node saved it.
+        root: identifies the tensor as a node saved it.
     """
 
     root: int
@@ -128,13 +128,13 @@ class Rearranged:
 @final
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One tensor that a node saved.
+    """A tensor that a node saved.
 
     Args:
-        node: its name, and the name of the place of the tensor there.
-        origin: where the tensor comes from, if it follows from the result of a ReLU, or is a copy of another one.
-        has_edge: whether it needs a gradient, and so was made inside the graph.
-        can_round: whether errors in it are bounded errors of gradients.
+        node: the name of the node, and the name of the tensor in the node.
+        origin: the origin of the tensor, if it is derived from the result of a ReLU, or is a copy of another tensor.
+        has_edge: whether the tensor needs a gradient, so that the graph computed it.
+        can_round: whether errors of the tensor cause bounded errors of gradients.
     """
 
     node: str
@@ -151,13 +151,13 @@ _OPAQUE = Need("opaque")
 
 @final
 class Uses:
-    """What is known of the tensors that were saved and not treated yet."""
+    """The uses of saved tensors that are not treated yet."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[Tensor], Use]] = {}
 
     def walk(self, outputs: Any) -> None:
-        """Find out about what was saved on the way to tensors."""
+        """Collect the uses of tensors saved on the paths to outputs."""
         stack = [tensor.grad_fn for tensor in find(outputs, Tensor) if tensor.grad_fn is not None]
         while stack:
             node = stack.pop()
@@ -171,24 +171,24 @@ class Uses:
             stack += nodes_before(node)
 
     def of(self, tensor: Tensor) -> Use | None:
-        """Return what a box's tensor is used for, once; None if no walk met the node that saved it."""
+        """Return and remove the use of a box's tensor; None if no walk met the node that saved it."""
         known, use = self._found.pop(id(tensor), (None, None))
         return use if known is not None and known() is tensor else None
 
     def forget_dead(self) -> None:
-        """Forget tensors that are gone: nobody will ask for them."""
+        """Remove tensors that were released."""
         if any(known() is None for known, _ in self._found.values()):
             self._found = {key: one for key, one in self._found.items() if one[0]() is not None}
 
 
 def _tensor_of(packed: Any) -> Tensor | None:
-    """Return the tensor of a box that no treatment has changed."""
+    """Return the tensor of a box that no treatment has replaced."""
     return packed.value if isinstance(packed, Packed) and isinstance(packed.value, Tensor) else None
 
 
 def _use(node: Any, name: str, place: str, tensor: Tensor) -> Use:
     if place == "tensors":
-        # A function of the user's, or a compiled block.
+        # A user function, or a compiled block.
         return Use(name, place, _OPAQUE)
     if name == "ReluBackward0" and place == "result":
         return Use(name, place, Need("nonzero"), Origin(id(tensor), ()))
@@ -215,7 +215,7 @@ def _use(node: Any, name: str, place: str, tensor: Tensor) -> Use:
 
 
 def _origin(node: Any, dtype: torch.dtype) -> Origin | Rearranged | None:
-    """Return which result of a ReLU the output of a node follows from, or what it is a copy of."""
+    """Return the ReLU result that a node's output is derived from, or the tensor that it is a copy of."""
     steps: tuple[Any, ...] = ()
     node = _behind_views(node)
     if node is not None and node.name() == "CloneBackward0":
@@ -232,12 +232,12 @@ def _origin(node: Any, dtype: torch.dtype) -> Origin | Rearranged | None:
 
 
 def _copied(node: Any) -> Rearranged | None:
-    """Return what is copied, if it is the saved result of attention, as after `transpose().reshape()`."""
+    """Return the copied tensor, if it is the saved result of attention, as after `transpose().reshape()`."""
     if node is None or node.name() != "TransposeBackward0" or (maker := edge_of(node, 0)) is None:
         return None
     root = _root(maker, "output") if maker.name() in _ATTENTION else None
     dims = [setting_of(node, name) for name in ("dim0", "dim1")]
-    # Negative ones come as unsigned numbers.
+    # Negative numbers are returned as unsigned.
     first, second = (dim - 2**64 if dim >= 2**63 else dim for dim in dims)
     return Rearranged(root, (first, second)) if root is not None else None
 
@@ -262,7 +262,7 @@ def _root(node: Any, place: str) -> int | None:
 
 
 def _behind_views(node: Any) -> Any:
-    """Return the node that made the memory which a node's output is an alias of."""
+    """Return the node that allocated the memory of a node's output."""
     while node is not None and node.name() in _VIEWS:
         node = edge_of(node, 0)
     return node
