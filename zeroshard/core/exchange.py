@@ -145,14 +145,6 @@ def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return state
 
 
-def _join(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Write flat tensors to `out`, one after another; offloaded ones are on another device."""
-    if all(part.device == out.device for part in parts):
-        torch.cat([*parts], out=out)
-    else:
-        foreach_copy_([*out.split_with_sizes([part.numel() for part in parts])], [*parts])
-
-
 @final
 class _Shaped(Piece):
     """Parameters that every rank updates; they need only their shape."""
@@ -208,8 +200,9 @@ class _Routed(Piece):
         self._grads = self._take(given, grads[0].dtype), self._take(owned, grads[0].dtype)
         self._values = self._take(given, masters[0].dtype), self._take(owned, masters[0].dtype)
         with torch.no_grad(), NoSubclasses():
-            _join(grads, self._grads[0])
-            _join(self._parts, self._values[0])
+            # Not torch.cat: offloaded slices are on another device than the buffer.
+            foreach_copy_(self._cut(self._grads[0]), grads)
+            foreach_copy_(self._cut(self._values[0]), self._parts)
         self._pending = [
             self._route(*self._grads, turn.counts, 0, "gradients to their owners"),
             self._route(*self._values, turn.counts, 1, "values to their owners"),
@@ -223,6 +216,10 @@ class _Routed(Piece):
         self._joint = self._joined(self._values[1])
         whole = zip(self._owned, self._joint, self._joined(self._grads[1]), strict=True)
         return self._exchange.lend((*placed, values, grad) for placed, values, grad in whole)
+
+    def _cut(self, given: Tensor) -> list[Tensor]:
+        """Return the place in a buffer of each slice that this rank sends."""
+        return [*given.split_with_sizes([part.numel() for part in self._parts])]
 
     def _joined(self, taken: Tensor) -> list[Tensor]:
         """Return each matrix that this rank owns, flat, of what came rank by rank; one alone is there as it is."""
@@ -250,6 +247,6 @@ class _Routed(Piece):
         """See `Piece`."""
         self._pending[0].wait()
         with torch.no_grad(), NoSubclasses():
-            foreach_copy_(self._parts, [*self._values[0].split_with_sizes([part.numel() for part in self._parts])])
+            foreach_copy_(self._parts, self._cut(self._values[0]))
         for buffer in self._buffers[2:]:
             self._engine.comm.pool.give(buffer)

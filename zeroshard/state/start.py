@@ -75,8 +75,10 @@ def init(
     """
     check_seconds(watchdog_s=watchdog_s, heartbeat_s=heartbeat_s)
     with ends_by_signal():
-        if not dist.is_initialized() and (launched := find_launch()) is not None:
-            _join(launched, watchdog_s, heartbeat_s, backend or ("nccl" if devices.count() else "gloo"))
+        if not dist.is_initialized():
+            _refuse_other_launcher()
+            if (launched := find_launch()) is not None:
+                _join(launched, watchdog_s, heartbeat_s, backend or ("nccl" if devices.count() else "gloo"))
         mesh = current_mesh()
         if backend is not None and dist.is_initialized():
             has, there = backend_of(mesh.device.type), dist.get_backend_config()
@@ -220,3 +222,21 @@ def _check_equal(mesh: Mesh, seed: int | None) -> None:
             f"{mesh} zs.init() was given different seeds:\n{given}\n"
             "Give all ranks the same seed: each rank adds its number to it."
         )
+
+
+def _refuse_other_launcher() -> None:
+    """Raise RuntimeError if srun or mpirun started several processes, each of which would train alone."""
+    if "WORLD_SIZE" in os.environ:
+        return
+    for size, rank in (
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("PMI_SIZE", "PMI_RANK"),
+    ):
+        if (count := os.environ.get(size, "1")) not in ("", "1"):
+            raise RuntimeError(
+                f"{size} is {count}, and WORLD_SIZE is not set: {count} processes were started, and each would train "
+                f"apart from the others (this is {rank}={os.environ.get(rank)}). Start one torchrun a node, such as "
+                "`srun --ntasks-per-node=1 torchrun --nnodes ... your_script.py`, or set RANK, WORLD_SIZE, LOCAL_RANK, "
+                "MASTER_ADDR and MASTER_PORT for each process. WORLD_SIZE=1 is for processes that train alone."
+            )

@@ -133,10 +133,8 @@ def find_launch() -> Launched | None:
     """Return the launcher's settings, None for one process; also make ranks of one host connect over loopback.
 
     Raises:
-        RuntimeError: a variable is missing or is not a number; another launcher started several processes.
+        RuntimeError: a variable is missing or is not a number.
     """
-    if "WORLD_SIZE" not in os.environ:
-        _refuse_other_launcher()
     world_size = _read_int("WORLD_SIZE", 1)
     if world_size == 1:
         return None
@@ -153,22 +151,6 @@ def find_launch() -> Launched | None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     return Launched(_read_int("RANK", 0), world_size, os.environ["MASTER_ADDR"], _read_int("MASTER_PORT", 0), has_store)
-
-
-def _refuse_other_launcher() -> None:
-    """Raise where srun or mpirun started several processes, each of which would train alone."""
-    for size, rank in (
-        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-        ("PMI_SIZE", "PMI_RANK"),
-    ):
-        if (count := _read_int(size, 1)) > 1:
-            raise RuntimeError(
-                f"{size} is {count}, and WORLD_SIZE is not set: {count} processes were started, and each would train "
-                f"apart from the others (this is {rank}={os.environ.get(rank)}). Start one torchrun a node, such as "
-                "`srun --ntasks-per-node=1 torchrun --nnodes ... your_script.py`, or set RANK, WORLD_SIZE, LOCAL_RANK, "
-                "MASTER_ADDR and MASTER_PORT for each process. WORLD_SIZE=1 is for processes that train alone."
-            )
 
 
 def _interface_to(address: str) -> str:
