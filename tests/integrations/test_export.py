@@ -67,8 +67,8 @@ def test_peft_loads_an_exported_adapter(tmp_path: Path) -> None:
     # Without a description of it, or with that of another, nothing is written.
     described = json.loads(config.read_text())
     for changes, message in (
-        (None, "Give the adapter_config.json of a LoRA adapter"),
-        ({"peft_type": "IA3"}, "Give the adapter_config.json of a LoRA adapter"),
+        (None, "give the adapter_config.json of a LoRA adapter"),
+        ({"peft_type": "IA3"}, "give the adapter_config.json of a LoRA adapter"),
         ({"r": 4}, r"has LoRA rank 3, but the adapter_config.json has \['4'\]"),
         ({"target_modules": ["q_proj", "v_proj"]}, r"'model\..*down_proj' is adapted or saved, but"),
         ({"target_modules": r".*\.(q|v)_proj"}, r"'model\..*down_proj' is adapted or saved, but"),
