@@ -34,6 +34,7 @@ PLACES: Final[Mapping[str, zs.Offload | None]] = MappingProxyType(
         "states on the host": zs.Offload(),
         "states and parameters on the host": zs.Offload(parameters=1.0),
         "states in files": zs.Offload(to="/scratch"),
+        "states in files, parameters on the host": zs.Offload(parameters=1.0, to="/scratch", parameters_to="host"),
         "states and parameters in files": zs.Offload(parameters=1.0, to="/scratch"),
     }
 )

@@ -261,6 +261,7 @@ def test_a_folder_in_memory_is_warned_of() -> None:
         ({"gradients": 0.5}, "gradients are stored with their states"),
         ({"parameters": -0.5}, "from 0 to 1"),
         ({"to": "scratch"}, "an absolute path"),
+        ({"parameters_to": "/scratch"}, "omit parameters_to="),
         ({"staging_bytes": 10}, "65,536"),
     ],
 )

@@ -25,16 +25,22 @@ FRACTIONS = ((0.0, 1.0), (0.3, 0.3), (0.3, 1.0), (1.0, 0.3), (1.0, 1.0))
 """Of states, and of parameters; without parameters see `test_offload_states.py`."""
 
 
-def offload_at(states: float, parameters: float, folder: str = "") -> zs.Offload:
-    staging_bytes = runs.STAGING_BYTES
-    return zs.Offload(states=states, parameters=parameters, to=folder or "host", staging_bytes=staging_bytes)
+def offload_at(states: float, parameters: float, folder: str = "", parameters_to: str | None = None) -> zs.Offload:
+    return zs.Offload(
+        states=states,
+        parameters=parameters,
+        to=folder or "host",
+        parameters_to=parameters_to,
+        staging_bytes=runs.STAGING_BYTES,
+    )
 
 
 def train(name: str, to: str) -> dict[Any, Any]:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
+        places = {"host": (), "file": (folder,), "both": (folder, "host")}[to]
         for fractions in (None, *FRACTIONS):
-            offload = None if fractions is None else offload_at(*fractions, folder * (to == "file"))
+            offload = None if fractions is None else offload_at(*fractions, *places)
             run = runs.build(name, runs.fused, 3, offload=offload)
             found[fractions] = {"seen": runs.advance(name, run, range(4)), **runs.state_of(run)}
             run[2].check_copies()
@@ -48,6 +54,7 @@ def train(name: str, to: str) -> dict[Any, Any]:
         ("accumulates", 2, "host"),
         ("accumulates", 1, "file"),
         ("accumulates", 2, "file"),
+        ("accumulates", 2, "both"),
         ("leaves-out", 1, "file"),
         ("leaves-out", 3, "host"),
         ("overflows", 1, "host"),
@@ -56,6 +63,7 @@ def train(name: str, to: str) -> dict[Any, Any]:
         ("bf16", 3, "host"),
         ("bf16", 1, "file"),
         ("bf16", 2, "file"),
+        ("bf16", 1, "both"),
         ("overflows", 2, "file"),
         ("masters-at-random", 2, "host"),
     ],

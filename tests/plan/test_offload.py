@@ -22,8 +22,15 @@ COLUMNS = ("parameters", "gradients", "states", "padding", "transient", "host", 
 
 
 def offload_at(states: float, parameters: float, place: str, folder: str) -> zs.Offload:
-    to, update = folder if place == "file" else "host", "in-backward" if place == "ahead" else "step"
-    return zs.Offload(states=states, parameters=parameters, to=to, staging_bytes=STAGING_BYTES, update=update)
+    to, update = folder if place in ("file", "both") else "host", "in-backward" if place == "ahead" else "step"
+    return zs.Offload(
+        states=states,
+        parameters=parameters,
+        to=to,
+        parameters_to="host" if place == "both" else None,
+        staging_bytes=STAGING_BYTES,
+        update=update,
+    )
 
 
 def cases_at(world: int) -> list[tuple[int, float, float, str, str]]:
@@ -34,6 +41,8 @@ def cases_at(world: int) -> list[tuple[int, float, float, str, str]]:
     found += [(3, 1.0, 0.3, "host", "bf16"), (3, 0.3, 1.0, "file", "fp32"), (3, 0.0, 0.5, "host", "fp32")]
     # "ahead" is the host with updates in the backward, which are made on a second copy.
     found += [(2 if 2 in STAGES_AT[world] else 3, 0.3, 0.0, "ahead", "fp32"), (3, 1.0, 0.3, "ahead", "bf16")]
+    # "both" has states in a file, and parameters on the host.
+    found += [(3, 1.0, 1.0, "both", "bf16"), (3, 0.3, 1.0, "both", "fp32")]
     return [*found, (3, 1.0, 1.0, "host", "fp32"), (3, 1.0, 0.4, "file", "bf16"), (3, 0.0, 1.0, "file", "fp32")]
 
 

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 AUTO = "auto"
-HOST = "host"
+HOST: Final = "host"
 STEP: Final = "step"
 IN_BACKWARD: Final = "in-backward"
 PARTS = 100
@@ -50,6 +50,7 @@ class Offload:
             Parameters are copied to the device before use, and released after it.
         to: "host", or a folder on a local disk. Each rank creates a file there for states and parameters. No other
             process can open the file, and it disappears with the process. Gradients are then in host memory.
+        parameters_to: None for the memory of `to`; "host" keeps parameters in host memory while `to` is a folder.
         staging_bytes: size in bytes of the staging buffer. State passes through it in pieces, whatever the size of the
             model.
         update: "step": `optimizer.step()` runs the update, or starts it if the device can compute in parallel.
@@ -77,6 +78,7 @@ class Offload:
     gradients: float | None = None
     parameters: float = 0.0
     to: str | PathLike[str] = HOST
+    parameters_to: str | None = None
     staging_bytes: int = STAGING_BYTES
     update: str = STEP
     max_norm: float | None = None
@@ -94,6 +96,11 @@ class Offload:
             raise ValueError(
                 f"Offload(gradients={self.gradients}) with states={self.states}: gradients are stored with their "
                 "states. Omit gradients=, or write gradients=0 to keep them on the device until the update."
+            )
+        if self.parameters_to not in (None, HOST):
+            raise ValueError(
+                f"Offload(parameters_to={self.parameters_to!r}) with to={self.to!r}: write 'host' for parameters in "
+                "host memory, or omit parameters_to= to keep them where to= says."
             )
         self._check_update()
         if isinstance(self.staging_bytes, bool) or not isinstance(self.staging_bytes, int):
@@ -135,7 +142,7 @@ NUMBERS = MappingProxyType(
     {"states": float, "gradients": float, "parameters": float, "staging_bytes": int, "max_norm": float}
 )
 """Fields that a string argument may set, besides `TEXTS`."""
-TEXTS = ("to", "update")
+TEXTS = ("to", "parameters_to", "update")
 
 OffloadLike = Offload | str | PathLike[str] | None
 """Values of the argument `offload=`."""
@@ -227,7 +234,8 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
                 "are used in place, so they must stay on the device. Write stage=3, also for one rank, to copy units "
                 "to the device before use and release them after it, or omit parameters=."
             )
-        row = replace(row, parameters=Elsewhere(row.parameters, memory, offload.parameters, folder, staging_bytes))
+        place = (memory, folder) if offload.parameters_to is None else (HOST, "")
+        row = replace(row, parameters=Elsewhere(row.parameters, place[0], offload.parameters, place[1], staging_bytes))
     if not offload.states:
         return row
     states = Elsewhere(

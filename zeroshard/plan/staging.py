@@ -51,14 +51,18 @@ def file_staging_bytes(units: Sequence[UnitSpec], updates: Sequence[Updates]) ->
 
 
 def buffer_bytes(units: Sequence[UnitSpec], *, is_cpu: bool) -> int:
-    """Return the bytes of the two buffers through which values are copied to a device, and parameters are read."""
+    """Return the bytes of the buffers through which values are copied to a device, and parameters are read.
+
+    Each memory has two buffers.
+    """
     buckets = [bucket for unit in units for bucket in unit.buckets]
     cells = [bucket.row.parameters for bucket in buckets if bucket.apart_parameters]
     if is_cpu:
         cells = [cell for cell in cells if cell.memory == "file"]
     else:
         cells += [bucket.row.states for bucket in buckets if bucket.apart and bucket.is_trained]
-    return 2 * max(LEAST_BYTES, cells[0].staging_bytes // 2) if cells else 0
+    by_memory = {cell.memory: cell.staging_bytes for cell in cells}
+    return sum(2 * max(LEAST_BYTES, nbytes // 2) for nbytes in by_memory.values())
 
 
 def _blocks(numel: int, size: int) -> int:
