@@ -615,8 +615,8 @@ ENGINE = (
     Bug(
         "new values of a matrix are not put into its slices",
         "core/exchange.py",
-        "foreach_copy_(self._parts, [*self._values",
-        "foreach_copy_([*map(torch.empty_like, self._parts)], [*self._values",
+        "foreach_copy_(self._parts, self._cut(",
+        "foreach_copy_([*map(torch.empty_like, self._parts)], self._cut(",
         f"{_ENGINE}/test_whole.py::test_torchs_own_optimizers_at_all_stages[muon-2]",
     ),
     Bug(
@@ -629,7 +629,7 @@ ENGINE = (
     Bug(
         "states of a matrix are forgotten at each step",
         "core/exchange.py",
-        "state[master] = state.pop(entry)",
+        "state[master] = _moved(state.pop(entry), master.device)",
         "state.pop(entry)",
         f"{_ENGINE}/test_whole.py::test_torchs_own_optimizers_at_all_stages[muon-2]",
     ),

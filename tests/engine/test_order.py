@@ -320,7 +320,7 @@ norms_are_always_sure = planted_in_order(
 )
 nothing_is_left_over = planted_in_order("NOTHING if left is None else", "NOTHING if True else")
 passes_begin_unread = planted_in_order(
-    "            self.catch_up()\n            # Any rank may make", "            # Any rank may make"
+    "            self.catch_up()\n            # A rank may run local", "            # A rank may run local"
 )
 steps_vote_once = planted_in_order("        if self._has_made_rounds:", "        if False:")
 

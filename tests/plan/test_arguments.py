@@ -130,7 +130,7 @@ def test_each_module_computes_in_its_precision() -> None:
     [
         ({"precision": {"": "bf16", "nowhere": "fp32"}}, "precision= names 'nowhere', which matches no module"),
         ({"precision": {"0": "fp32"}}, 'precision= as a mapping needs the key ""'),
-        ({"ignored": ["nowhere"]}, "ignored= has 'nowhere', which is no parameter"),
+        ({"ignored": ["nowhere"]}, "ignored= has 'nowhere', which is not a parameter"),
         ({"parameters": {"nowhere": "replicated"}}, "parameters= names 'nowhere', which matches no unit"),
         ({"wire_bytes": 0}, "wire_bytes must be at least 1, got 0"),
         ({"ignored": ["0.*"], "parallelize": lambda *_: None}, "parallelize= with ignored="),

@@ -70,7 +70,7 @@ def test_the_gpt2_block_is_that_of_the_paper() -> None:
 
 def test_what_has_no_table_is_refused() -> None:
     for block, treatment, itemsize in (("bert", "kept", 2), ("gpt2", "offloaded", 2), ("gpt2", "kept", 4)):
-        with pytest.raises(ValueError, match=r"There is no table for .* There is: gpt2 on cuda \(2\)"):
+        with pytest.raises(ValueError, match=r"There is no table for .* Known tables: gpt2 on cuda \(2\)"):
             saved_bytes(block, BASE, treatment, "cuda", itemsize)
 
 

@@ -369,7 +369,7 @@ def test_a_value_that_is_read_is_named_or_answered() -> None:
 def test_a_torch_that_numbers_nodes_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_private.check_tracing.cache_clear()
     monkeypatch.setattr(torch_private, "running_node_number", lambda: None)
-    with pytest.raises(RuntimeError, match=r"has changed .*the number of the running node"):
+    with pytest.raises(RuntimeError, match=r"changed a private name: .*the number of the running node"):
         traced(nn.Linear(H, H))
     torch_private.check_tracing.cache_clear()
 

@@ -23,7 +23,7 @@ from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import default_store
 from zeroshard.watch.process import is_child_of
 from zeroshard.wire.comm import gather_across_ranks
-from zeroshard.wire.mesh import Launched, Mesh, backend_of, current_mesh, find_launch, read_local_rank
+from zeroshard.wire.mesh import Launched, Mesh, backend_of, current_mesh, find_launch, read_int, read_local_rank
 
 __all__ = ["accepted_by_all", "check_seconds", "everybody_at", "init", "texts_across_ranks"]
 
@@ -226,17 +226,17 @@ def _check_equal(mesh: Mesh, seed: int | None) -> None:
 
 def _refuse_other_launcher() -> None:
     """Raise RuntimeError if srun or mpirun started several processes, each of which would train alone."""
-    if "WORLD_SIZE" in os.environ:
+    if read_int("WORLD_SIZE", 0):
         return
     for size, rank in (
         ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
         ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
         ("PMI_SIZE", "PMI_RANK"),
     ):
-        if (count := os.environ.get(size, "1")) not in ("", "1"):
+        if (count := read_int(size, 1)) > 1:
             raise RuntimeError(
                 f"{size} is {count}, and WORLD_SIZE is not set: {count} processes were started, and each would train "
-                f"apart from the others (this is {rank}={os.environ.get(rank)}). Start one torchrun a node, such as "
+                f"apart from the others (this is {rank}={read_int(rank, 0)}). Start one torchrun a node, such as "
                 "`srun --ntasks-per-node=1 torchrun --nnodes ... your_script.py`, or set RANK, WORLD_SIZE, LOCAL_RANK, "
                 "MASTER_ADDR and MASTER_PORT for each process. WORLD_SIZE=1 is for processes that train alone."
             )

@@ -25,6 +25,7 @@ __all__ = [
     "backend_of",
     "current_mesh",
     "find_launch",
+    "read_int",
     "read_local_rank",
     "refuse_blocking_nccl",
     "slice_of",
@@ -135,7 +136,7 @@ def find_launch() -> Launched | None:
     Raises:
         RuntimeError: a variable is missing or is not a number.
     """
-    world_size = _read_int("WORLD_SIZE", 1)
+    world_size = read_int("WORLD_SIZE", 1)
     if world_size == 1:
         return None
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -144,13 +145,13 @@ def find_launch() -> Launched | None:
             f"WORLD_SIZE is {world_size}, but {', '.join(missing)} is not set. Start the ranks with `torchrun "
             f"--nproc-per-node {world_size} your_script.py`, or unset WORLD_SIZE for one process."
         )
-    if _read_int("LOCAL_WORLD_SIZE", 0) == world_size:
+    if read_int("LOCAL_WORLD_SIZE", 0) == world_size:
         # All ranks share this host: loopback always works; the host name may resolve to an unreachable address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     elif "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface_to(os.environ["MASTER_ADDR"])):
         os.environ["GLOO_SOCKET_IFNAME"] = name
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    return Launched(_read_int("RANK", 0), world_size, os.environ["MASTER_ADDR"], _read_int("MASTER_PORT", 0), has_store)
+    return Launched(read_int("RANK", 0), world_size, os.environ["MASTER_ADDR"], read_int("MASTER_PORT", 0), has_store)
 
 
 def _interface_to(address: str) -> str:
@@ -202,7 +203,7 @@ def current_mesh(found: torch.device | None = None) -> Mesh:
     is_joined = dist.is_available() and dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
     # The group has more ranks than the variable says, so the variable is not about this group.
-    if (started := _read_int("WORLD_SIZE", 1)) > world_size:
+    if (started := read_int("WORLD_SIZE", 1)) > world_size:
         found_group = f"has a process group of {world_size} rank(s)" if is_joined else "has joined no process group"
         raise RuntimeError(
             f"WORLD_SIZE is {started}, but this process {found_group}, so each rank would train alone. Call zs.init() "
@@ -225,10 +226,11 @@ def backend_of(kind: str) -> str | None:
 
 def read_local_rank() -> int | None:
     """Return the number of this rank on its host, from LOCAL_RANK; None if the launcher did not set it."""
-    return _read_int("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else None
+    return read_int("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else None
 
 
-def _read_int(name: str, default: int) -> int:
+def read_int(name: str, default: int) -> int:
+    """Return the number in an environment variable, or a default if it is not set; other text is an error."""
     text = os.environ.get(name)
     if text is None:
         return default
