@@ -14,6 +14,7 @@ import torch
 
 import zeroshard as zs
 import zeroshard.activations
+from benchmarks.peaks import measure_peak
 from zeroshard.activations.bus import EmulatedBus, VirtualClock
 from zeroshard.activations.offload import Offload
 from zeroshard.table.activations import Offloaded
@@ -77,7 +78,7 @@ def row(args: argparse.Namespace, treatment: object, times: float) -> str:
         seconds.append(time.perf_counter() - before)
         copies.append(bus.copying_s - copying)
         stalls.append((bus.stalled_s - stalled) / ((seconds[-1] - copies[-1]) / times))
-    peak = peak_bytes(step)
+    peak = measure_peak(step).peak_bytes
     cells = (
         treatment or "kept",
         f"{times:g} x",
@@ -89,18 +90,6 @@ def row(args: argparse.Namespace, treatment: object, times: float) -> str:
         f"{statistics.median(stalls):.1%}",
     )
     return f"| {' | '.join(map(str, cells))} |"
-
-
-def peak_bytes(step: object) -> int:
-    """Return what torch's CPU allocator gave out at most in a step, above what it had given out before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()  # type: ignore[operator]
-    held = most = 0
-    events = [one for one in profile.profiler.kineto_results.events() if one.name() == "[memory]"]
-    for one in sorted(events, key=lambda one: one.start_ns()):
-        held += one.nbytes()
-        most = max(most, held)
-    return most
 
 
 if __name__ == "__main__":

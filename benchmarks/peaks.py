@@ -5,12 +5,22 @@
 Owns the measurement that predictions are judged by. It is exact: every block, those that a kernel takes for itself
 included, from the first parameter on. As a program it shows a step of the GPT of `zeroshard.train.models.gpt` beside
 what `zeroshard.plan.tracer` predicts, with blocks kept, recomputed and selectively recomputed.
+
+Note: memory that other threads free
+    The profiler writes an event for the allocations of the thread that started it, and of autograd's. A tensor may end
+    on another thread: gloo's workers drop the last reference to what they sent. torch's allocator keeps a table of all
+    blocks, in which each event reads the bytes that are live; but without a profiler on its thread, an allocation or a
+    free skips the table too, unless c10's flag `caffe2_report_cpu_memory_usage` is set. torch gives that flag no name
+    in Python, so `follow_all_threads` sets the variable in libc10, and each measurement begins with a free on another
+    thread, which must be seen. What another thread allocates and frees between two events stays unseen.
 """
 
 import argparse
+import ctypes
 import functools
 import json
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +38,10 @@ from zeroshard.plan.tracer import trace_step
 from zeroshard.table.activations import PRODUCTS
 from zeroshard.train.models.gpt import GPT, GPTConfig
 
-__all__ = ["Block", "Measured", "measure_gpt", "measure_peak", "trace_gpt", "treat"]
+__all__ = ["Block", "Measured", "follow_all_threads", "measure_gpt", "measure_peak", "trace_gpt", "treat"]
+
+FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
+CHECKED_BYTES = 1 << 16
 
 
 @final
@@ -38,10 +51,12 @@ class Block:
 
     Args:
         nbytes: bytes; negative where memory is given back.
+        live_bytes: of all blocks after this event, whichever thread allocated or freed them.
         operations: that ran, outermost first.
     """
 
     nbytes: int
+    live_bytes: int
     operations: tuple[str, ...]
 
 
@@ -61,13 +76,24 @@ class Measured:
     blocks: tuple[Block, ...]
 
 
+def follow_all_threads(is_on: bool = True) -> None:
+    """Let torch's table of CPU blocks follow every thread, until the process ends; see the module's Note."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(library, FLAG).value = is_on
+
+
 def measure_peak(run: Callable[[], Any]) -> Measured:
     """Measure what a function allocates on the CPU; what exists before is not counted.
 
-    The profiler does not report the end of a block that it has not seen begin, so `run` makes everything: the model,
-    the inputs and the optimizer.
+    The end of a block that existed before is not counted either, so `run` makes everything: the model, the inputs and
+    the optimizer.
+
+    Raises:
+        RuntimeError: a block that another thread freed still counts.
     """
+    follow_all_threads()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        _free_on_another_thread()
         kept = run()
     del kept
     with tempfile.TemporaryDirectory() as folder:
@@ -75,6 +101,15 @@ def measure_peak(run: Callable[[], Any]) -> Measured:
         recorded.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     return _add_up(events)
+
+
+def _free_on_another_thread() -> None:
+    """Allocate a block whose end the profiler cannot see, and one more, whose event shows whether it still counts."""
+    blocks = [torch.empty(CHECKED_BYTES, dtype=torch.uint8)]
+    thread = threading.Thread(target=blocks.clear)
+    thread.start()
+    thread.join()
+    torch.empty(1, dtype=torch.uint8)
 
 
 def _add_up(events: list[dict[str, Any]]) -> Measured:
@@ -87,19 +122,24 @@ def _add_up(events: list[dict[str, Any]]) -> Measured:
     moments.sort(key=lambda moment: moment[:3])
     running: list[dict[str, Any]] = []
     blocks: list[Block] = []
-    live = peak_bytes = 0
-    at: tuple[str, ...] = ()
+    # The events of `_free_on_another_thread`: a block, then another one and its end.
+    first, second, _ = [event["args"] for _, is_memory, _, event in moments if is_memory][:3]
+    before = first["Total Allocated"] - first["Bytes"]
+    if second["Total Allocated"] - second["Bytes"] != before:
+        raise RuntimeError(
+            f"torch {torch.__version__} counts {CHECKED_BYTES:,} bytes that another thread has freed: {FLAG} of libc10 "
+            "no longer has its table of CPU blocks follow every thread, so peaks cannot be measured."
+        )
     for ts, is_memory, _, event in moments:
         running = [one for one in running if one["ts"] + one["dur"] >= ts]
         if not is_memory:
             running.append(event)
             continue
-        nbytes = int(event["args"]["Bytes"])
-        blocks.append(Block(nbytes, tuple(one["name"] for one in running)))
-        live += nbytes
-        if live > peak_bytes:
-            peak_bytes, at = live, blocks[-1].operations
-    return Measured(peak_bytes, at, tuple(blocks))
+        args = event["args"]
+        blocks.append(Block(args["Bytes"], args["Total Allocated"] - before, tuple(one["name"] for one in running)))
+    blocks = blocks[3:]
+    top = max(blocks, key=lambda block: block.live_bytes)
+    return Measured(top.live_bytes, top.operations, tuple(blocks))
 
 
 # -- the step that both sides run -------------------------------------------------------------------------------------

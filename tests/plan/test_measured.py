@@ -1,5 +1,6 @@
 """What a trace predicts, beside what torch's CPU allocator hands out in the same step."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.peaks import Measured, measure_gpt, measure_peak, trace_gpt
+from benchmarks import peaks
+from benchmarks.peaks import Block, Measured, follow_all_threads, measure_gpt, measure_peak, trace_gpt
+from benchmarks.predicted import least_live
 from zeroshard.plan.events import Trace
 from zeroshard.plan.saved import Shape
 from zeroshard.plan.tracer import trace_step
@@ -34,7 +37,7 @@ def test_a_peak_counts_what_is_there_at_once() -> None:
     measured = measure_peak(run)
     assert measured.peak_bytes == 3 * 2**20
     assert sum(block.nbytes > 0 for block in measured.blocks) == 4
-    assert sum(block.nbytes for block in measured.blocks) in (0, 2**20)
+    assert [block.live_bytes >> 20 for block in measured.blocks if block.nbytes > 0] == [1, 3, 3, 3]
 
 
 def test_a_peak_counts_what_a_kernel_takes_for_itself() -> None:
@@ -50,6 +53,34 @@ def test_a_peak_counts_what_a_kernel_takes_for_itself() -> None:
 def test_what_was_there_before_is_not_counted() -> None:
     before = torch.ones(MIB)
     assert measure_peak(lambda: before.square()).peak_bytes == 2**20
+
+
+def test_what_another_thread_frees_is_gone() -> None:
+    def run() -> None:
+        blocks = [torch.ones(4 * MIB)]
+        thread = threading.Thread(target=blocks.clear)
+        thread.start()
+        thread.join()
+        torch.ones(MIB)
+
+    live = [block.live_bytes for block in measure_peak(run).blocks if block.nbytes > 0]
+    assert live == [4 * 2**20, 2**20]
+
+
+def test_a_measurement_that_misses_other_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peaks, "follow_all_threads", lambda: follow_all_threads(False))
+    try:
+        with pytest.raises(RuntimeError, match="counts 65,536 bytes that another thread has freed"):
+            measure_peak(lambda: torch.ones(1))
+    finally:
+        follow_all_threads(True)
+
+
+def test_steady_steps_are_compared_allocation_by_allocation() -> None:
+    late = [Block(4, 4, ()), Block(8, 16, ())]
+    assert least_live([[Block(4, 8, ()), Block(8, 12, ())], late]) == [4, 12]
+    with pytest.raises(RuntimeError, match="2 steady steps allocated other blocks"):
+        least_live([late, late[:1]])
 
 
 # -- predictions ------------------------------------------------------------------------------------------------------
