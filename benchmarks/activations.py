@@ -2,9 +2,9 @@
 
     python -m benchmarks.activations --depth 24 --context 1024 --rounds 3
 
-Owns the comparison; `benchmarks/peaks.py` measures, `zeroshard/plan/tracer.py` predicts. One rank, stage 0, on the CPU
-in fp32. The prediction runs the model, with the same treatments and without an engine, on tensors that have no memory.
-Each treatment has a process of its own; times are of steps without the profiler, treatments in turn.
+Owns the comparison; `benchmarks/peaks.py` measures, `zeroshard/plan/trace/tracer.py` predicts. One rank, stage 0, on
+the CPU in fp32. The prediction runs the model, with the same treatments and without an engine, on tensors that have no
+memory. Each treatment has a process of its own; times are of steps without the profiler, treatments in turn.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from benchmarks.peaks import measure_peak
 from zeroshard.activations import recompute_units, treatment_of
 from zeroshard.core.saved import SavedTensors
 from zeroshard.describe.units import plan_units
-from zeroshard.plan.tracer import trace_step
+from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.train.models.gpt import GPT, Block, GPTConfig

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from benchmarks.arena import Arena, Lifetime, Replay, needed_bytes, place_events, plan_arena, replay
 from benchmarks.machine import circumstances, write_result
-from zeroshard.plan.allocator import Action, Event, Rules
-from zeroshard.plan.arena import Arena, Lifetime, Replay, needed_bytes, place_events, plan_arena, replay
-from zeroshard.plan.events import Phase
-from zeroshard.plan.personality import PERSONALITIES
-from zeroshard.plan.recorder import Recorder
+from zeroshard.plan.machine.allocator import Action, Event, Rules
+from zeroshard.plan.trace.events import Phase
+from zeroshard.plan.trace.personality import PERSONALITIES
+from zeroshard.plan.trace.recorder import Recorder
 from zeroshard.table.activations import PRODUCTS
 from zeroshard.torch_private import check_tracing, fake_tensors, run_backward
 from zeroshard.train.models.gpt import GPT, GPTConfig

@@ -38,7 +38,7 @@ from benchmarks.cases import CASES, Block, make_batch, make_model
 from benchmarks.machine import circumstances, write_result
 from benchmarks.report import aligned, gpu_table, optimizer_table
 from zeroshard.handle import shard_over
-from zeroshard.state.request import Request
+from zeroshard.setup.request import Request
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import emulated_group
 from zeroshard.wire.nccl import NcclComm

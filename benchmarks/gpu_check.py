@@ -41,7 +41,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 from benchmarks.gpu import Nobody, fake_ranks
 from zeroshard.handle import shard_over
-from zeroshard.state.request import Request
+from zeroshard.setup.request import Request
 from zeroshard.table.trace import Ledger
 from zeroshard.testing import run_ranks
 from zeroshard.wire.comm import Pending

@@ -46,7 +46,7 @@ from benchmarks.gpu import Nobody, fake_ranks
 from benchmarks.machine import circumstances, write_result
 from benchmarks.report import aligned
 from zeroshard.handle import shard_over
-from zeroshard.state.request import Request
+from zeroshard.setup.request import Request
 from zeroshard.table.trace import Ledger
 from zeroshard.wire.comm import Channel, Vote
 from zeroshard.wire.nccl import NcclComm

@@ -21,8 +21,8 @@ import torch
 
 import zeroshard as zs
 from benchmarks.machine import circumstances, write_result
-from zeroshard.state.in_backward import InBackward
 from zeroshard.train.models.gpt import GPT, GPTConfig
+from zeroshard.update.in_backward import InBackward
 
 RESULT = Path(__file__).parent / "results" / "in_backward.json"
 LIMITS = {"taken": 1e6, "rejected": 1e-3}

@@ -16,7 +16,7 @@ import zeroshard as zs
 import zeroshard.activations
 from benchmarks.peaks import measure_peak
 from zeroshard.activations.bus import EmulatedBus, VirtualClock
-from zeroshard.activations.offload import Offload
+from zeroshard.activations.offloaded import Offload
 from zeroshard.table.activations import Offloaded
 from zeroshard.train.models.gpt import GPT, GPTConfig
 

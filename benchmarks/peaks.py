@@ -4,7 +4,7 @@
 
 Owns the measurement that predictions are judged by. It is exact: every block, those that a kernel takes for itself
 included, from the first parameter on. As a program it shows a step of the GPT of `zeroshard.train.models.gpt` beside
-what `zeroshard.plan.tracer` predicts, with blocks kept, recomputed and selectively recomputed.
+what `zeroshard.plan.trace.tracer` predicts, with blocks kept, recomputed and selectively recomputed.
 
 Note: memory that other threads free
     The profiler writes an event for the allocations of the thread that started it, and of autograd's. A tensor may end
@@ -32,14 +32,14 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from zeroshard.plan.events import Trace
-from zeroshard.plan.saved import TREATMENTS
-from zeroshard.plan.tracer import trace_step
+from zeroshard.plan.trace.events import Trace
+from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.table.activations import PRODUCTS
 from zeroshard.train.models.gpt import GPT, GPTConfig
 
 __all__ = ["Block", "Measured", "follow_all_threads", "measure_gpt", "measure_peak", "trace_gpt", "treat"]
 
+TREATMENTS = ("kept", "recompute", "selective")
 FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
 CHECKED_BYTES = 1 << 16
 

@@ -28,7 +28,7 @@ import torch
 
 import zeroshard as zs
 from benchmarks.machine import circumstances, write_result
-from zeroshard.store import files
+from zeroshard.store import file_calls
 from zeroshard.store.disk import buffer_of
 from zeroshard.train.models.gpt import GPT, GPTConfig
 
@@ -73,15 +73,15 @@ class Most:
 
 def sequential_s(folder: Path, nbytes: int) -> tuple[float, float]:
     """Return the seconds that reading, and writing, so many bytes take, one block after the other."""
-    plain = files.make(folder)
-    files.reserve(plain, 0, nbytes)
-    direct = files.opened_directly(plain) or plain
+    plain = file_calls.make(folder)
+    file_calls.reserve(plain, 0, nbytes)
+    direct = file_calls.opened_directly(plain) or plain
     buffer = memoryview(buffer_of(BLOCK_BYTES).numpy())
     found = []
     for act in (
-        files.write_at,
-        files.read_at,
-        files.write_at,
+        file_calls.write_at,
+        file_calls.read_at,
+        file_calls.write_at,
     ):  # a block that was never written is read without the disk
         start = time.perf_counter()
         for offset in range(0, nbytes, BLOCK_BYTES):

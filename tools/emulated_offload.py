@@ -33,11 +33,11 @@ from torch import Tensor, nn
 
 from zeroshard import devices
 from zeroshard.core.buffer import Bucket
-from zeroshard.state import early
-from zeroshard.state.streamed import Chunk
 from zeroshard.store.ahead import Late
 from zeroshard.store.apart import Apart, FileApart, HostApart, Landing
 from zeroshard.store.disk import BLOCK_BYTES, Disk
+from zeroshard.update import background
+from zeroshard.update.streamed import Chunk
 
 __all__ = ["Block", "Machine", "emulated"]
 
@@ -246,7 +246,12 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
     """
     functional, submit, wait = sys.modules[torch.optim.Adam.__module__], Disk.submit, Chunk._wait
     adam = functional.adam  # torch.optim hides its modules
-    zeros, begin, update_unit, wait_unit = HostApart.zeros, early._Run.begin, early._Run._update, early.Early._wait_for
+    zeros, begin, update_unit, wait_unit = (
+        HostApart.zeros,
+        background._Run.begin,
+        background._Run._update,
+        background.Early._wait_for,
+    )
 
     start = Late.start
 
@@ -318,7 +323,7 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
         update_unit(run, unit, entries)
         run.moments[unit] = machine.now_s
 
-    def wait_late(one: early.Early, run: Any, future: Any) -> None:
+    def wait_late(one: background.Early, run: Any, future: Any) -> None:
         wait_unit(one, run, future)
         machine.follow_to(run.moments[run._units[run.futures.index(future)][0]])
 
@@ -342,10 +347,10 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
         stack.enter_context(patch.object(devices, "behind", lambda device, after: nullcontext()))
         stack.enter_context(patch.object(devices, "mark_on", lambda device: machine.mark()))
         stack.enter_context(patch.object(Late, "start", start_late))
-        stack.enter_context(patch.object(early, "is_worthwhile", lambda device: True))
-        stack.enter_context(patch.object(early._Run, "begin", begin_run))
-        stack.enter_context(patch.object(early._Run, "_update", update_late))
-        stack.enter_context(patch.object(early.Early, "_wait_for", wait_late))
+        stack.enter_context(patch.object(background, "is_worthwhile", lambda device: True))
+        stack.enter_context(patch.object(background._Run, "begin", begin_run))
+        stack.enter_context(patch.object(background._Run, "_update", update_late))
+        stack.enter_context(patch.object(background.Early, "_wait_for", wait_late))
         yield machine
 
 

@@ -14,7 +14,7 @@ from typing import Final, final
 
 import zeroshard as zs
 from tools.tables import fill
-from zeroshard.plan.hardware import DEVICES, Device
+from zeroshard.plan.machine.hardware import DEVICES, Device
 from zeroshard.plan.result import ERROR
 
 __all__ = ["Needs", "best_table", "needs_of", "needs_table", "read_needs"]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from zeroshard.plan.paper import reproduce
+from zeroshard.evidence.paper import reproduce
 
 PAGE = Path(__file__).parent.parent / "docs" / "paper.md"
 

@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from zeroshard.describe.precision import Precision
     from zeroshard.describe.treatments import activations_of
     from zeroshard.handle import Zero, shard
-    from zeroshard.plan.hardware import Device
+    from zeroshard.join.arrival import ends_by_signal
+    from zeroshard.join.start import init, texts_across_ranks
+    from zeroshard.plan.machine.hardware import Device
+    from zeroshard.plan.machine.profiles import device_for, host_device
     from zeroshard.plan.planning import make_plan as plan
-    from zeroshard.plan.profiles import device_for, host_device
     from zeroshard.plan.result import Plan
     from zeroshard.plan.search import search
-    from zeroshard.plan.shapes import Transformer
+    from zeroshard.plan.shape.shapes import Transformer
     from zeroshard.report.profile import Profile
-    from zeroshard.state.arrival import ends_by_signal
-    from zeroshard.state.average import Average
-    from zeroshard.state.start import init, texts_across_ranks
     from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned, Recomputed
     from zeroshard.table.cells import Replicated, Residency, Sharded
     from zeroshard.table.errors import CheckpointError, RankMismatchError, printable
     from zeroshard.table.settings import Settings
     from zeroshard.table.stages import row_of_stage
     from zeroshard.table.trace import Event, Memory, Trace, Traffic
+    from zeroshard.whole.average import Average
     from zeroshard.wire.comm import gather_across_ranks, mean_across_ranks
     from zeroshard.wire.mesh import Mesh
 
@@ -86,10 +86,10 @@ __all__ = [
 _MODULES = MappingProxyType(
     {
         "Activations": "zeroshard.table.activations",
-        "Average": "zeroshard.state.average",
+        "Average": "zeroshard.whole.average",
         "CheckpointError": "zeroshard.table.errors",
         "Compressed": "zeroshard.table.activations",
-        "Device": "zeroshard.plan.hardware",
+        "Device": "zeroshard.plan.machine.hardware",
         "Event": "zeroshard.table.trace",
         "Loaded": "zeroshard.checkpoint.load",
         "Memory": "zeroshard.table.trace",
@@ -108,14 +108,14 @@ _MODULES = MappingProxyType(
         "Sharded": "zeroshard.table.cells",
         "Trace": "zeroshard.table.trace",
         "Traffic": "zeroshard.table.trace",
-        "Transformer": "zeroshard.plan.shapes",
+        "Transformer": "zeroshard.plan.shape.shapes",
         "Zero": "zeroshard.handle",
         "activations_of": "zeroshard.describe.treatments",
-        "device_for": "zeroshard.plan.profiles",
-        "ends_by_signal": "zeroshard.state.arrival",
+        "device_for": "zeroshard.plan.machine.profiles",
+        "ends_by_signal": "zeroshard.join.arrival",
         "gather_across_ranks": "zeroshard.wire.comm",
-        "host_device": "zeroshard.plan.profiles",
-        "init": "zeroshard.state.start",
+        "host_device": "zeroshard.plan.machine.profiles",
+        "init": "zeroshard.join.start",
         "latest": "zeroshard.checkpoint.verify",
         "list_checkpoints": "zeroshard.checkpoint.verify",
         "mean_across_ranks": "zeroshard.wire.comm",
@@ -126,7 +126,7 @@ _MODULES = MappingProxyType(
         "row_of_stage": "zeroshard.table.stages",
         "search": "zeroshard.plan.search",
         "shard": "zeroshard.handle",
-        "texts_across_ranks": "zeroshard.state.start",
+        "texts_across_ranks": "zeroshard.join.start",
     }
 )
 

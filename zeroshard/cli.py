@@ -193,7 +193,7 @@ def doctor(
     out: Annotated[Path | None, typer.Option(help="File of the profile; --device this finds the default file.")] = None,
 ) -> None:
     """Measure matrix products, copies and collectives of this machine, and store the profile for plans."""
-    from zeroshard.plan.profiles import profile_path, write_profile
+    from zeroshard.plan.machine.profiles import profile_path, write_profile
     from zeroshard.report.doctor import measure_device, measure_ranks
 
     joined = joined_world_size()
@@ -238,7 +238,7 @@ def paper(
     plots: Annotated[Path | None, typer.Option(help="Folder for PNG and SVG files of the figures.")] = None,
 ) -> None:
     """Print tables and figures of the ZeRO paper, predicted beside published: docs/paper.md."""
-    from zeroshard.plan.paper import reproduce
+    from zeroshard.evidence.paper import reproduce
     from zeroshard.report.paper_plots import write_paper_plots
 
     found = reproduce()
@@ -255,8 +255,8 @@ def scorecard(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,
 ) -> None:
     """Predict published runs, and print the errors in memory and time by source."""
-    from zeroshard.plan.scorecard import render
-    from zeroshard.plan.scorecard import scorecard as judge
+    from zeroshard.evidence.scorecard import render
+    from zeroshard.evidence.scorecard import scorecard as judge
 
     try:
         card = judge(data)
@@ -290,14 +290,14 @@ def _setting(name: str, about: str) -> Any:
 
 def _checkpoint_commands() -> typer.Typer:
     """Return the checkpoint commands, which print through this module."""
-    from zeroshard.checkpoint.commands import make_commands
+    from zeroshard.checkpoint.checkpoint_commands import make_commands
 
     return make_commands(print, lambda text: print(f"zeroshard: {text}", file=sys.stderr), _progress_of_bytes)
 
 
 def _add_plan(app: typer.Typer) -> None:
     """Add the command `plan`, which prints through this module."""
-    from zeroshard.plan.commands import add_commands
+    from zeroshard.plan.plan_commands import add_commands
 
     add_commands(app, _say, _fail)
 

@@ -93,7 +93,7 @@ def choose(
 
     In order of precedence, the CUDA device is that of the process group, of the program (`torch.cuda.set_device`), of
     the launcher (LOCAL_RANK), or of the model. The device may not exist, or may be used by another rank;
-    `state/places.py` raises on all ranks then.
+    `join/places.py` raises on all ranks then.
 
     Args:
         backend: the backend of the process group for CUDA tensors; None if it has none.

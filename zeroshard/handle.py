@@ -1,6 +1,6 @@
 """`shard()` and the handle that it returns.
 
-Owns the order of the steps that shard a model, and the public handle `Zero`. The module lies above `state/` because the
+Owns the order of the steps that shard a model, and the public handle `Zero`. The module lies above `setup/` because the
 handle offers full states and memory accounts. Read `docs/design.md` for an overview, then `core/engine.py`.
 """
 
@@ -19,12 +19,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard import peers
+from zeroshard.account import accounting
+from zeroshard.account.exhaustion import describe_exhaustion, is_exhaustion
+from zeroshard.account.summary import summarize, warn_if_whole
 from zeroshard.activations import recompute_units, treatment_of
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
 from zeroshard.core.engine import Engine
 from zeroshard.core.norms import norms_of
-from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.parameter import PlainForm
 from zeroshard.core.slot import Form
 from zeroshard.core.states import Scope, Sum
@@ -34,33 +36,31 @@ from zeroshard.describe.offload import OffloadLike
 from zeroshard.describe.parameters import ParametersLike
 from zeroshard.describe.precision import PrecisionLike
 from zeroshard.describe.treatments import ActivationsLike
+from zeroshard.join.start import accepted_by_all, everybody_at
 from zeroshard.optim.keeps import state_cost, whole_costs
 from zeroshard.optim.whole import whole_of
 from zeroshard.report.profile import Profile
-from zeroshard.state import accounting
-from zeroshard.state.access import open_states
-from zeroshard.state.automatic import free_bytes
-from zeroshard.state.average import Average, count_averages
-from zeroshard.state.copies import check_copies
-from zeroshard.state.elsewhere import check_updates, make_apart, reserve, source_of
-from zeroshard.state.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
-from zeroshard.state.exhaustion import describe_exhaustion, is_exhaustion
-from zeroshard.state.gathered import gathered
-from zeroshard.state.kernels import choose_kernels
-from zeroshard.state.materialize import InitFn
-from zeroshard.state.moved import move_states_away, move_states_back
-from zeroshard.state.request import Described, Optimizers, Request, check_optimizers, describe, place_of
-from zeroshard.state.start import accepted_by_all, everybody_at
-from zeroshard.state.summary import summarize, warn_if_whole
-from zeroshard.state.sums import give_sums
-from zeroshard.state.takeover import build, move_states
-from zeroshard.state.wiring import wire
+from zeroshard.setup.automatic import free_bytes
+from zeroshard.setup.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
+from zeroshard.setup.memories import check_updates, make_apart, reserve, source_of
+from zeroshard.setup.request import Described, Optimizers, Request, check_optimizers, describe, place_of
+from zeroshard.setup.takeover import build, move_states
+from zeroshard.setup.wiring import wire
 from zeroshard.store.apart import Apart
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
 from zeroshard.table.stages import name_of_row
 from zeroshard.table.trace import Ledger, Memory, Trace, Traffic
 from zeroshard.torch_private import check_torch
+from zeroshard.update.kernels import choose_kernels
+from zeroshard.update.optimizer import ShardedOptimizer
+from zeroshard.update.whole_sums import give_sums
+from zeroshard.values.materialize import InitFn
+from zeroshard.whole.access import open_states
+from zeroshard.whole.average import Average, count_averages
+from zeroshard.whole.copies import check_copies
+from zeroshard.whole.gathered import gathered
+from zeroshard.whole.moved import move_states_away, move_states_back
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh, current_mesh
 from zeroshard.wire.transports import make_comm

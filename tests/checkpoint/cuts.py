@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import zeroshard as zs
-from zeroshard.checkpoint.exchange import FolderReader, export, import_folder
+from zeroshard.checkpoint.folders import FolderReader, export, import_folder
 from zeroshard.checkpoint.verify import list_checkpoints, verify
 from zeroshard.testing import run_ranks
 

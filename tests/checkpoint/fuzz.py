@@ -27,7 +27,7 @@ import pytest
 
 import zeroshard as zs
 from zeroshard.checkpoint import index
-from zeroshard.checkpoint.exchange import FolderReader
+from zeroshard.checkpoint.folders import FolderReader
 from zeroshard.checkpoint.verify import verify
 
 from . import small

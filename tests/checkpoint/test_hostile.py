@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import zeroshard as zs
-from zeroshard.checkpoint.exchange import FolderReader
+from zeroshard.checkpoint.folders import FolderReader
 from zeroshard.checkpoint.verify import verify
 from zeroshard.testing import run_ranks
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.contract.source import REPOSITORY
 from zeroshard.checkpoint.attempt import new_attempt, temporary_folder
-from zeroshard.checkpoint.exchange import FolderReader, export, import_folder
+from zeroshard.checkpoint.folders import FolderReader, export, import_folder
 from zeroshard.checkpoint.verify import verify
 
 from . import small
@@ -22,11 +22,11 @@ import json, os, signal, sys, types
 package = types.ModuleType("zeroshard")
 package.__path__ = [{package!r}]
 sys.modules["zeroshard"] = package
-from zeroshard.checkpoint import exchange, files
+from zeroshard.checkpoint import files, folders
 from zeroshard.checkpoint.verify import verify
 
 OPERATIONS = ("create", "write", "sync", "rename", "sync_folder", "make_folder")
-command = exchange.{command}
+command = folders.{command}
 source, target = {source!r}, {target!r}
 
 def killed_at(number):

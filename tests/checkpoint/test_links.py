@@ -8,7 +8,7 @@ import pytest
 
 import zeroshard as zs
 from zeroshard.checkpoint.diff import diff
-from zeroshard.checkpoint.exchange import export, import_folder
+from zeroshard.checkpoint.folders import export, import_folder
 from zeroshard.checkpoint.verify import list_checkpoints, verify
 
 from . import small

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint.exchange import import_folder
+from zeroshard.checkpoint.folders import import_folder
 from zeroshard.cli import main
 from zeroshard.table.errors import printable
 

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 import zeroshard as zs
 from tests.contract.source import REPOSITORY
-from zeroshard.checkpoint.commands import make_commands
+from zeroshard.checkpoint.checkpoint_commands import make_commands
 from zeroshard.checkpoint.diff import as_floats, diff
-from zeroshard.checkpoint.exchange import FolderReader, export, import_folder
+from zeroshard.checkpoint.folders import FolderReader, export, import_folder
 from zeroshard.checkpoint.verify import list_checkpoints, verify
 from zeroshard.cli import main
 from zeroshard.testing import run_ranks
@@ -33,11 +33,11 @@ package = types.ModuleType("zeroshard")
 package.__path__ = [{package!r}]
 sys.modules["zeroshard"] = package
 sys.modules["torch"] = None
-from zeroshard.checkpoint import commands, diff, exchange, verify
+from zeroshard.checkpoint import checkpoint_commands, diff, folders, verify
 {planted}
 verify.verify({path!r})
 assert diff.diff({path!r}, {path!r}) == []
-exchange.export({path!r}, {target!r})
+folders.export({path!r}, {target!r})
 print("torch" in sys.modules and sys.modules["torch"])
 """
 

@@ -141,15 +141,15 @@ def test_the_table_imports_without_torch() -> None:
 
 
 def test_what_the_planner_knows_imports_without_torch() -> None:
-    modules = ("allocator", "arena", "blocks", "events", "passes", "rules", "saved")
-    names = ["zeroshard.plan", *(f"zeroshard.plan.{name}" for name in modules)]
+    modules = ("machine.allocator", "machine.memory_blocks", "machine.rules", "trace.events", "trace.step_events")
+    names = ["zeroshard.plan", *(f"zeroshard.plan.{name}" for name in modules), "benchmarks.arena", "tests.plan.saved"]
     assert run(BLOCKED.format(blocked=("torch", "numpy", "safetensors"), names=names)) == [
         f"IMPORTED {name}" for name in names
     ]
 
 
 def test_the_report_page_is_written_without_torch() -> None:
-    modules = ("check", "page", "runs", "schema", "stages", "walk")
+    modules = ("check", "page", "runs", "player", "schema", "walk")
     names = [f"zeroshard.report.{name}" for name in modules]
     assert run(BLOCKED.format(blocked=("torch", "numpy", "safetensors"), names=names)) == [
         f"IMPORTED {name}" for name in names

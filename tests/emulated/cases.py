@@ -17,7 +17,7 @@ from tests.emulated.cuda import Devices
 from tests.errors import raised
 from zeroshard.core.engine import Engine
 from zeroshard.handle import shard_over
-from zeroshard.state.request import Request
+from zeroshard.setup.request import Request
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Native
 from zeroshard.torch_private import emulated_group

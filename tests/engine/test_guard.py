@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard as zs
 from zeroshard.core import guard as guards
-from zeroshard.core.precision import LossScale
+from zeroshard.core.dtypes import LossScale
 from zeroshard.testing import run_ranks
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.readback import Readback

@@ -86,7 +86,7 @@ def train(kind: Callable[[], nn.Module], stage: int | None) -> tuple[list[str], 
 
 @pytest.mark.parametrize("kind", [TwoModules, OneModule])
 def test_autograd_alone_takes_memory_for_the_sum(kind: Callable[[], nn.Module]) -> None:
-    assert train(kind, None)[0] == ["aten::add", "aten::add"], "torch needs no help any more: state/heads.py can go"
+    assert train(kind, None)[0] == ["aten::add", "aten::add"], "torch needs no help any more: setup/heads.py can go"
 
 
 @pytest.mark.parametrize("kind", [TwoModules, OneModule, TwoHeads])

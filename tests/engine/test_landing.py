@@ -15,7 +15,7 @@ from tests import models
 from tests.oracle import TIMEOUT_S
 from tests.wire.test_conformance import messages, native
 from zeroshard.handle import shard_over
-from zeroshard.state.request import Request
+from zeroshard.setup.request import Request
 from zeroshard.table.trace import Ledger
 from zeroshard.testing import run_ranks
 from zeroshard.wire.comm import Comm

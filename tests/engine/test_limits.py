@@ -10,10 +10,10 @@ from torch import Tensor
 import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
-from zeroshard.core.precision import LossScale
+from zeroshard.core.dtypes import LossScale
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan
-from zeroshard.state.request import check_bucket_count
+from zeroshard.setup.request import check_bucket_count
 from zeroshard.testing import run_ranks
 from zeroshard.wire.board import ABOUT, ABOUT_BITS, PLACES, TURNS, WORDS
 from zeroshard.wire.comm import Channel, Tag

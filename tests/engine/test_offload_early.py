@@ -26,8 +26,8 @@ import zeroshard as zs
 from tests import models
 from tests.engine import test_offload_states as runs
 from tests.oracle import TIMEOUT_S, assert_same
-from zeroshard.state import early
 from zeroshard.testing import run_ranks
+from zeroshard.update import background
 
 OFFLOADS = (zs.Offload(), zs.Offload(parameters=1.0), zs.Offload(states=0.5, parameters=0.3))
 
@@ -35,21 +35,24 @@ OFFLOADS = (zs.Offload(), zs.Offload(parameters=1.0), zs.Offload(states=0.5, par
 @contextmanager
 def in_background(delay_s: float = 0.002) -> Iterator[list[int]]:
     """Update in the background; each unit's update begins late. Yields the units whose update is over."""
-    plain, ended = early._Run._update, list[int]()
+    plain, ended = background._Run._update, list[int]()
 
     def update(self: Any, unit: int, entries: Any) -> None:
         time.sleep(delay_s)
         plain(self, unit, entries)
         ended.append(unit)
 
-    with patch.object(early, "is_worthwhile", lambda device: True), patch.object(early._Run, "_update", update):
+    with (
+        patch.object(background, "is_worthwhile", lambda device: True),
+        patch.object(background._Run, "_update", update),
+    ):
         yield ended
 
 
 def train(name: str, is_early: bool) -> list[Any]:
     found = []
     for offload in OFFLOADS:
-        with in_background() if is_early else patch.object(early, "is_worthwhile", lambda device: False):
+        with in_background() if is_early else patch.object(background, "is_worthwhile", lambda device: False):
             run = runs.build(name, runs.fused, 3, offload=offload)
             assert (run[2]._sharded[0].source is not None) is is_early
             found.append([runs.advance(name, run, range(4)), runs.state_of(run)])
@@ -126,7 +129,7 @@ def test_who_does_not_goes_on() -> None:
 
 
 def change_rates(is_early: bool) -> Any:
-    with in_background(0.01) if is_early else patch.object(early, "is_worthwhile", lambda device: False):
+    with in_background(0.01) if is_early else patch.object(background, "is_worthwhile", lambda device: False):
         run = _, optimizer, _ = build(0.4)
         rate = torch.tensor(0.01)
         optimizer.param_groups[0]["lr"] = rate
@@ -168,20 +171,20 @@ def test_each_unit_waits_for_its_own_update() -> None:
 
 def fail() -> list[str]:
     """Have the update fail on the last rank, as memory ends; return what is raised, by what is asked."""
-    plain, said = early._Run._update, []
+    plain, said = background._Run._update, []
 
     def update(self: Any, unit: int, entries: Any) -> None:
         if unit == 1 and runs.rank_of() == max(0, (dist.get_world_size() if dist.is_initialized() else 1) - 1):
-            with patch.object(early, "body_of", side_effect=MemoryError("no memory is left")):
+            with patch.object(background, "body_of", side_effect=MemoryError("no memory is left")):
                 plain(self, unit, entries)
         else:
             plain(self, unit, entries)
 
-    with patch.object(early, "is_worthwhile", lambda device: True):
+    with patch.object(background, "is_worthwhile", lambda device: True):
         run = _, optimizer, zero = build()
         begin(run)
         optimizer.zero_grad()
-        with patch.object(early._Run, "_update", update):
+        with patch.object(background._Run, "_update", update):
             begin(run, 1)
             optimizer.zero_grad()
             for ask in (lambda: begin(run, 2), lambda: begin(run, 3), lambda: zero.save("/nowhere")):
@@ -203,17 +206,20 @@ def test_an_update_that_fails_is_one_error_on_all_ranks(world: int) -> None:
 
 def end_with_a_step(fails: bool) -> None:
     """End the interpreter while a model is updated."""
-    plain = early._Run._update
+    plain = background._Run._update
 
     def update(self: Any, unit: int, entries: Any) -> None:
         time.sleep(0.1)
         if fails:
-            with patch.object(early, "body_of", side_effect=MemoryError("no memory is left")):
+            with patch.object(background, "body_of", side_effect=MemoryError("no memory is left")):
                 plain(self, unit, entries)
         else:
             plain(self, unit, entries)
 
-    with patch.object(early, "is_worthwhile", lambda device: True), patch.object(early._Run, "_update", update):
+    with (
+        patch.object(background, "is_worthwhile", lambda device: True),
+        patch.object(background._Run, "_update", update),
+    ):
         begin(build())
     print("made")
 

@@ -25,9 +25,9 @@ import zeroshard as zs
 from tests import models
 from tests.oracle import assert_same, randn
 from zeroshard.core.slot import slot_of
-from zeroshard.state.streamed import Chunk
-from zeroshard.store import files
+from zeroshard.store import file_calls
 from zeroshard.testing import RankFailure, run_ranks
+from zeroshard.update.streamed import Chunk
 
 WIDTH = 160
 STAGING_BYTES = 1 << 18
@@ -127,7 +127,7 @@ def fail_at(folder: str, operation: str, number: int, failure: str, rank: int, o
     run = build(adamw, offload=in_files(folder, **options), stage=3)
     advance(run, range(2))
     run[2].save(Path(folder) / "step-2")
-    original, count = getattr(files, operation), 0
+    original, count = getattr(file_calls, operation), 0
 
     def act(descriptor: int, data: memoryview, offset: int) -> int:
         nonlocal count
@@ -139,14 +139,14 @@ def fail_at(folder: str, operation: str, number: int, failure: str, rank: int, o
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     if rank_of() == rank:
-        setattr(files, operation, act)
+        setattr(file_calls, operation, act)
     said = []
     for attempt in (lambda: advance(run, range(2, 4)), lambda: run[2].save(Path(folder) / "step-4")):
         try:
             attempt()
         except RuntimeError as error:
             said.append(str(error))
-    setattr(files, operation, original)
+    setattr(file_calls, operation, original)
     again = build(adamw, stage=3)
     assert again[2].load(zs.latest(folder)).step == 2
     return said
@@ -211,7 +211,7 @@ def reserve_nothing(folder: str) -> list[str]:
         def refuse(descriptor: int, offset: int, nbytes: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        files.reserve = refuse
+        file_calls.reserve = refuse
     model = models.build(models.Even, 2, WIDTH)
     before = [p.detach().clone() for p in model.parameters()]
     try:
@@ -246,7 +246,7 @@ def test_what_cannot_be_in_files_is_refused(tmp_path: Path) -> None:
         zero.attach(Own(model.parameters()))
 
 
-@pytest.mark.skipif(files.kind_of(Path("/dev/shm")) != "tmpfs", reason="there is no tmpfs")
+@pytest.mark.skipif(file_calls.kind_of(Path("/dev/shm")) != "tmpfs", reason="there is no tmpfs")
 def test_a_folder_in_memory_is_warned_of() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, pytest.warns(UserWarning, match="tmpfs"):
         run = build(adamw, offload=in_files(folder))

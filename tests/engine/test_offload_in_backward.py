@@ -28,9 +28,9 @@ from tests import models
 from tests.engine.test_offload_states import rank_of, state_of
 from tests.oracle import TIMEOUT_S, WATCHDOG_S, assert_same
 from tools.settled import settled
-from zeroshard.state import in_backward
-from zeroshard.state.in_backward import InBackward
 from zeroshard.testing import run_ranks
+from zeroshard.update import in_backward
+from zeroshard.update.in_backward import InBackward
 
 Made = tuple[Any, torch.optim.Optimizer, zs.Zero]
 

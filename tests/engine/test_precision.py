@@ -225,7 +225,7 @@ def test_an_overflow_of_any_parameter_on_any_rank_skips_the_step_on_all(phase: s
 
 
 def test_the_loss_scale_doubles_after_enough_good_steps() -> None:
-    from zeroshard.core.precision import LossScale
+    from zeroshard.core.dtypes import LossScale
 
     ours = LossScale("dynamic")
     torchs = torch.amp.GradScaler("cpu")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.core.precision import round_at_random
+from zeroshard.core.dtypes import round_at_random
 from zeroshard.testing import run_ranks
 
 STOCHASTIC = zs.Precision(param=torch.bfloat16, master=torch.bfloat16, rounding="stochastic")

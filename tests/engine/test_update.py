@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from tests import models
-from zeroshard.core.optimizer import ShardedOptimizer
-from zeroshard.core.update import Piece, Resident, update_in_pieces
+from zeroshard.update.optimizer import ShardedOptimizer
+from zeroshard.update.pieces import Piece, Resident, update_in_pieces
 
 LOG: list[str] = []
 

@@ -22,7 +22,7 @@ import zeroshard as zs
 from tests.oracle import randn, seed
 from tools.settled import settled
 from zeroshard.checkpoint import files
-from zeroshard.state import start
+from zeroshard.join import start
 
 WATCHDOG_S = 60.0
 PLACE_BYTES = 48

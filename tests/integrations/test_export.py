@@ -16,7 +16,7 @@ from transformers import (
 
 import zeroshard as zs
 from tests.oracle import seed
-from zeroshard.checkpoint.exchange import FolderReader, export
+from zeroshard.checkpoint.folders import FolderReader, export
 from zeroshard.testing import run_ranks
 
 from . import tiny

@@ -1,10 +1,10 @@
-"""Transformer blocks as one tensor rank of T holds them: the shapes that `zeroshard/plan/saved.py` has tables of."""
+"""Transformer blocks as one tensor rank of T holds them: the shapes that `tests/plan/saved.py` has tables of."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeroshard.plan.saved import Shape
+from tests.plan.saved import Shape
 
 
 class GPT2Block(nn.Module):

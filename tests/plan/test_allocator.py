@@ -6,7 +6,17 @@ from itertools import pairwise
 
 import pytest
 
-from zeroshard.plan.allocator import Action, Allocator, BlockState, Event, Outcome, Retry, Rules, round_bytes, simulate
+from zeroshard.plan.machine.allocator import (
+    Action,
+    Allocator,
+    BlockState,
+    Event,
+    Outcome,
+    Retry,
+    Rules,
+    round_bytes,
+    simulate,
+)
 
 MIB = 2**20
 

@@ -5,8 +5,8 @@ from itertools import permutations
 
 import pytest
 
-from zeroshard.plan.allocator import Action, Event, Rules
-from zeroshard.plan.arena import Arena, Lifetime, peak_bytes, place_events, plan_arena, replay
+from benchmarks.arena import Arena, Lifetime, peak_bytes, place_events, plan_arena, replay
+from zeroshard.plan.machine.allocator import Action, Event, Rules
 
 MIB = 2**20
 ALIGN = 512

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 import zeroshard as zs
 from zeroshard.plan import traced
-from zeroshard.plan.commands import add_commands
-from zeroshard.plan.hardware import DEVICES
 from zeroshard.plan.job import Options, row_of
-from zeroshard.plan.profiles import read_profile, write_profile
-from zeroshard.plan.shapes import shape_named
+from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.machine.profiles import read_profile, write_profile
+from zeroshard.plan.plan_commands import add_commands
+from zeroshard.plan.shape.shapes import shape_named
 from zeroshard.plan.trying import candidate_of
 from zeroshard.report.plans import read_sources
 

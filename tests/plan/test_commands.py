@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from zeroshard import cli
-from zeroshard.plan import paper
-from zeroshard.plan.hardware import DEVICES
-from zeroshard.plan.paper import Reproduction
-from zeroshard.plan.paper_sizes import table_1
-from zeroshard.plan.profiles import write_profile
-from zeroshard.plan.shapes import SHAPES
+from zeroshard.evidence import paper
+from zeroshard.evidence.paper import Reproduction
+from zeroshard.evidence.paper_sizes import table_1
+from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.machine.profiles import write_profile
+from zeroshard.plan.shape.shapes import SHAPES
 
 SAMPLE = Path(__file__).parent / "data" / "published_sample.csv"
 

@@ -22,8 +22,8 @@ from zeroshard.describe.precision import Precision, precision_of
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.treatments import activations_of
 from zeroshard.describe.units import plan_units
-from zeroshard.plan.passes import Uses, plain_uses, step_events
-from zeroshard.plan.uses import trace_uses
+from zeroshard.plan.trace.step_events import Uses, plain_uses, step_events
+from zeroshard.plan.trace.uses import trace_uses
 from zeroshard.table.cells import Residency
 from zeroshard.table.stages import STAGES as ROWS
 from zeroshard.table.trace import Event

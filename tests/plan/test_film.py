@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from zeroshard.describe.parameters import row_with_parameters
-from zeroshard.plan.film import Call, Job, make_film
-from zeroshard.plan.hardware import DEVICES, Cost, Device, Span
 from zeroshard.plan.job import Options, job_of_shape, row_of
-from zeroshard.plan.shapes import Transformer, gpt
-from zeroshard.plan.specs import OPTIMIZERS, specs_of, updates_of
-from zeroshard.plan.tape import Tape, instructions
+from zeroshard.plan.machine.hardware import DEVICES, Cost, Device, Span
+from zeroshard.plan.named import OPTIMIZERS, specs_of, updates_of
+from zeroshard.plan.shape.shapes import Transformer, gpt
+from zeroshard.plan.shape.tape import Tape, instructions
+from zeroshard.plan.step.film import Call, Job, make_film
 from zeroshard.table.bytes import predict
 from zeroshard.table.spec import Formats
 from zeroshard.table.stages import row_of_stage

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from zeroshard.plan.film import Call, Film, Job, make_film
-from zeroshard.plan.hardware import DEVICES
-from zeroshard.plan.shapes import gpt
-from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS, specs_of, updates_of
-from zeroshard.plan.tape import GIVEN, Instruction, Parts, instructions
-from zeroshard.plan.transformer import Kernels, Workload, tapes
+from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, specs_of, updates_of
+from zeroshard.plan.shape.shapes import gpt
+from zeroshard.plan.shape.tape import GIVEN, Instruction, Parts, instructions
+from zeroshard.plan.shape.transformer import Kernels, Workload, tapes
+from zeroshard.plan.step.film import Call, Film, Job, make_film
 from zeroshard.table.stages import STAGES
 from zeroshard.table.wires import Native
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from benchmarks import peaks
 from benchmarks.peaks import Block, Measured, follow_all_threads, measure_gpt, measure_peak, trace_gpt
 from benchmarks.predicted import least_live
-from zeroshard.plan.events import Trace
-from zeroshard.plan.saved import Shape
-from zeroshard.plan.tracer import trace_step
+from tests.plan.saved import Shape
+from zeroshard.plan.trace.events import Trace
+from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.train.models.gpt import GPTConfig
 
 from .blocks import GPT2Block, LlamaBlock

@@ -13,8 +13,8 @@ import zeroshard as zs
 from tests import models
 from tests.engine import test_offload_files as runs
 from tests.oracle import STAGES_AT, WATCHDOG_S, run_cases
-from zeroshard.plan.specs import OPTIMIZERS, updates_of
-from zeroshard.plan.staging import buffer_bytes, file_staging_bytes
+from zeroshard.plan.named import OPTIMIZERS, updates_of
+from zeroshard.plan.step.staging import buffer_bytes, file_staging_bytes
 
 CPU = zs.Device("cpu", {"float32": 1e11}, 8 * 10**9, 1e10, 1e10, 1e10, 1e10, multiprocessors=1)
 STAGING_BYTES = 1 << 16

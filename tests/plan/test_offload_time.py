@@ -19,10 +19,10 @@ from zeroshard.describe.offload import row_with
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import plan_units
-from zeroshard.plan.film import Call, Film, Job, make_film
-from zeroshard.plan.hardware import DEVICES, Span
-from zeroshard.plan.specs import OPTIMIZERS, updates_of
-from zeroshard.plan.tape import Instruction, Parts
+from zeroshard.plan.machine.hardware import DEVICES, Span
+from zeroshard.plan.named import OPTIMIZERS, updates_of
+from zeroshard.plan.shape.tape import Instruction, Parts
+from zeroshard.plan.step.film import Call, Film, Job, make_film
 from zeroshard.table.stages import row_of_stage
 from zeroshard.table.wires import Silence
 

@@ -12,11 +12,11 @@ from torch import nn
 import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, WATCHDOG_S, run_cases
-from zeroshard.plan.film import Job, make_film
-from zeroshard.plan.hardware import DEVICES
 from zeroshard.plan.job import row_of
-from zeroshard.plan.owners import KINDS, Matrix, own, turns_of
-from zeroshard.plan.specs import PRECISIONS, specs_of
+from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.named import PRECISIONS, specs_of
+from zeroshard.plan.step.film import Job, make_film
+from zeroshard.plan.step.turns import KINDS, Matrix, own, turns_of
 from zeroshard.table.bytes import Updates
 from zeroshard.table.spec import UnitSpec
 from zeroshard.table.wires import Native

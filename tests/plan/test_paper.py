@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tools.paper import PAGE, filled, tables
-from zeroshard.plan import paper_data as data
-from zeroshard.plan.paper import (
+from zeroshard.evidence import paper_data as data
+from zeroshard.evidence.paper import (
     TITLES,
     Reproduction,
     largest_layers,
@@ -19,9 +19,9 @@ from zeroshard.plan.paper import (
     reproduce,
     teraflops,
 )
-from zeroshard.plan.paper_data import Run
-from zeroshard.plan.paper_runs import BUDGET_BYTES, DGX_2, film_of, model_of, outcome_of, software_part
-from zeroshard.plan.paper_tables import Column, Table
+from zeroshard.evidence.paper_data import Run
+from zeroshard.evidence.paper_runs import BUDGET_BYTES, DGX_2, film_of, model_of, outcome_of, software_part
+from zeroshard.evidence.paper_tables import Column, Table
 
 
 @pytest.fixture(scope="module")

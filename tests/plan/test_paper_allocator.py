@@ -2,10 +2,10 @@
 
 import pytest
 
-from zeroshard.plan import paper_data as data
-from zeroshard.plan.paper_allocator import allocator, full_runs, peak_and_room_of, retries_of
-from zeroshard.plan.paper_data import Run
-from zeroshard.plan.paper_runs import BUDGET_BYTES, CB_BYTES, film_of, outcome_of
+from zeroshard.evidence import paper_data as data
+from zeroshard.evidence.paper_allocator import allocator, full_runs, peak_and_room_of, retries_of
+from zeroshard.evidence.paper_data import Run
+from zeroshard.evidence.paper_runs import BUDGET_BYTES, CB_BYTES, film_of, outcome_of
 
 RUNS = {run.label: run for run in full_runs()}
 

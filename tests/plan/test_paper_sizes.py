@@ -2,8 +2,8 @@
 
 import pytest
 
-from zeroshard.plan import paper_data as data
-from zeroshard.plan.paper_sizes import (
+from zeroshard.evidence import paper_data as data
+from zeroshard.evidence.paper_sizes import (
     activations,
     agrees,
     communication,
@@ -15,7 +15,7 @@ from zeroshard.plan.paper_sizes import (
     table_2,
     table_faults,
 )
-from zeroshard.plan.paper_tables import Table, Value
+from zeroshard.evidence.paper_tables import Table, Value
 
 NAMES = ("baseline", "P_os", "P_os+g", "P_os+g+p")
 GB = 10**9

@@ -11,8 +11,8 @@ from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.treatments import activations_of
 from zeroshard.describe.units import plan_units
-from zeroshard.plan.passes import Uses, _settle, plain_uses, step_events
-from zeroshard.plan.uses import trace_uses
+from zeroshard.plan.trace.step_events import Uses, _settle, plain_uses, step_events
+from zeroshard.plan.trace.uses import trace_uses
 from zeroshard.table.schedule import Record, plain_marks
 from zeroshard.table.spec import UnitSpec
 from zeroshard.table.stages import STAGES
@@ -101,7 +101,7 @@ def test_events_are_made_without_torch() -> None:
     program = """
 import sys
 sys.modules["torch"] = None
-from zeroshard.plan.passes import plain_uses, step_events
+from zeroshard.plan.trace.step_events import plain_uses, step_events
 from zeroshard.table.layout import plan_layout
 from zeroshard.table.spec import BucketSpec, Formats, UnitSpec
 from zeroshard.table.stages import STAGES

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroshard.plan.events import Phase, Trace
-from zeroshard.plan.tracer import trace_step
+from zeroshard.plan.trace.events import Phase, Trace
+from zeroshard.plan.trace.tracer import trace_step
 
 B, S, H, HEADS = 2, 40, 64, 4
 ROWS = B * S

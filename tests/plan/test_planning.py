@@ -15,14 +15,14 @@ import zeroshard as zs
 from tests.contract.source import REPOSITORY
 from zeroshard.describe.precision import precision_of
 from zeroshard.optim.keeps import state_cost
-from zeroshard.plan.allocator import Rules, simulate
-from zeroshard.plan.hardware import DEVICES
 from zeroshard.plan.job import Options, row_of
+from zeroshard.plan.machine.allocator import Rules, simulate
+from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.machine.retries import NO_RETRIES, Retries
+from zeroshard.plan.named import OPTIMIZERS, PRECISIONS
 from zeroshard.plan.planning import make_plan
 from zeroshard.plan.result import ERROR, TENSOR_ERROR, Plan, verdict_of
-from zeroshard.plan.retries import NO_RETRIES, Retries
-from zeroshard.plan.shapes import SHAPES, read_config
-from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS
+from zeroshard.plan.shape.shapes import SHAPES, read_config
 
 BLOCKED = """
 import sys

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from zeroshard.plan.allocator import Action, Event, Rules
-from zeroshard.plan.hardware import CLEARED_S_PER_BYTE, DEVICES, DRIVER_CALL_S
-from zeroshard.plan.retries import NO_RETRIES, Retries, play_steps
+from zeroshard.plan.machine.allocator import Action, Event, Rules
+from zeroshard.plan.machine.hardware import CLEARED_S_PER_BYTE, DEVICES, DRIVER_CALL_S
+from zeroshard.plan.machine.retries import NO_RETRIES, Retries, play_steps
 
 MIB = 2**20
 V100 = DEVICES["v100-32"]

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from zeroshard.plan.saved import SAVED, TREATMENTS, Shape, saved_bytes
-from zeroshard.plan.tracer import trace_step
+from tests.plan.saved import SAVED, TREATMENTS, Shape, saved_bytes
+from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.table.activations import PRODUCTS
 
 from .blocks import GPT2Block, LlamaBlock

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.plan import scorecard as cards
-from zeroshard.plan.nanotron import Rank, blocks_of
-from zeroshard.plan.nanotron_memory import reserved_bytes
-from zeroshard.plan.scorecard import Label, Record, Scorecard, render, scorecard
+from zeroshard.evidence import scorecard as cards
+from zeroshard.evidence.nanotron import Rank, blocks_of
+from zeroshard.evidence.nanotron_memory import reserved_bytes
+from zeroshard.evidence.scorecard import Label, Record, Scorecard, render, scorecard
 
 SAMPLE = Path(__file__).parent / "data" / "published_sample.csv"
 GIB = 2**30
@@ -83,7 +83,7 @@ def test_the_text_and_the_json_say_the_same(card: Scorecard) -> None:
 def test_no_torch_is_needed() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from zeroshard.plan.scorecard import scorecard, render\n"
+        "from zeroshard.evidence.scorecard import scorecard, render\n"
         f"assert 'memory' in render(scorecard({str(SAMPLE)!r}))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from zeroshard.plan.events import Phase
-from zeroshard.plan.hardware import Cost
-from zeroshard.plan.saved import Shape, saved_bytes
-from zeroshard.plan.shapes import Transformer, gpt
-from zeroshard.plan.tape import Exchange, Tape, coarse, instructions, most_bytes
-from zeroshard.plan.tracer import trace_step
-from zeroshard.plan.transformer import Kernels, Workload, tapes
+from tests.plan.saved import Shape, saved_bytes
+from zeroshard.plan.machine.hardware import Cost
+from zeroshard.plan.shape.shapes import Transformer, gpt
+from zeroshard.plan.shape.tape import Exchange, Tape, coarse, instructions, most_bytes
+from zeroshard.plan.shape.transformer import Kernels, Workload, tapes
+from zeroshard.plan.trace.events import Phase
+from zeroshard.plan.trace.tracer import trace_step
 
 from .blocks import GPT2Block, LlamaBlock
 

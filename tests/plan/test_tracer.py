@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zeroshard import torch_private
-from zeroshard.plan.events import Category, Phase, Trace
-from zeroshard.plan.tracer import trace_step
+from zeroshard.plan.trace.events import Category, Phase, Trace
+from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.train.models.gpt import GPT, GPTConfig
 
 B, S, H = 4, 32, 64

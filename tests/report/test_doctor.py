@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import zeroshard as zs
-from zeroshard.plan.hardware import DEVICES
-from zeroshard.plan.profiles import device_for, profile_path, read_profile, write_profile
+from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.machine.profiles import device_for, profile_path, read_profile, write_profile
 from zeroshard.report.doctor import fit_line, measure_device, measure_ranks
 from zeroshard.testing import run_ranks
 

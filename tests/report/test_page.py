@@ -13,7 +13,7 @@ import pytest
 from tests.report import synthetic
 from zeroshard.report.check import check_page
 from zeroshard.report.page import join_modules, make_page, write_page
-from zeroshard.report.stages import table_rows
+from zeroshard.report.player import table_rows
 from zeroshard.report.walk import read_walk
 
 CODE_BYTES = 300_000

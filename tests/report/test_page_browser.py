@@ -12,10 +12,10 @@ import pytest
 
 import zeroshard as zs
 from tests.report import synthetic
-from zeroshard.plan.scorecard import scorecard
+from zeroshard.evidence.scorecard import scorecard
 from zeroshard.report.page import write_page
 from zeroshard.report.plans import read_sources
-from zeroshard.report.stages import PLAYER_COLUMNS, rank_bytes
+from zeroshard.report.player import PLAYER_COLUMNS, rank_bytes
 from zeroshard.report.walk import read_walk
 
 VIEWS = ("ranks", "player", "film", "frontier", "scorecard", "comparison", "losses", "walk")

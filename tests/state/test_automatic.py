@@ -9,7 +9,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.describe.precision import precision_of
 from zeroshard.describe.units import plan_units
-from zeroshard.state.automatic import STATES_PART, least_row
+from zeroshard.setup.automatic import STATES_PART, least_row
 from zeroshard.table.activations import Activations
 from zeroshard.testing import run_ranks
 from zeroshard.train.config import load_config

@@ -8,7 +8,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.oracle import run_cases
-from zeroshard.state.automatic import STATES_PART
+from zeroshard.setup.automatic import STATES_PART
 from zeroshard.train.config import load_config
 from zeroshard.train.planned import choose_offload, choose_stage
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import zeroshard as zs
 from tests.faults.job import loss_of, make
 from zeroshard.core.slot import slot_of
-from zeroshard.state.copies import _sum_bits
 from zeroshard.testing import RankFailure, run_ranks
+from zeroshard.whole.copies import _sum_bits
 
 WORLD = 4
 CULPRIT = 2

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, Sharded, assert_matches, assert_same, seed
-from zeroshard.state import weights
 from zeroshard.testing import run_ranks
+from zeroshard.values import weights
 
 WORLDS = (1, 2, 3)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import zeroshard as zs
 from zeroshard import devices
-from zeroshard.state.start import everybody_at
+from zeroshard.join.start import everybody_at
 from zeroshard.testing import run_ranks
 from zeroshard.wire.mesh import current_mesh
 

@@ -10,7 +10,7 @@ import torch
 import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
-from zeroshard.state import summary
+from zeroshard.account import summary
 from zeroshard.testing import run_ranks
 
 

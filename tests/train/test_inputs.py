@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 import zeroshard as zs
-from zeroshard.checkpoint.exchange import export
+from zeroshard.checkpoint.folders import export
 from zeroshard.cli import main
 from zeroshard.train import text as text_module
 from zeroshard.train.config import load_config

@@ -1,6 +1,6 @@
 """One program run on simulated ranks, and what must hold of it.
 
-Owns how a rank calls `core/order.py` (as `core/engine.py` and `core/optimizer.py` do) and the checks. Read `world.py`
+Owns how a rank calls `core/order.py` (as `core/engine.py` and `update/optimizer.py` do) and the checks. Read `world.py`
 first.
 
 Note: what must hold

@@ -8,7 +8,7 @@ Note: what the oracle computes
     Each rank's loss, multiplied by what zeroshard multiplies sums of gradients by, is propagated into the same plain
     parameters. That is the sum over ranks and micro-batches which data parallelism promises, and a parameter that no
     rank used keeps `grad is None`. Nothing is cut, reduced, gathered or released. What bf16 rounds, training
-    amplifies, so that fp64 says little of it: `RoundedOracle` rounds wherever `zeroshard/core/precision.py` does.
+    amplifies, so that fp64 says little of it: `RoundedOracle` rounds wherever `zeroshard/core/dtypes.py` does.
     Ignored parameters are each process's own, and begin with other values on each: the oracle keeps a set for each
     process, and puts it in place when the data of one of its ranks is asked for.
 """
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 import zeroshard as zs
 from tools.settled import settled
-from zeroshard.state import early
+from zeroshard.update import background
 
 from .blocks import IDS
 from .write import compiled, path_of
@@ -411,7 +411,7 @@ class Sharded(Job):
             # A program may resume at another stage.
             options.pop("parameters", None)
         # Also on a CPU, where nothing computes meanwhile: what may go wrong is the same.
-        with patch.object(early, "is_worthwhile", lambda device: True):
+        with patch.object(background, "is_worthwhile", lambda device: True):
             self._zero = zs.shard(self.model, self.optimizers, **settled({"watchdog_s": WATCHDOG_S, **options}))
         return self.model, self.optimizers
 

@@ -12,13 +12,13 @@ from torch import nn
 
 from zeroshard.activations.chain import Chained, Link
 from zeroshard.activations.compress import Compress
-from zeroshard.activations.offload import Offload
+from zeroshard.activations.offloaded import Offload
 from zeroshard.activations.partition import Partition
 from zeroshard.activations.products import Products
 from zeroshard.activations.recompute import recompute
 from zeroshard.core.hooks import Enter, Exit
 from zeroshard.core.saved import SavedTensors, Treatment
-from zeroshard.describe.activations import recomputed_modules
+from zeroshard.describe.selection import recomputed_modules
 from zeroshard.describe.units import UnitPlan
 from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned, Treated
 from zeroshard.table.trace import Ledger

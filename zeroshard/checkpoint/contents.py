@@ -24,9 +24,9 @@ from zeroshard.checkpoint.ranges import Chunks, Spec, arrange
 from zeroshard.checkpoint.together import agree_equal
 from zeroshard.checkpoint.values import encode
 from zeroshard.core.engine import Engine
-from zeroshard.core.optimizer import ShardedOptimizer
-from zeroshard.state.owned import OwnedState
 from zeroshard.table.errors import CheckpointError
+from zeroshard.update.optimizer import ShardedOptimizer
+from zeroshard.whole.owned import OwnedState
 
 __all__ = ["ADVICE", "COMMITTED", "LOOK", "Plan", "agree_on", "make_plan"]
 

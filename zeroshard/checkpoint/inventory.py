@@ -21,11 +21,11 @@ from zeroshard.checkpoint.manifest import join_state
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.values import check_key, dtype_name
 from zeroshard.core.engine import Engine
-from zeroshard.core.optimizer import ShardedOptimizer, is_cut
 from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.optim.packed import Packed, tensor_of, views_of
-from zeroshard.state.owned import OwnedState, is_stored, own_state
+from zeroshard.update.optimizer import ShardedOptimizer, is_cut
+from zeroshard.whole.owned import OwnedState, is_stored, own_state
 
 __all__ = [
     "Item",

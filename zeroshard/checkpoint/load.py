@@ -26,8 +26,8 @@ from torch import nn
 
 from zeroshard.checkpoint import strict
 from zeroshard.checkpoint.described import unpack
-from zeroshard.checkpoint.exchange import FolderReader, is_tensor_folder
 from zeroshard.checkpoint.fields import shown
+from zeroshard.checkpoint.folders import FolderReader, is_tensor_folder
 from zeroshard.checkpoint.generators import check_generators, read_generators, write_generators
 from zeroshard.checkpoint.inventory import Item, aliases_of, groups_of, held_range, model_items, order_of
 from zeroshard.checkpoint.manifest import EXTRA
@@ -36,13 +36,13 @@ from zeroshard.checkpoint.reader import CheckpointReader, Source
 from zeroshard.checkpoint.together import agree_equal, begin, together
 from zeroshard.checkpoint.values import PIECE_NUMEL, bytes_of, decode, dtype_of, tensor_of
 from zeroshard.core.engine import Engine
-from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.optim.packed import pack, parts_of
-from zeroshard.state.masters import follow_masters
-from zeroshard.state.owned import like_parameter
 from zeroshard.store.stored import is_stored
 from zeroshard.table.errors import CheckpointError
+from zeroshard.update.optimizer import ShardedOptimizer
+from zeroshard.whole.masters import follow_masters
+from zeroshard.whole.owned import like_parameter
 
 __all__ = ["Content", "Loaded", "load", "read_content", "to_rows"]
 

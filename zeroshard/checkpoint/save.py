@@ -37,9 +37,9 @@ from zeroshard.checkpoint.manifest import FileEntry
 from zeroshard.checkpoint.together import begin, together
 from zeroshard.checkpoint.values import PIECE_NUMEL, bytes_of
 from zeroshard.core.engine import Engine
-from zeroshard.core.optimizer import ShardedOptimizer
-from zeroshard.state.owned import owned_states
 from zeroshard.table.errors import CheckpointError
+from zeroshard.update.optimizer import ShardedOptimizer
+from zeroshard.whole.owned import owned_states
 
 __all__ = ["Saver"]
 

@@ -18,17 +18,17 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from zeroshard.core.changes import Changes
+from zeroshard.core.dtypes import Dtypes
 from zeroshard.core.grads import FlatGradients, Gradients, Places
 from zeroshard.core.loose import LooseGradients
-from zeroshard.core.precision import Dtypes
 from zeroshard.store.ahead import Waitable
 from zeroshard.store.apart import Apart, beside
 from zeroshard.store.stored import is_stored
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
+from zeroshard.wire.buffers import Pool
 from zeroshard.wire.comm import Comm, Tag
 from zeroshard.wire.memory import OwnMemory
-from zeroshard.wire.pool import Pool
 from zeroshard.wire.transports import codec_of
 
 __all__ = ["Bucket"]

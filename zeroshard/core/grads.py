@@ -25,7 +25,7 @@ from zeroshard.store.apart import Landing
 from zeroshard.table.spec import BucketSpec, Range
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import foreach_copy_, foreach_mul_, users_of_storage
-from zeroshard.wire.pool import Pool
+from zeroshard.wire.buffers import Pool
 
 __all__ = ["FlatGradients", "Gradients", "Local", "Places"]
 

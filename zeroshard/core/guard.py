@@ -1,7 +1,7 @@
 """The guard of updates: with gradients that are not finite, no rank changes anything.
 
 Owns the check of gradients before an update, and the prevention of an update. It must not know passes, or what follows
-an update. See also `core/optimizer.py`.
+an update. See also `update/optimizer.py`.
 
 Note: two guards
     In host memory, the check needs no wait: `HostGuard` has the result before ranks vote, and includes it in the vote.
@@ -29,9 +29,9 @@ from typing import Any, final
 
 import torch
 
+from zeroshard.core.dtypes import LossScale
 from zeroshard.core.gradient import part_of
 from zeroshard.core.loose import HOT_NUMEL
-from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import slot_of
 from zeroshard.optim.whole import whole_of
 from zeroshard.torch_private import NoSubclasses, foreach_norm

@@ -1,6 +1,6 @@
 """The hooks of a model's modules and parameters, which pass events to the engine.
 
-The engine handles the events, and `state/wiring.py` registers the hooks. Hooks are objects, so that a deep copy of a
+The engine handles the events, and `setup/wiring.py` registers the hooks. Hooks are objects, so that a deep copy of a
 module gets inert hooks instead of a second engine.
 """
 

@@ -11,7 +11,7 @@ from typing import Protocol, final
 import torch
 
 from zeroshard.core.buffer import Bucket
-from zeroshard.core.precision import LossScale
+from zeroshard.core.dtypes import LossScale
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh
 

@@ -27,8 +27,8 @@ import torch
 
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.changes import Changes
+from zeroshard.core.dtypes import LossScale
 from zeroshard.core.grads import FlatGradients, Local
-from zeroshard.core.precision import LossScale
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Own, Presence, Scope
 from zeroshard.store.ahead import Waitable

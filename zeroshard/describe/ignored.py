@@ -8,7 +8,7 @@ Note: what ignored means
     Checkpoints do not contain it; `model.state_dict()` under `gathered()` does. Norms of sharded gradients exclude it.
 
     On the meta device, an ignored parameter has no values. It is initialized like all others, whole on every rank, with
-    rank 0's values (`state/materialize.py`). Ignored parameters with values keep them, independent of initializers.
+    rank 0's values (`values/materialize.py`). Ignored parameters with values keep them, independent of initializers.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """The argument `precision=`, and the formats of each column that follow from it.
 
-Owns `Precision` and its checks. `core/precision.py` says where values are rounded; `state/casts.py` has the casts at
+Owns `Precision` and its checks. `core/dtypes.py` says where values are rounded; `setup/casts.py` has the casts at
 the edges of the model.
 """
 

@@ -1,6 +1,6 @@
 """The specification of a model: the units of one rank, from modules, a residency row and a precision.
 
-Owns the conversion of an `nn.Module` to the records of `table/spec.py`. The engine (`state/takeover.py`) and
+Owns the conversion of an `nn.Module` to the records of `table/spec.py`. The engine (`setup/takeover.py`) and
 predictions both use it, so that they agree on buckets. It must not know processes, optimizers or engines. Read
 `describe/units.py` first.
 """

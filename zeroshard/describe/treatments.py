@@ -1,7 +1,7 @@
 """The argument `activations=`, and the cell that follows from it.
 
 Owns the names of treatments. Imports no torch, because plans read the same names. `table/activations.py` has the cells;
-`describe/activations.py` chooses the modules.
+`describe/selection.py` chooses the modules.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,7 @@
 """The states of an optimizer, determined by a step of a new instance of its class on small parameters.
 
-Owns these trial steps. It must not know shards: `state/accounting.py` and plans multiply by the size of a rank's slice.
+Owns these trial steps. It must not know shards: `account/accounting.py` and plans multiply by the size of a rank's
+slice.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """Sums over whole tensors, for optimizers that see slices.
 
-Owns the interface of such sums, and its implementation for one process. It must not know ranks: `state/sums.py`
+Owns the interface of such sums, and its implementation for one process. It must not know ranks: `update/whole_sums.py`
 implements it for a sharded model. `lamb.py` has an optimizer of this kind.
 """
 

@@ -15,13 +15,13 @@ from typing import Any, Final, NamedTuple, final
 from zeroshard.describe.offload import Offload, row_with
 from zeroshard.describe.parameters import check_patterns
 from zeroshard.describe.treatments import ActivationsLike, activations_of
-from zeroshard.plan.film import Account, Call, Job, account_of
-from zeroshard.plan.hardware import Cost, Device
-from zeroshard.plan.owners import Turn, own, turns_of
-from zeroshard.plan.shapes import Transformer
-from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS, States, matrices_of, own_units, specs_of, updates_of
-from zeroshard.plan.tape import Parts, coarse, instructions
-from zeroshard.plan.transformer import Kernels, Workload, cached_tapes
+from zeroshard.plan.machine.hardware import Cost, Device
+from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, States, matrices_of, own_units, specs_of, updates_of
+from zeroshard.plan.shape.shapes import Transformer
+from zeroshard.plan.shape.tape import Parts, coarse, instructions
+from zeroshard.plan.shape.transformer import Kernels, Workload, cached_tapes
+from zeroshard.plan.step.film import Account, Call, Job, account_of
+from zeroshard.plan.step.turns import Turn, own, turns_of
 from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
 from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency

@@ -15,10 +15,6 @@ from typing import Any, Final, Literal
 from zeroshard.describe.offload import AUTO, Offload, OffloadLike, choices_for, least_of, offload_of
 from zeroshard.describe.parameters import ParametersLike, row_with_parameters
 from zeroshard.describe.treatments import ActivationsLike
-from zeroshard.plan.allocator import Event as Call
-from zeroshard.plan.allocator import Rules, simulate
-from zeroshard.plan.film import Film, Job, calls_of, make_film, resident_bytes
-from zeroshard.plan.hardware import Device, device_named
 from zeroshard.plan.job import (
     Options,
     Treatment,
@@ -30,11 +26,15 @@ from zeroshard.plan.job import (
     row_of,
     treatment_of,
 )
-from zeroshard.plan.owners import owned_bytes, shown_ranks
+from zeroshard.plan.machine.allocator import Event as Call
+from zeroshard.plan.machine.allocator import Rules, simulate
+from zeroshard.plan.machine.hardware import Device, device_named
+from zeroshard.plan.machine.retries import NO_RETRIES, Retries, play_steps
+from zeroshard.plan.named import OPTIMIZERS, PRECISIONS
 from zeroshard.plan.result import Plan, RankClass
-from zeroshard.plan.retries import NO_RETRIES, Retries, play_steps
-from zeroshard.plan.shapes import SHAPES, Transformer, read_config, shape_named
-from zeroshard.plan.specs import OPTIMIZERS, PRECISIONS
+from zeroshard.plan.shape.shapes import SHAPES, Transformer, read_config, shape_named
+from zeroshard.plan.step.film import Film, Job, calls_of, make_film, resident_bytes
+from zeroshard.plan.step.turns import owned_bytes, shown_ranks
 from zeroshard.plan.trying import changes_of
 from zeroshard.table.activations import Compressed, Offloaded, Partitioned
 from zeroshard.table.cells import Residency
@@ -87,24 +87,24 @@ def make_plan(
     it assumes fused kernels for norms, attention and gates. Modules are traced without changes.
 
     Args:
-        model: the name of a bundled shape (`zeroshard.plan.shapes.SHAPES`), the path of a Transformers `config.json` or
-            its folder, a `Transformer`, a configuration object of Transformers, or any `nn.Module`, which may be on the
-            meta device and is not changed.
+        model: the name of a bundled shape (`zeroshard.plan.shape.shapes.SHAPES`), the path of a Transformers
+            `config.json` or its folder, a `Transformer`, a configuration object of Transformers, or any `nn.Module`,
+            which may be on the meta device and is not changed.
         world_size: number of ranks.
-        device: the name of a preset (`zeroshard.plan.hardware.DEVICES`), or a `Device`, such as the profile of
+        device: the name of a preset (`zeroshard.plan.machine.hardware.DEVICES`), or a `Device`, such as the profile of
             `zeroshard doctor`.
         batch: sequences per micro-batch and rank.
         seq: tokens per sequence; by default the maximum of the model, but at most 4,096.
         stage, residency, activations, offload, parameters: as in `zs.shard`. Stage "auto" is the lowest stage whose
             plan fits, or 3; offload "auto" is the smallest offload whose plan fits, or everything.
-        precision: "bf16", "fp16", "fp32", or another name in `zeroshard.plan.specs.PRECISIONS`; by default bf16 if the
+        precision: "bf16", "fp16", "fp32", or another name in `zeroshard.plan.named.PRECISIONS`; by default bf16 if the
             device supports it, else fp16. Or an argument of `zs.shard`: a dtype, a `zs.Precision`, and for modules a
             mapping from module classes and patterns of module names.
         mesh: number of replicas of the sharded state, or the DeviceMesh for `zs.shard`.
         tensor: number of ranks of tensor parallelism; also given by a mesh with an axis "tensor". The parameters of a
             module are split by `parallelize`, or are already DTensors.
         sequence_parallel: for shapes, whether the other operations are split by tokens over these ranks.
-        optimizer: a name in `zeroshard.plan.specs.OPTIMIZERS`; for modules also an optimizer of their parameters, or
+        optimizer: a name in `zeroshard.plan.named.OPTIMIZERS`; for modules also an optimizer of their parameters, or
             several, as in `zs.shard`. "muon" and "adafactor" have the groups of `zs.optim.muon_groups`, over all
             parameters.
         micro_batches: number of micro-batches per step.
@@ -330,7 +330,7 @@ def plan_module(
         )
     with ExitStack() as stack:
         if parallelize is not None:
-            from zeroshard.plan.splitting import split
+            from zeroshard.plan.trace.splitting import split
 
             model, units = split(model, options.tensor, parallelize, units, stack)
         traced = trace_job(

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
-from zeroshard.plan.film import COLUMNS, Event, Film, LaneSpan
 from zeroshard.plan.job import Options
-from zeroshard.plan.retries import NO_RETRIES, Retries
-from zeroshard.plan.text import bar, count, seconds
+from zeroshard.plan.machine.retries import NO_RETRIES, Retries
+from zeroshard.plan.numbers import bar, count, seconds
+from zeroshard.plan.step.film import COLUMNS, Event, Film, LaneSpan
 
 __all__ = ["Change", "Plan", "RankClass", "Verdict", "film_columns", "verdict_of"]
 

@@ -15,13 +15,13 @@ from typing import Any, Final, final
 
 from zeroshard.describe.offload import Offload
 from zeroshard.describe.treatments import activations_of
-from zeroshard.plan.hardware import Device, device_named
 from zeroshard.plan.job import Options, check_options, check_shape, precision_for
+from zeroshard.plan.machine.hardware import Device, device_named
+from zeroshard.plan.numbers import aligned, thinned
 from zeroshard.plan.offloading import choose_offload
 from zeroshard.plan.planning import plan_shape, shape_of
 from zeroshard.plan.result import Plan
-from zeroshard.plan.shapes import Transformer
-from zeroshard.plan.text import aligned, thinned
+from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.trying import Candidate, candidate_of
 from zeroshard.table.stages import STAGES, row_of_stage
 

@@ -17,26 +17,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from zeroshard.describe.activations import check_activations, recomputed_modules
 from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.parameters import check_patterns
 from zeroshard.describe.precision import Precision, chosen_modules, formats_of_model
+from zeroshard.describe.selection import check_activations, recomputed_modules
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.split import local_numel
 from zeroshard.describe.units import UnitPlan, plan_units
-from zeroshard.plan.codes import Compresses
-from zeroshard.plan.events import Category, Event, Landed, Phase, Trace
-from zeroshard.plan.fake import on_meta
-from zeroshard.plan.film import Job, Script
 from zeroshard.plan.job import Options, wire_of
-from zeroshard.plan.kept import Kept, Link, Offloads
-from zeroshard.plan.owners import owned_bytes, shown_ranks
-from zeroshard.plan.parted import Parts
-from zeroshard.plan.segments import Segments
-from zeroshard.plan.specs import kernel_bytes_of
-from zeroshard.plan.splitting import check_split
-from zeroshard.plan.tape import Instruction
-from zeroshard.plan.tracer import trace_step
+from zeroshard.plan.named import kernel_bytes_of
+from zeroshard.plan.shape.tape import Instruction
+from zeroshard.plan.step.film import Job, Script
+from zeroshard.plan.step.turns import owned_bytes, shown_ranks
+from zeroshard.plan.trace.codes import Compresses
+from zeroshard.plan.trace.events import Category, Event, Landed, Phase, Trace
+from zeroshard.plan.trace.fake import on_meta
+from zeroshard.plan.trace.kept import Kept, Link, Offloads
+from zeroshard.plan.trace.parted import Parts
+from zeroshard.plan.trace.segments import Segments
+from zeroshard.plan.trace.splitting import check_split
+from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.plan.updates import updates_and_turns
 from zeroshard.table.activations import PRODUCTS, Compressed, Offloaded, Partitioned, Treated
 from zeroshard.table.bytes import Updates

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from zeroshard.describe.treatments import activations_of
-from zeroshard.plan.film import make_film
 from zeroshard.plan.job import Options, check_options, check_shape, job_of_shape, outside_bytes_of
 from zeroshard.plan.result import Change, Plan, Verdict, verdict_of
-from zeroshard.plan.shapes import Transformer
+from zeroshard.plan.shape.shapes import Transformer
+from zeroshard.plan.step.film import make_film
 from zeroshard.table.activations import Recomputed
 from zeroshard.table.stages import STAGES
 

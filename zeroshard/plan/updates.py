@@ -15,8 +15,8 @@ from zeroshard.optim import Adafactor, Muon, muon_groups
 from zeroshard.optim.keeps import is_taken, state_cost, whole_bytes, whole_costs
 from zeroshard.optim.whole import Whole, whole_of
 from zeroshard.plan.job import Options
-from zeroshard.plan.owners import KINDS, Matrix, Turn, own, turns_of
-from zeroshard.plan.specs import OPTIMIZERS, updates_of
+from zeroshard.plan.named import OPTIMIZERS, updates_of
+from zeroshard.plan.step.turns import KINDS, Matrix, Turn, own, turns_of
 from zeroshard.table.bytes import Updates
 from zeroshard.table.owners import newton_schulz_cost
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize

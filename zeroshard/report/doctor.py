@@ -1,6 +1,6 @@
 """The measurement of a machine: matrix products, memory and collectives, as a profile for plans.
 
-Owns the measurements, and the fit of a collective's times. `plan/profiles.py` stores profiles.
+Owns the measurements, and the fit of a collective's times. `plan/machine/profiles.py` stores profiles.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from zeroshard.plan.hardware import Device
+from zeroshard.plan.machine.hardware import Device
 from zeroshard.wire.comm import gather_across_ranks
 
 __all__ = ["fit_line", "measure_device", "measure_ranks"]

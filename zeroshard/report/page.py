@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from zeroshard.report.check import check_page
+from zeroshard.report.player import table_rows
 from zeroshard.report.schema import PageData
-from zeroshard.report.stages import table_rows
 from zeroshard.report.walk import read_walk
 
 __all__ = ["join_modules", "make_page", "write_page"]

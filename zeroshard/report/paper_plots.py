@@ -1,7 +1,7 @@
 """The ZeRO paper's figures as pictures: published bars next to predicted bars, as PNG and SVG.
 
 Owns the drawings. Needs matplotlib (the extra `zeroshard[report]`), imported when a picture is drawn. It must not know
-how numbers are predicted: it draws the tables of `plan/paper.py`.
+how numbers are predicted: it draws the tables of `evidence/paper.py`.
 """
 
 import functools
@@ -11,8 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, final
 
-from zeroshard.plan.paper import Reproduction
-from zeroshard.plan.paper_tables import Table
+from zeroshard.evidence.paper import Reproduction
+from zeroshard.evidence.paper_tables import Table
 from zeroshard.report.pictures import save_figures
 
 __all__ = ["write_paper_plots"]
@@ -56,7 +56,7 @@ def write_paper_plots(found: Reproduction, folder: str | Path, formats: Sequence
     """Draw the figures of the paper, with published and predicted values.
 
     Args:
-        found: the result of `zeroshard.plan.paper.reproduce`.
+        found: the result of `zeroshard.evidence.paper.reproduce`.
         folder: created if missing; files of the same names are overwritten.
         formats: formats of the files: "png", "svg", or another format of matplotlib.
 

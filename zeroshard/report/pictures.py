@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 
 from zeroshard.report.check import check_page
+from zeroshard.report.player import PLAYER_COLUMNS, rank_bytes, table_rows
 from zeroshard.report.schema import Defaults, PageData
-from zeroshard.report.stages import PLAYER_COLUMNS, rank_bytes, table_rows
 
 __all__ = ["save_figures", "write_pictures"]
 

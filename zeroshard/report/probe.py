@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
 from zeroshard.core.grads import FlatGradients, Gradients
-from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.core.order import Order
 from zeroshard.core.saved import SavedTensors
 from zeroshard.core.slot import slot_of
@@ -42,6 +41,7 @@ from zeroshard.report.timeline import (
 from zeroshard.table.schedule import ROOT
 from zeroshard.torch_private import call_after_backward, graph_task
 from zeroshard.tree import find
+from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.wire.comm import Comm
 
 __all__ = ["Probe"]

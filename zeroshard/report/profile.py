@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from zeroshard.core.engine import Engine
-from zeroshard.core.optimizer import ShardedOptimizer
 from zeroshard.report.probe import Probe
 from zeroshard.report.timeline import CATEGORIES, NO_UNIT, Slice, Timeline
+from zeroshard.update.optimizer import ShardedOptimizer
 
 __all__ = ["Profile"]
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from zeroshard.report.player import PLAYER_COLUMNS
 from zeroshard.report.schema import VERSION, Comparison, Losses, Model, PageData, RankClass
-from zeroshard.report.stages import PLAYER_COLUMNS
 
 __all__ = ["read_runs"]
 

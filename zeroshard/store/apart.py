@@ -168,7 +168,7 @@ class HostApart(Apart):
 class FileApart(Apart):
     """A file of this rank.
 
-    Updates read and write the file in pieces (`state/streamed.py`). Parameters are read into one buffer while the copy
+    Updates read and write the file in pieces (`update/streamed.py`). Parameters are read into one buffer while the copy
     from the other buffer runs.
 
     Raises:

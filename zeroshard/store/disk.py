@@ -23,7 +23,7 @@ from typing import Any, Final, final
 
 import torch
 
-from zeroshard.store import files
+from zeroshard.store import file_calls
 
 __all__ = ["Array", "BLOCK_BYTES", "Disk", "buffer_of"]
 
@@ -54,9 +54,9 @@ class Disk:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.failure = folder, ""
-        descriptor = files.make(folder)
+        descriptor = file_calls.make(folder)
         weakref.finalize(self, os.close, descriptor)
-        direct = files.opened_directly(descriptor)
+        direct = file_calls.opened_directly(descriptor)
         self.is_direct = direct is not None
         """Whether reads and writes pass by the kernel's cache."""
         self._plain, self._descriptor = descriptor, descriptor if direct is None else direct
@@ -83,11 +83,11 @@ class Disk:
         if not nbytes:
             return
         try:
-            files.reserve(self._plain, self._reserved_bytes, nbytes)
+            file_calls.reserve(self._plain, self._reserved_bytes, nbytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            free = files.free_bytes(self.folder)
+            free = file_calls.free_bytes(self.folder)
             text = (
                 f"{error.strerror}: {free:,} bytes are free, and the offloaded states and parameters of this rank need "
                 f"{nbytes:,} bytes more"
@@ -118,7 +118,7 @@ class Disk:
         Raises:
             RuntimeError: the disk failed, now or before; the text names it.
         """
-        what, act = ("writing", files.write_at) if writes else ("reading", files.read_at)
+        what, act = ("writing", file_calls.write_at) if writes else ("reading", file_calls.read_at)
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"A forked process has no states and parameters of its own: {what} them under {self.folder} is refused."

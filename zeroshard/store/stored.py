@@ -1,7 +1,7 @@
 """A tensor whose elements lie in a file: it is read where it is used, and written where it is changed.
 
 Owns the class, for code that reads or changes states outside updates: checkpoints, averages, whole states. Updates read
-and write arrays in pieces themselves (`state/streamed.py`). Read `disk.py` first.
+and write arrays in pieces themselves (`update/streamed.py`). Read `disk.py` first.
 
 Note: what stays in the file
     A part of it (`t[a:b]`, `split`) and an alias (`detach`, `reshape(-1)`) are such tensors, too, so code that goes

@@ -1,7 +1,7 @@
 """Predicted bytes: held between steps, held at the peak of a step, and sent.
 
 Owns the sums over units. `table/spec.py` says what each bucket keeps, `table/schedule.py` which units are gathered at
-once, `table/wires.py` which buffers a reduction takes. `state/accounting.py` has the measured bytes.
+once, `table/wires.py` which buffers a reduction takes. `account/accounting.py` has the measured bytes.
 
 Source: Rajbhandari et al. 2020, sections 5 and 7.
 """
@@ -235,7 +235,7 @@ class _Counted:
         return [self.take(b.layout.full_numel, b.formats.grad, is_adopted=b.adopts) for b in sharded]
 
     def exchange(self, owned: Sequence[Owned]) -> None:
-        """Take and return the buffers of an exchange in rounds, like `core/exchange.py`."""
+        """Take and return the buffers of an exchange in rounds, like `update/exchange.py`."""
         kinds: dict[tuple[str, str], list[Owned]] = {}
         for one in owned:
             kinds.setdefault((one.bucket.formats.grad, one.bucket.formats.state), []).append(one)

@@ -1,7 +1,7 @@
 """The assignment of whole matrices to ranks that update them, and the rounds of their exchange.
 
-Owns the plan of an exchange, in integers and costs. It must not know tensors or transports. `core/exchange.py` runs the
-plan.
+Owns the plan of an exchange, in integers and costs. It must not know tensors or transports. `update/exchange.py` runs
+the plan.
 
 Note: balance
     Costs are balanced over all matrices of an optimizer, by the better of two known heuristics. Longest first: the next

@@ -1,7 +1,7 @@
 """The choice of a buffer for a request: the pool of constant buffers (C_B in the paper), in integers.
 
-Owns the choice, which the engine's pool (`wire/pool.py`) and predictions share, so that they cannot differ. The engine
-attaches memory to the buffers; predictions add up their sizes.
+Owns the choice, which the engine's pool (`wire/buffers.py`) and predictions share, so that they cannot differ. The
+engine attaches memory to the buffers; predictions add up their sizes.
 """
 
 from collections import defaultdict

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Silence, Wire
 from zeroshard.watch.watchdog import Watchdog
+from zeroshard.wire.buffers import Pool
 from zeroshard.wire.codec import Codec
 from zeroshard.wire.memory import Memory, OwnMemory
 from zeroshard.wire.mesh import Axis, Mesh
-from zeroshard.wire.pool import Pool
 
 __all__ = [
     "Channel",

@@ -1,0 +1,94 @@
+"""Bytes that a rank holds now, will hold, and sends in a step.
+
+Owns the sums of `zero.memory()` and `zero.traffic()`. Measured numbers come from existing tensors; `table/bytes.py`
+predicts the others from records.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from zeroshard.core.engine import Engine
+from zeroshard.core.slot import slot_of
+from zeroshard.core.unit import Unit
+from zeroshard.optim.keeps import whole_bytes
+from zeroshard.optim.packed import parts_of
+from zeroshard.table.bytes import Owned, Updates, apart_bytes, kept_bytes, predict, step_bytes
+from zeroshard.table.spec import BucketSpec, itemsize
+from zeroshard.table.trace import Memory
+from zeroshard.update.optimizer import ShardedOptimizer, is_cut
+from zeroshard.whole.owned import is_stored
+
+__all__ = ["TREATED", "measure", "predict_step_bytes"]
+
+TREATED = ("activations", "captured")
+"""Columns that exist only with treatments of activations."""
+
+
+def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
+    """Return the current, peak and predicted bytes, by column."""
+    buckets = [bucket for unit in engine.units for bucket in unit.buckets]
+    parameters, masters, padding = kept_bytes([bucket.spec for bucket in buckets])
+    gradients, more = (sum(column) for column in zip((0, 0), *(b.grads.nbytes for b in buckets), strict=True))
+    states, counters, apart = _count_states(optimizers)
+    for bucket in buckets:
+        apart += apart_bytes(bucket.spec)
+        apart["host"] += bucket.grads.apart_bytes
+    apart["host"] += sum(one.source.spare_bytes for one in optimizers if one.source is not None)
+    now = {
+        "parameters": parameters,
+        "gradients": gradients,
+        "states": states + masters,
+        "padding": padding + more + counters,
+        "transient": engine.ledger.now["transient"],
+    }
+    if engine.has_moved_states:
+        now["states"], apart["host"] = 0, apart["host"] + now["states"]
+    rows = {cell.memory for bucket in buckets for cell in bucket.spec.row.state}
+    now |= {memory: apart[memory] for memory in ("file", "host") if memory in rows or apart[memory]}
+    now |= {column: engine.ledger.now[column] for column in TREATED if column in engine.ledger.now}
+    for column, nbytes in now.items():
+        engine.ledger.note(column, nbytes)
+    predicted = predict([u.described() for u in engine.units], [_updates(o) for o in optimizers], engine.comm.wire)
+    return Memory(now, {column: engine.ledger.peak[column] for column in now}, predicted)
+
+
+def predict_step_bytes(units: Sequence[Unit], optimizers: Sequence[ShardedOptimizer] = ()) -> int:
+    """Return the bytes that this rank gathers, reduces, exchanges and publishes in a step with one micro-batch."""
+    return step_bytes([unit.described() for unit in units], [*map(_updates, optimizers)])
+
+
+def _updates(optimizer: ShardedOptimizer) -> Updates:
+    sliced, whole = list[tuple[BucketSpec, int]](), list[Owned]()
+    for place, group in enumerate(optimizer.optimizer.param_groups):
+        for slot in map(slot_of, group["params"]):
+            spec, index = slot.bucket.spec, slot.index
+            if slot.updater is None:
+                sliced.append((spec, index))
+            else:
+                shape = slot.bucket.places.shapes[index]
+                kept = optimizer.whole_costs.get((place, len(shape)), ())
+                nbytes = whole_bytes(kept, shape, itemsize(spec.formats.state))
+                whole.append(Owned(spec, index, slot.updater, *nbytes))
+    return Updates(sliced, *(optimizer.state_cost or (0, 0)), whole=whole)
+
+
+def _count_states(optimizers: Sequence[ShardedOptimizer]) -> tuple[int, int, Counter[str]]:
+    """Return bytes of states: of elements and blocks; of counters; and of offloaded elements by memory."""
+    states, counters, apart = 0, 0, Counter[str]()
+    for one in optimizers:
+        for master in one.masters:
+            slot = slot_of(master)
+            spec, is_whole = slot.bucket.spec, slot.updater is not None
+            state = one.optimizer.state.get(master, {})
+            parts = parts_of(one.optimizer, state)
+            for key, value in state.items():
+                is_of_elements = is_stored(value) if is_whole else key in parts or is_cut(key, value, master)
+                if is_of_elements and slot.index < spec.apart:
+                    apart[spec.row.states.memory] += value.nbytes
+                elif is_of_elements:
+                    states += value.nbytes
+                elif isinstance(value, torch.Tensor):
+                    counters += value.nbytes
+    return states, counters, apart

@@ -1,0 +1,238 @@
+"""A table of a sharded model, one line for each unit, and a check of its units.
+
+Owns the columns and their text, and the warning if sharding parameters saves little memory. All numbers come from
+units, buckets and optimizers; `account/accounting.py` has the same bytes by column of the residency table.
+"""
+
+import warnings
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import torch
+
+from zeroshard.account.accounting import predict_step_bytes
+from zeroshard.core.buffer import Bucket
+from zeroshard.core.engine import Engine
+from zeroshard.core.slot import slot_of
+from zeroshard.core.unit import Unit
+from zeroshard.describe.blocks import LARGE_PART
+from zeroshard.describe.units import UnitPlan
+from zeroshard.table.bytes import kept_bytes
+from zeroshard.table.schedule import ROOT
+from zeroshard.update.in_backward import InBackward
+from zeroshard.update.kernels import describe_waits
+from zeroshard.update.optimizer import ShardedOptimizer
+from zeroshard.wire.mesh import Mesh
+
+__all__ = ["summarize", "warn_if_whole"]
+
+WARNED_BYTES = 256 << 20
+"""A model with fewer bytes of parameters gets no warning: other memory dominates."""
+
+SAVED = MappingProxyType(
+    {
+        "activations": "activations on the device",
+        "products": "results of products kept beside recomputation, before other treatments",
+        "captured": "captured by the model's own checkpointing, beside its inputs and untreated",
+    }
+)
+"""Columns of the ledger about activations, in words."""
+
+HEADS = ("unit", "parameters", "elements", "dtype", "kept", "shard", "padding", "resident bytes", "sent bytes")
+
+
+def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str) -> str:
+    """Return the table, as lines of text with aligned columns.
+
+    Columns: parameters and elements of the unit; its dtypes; whether this rank keeps whole parameters or a shard; the
+    elements of a shard, and the padding in percent of the bucket; the bytes that this rank holds for the unit now
+    (parameters, masters, gradients, states, padding); the bytes that this rank sends for the unit in a step with one
+    micro-batch. The last line includes the bytes to and from owners of whole parameters. If units are gathered for use,
+    a line gives the part that is whole at once. A line for each optimizer counts the parameters that it updates whole.
+    On a device, a line names each optimizer whose steps make the host wait.
+
+    Args:
+        row: the residency row in words.
+    """
+    states = _states_by_unit(engine.units, optimizers)
+    lines = [_line(unit, states[unit.number]) for unit in engine.units]
+    total = _total(engine.units, sum(states), predict_step_bytes(engine.units, optimizers))
+    saved = [
+        f"{what}: {engine.ledger.peak[of]:,} bytes at most" for of, what in SAVED.items() if of in engine.ledger.peak
+    ]
+    table = _aligned([HEADS, *lines, total])
+    waits = [
+        describe_waits(engine.guard, one.optimizer) for one in optimizers if engine.guard.is_awaited(one.optimizer)
+    ]
+    owned = [text for one in optimizers if (text := _owned(one))]
+    return "\n".join(
+        [
+            f"{engine.mesh} {row}",
+            *table,
+            *_judge(engine.units),
+            *_offloaded(engine.units),
+            *(one.source.describe() for one in optimizers if isinstance(one.source, InBackward)),
+            *owned,
+            *saved,
+            *waits,
+        ]
+    )
+
+
+def _owned(one: ShardedOptimizer) -> str:
+    """Describe the distribution of an optimizer's whole matrices over ranks; "" if there are none."""
+    whole = [master for master in one.masters if slot_of(master).updater is not None]
+    if not whole or one.exchange is None:
+        return ""
+    loads = one.exchange.loads
+    mean = sum(loads) / len(loads)
+    busiest = f"; the busiest of {len(loads)} ranks has {max(loads) / mean:.2f} of the mean cost" if mean else ""
+    return f"updated whole by {type(one.optimizer).__name__}: {len(whole)} parameters{busiest}"
+
+
+def warn_if_whole(mesh: Mesh, units: Sequence[Unit], plans: Sequence[UnitPlan]) -> None:
+    """Warn on rank 0 if more than half of a large model is whole at once: sharding its parameters saves little."""
+    if mesh.rank or not _is_mostly_whole(units):
+        return
+    largest = _whole_at_once(units)
+    sizes = ", ".join(f"{unit.name or 'the root'} {unit.spec.full_bytes / 1e6:,.0f} MB" for unit in largest)
+    total = _gathered_bytes(units)
+    heavy = [unit.number for unit in largest if unit.spec.full_bytes > total / LARGE_PART]
+    opened = {number for number in heavy if [*plans[number].module.children()]}
+    classes = {type(plan.module).__name__ for number, plan in enumerate(plans) if number and number not in opened}
+    for number in opened:
+        children = plans[number].module.children()
+        classes |= {type(child).__name__ for child in children if next(child.parameters(), None) is not None}
+    remedy = (
+        f"Name smaller units, such as units={sorted(classes)}; zero.summary() lists those there are."
+        if opened
+        else "These are single layers, which units= cannot divide: split the layers, or expect less memory saved."
+    )
+    whole = sum(unit.spec.full_bytes for unit in largest)
+    warnings.warn(
+        f"{mesh} {_share(units):.0%} of the parameters are whole at once while the model runs, {whole / 1e6:,.0f} of "
+        f"{total / 1e6:,.0f} MB ({sizes}), so "
+        f"sharding parameters saves little memory. {remedy}",
+        stacklevel=3,
+    )
+
+
+def _judge(units: Sequence[Unit]) -> list[str]:
+    if not _gathered_bytes(units):
+        return []
+    names = ", ".join(
+        (unit.name or "(root)") + " read outside its modules" * unit.is_read_outside for unit in _whole_at_once(units)
+    )
+    advice = "; more than half, so name smaller units with units=" if _is_mostly_whole(units) else ""
+    return [f"whole at once: {_share(units):.1%} of the gathered bytes ({names}){advice}"]
+
+
+def _offloaded(units: Sequence[Unit]) -> list[str]:
+    """Describe the offloaded part of each column; it may differ from the requested part, since whole slices move."""
+    specs = [bucket.spec for unit in units for bucket in unit.buckets]
+    trained, lines = [spec for spec in specs if spec.is_trained], []
+    columns = (
+        ("states of", trained, [(s.row.states, s.apart, s.apart_states, s.states) for s in trained]),
+        ("parameters with", specs, [(s.row.parameters, s.apart_parameters, s.apart_shard, s.shard) for s in specs]),
+    )
+    for what, kept, found in columns:
+        if any(count for _, count, _, _ in found):
+            pairs = [*zip(kept, found, strict=True)]
+            apart = sum(spec.layout.owned_numel(*moved) for spec, (_, _, moved, _) in pairs)
+            total = sum(spec.layout.owned_numel(*all_) for spec, (_, _, _, all_) in pairs)
+            folder = found[0][0].folder
+            place = f"in files under {folder}" if folder else "in memory of the host"
+            lines.append(f"offloaded: the {what} {apart / max(1, total):.1%} of this rank's elements lie {place}")
+    return lines
+
+
+def _is_mostly_whole(units: Sequence[Unit]) -> bool:
+    # The user requested parameters that stay whole from forward to backward.
+    others = [unit for unit in units if not unit.spec.is_held]
+    return _gathered_bytes(others) > WARNED_BYTES and _share(others) > 0.5
+
+
+def _gathered_bytes(units: Sequence[Unit]) -> int:
+    return sum(unit.spec.full_bytes for unit in units)
+
+
+def _share(units: Sequence[Unit]) -> float:
+    """Return the part of the gathered bytes that is whole at once."""
+    return sum(unit.spec.full_bytes for unit in _whole_at_once(units)) / _gathered_bytes(units)
+
+
+def _whole_at_once(units: Sequence[Unit]) -> list[Unit]:
+    """Return units that stay whole during a pass, and the two largest others: one in use, one being gathered."""
+    kept = [unit for unit in units if unit.number == ROOT or unit.is_read_outside or unit.spec.is_held]
+    others = sorted((unit for unit in units if unit not in kept), key=lambda unit: -unit.spec.full_bytes)
+    return [unit for unit in (*kept, *others[:2]) if unit.spec.full_bytes]
+
+
+def _line(unit: Unit, state_bytes: int) -> tuple[str, ...]:
+    dtypes = sorted({str(bucket.dtype).removeprefix("torch.") for bucket in unit.buckets})
+    return (
+        unit.name or "(root)",
+        f"{len(unit.parameters):,}",
+        f"{unit.numel:,}",
+        "+".join(dtypes) or "-",
+        "-" if not unit.buckets else "whole" if unit.spec.is_whole else "sharded",
+        f"{sum(bucket.layout.shard_numel for bucket in unit.buckets):,}",
+        _percent(unit.buckets),
+        f"{_resident_bytes(unit) + state_bytes:,}",
+        f"{predict_step_bytes([unit]):,}",
+    )
+
+
+def _total(units: Sequence[Unit], state_bytes: int, sent_bytes: int) -> tuple[str, ...]:
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    return (
+        "total",
+        f"{sum(len(unit.parameters) for unit in units):,}",
+        f"{sum(unit.numel for unit in units):,}",
+        "",
+        "",
+        f"{sum(bucket.layout.shard_numel for bucket in buckets):,}",
+        _percent(buckets),
+        f"{sum(map(_resident_bytes, units)) + state_bytes:,}",
+        f"{sent_bytes:,}",
+    )
+
+
+def _percent(buckets: Sequence[Bucket]) -> str:
+    """Return the padding in percent of the buckets."""
+    full = sum(bucket.layout.full_numel for bucket in buckets)
+    numel = sum(bucket.layout.numel for bucket in buckets)
+    return f"{100 * (full - numel) / full:.1f}%" if full else "-"
+
+
+def _resident_bytes(unit: Unit) -> int:
+    """Return the bytes of parameters, masters and gradients that this rank keeps, padding included."""
+    gradients = sum(sum(bucket.grads.nbytes) for bucket in unit.buckets)
+    return sum(kept_bytes(unit.spec.buckets)) + gradients
+
+
+def _states_by_unit(units: Sequence[Unit], optimizers: Sequence[ShardedOptimizer]) -> list[int]:
+    """Return the bytes of the optimizers' states on the device for each unit, counters included."""
+    found = [0] * len(units)
+    for one in optimizers:
+        for master in one.masters:
+            values = one.optimizer.state.get(master, {}).values()
+            slot, is_small = slot_of(master), {id(v) for v in values if isinstance(v, torch.Tensor) and not v.ndim}
+            is_here = slot.index >= slot.bucket.spec.apart
+            found[slot.unit] += sum(
+                v.nbytes for v in values if isinstance(v, torch.Tensor) and (is_here or id(v) in is_small)
+            )
+    return found
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines of equal columns: words to the left, numbers to the right."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    is_word = [head in ("unit", "dtype", "kept") for head in rows[0]]
+    return [
+        "  ".join(
+            cell.ljust(width) if left else cell.rjust(width)
+            for cell, width, left in zip(row, widths, is_word, strict=True)
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,113 @@
+"""`zeroshard checkpoint`: ls, verify, diff, export, import.
+
+Owns the arguments and the output. It prints through functions of `cli.py`, line by line, and imports typer only in
+`make_commands`. All commands work without torch.
+
+Note: names
+    Checkpoints may come from untrusted sources. Unprintable characters in names of folders, files and tensors,
+    including ends of lines, are printed as escapes: a name can neither control the terminal nor imitate a line of the
+    output.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from zeroshard.checkpoint.diff import diff
+from zeroshard.checkpoint.folders import export, import_folder
+from zeroshard.checkpoint.verify import list_below, verify
+from zeroshard.table.errors import CheckpointError, printable
+
+if TYPE_CHECKING:
+    import typer
+
+__all__ = ["make_commands"]
+
+Print = Callable[[str], None]
+Progress = Callable[[], AbstractContextManager[Callable[[int, int], None]]]
+
+
+def make_commands(line: Print, problem: Print, progress: Progress) -> "typer.Typer":
+    """Return the commands.
+
+    Args:
+        line: prints a line of the result.
+        problem: prints a line about a problem.
+        progress: a context that shows progress, and yields a function of (bytes done, total bytes).
+    """
+    import typer
+
+    app = typer.Typer(no_args_is_help=True, help="List, verify, compare, export and import checkpoints.")
+    say = _in_one_line(line)
+    failure = _Failure(_in_one_line(problem))
+    folder = Annotated[Path, typer.Argument(help="A checkpoint, such as runs/a/step-00000100.")]
+
+    def ls(path: Annotated[Path, typer.Argument(help="The folder that holds checkpoints.")]) -> None:
+        """List the checkpoints in a folder and in the folders below it."""
+        with failure:
+            found = list_below(path)
+            for one in found:
+                size = f"{one.nbytes / 1e6:>10.1f} MB  {one.tensors:>5} tensors, {one.world_size} ranks"
+                name = path.name if one.path == path else one.path.relative_to(path)
+                say(f"{name}  {one.problem or f'step {one.step:>8}  {size}'}")
+            if not found:
+                say(f"{path}: no checkpoints, neither here nor in folders below")
+
+    def check(paths: Annotated[list[Path], typer.Argument(help="Checkpoints.")]) -> None:
+        """Read checkpoints completely and verify their checksums."""
+        with failure:
+            for path in paths:
+                with progress() as on_bytes:
+                    manifest = verify(path, on_bytes)
+                nbytes = sum(entry.nbytes for entry in manifest.files.values())
+                say(f"{path}: whole; step {manifest.step}, {len(manifest.tensors)} tensors, {nbytes / 1e6:.1f} MB")
+
+    def compare(first: folder, second: folder) -> None:
+        """Print the differences between two checkpoints; the exit status is 1 if there are any."""
+        with failure:
+            found = diff(first, second)
+            for one in found:
+                say(f"{one.name}: {one.what}")
+        raise typer.Exit(1 if found else 0)
+
+    def write(
+        source: folder,
+        target: Annotated[Path, typer.Argument(help="A new folder.")],
+        config: Annotated[Path | None, typer.Option(help="config.json of the model, or adapter_config.json.")] = None,
+    ) -> None:
+        """Export parameters and buffers for transformers, or a LoRA adapter for peft."""
+        with failure:
+            say(f"{export(source, target, config=config)}: written")
+
+    def read(
+        source: Annotated[Path, typer.Argument(help="A safetensors file, or a folder of such files.")],
+        target: Annotated[Path, typer.Argument(help="The new checkpoint.")],
+    ) -> None:
+        """Create a checkpoint without optimizers from a folder of safetensors files."""
+        with failure:
+            say(f"{import_folder(source, target)}: written; load it with only_model=True")
+
+    for name, command in (("ls", ls), ("verify", check), ("diff", compare), ("export", write), ("import", read)):
+        app.command(name)(command)
+    return app
+
+
+def _in_one_line(show: Print) -> Print:
+    """Return a function that prints a text as one line of printable characters."""
+    return lambda text: show(printable(text, keeps=""))
+
+
+class _Failure:
+    """A context that turns an expected error into one line and exit status 1."""
+
+    def __init__(self, problem: Print) -> None:
+        self._problem = problem
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (CheckpointError, OSError)):
+            self._problem(str(error))
+            raise SystemExit(1)

@@ -1,0 +1,551 @@
+"""A simulation of torch's CUDA caching allocator: reserved memory, retries and out-of-memory errors.
+
+Owns the allocator's rules, in integers: sizes, pools, the choice of a block, splitting and merging, streams, and the
+behaviour of a full device. It must not know the purpose of tensors, and measures nothing. Read `simulate`, then
+`Allocator.allocate`.
+
+Note: how torch's allocator works
+    The driver provides memory in segments, which are not returned until the device is full. A segment is a chain of
+    blocks. Each (stream, size class) has a pool of free blocks. Sizes up to 1 MiB are small, in segments of 2 MiB;
+    larger sizes are in segments of 20 MiB; sizes from 10 MiB on have separate segments, multiples of 2 MiB.
+    An allocation takes the smallest free block that fits, among equal sizes the one at the lowest address, and splits
+    it if the remainder is large enough: 512 bytes in a small pool, more than 1 MiB in a large pool. A freed block
+    merges with free neighbours of its segment. If no block fits and the driver has no memory, the allocator returns all
+    free segments to the driver and requests again (a retry); if that fails, the program is out of memory.
+    A block that another stream used (`record_stream`) becomes free only when that stream has finished the work queued
+    before the free. With `expandable_segments`, a pool has one segment that grows by pages, and a retry returns free
+    pages.
+
+The simulation makes two assumptions that traces do not contain: the driver provides segments at ascending addresses,
+and never reuses an address. The caller subtracts memory outside the allocator (context, NCCL) from `device_bytes`.
+Private pools (CUDA graphs, `MemPool`) are not modelled.
+
+Source: pytorch, c10/cuda/CUDACachingAllocator.cpp (`DeviceCachingAllocator`: `malloc`, `get_free_block`, `alloc_block`,
+`should_split`, `try_merge_blocks`, `release_available_cached_blocks`, `release_cached_blocks`, `unmap_block`,
+`garbage_collect_cached_blocks`) and c10/core/AllocatorConfig.h (constants, as installed with torch 2.13).
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import final
+
+from zeroshard.plan.machine.memory_blocks import Block, BlockState, Pool, reach_of
+from zeroshard.plan.machine.rules import (
+    BLOCK_BYTES,
+    LONE_BYTES,
+    LONE_STEP_BYTES,
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+    UNLIMITED_BYTES,
+    Action,
+    Event,
+    Rules,
+    round_bytes,
+)
+
+__all__ = [
+    "Action",
+    "Allocator",
+    "BlockState",
+    "Event",
+    "OutOfMemory",
+    "Outcome",
+    "Piece",
+    "Retry",
+    "Rules",
+    "Segment",
+    "round_bytes",
+    "simulate",
+]
+
+
+@final
+@dataclass(frozen=True)
+class Piece:
+    """A block in a snapshot: `offset` in bytes from the start of its segment, `key` of its allocation."""
+
+    offset: int
+    num_bytes: int
+    state: BlockState
+    key: Hashable
+
+
+@final
+@dataclass(frozen=True)
+class Segment:
+    """A segment in a snapshot: `reserved_bytes` of memory, and its blocks by address."""
+
+    address: int
+    reserved_bytes: int
+    stream: int
+    is_small: bool
+    pieces: tuple[Piece, ...]
+
+
+@final
+@dataclass(frozen=True)
+class OutOfMemory:
+    """A request that failed, and the allocator's state after all possible memory was freed.
+
+    Args:
+        place: index of the event in its sequence.
+    """
+
+    place: int
+    key: Hashable
+    num_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    segments: tuple[Segment, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Retry:
+    """A request that returned all free segments to the driver, and the memory allocated afterwards.
+
+    For an expandable segment, pages count as segments, because the driver maps and unmaps pages separately.
+
+    Args:
+        key: key of the request.
+        returned_segments, returned_bytes: segments and bytes returned to the driver for this request.
+        taken_segments, taken_bytes: segments and bytes allocated from then on, including this request, until the next
+            retry or the end.
+    """
+
+    key: Hashable
+    returned_segments: int
+    returned_bytes: int
+    taken_segments: int
+    taken_bytes: int
+
+
+@final
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a sequence of events.
+
+    Args:
+        requested_bytes: requested bytes that are live at the end.
+        allocated_bytes: bytes of the blocks in use at the end, including rounding and remainders that were not split
+            off.
+        reserved_bytes: bytes of all segments at the end.
+        retries: number of retries: returns of all free segments in order to serve a request.
+        out_of_memory: the failed request, if any.
+        returned: each retry, with the returned and reallocated memory.
+    """
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_requested_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    retries: int
+    out_of_memory: OutOfMemory | None
+    segments: tuple[Segment, ...]
+    returned: tuple[Retry, ...]
+
+
+def simulate(events: Iterable[Event], rules: Rules | None = None) -> Outcome:
+    """Run a sequence of events from an empty allocator to its end, or to the first request that fails.
+
+    Raises:
+        ValueError: an event allocates a key that is already allocated, or frees or records an unallocated key.
+
+    >>> from zeroshard.plan.machine.allocator import Action, Event, simulate
+    >>> outcome = simulate([Event("a", 3 * 2**20), Event("b", 5 * 2**20), Event("a", 0, action=Action.FREE)])
+    >>> outcome.allocated_bytes // 2**20, outcome.reserved_bytes // 2**20
+    (5, 20)
+    """
+    allocator = Allocator(rules)
+    failure = None
+    for place, event in enumerate(events):
+        if not allocator.play(event):
+            sums = allocator.allocated_bytes, allocator.reserved_bytes
+            failure = OutOfMemory(place, event.key, event.num_bytes, *sums, allocator.snapshot())
+            break
+    return Outcome(
+        allocator.requested_bytes,
+        allocator.allocated_bytes,
+        allocator.reserved_bytes,
+        allocator.peak_requested_bytes,
+        allocator.peak_allocated_bytes,
+        allocator.peak_reserved_bytes,
+        allocator.retries,
+        failure,
+        allocator.snapshot() if failure is None else failure.segments,
+        allocator.returned,
+    )
+
+
+@final
+class Allocator:
+    """The allocator of one device.
+
+    Args:
+        rules: the settings.
+    """
+
+    def __init__(self, rules: Rules | None = None) -> None:
+        self._rules = rules or Rules()
+        self._pools: dict[tuple[int, bool], Pool] = {}
+        self._searches: tuple[list[int], list[int]] = ([0], [0])
+        self._heads: dict[int, Block] = {}
+        self._live: dict[Hashable, Block | None] = {}
+        # Per stream: blocks whose reuse waits for the stream, and the number of them that it has finished.
+        self._queues: dict[int, deque[Block]] = {}
+        self._caught_up: dict[int, int] = {}
+        self._next_address = SMALL_SEGMENT_BYTES
+        self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
+        self.peak_requested_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        # Segments and bytes allocated from and returned to the driver; for each retry its key and the sums around it.
+        self._given, self._got = (0, 0), (0, 0)
+        self._marks: list[tuple[Hashable, tuple[int, int], tuple[int, int], tuple[int, int]]] = []
+
+    @property
+    def retries(self) -> int:
+        """Number of retries: returns of all free segments in order to serve a request."""
+        return len(self._marks)
+
+    @property
+    def returned(self) -> tuple[Retry, ...]:
+        """Each retry so far, with the returned and reallocated memory."""
+        found, (last_segments, last_bytes) = list[Retry](), self._given
+        for key, before, after, given in reversed(self._marks):
+            got = after[0] - before[0], after[1] - before[1]
+            found.append(Retry(key, *got, last_segments - given[0], last_bytes - given[1]))
+            last_segments, last_bytes = given
+        return tuple(reversed(found))
+
+    def play(self, event: Event) -> bool:
+        """Make the call of an event; return whether there was enough memory."""
+        key, num_bytes, stream, action = event
+        if action is Action.ALLOC:
+            return self.allocate(key, num_bytes, stream)
+        if action is Action.FREE:
+            self.free(key)
+        elif action is Action.RECORD:
+            self.record(key, stream)
+        else:
+            self.done(stream)
+        return True
+
+    def allocate(self, key: Hashable, num_bytes: int, stream: int = 0) -> bool:
+        """Serve a request; return whether there was enough memory.
+
+        Raises:
+            ValueError: `key` is already allocated, or `num_bytes` is negative.
+        """
+        if key in self._live:
+            raise ValueError(f"allocation {key!r} of {num_bytes} bytes: this key is already allocated; free it first")
+        if num_bytes <= 0:
+            if num_bytes < 0:
+                raise ValueError(f"allocation {key!r}: bytes must not be negative, got {num_bytes}")
+            self._live[key] = None  # torch requests nothing
+            return True
+        rules = self._rules
+        if self._caught_up:
+            self._take_back()
+        size = round_bytes(num_bytes, rules.power2_divisions)
+        is_small = size <= SMALL_BYTES
+        pool = self._pools.get((stream, is_small))
+        if pool is None:
+            pool = self._pools[stream, is_small] = Pool(stream, self._searches[is_small], is_small=is_small)
+        block = self._find(pool, size) or self._make(pool, size, key)
+        if block is None:
+            return False
+        rest = block.size - size
+        if is_small or rules.is_expandable:
+            is_split = rest >= BLOCK_BYTES
+        else:
+            is_split = rest > SMALL_BYTES and (rules.max_split_bytes is None or size < rules.max_split_bytes)
+        if is_split:
+            pool.add(block.cut(size, BlockState.FREE))
+        block.state, block.key, block.requested = BlockState.ALLOCATED, key, num_bytes
+        self._live[key] = block
+        self.requested_bytes += num_bytes
+        self.allocated_bytes += block.size
+        if self.requested_bytes > self.peak_requested_bytes:
+            self.peak_requested_bytes = self.requested_bytes
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
+        return True
+
+    def free(self, key: Hashable) -> None:
+        """Free an allocation; its block waits for the recorded streams.
+
+        Raises:
+            ValueError: `key` is not allocated.
+        """
+        if key not in self._live:
+            raise ValueError(f"free of {key!r}: this key is not allocated")
+        block = self._live.pop(key)
+        if block is None:
+            return
+        self.requested_bytes -= block.requested
+        self.allocated_bytes -= block.size
+        if block.uses:
+            block.state, block.pending = BlockState.WAITING, len(block.uses)
+            for stream in block.uses:
+                self._queues.setdefault(stream, deque()).append(block)
+            block.uses = []
+        else:
+            self._release(block)
+
+    def record(self, key: Hashable, stream: int) -> None:
+        """Record that `stream` uses an allocation; uses on the allocation's own stream need no record.
+
+        Raises:
+            ValueError: `key` is not allocated.
+        """
+        if key not in self._live:
+            raise ValueError(f"use of {key!r} on stream {stream}: this key is not allocated")
+        block = self._live[key]
+        if block is not None and stream != block.pool.stream and stream not in block.uses:
+            block.uses.append(stream)
+
+    def done(self, stream: int) -> None:
+        """Record that a stream has finished all queued work: blocks that wait only for this stream become free.
+
+        As in torch, the next allocation frees them.
+        """
+        if self._queues.get(stream):
+            self._caught_up[stream] = len(self._queues[stream])
+
+    def empty(self) -> None:
+        """Return all free segments to the driver, as `torch.cuda.empty_cache` does, and reset the peaks."""
+        self._release_all()
+        self.peak_requested_bytes = self.requested_bytes
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
+
+    def snapshot(self) -> tuple[Segment, ...]:
+        """Return all segments with their blocks, by address, without gaps at the end of expandable segments."""
+        segments = []
+        for address, head in self._heads.items():
+            pieces: list[Piece] = []
+            block: Block | None = head
+            while block is not None:
+                pieces.append(Piece(block.address - address, block.size, block.state, block.key))
+                block = block.next
+            if pieces[-1].state is BlockState.UNMAPPED:
+                pieces.pop()
+            mapped = sum(piece.num_bytes for piece in pieces if piece.state is not BlockState.UNMAPPED)
+            segments.append(Segment(address, mapped, head.pool.stream, head.pool.is_small, tuple(pieces)))
+        return tuple(segments)
+
+    # -- free blocks --------------------------------------------------------------------------------------------------
+
+    def _find(self, pool: Pool, size: int) -> Block | None:
+        """Remove the best free block from the pool: the smallest that fits, by address among equal sizes."""
+        rules, free = self._rules, pool.free
+        pool.searches[0] += 1
+        place = bisect_left(free, (size,))
+        if place == len(free):
+            return None
+        if rules.is_expandable:
+            # A block before a gap counts with its maximum size, so the end of the segment is used last.
+            while place + 1 < len(free) and reach_of(free[place + 1][2]) < reach_of(free[place][2]):
+                place += 1
+        found = free[place][2]
+        limit = rules.max_split_bytes
+        if limit is not None:
+            if size < limit <= found.size:
+                return None
+            if size >= limit and found.size >= size + rules.max_non_split_rounding_bytes:
+                return None
+        del free[place]
+        return found
+
+    def _release(self, block: Block) -> None:
+        block.state, block.key, block.requested = BlockState.FREE, None, 0
+        block.pool.join(block)
+
+    def _take_back(self) -> None:
+        """Free the blocks whose streams have all finished."""
+        for stream, number in self._caught_up.items():
+            queue = self._queues[stream]
+            for _ in range(number):
+                block = queue.popleft()
+                block.pending -= 1
+                if block.pending == 0:
+                    self._release(block)
+        self._caught_up.clear()
+
+    # -- memory of the driver -----------------------------------------------------------------------------------------
+
+    def _make(self, pool: Pool, size: int, key: Hashable) -> Block | None:
+        """Get memory from the driver for a request, and return as little as possible; None on failure."""
+        rules = self._rules
+        if rules.collect_above > 0 and rules.allowed_bytes is not None:
+            self._collect(int(rules.collect_above * rules.allowed_bytes))
+        block = self._ask(pool, size)
+        if block is None and self._release_oversize(pool, size):
+            block = self._ask(pool, size)
+        if block is None:
+            before = self._got
+            self._release_all()
+            self._marks.append((key, before, self._got, self._given))
+            block = self._ask(pool, size)
+        return block
+
+    def _ask(self, pool: Pool, size: int) -> Block | None:
+        """Request memory from the driver; return a block outside all pools, or None."""
+        rules = self._rules
+        if pool.is_small:
+            wanted = SMALL_SEGMENT_BYTES
+        elif size < LONE_BYTES:
+            wanted = rules.large_segment_bytes
+        else:
+            wanted = -(-size // LONE_STEP_BYTES) * LONE_STEP_BYTES
+        if rules.allowed_bytes is not None and self.reserved_bytes + wanted > rules.allowed_bytes:
+            return None
+        if rules.is_expandable:
+            return self._grow(pool, size)
+        if not self._reserve(wanted):
+            return None
+        return self._new_segment(pool, wanted, BlockState.FREE)
+
+    def _reserve(self, num_bytes: int, segments: int = 1) -> bool:
+        limit = self._rules.device_bytes
+        if limit is not None and self.reserved_bytes + num_bytes > limit:
+            return False
+        self.reserved_bytes += num_bytes
+        self._given = self._given[0] + segments, self._given[1] + num_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return True
+
+    def _new_segment(self, pool: Pool, size: int, state: BlockState) -> Block:
+        block = Block(self._next_address, size, pool, state)
+        self._next_address += size
+        self._heads[block.address] = block
+        return block
+
+    def _drop(self, block: Block) -> None:
+        """Return a whole free segment to the driver."""
+        block.pool.remove(block)
+        del self._heads[block.address]
+        self._give_back(block.size)
+
+    def _give_back(self, num_bytes: int, segments: int = 1) -> None:
+        self.reserved_bytes -= num_bytes
+        self._got = self._got[0] + segments, self._got[1] + num_bytes
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Return free blocks that are too large to split: one that is large enough, or else the largest."""
+        limit = self._rules.max_split_bytes
+        if limit is None:
+            return False
+        wanted = max(size, limit)
+        place = bisect_left(pool.free, (wanted,))
+        if place < len(pool.free):
+            self._drop(pool.free[place][2])
+            return True
+        released = 0
+        while released < wanted and pool.free and pool.free[-1][0] >= limit:
+            released += pool.free[-1][0]
+            self._drop(pool.free[-1][2])
+        return released >= wanted
+
+    def _release_all(self) -> None:
+        """Wait for all streams, then return each free segment, or each free page of an expandable segment."""
+        for stream, queue in self._queues.items():
+            if queue:
+                self._caught_up[stream] = len(queue)
+        self._take_back()
+        for pool in self._pools.values():
+            for _, _, block in list(pool.free):
+                if self._rules.is_expandable:
+                    self._unmap(block)
+                elif block.is_whole:
+                    self._drop(block)
+
+    def _collect(self, above_bytes: int) -> None:
+        """Return whole free segments of large pools whose age exceeds the average."""
+        excess = self.reserved_bytes - above_bytes
+        if excess <= 0:
+            return
+        now = self._searches[False][0]
+        whole = [b for pool in self._pools.values() if not pool.is_small for _, _, b in pool.free if b.is_whole]
+        while excess > 0 and whole:
+            total = sum(now - block.born for block in whole)
+            oldest = [block for block in whole if (now - block.born) * len(whole) >= total]
+            for block in oldest:
+                excess -= block.size
+                self._drop(block)
+            whole = [block for block in whole if block not in oldest]
+
+    # -- segments that grow -------------------------------------------------------------------------------------------
+
+    def _grow(self, pool: Pool, size: int) -> Block | None:
+        """Return a block of at least `size` bytes from adjacent free blocks and gaps, with pages for the gaps."""
+        block: Block | None = self._room(pool, size)
+        assert block is not None
+        if block.state is BlockState.UNMAPPED:
+            block = self._map(block, min(block.size, size))
+        while block is not None and block.size < size:
+            gap = block.next
+            assert gap is not None
+            block = self._map(gap, min(size - block.size, gap.size))
+        if block is not None:
+            pool.remove(block)
+        return block
+
+    def _room(self, pool: Pool, size: int) -> Block:
+        """Return the first of adjacent free blocks and gaps that together have addresses for `size` bytes."""
+        for _, gap in pool.gaps:
+            first = gap.prev if gap.prev is not None and gap.prev.is_available else gap
+            found, at = 0, first
+            while found < size and at.is_available:
+                found += at.size
+                if at.next is None:
+                    break
+                at = at.next
+            if found >= size:
+                return first
+        device = self._rules.device_bytes or UNLIMITED_BYTES
+        page = self._page(pool)
+        self._next_address = -(-self._next_address // page) * page
+        # An eighth more than the device has: pages may be returned at one end and allocated at the other.
+        block = self._new_segment(pool, -(-(device + device // 8) // page) * page, BlockState.UNMAPPED)
+        pool.add(block)
+        return block
+
+    def _page(self, pool: Pool) -> int:
+        return SMALL_SEGMENT_BYTES if pool.is_small else self._rules.large_segment_bytes
+
+    def _map(self, gap: Block, size: int) -> Block | None:
+        """Map memory to the first `size` bytes of a gap, in whole pages; return the free block that contains them."""
+        pool, page = gap.pool, self._page(gap.pool)
+        mapped = -(-size // page) * page
+        if not self._reserve(mapped, mapped // page):
+            return None
+        pool.remove(gap)
+        if mapped < gap.size:
+            pool.add(gap.cut(mapped, BlockState.UNMAPPED))
+        gap.state = BlockState.FREE
+        return pool.join(gap)
+
+    def _unmap(self, block: Block) -> None:
+        """Return the whole pages inside a free block to the driver."""
+        pool, page = block.pool, self._page(block.pool)
+        start = -(-block.address // page) * page
+        stop = (block.address + block.size) // page * page
+        if start >= stop:
+            return
+        pool.remove(block)
+        if stop < block.address + block.size:
+            pool.add(block.cut(stop - block.address, BlockState.FREE))
+        if start > block.address:
+            gap = block.cut(start - block.address, BlockState.FREE)
+            pool.add(block)
+            block = gap
+        block.state = BlockState.UNMAPPED
+        self._give_back(stop - start, (stop - start) // page)
+        block = pool.join(block)
+        if block.is_whole:
+            pool.remove(block)
+            del self._heads[block.address]

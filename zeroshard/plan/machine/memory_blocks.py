@@ -1,0 +1,115 @@
+"""Blocks of a segment, and pools of free blocks: splitting, merging and order.
+
+Owns the chain of a segment's blocks and the order within a pool. It must not know sizes of segments, settings or the
+device: `plan/machine/allocator.py` does, and documents torch's allocator.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable
+from enum import Enum
+from typing import final
+
+__all__ = ["Block", "BlockState", "Pool", "reach_of"]
+
+
+class BlockState(Enum):
+    """The use of a block's memory."""
+
+    ALLOCATED = "allocated"
+    WAITING = "waiting"
+    """Freed by the program, but possibly still in use by another stream."""
+    FREE = "free"
+    UNMAPPED = "unmapped"
+    """Addresses of an expandable segment without memory."""
+
+
+@final
+class Block:
+    """A range of addresses of one segment. When blocks merge, the leftmost block remains."""
+
+    __slots__ = ("address", "born", "key", "next", "pending", "pool", "prev", "requested", "size", "state", "uses")
+
+    def __init__(self, address: int, size: int, pool: "Pool", state: BlockState) -> None:
+        self.address, self.size, self.pool, self.state = address, size, pool, state
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        self.key: Hashable = None
+        self.requested = 0
+        self.uses: list[int] = []  # other streams, by first use
+        self.pending = 0  # streams with unfinished work from before the free
+        self.born = 0  # searches of the pool before this block was free, for collection by age
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this block is the only block of its segment."""
+        return self.prev is None and self.next is None
+
+    @property
+    def is_available(self) -> bool:
+        """Whether these addresses are unused."""
+        return self.state is BlockState.FREE or self.state is BlockState.UNMAPPED
+
+    def cut(self, size: int, state: BlockState) -> "Block":
+        """Keep `size` bytes; return the rest as a separate block outside all pools."""
+        rest = Block(self.address + size, self.size - size, self.pool, state)
+        rest.prev, rest.next = self, self.next
+        if self.next is not None:
+            self.next.prev = rest
+        self.next, self.size = rest, size
+        return rest
+
+    def absorb_next(self) -> None:
+        """Merge the right neighbour into this block."""
+        gone = self.next
+        assert gone is not None
+        self.size += gone.size
+        self.next = gone.next
+        if gone.next is not None:
+            gone.next.prev = self
+
+
+@final
+class Pool:
+    """Free blocks of one stream and size class by size, then address, and gaps of expandable segments by address."""
+
+    __slots__ = ("free", "gaps", "is_small", "searches", "stream")
+
+    def __init__(self, stream: int, searches: list[int], *, is_small: bool) -> None:
+        self.stream, self.is_small = stream, is_small
+        self.free: list[tuple[int, int, Block]] = []
+        self.gaps: list[tuple[int, Block]] = []
+        self.searches = searches  # one counter, shared by the pools of a size class
+
+    def add(self, block: Block) -> None:
+        """Add a free block or a gap without merging."""
+        if block.state is BlockState.FREE:
+            block.born = self.searches[0]
+            insort(self.free, (block.size, block.address, block))
+        else:
+            insort(self.gaps, (block.address, block))
+
+    def remove(self, block: Block) -> None:
+        """Remove a free block or a gap."""
+        if block.state is BlockState.FREE:
+            del self.free[bisect_left(self.free, (block.size, block.address))]
+        else:
+            del self.gaps[bisect_left(self.gaps, (block.address,))]
+
+    def join(self, block: Block) -> Block:
+        """Merge a block that became free or a gap with neighbours of the same state, then add it."""
+        left, right = block.prev, block.next
+        if left is not None and left.state is block.state:
+            self.remove(left)
+            left.absorb_next()
+            block = left
+        if right is not None and right.state is block.state:
+            self.remove(right)
+            block.absorb_next()
+        self.add(block)
+        return block
+
+
+def reach_of(block: Block) -> int:
+    """Return the maximum size of a free block, including gaps behind it."""
+    after = block.next
+    return block.size + (after.size if after is not None and after.state is BlockState.UNMAPPED else 0)

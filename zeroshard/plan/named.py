@@ -1,0 +1,191 @@
+"""What a rank holds of a model, from names: precisions, optimizers, and the units of a shape.
+
+Owns the names that a plan is asked with. Must not know memory over time (`film.py`). Needs no torch.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, final
+
+from zeroshard.describe.offload import with_apart
+from zeroshard.plan.shape.shapes import Parameters, Transformer
+from zeroshard.plan.step.turns import Matrix
+from zeroshard.table.bytes import Owned, Updates
+from zeroshard.table.cells import Residency
+from zeroshard.table.layout import plan_layout
+from zeroshard.table.owners import newton_schulz_cost
+from zeroshard.table.spec import BucketSpec, Formats, UnitSpec, itemsize
+
+__all__ = [
+    "OPTIMIZERS",
+    "PRECISIONS",
+    "States",
+    "Whole",
+    "kernel_bytes_of",
+    "matrices_of",
+    "own_units",
+    "specs_of",
+    "updates_of",
+]
+
+Shape = tuple[int, ...]
+_WIDE: Final = "float32"
+PRECISIONS: Final[Mapping[str, Formats]] = MappingProxyType(
+    {
+        "fp32": Formats(_WIDE, _WIDE, _WIDE, _WIDE, _WIDE),
+        "bf16": Formats("bfloat16", _WIDE, _WIDE, _WIDE, _WIDE),
+        "fp16": Formats("float16", _WIDE, _WIDE, _WIDE, _WIDE),
+        "paper": Formats("float16", "float16", "float16", _WIDE, _WIDE),
+        "bf16-grads": Formats("bfloat16", "bfloat16", "bfloat16", _WIDE, _WIDE),
+        "all-bf16": Formats("bfloat16", "bfloat16", "bfloat16", "bfloat16", "bfloat16"),
+    }
+)
+"""Precisions by name: those of `zs.shard`, the paper's, gradients as they are computed, and everything in bfloat16."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class States:
+    """What an optimizer keeps and does.
+
+    Args:
+        per_element: numbers that it keeps for each element.
+        counter_bytes: that it keeps for each parameter.
+        passing: numbers for each element of one parameter that torch's loop over parameters, its default on a CPU,
+            has beside these at most.
+        element_bytes, block_bytes, block_numel: of states that lie packed, as `Updates` has them.
+        whole: what it updates whole, on owners; None where slices are enough.
+        is_fused: whether torch has a kernel for the host that updates in one pass, which `zs.shard` chooses for states
+            in another memory; it takes nothing beside them.
+    """
+
+    per_element: int
+    counter_bytes: int
+    passing: int = 0
+    element_bytes: int = 0
+    block_bytes: int = 0
+    block_numel: int = 1
+    whole: "Whole | None" = None
+    is_fused: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What an optimizer updates whole.
+
+    Args:
+        takes: whether it updates a parameter so, by name and shape.
+        cost: of an update by shape, as owners are balanced.
+        keeps: elements of states by shape.
+        counter_bytes: that it keeps for each parameter beside.
+        kind: of the update, a key of `plan.owners.KINDS`.
+    """
+
+    takes: Callable[[str, Shape], bool]
+    cost: Callable[[Shape], float]
+    keeps: Callable[[Shape], int]
+    counter_bytes: int
+    kind: str
+
+
+_NOT_HIDDEN: Final = re.compile(r"norm|bias|\bln_|\bw[tp]e\b|embed|head")
+"""Names of parameters that are no matrices of hidden layers, or that Muon leaves to AdamW."""
+
+
+def _is_hidden(name: str, shape: Shape) -> bool:
+    return len(shape) > 1 and not _NOT_HIDDEN.search(name)
+
+
+def _factors(shape: Shape) -> int:
+    """Return the elements of Adafactor's second moments: of rows and columns, or of all elements of a vector."""
+    *stack, rows, columns = shape if len(shape) > 1 else (*shape, 1, 0)
+    return math.prod(stack) * (rows + columns)
+
+
+OPTIMIZERS: Final[Mapping[str, States]] = MappingProxyType(
+    {
+        "adamw": States(2, 4, 2, is_fused=True),
+        "adam": States(2, 4, 2, is_fused=True),
+        "sgd": States(0, 0, is_fused=True),
+        "momentum": States(1, 0, is_fused=True),
+        "lion": States(1, 0),
+        "adagrad": States(1, 4, 1, is_fused=True),
+        "adamw8bit": States(0, 4, element_bytes=2, block_bytes=8, block_numel=256),
+        "lamb": States(2, 4, 2),
+        "muon": States(2, 4, 2, whole=Whole(_is_hidden, newton_schulz_cost, math.prod, 0, "newton-schulz")),
+        "adafactor": States(0, 4, 1, whole=Whole(lambda *_: True, math.prod, _factors, 4, "adafactor")),
+    }
+)
+"""Optimizers by name, as torch and `zs.optim` keep their states."""
+
+
+def own_units(model: Transformer, tensor: int = 1, expert_ranks: int = 1) -> Mapping[str, Parameters]:
+    """Return the parameters of each unit that one tensor rank holds, by name; the root comes first."""
+    found = dict(model.units())
+    prefix = "transformer.h." if model.block == "gpt2" else "model.layers."
+    for name in found:
+        if name.startswith(prefix):
+            found[name] = model.block_parameters(int(name.removeprefix(prefix)), tensor, expert_ranks)
+        elif name.endswith(("wte", "embed_tokens", "lm_head")):
+            found[name] = (("weight", -(-model.vocabulary // tensor) * model.hidden),)
+    return MappingProxyType(found)
+
+
+def specs_of(
+    units: Mapping[str, Parameters], row: Residency, formats: Formats, ranks: int, *, replicas: int = 1, rank: int = 0
+) -> tuple[UnitSpec, ...]:
+    """Return the units of a model as one rank sees them.
+
+    Args:
+        units: parameters by unit, the root first.
+        ranks: that one copy of the state is sharded over.
+    """
+    found = []
+    for number, (name, parameters) in enumerate(units.items()):
+        layout = plan_layout([numel for _, numel in parameters], itemsize(formats.param), ranks, replicas)
+        names = tuple(f"{name}.{key}" if name else key for key, _ in parameters)
+        bucket = BucketSpec(name or "the root", number, names, layout, formats, row.of_unit(name), rank, replicas)
+        found.append(UnitSpec(number, name, (bucket,)))
+    return with_apart(found, row)
+
+
+def updates_of(units: Sequence[UnitSpec], states: States, owned: Sequence[Owned] = ()) -> Updates:
+    """Return what one optimizer of all parameters updates and keeps.
+
+    Args:
+        owned: what it updates whole.
+    """
+    buckets, taken = [bucket for unit in units for bucket in unit.buckets], {(o.bucket.number, o.index) for o in owned}
+    places = [(b, index) for b in buckets for index in range(len(b.names)) if (b.number, index) not in taken]
+    packed = (states.element_bytes, states.block_bytes, states.block_numel)
+    return Updates(places, states.per_element, states.counter_bytes, *packed, whole=owned)
+
+
+def matrices_of(units: Sequence[UnitSpec], whole: Whole, shape_of: Callable[[str, int], Shape]) -> list[Matrix]:
+    """Return the parameters that an optimizer updates whole.
+
+    Args:
+        shape_of: of a parameter by its name and elements.
+    """
+    found = []
+    for bucket in (bucket for unit in units for bucket in unit.buckets):
+        for index, (name, numel) in enumerate(zip(bucket.names, bucket.layout.numels, strict=True)):
+            shape = shape_of(name, numel)
+            if whole.takes(name, shape):
+                nbytes = whole.keeps(shape) * itemsize(bucket.formats.state)
+                cost = float(whole.cost(shape))
+                found.append(Matrix(bucket, index, shape, cost, nbytes, whole.counter_bytes, whole.kind))
+    return found
+
+
+def kernel_bytes_of(updates: Sequence[Updates], states: States) -> int:
+    """Return what the kernels of an optimizer that updates one parameter after the other take at most."""
+    most = 0
+    for bucket, index in (place for one in updates for place in one.parameters):
+        start, stop = bucket.layout.overlap(index, *bucket.states)
+        most = max(most, (stop - start) * itemsize(bucket.formats.state))
+    return states.passing * most

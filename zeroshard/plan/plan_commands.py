@@ -1,0 +1,164 @@
+"""`zeroshard plan`: a plan, or a search, as text or JSON.
+
+Owns the arguments and their errors. It prints through functions of `cli.py`, and imports typer only in `add_commands`.
+Plans of shapes work without torch.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.machine.profiles import device_for
+from zeroshard.plan.planning import make_plan
+from zeroshard.plan.search import search
+from zeroshard.plan.shape.shapes import SHAPES
+
+if TYPE_CHECKING:
+    import typer
+
+__all__ = ["add_commands"]
+
+Print = Callable[[str], None]
+
+
+def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -> None:
+    """Add `plan` to the command line.
+
+    Args:
+        show: prints a text of one or more lines.
+        fail: exits with a message about an error of the user.
+    """
+    import typer
+
+    def plan(
+        model: Annotated[
+            str, typer.Argument(help="A bundled shape, or a config.json or its folder; --list shows shapes.")
+        ] = "",
+        ranks: Annotated[str, typer.Option(help="Number of processes; with --search, several: 8,16,32.")] = "8",
+        device: Annotated[str, typer.Option(help="A preset, this (see doctor), or a profile.")] = "h100-80",
+        batch: Annotated[int, typer.Option(help="Sequences per micro-batch and rank.")] = 1,
+        seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+        stage: Annotated[str | None, typer.Option(help="ZeRO stage, 0 to 3, or auto.")] = None,
+        residency: Annotated[str | None, typer.Option(help="Configuration of the ZeRO paper, C1 to C5.")] = None,
+        activations: Annotated[str | None, typer.Option(help="recompute, recompute-rest, ..., joined by +.")] = None,
+        offload: Annotated[
+            str | None,
+            typer.Option(
+                help="host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, auto, "
+                "or, with --search, none."
+            ),
+        ] = None,
+        precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, or paper (the paper's).")] = None,
+        mesh: Annotated[int, typer.Option(help="Replicas of the sharded state.")] = 1,
+        tensor: Annotated[int, typer.Option(help="Ranks of tensor parallelism.")] = 1,
+        optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, muon, lion, ...")] = "adamw",
+        micro_batches: Annotated[int, typer.Option(help="Of a step.")] = 1,
+        host: Annotated[float | None, typer.Option(help="Host memory of a node in GB; replaces the preset's.")] = None,
+        as_search: Annotated[bool, typer.Option("--search", help="Try many configurations.")] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,
+        as_list: Annotated[bool, typer.Option("--list", help="List the bundled shapes and devices.")] = False,
+    ) -> None:
+        """Predict memory and time of a run, without a device."""
+        if as_list or not model:
+            show("\n".join([*_shapes(), "", *_devices()]))
+            return
+        try:
+            where = device_for(device)
+            where = where if host is None else dataclasses.replace(where, host_bytes=int(host * 1e9))
+            counts = _numbers(ranks)
+            if as_search:
+                tried = {"batch": batch != 1, "stage": stage is not None, "residency": residency is not None}
+                tried |= {"activations": activations is not None, "mesh": mesh != 1, "tensor": tensor != 1}
+                tried |= {"micro-batches": micro_batches != 1}
+                if given := [name for name, is_given in tried.items() if is_given]:
+                    raise ValueError(f"--search tries values of --{given[0]} itself; leave it out, or use zs.search().")
+                places = _places(offload)
+                found = search(
+                    model,
+                    world_size=counts,
+                    device=where,
+                    seq=seq,
+                    precision=precision,
+                    optimizer=optimizer,
+                    offload=places,
+                )
+                show(json.dumps(found.to_json()) if as_json else str(found))
+                return
+            if len(counts) > 1:
+                raise ValueError(f"--ranks takes several numbers with --search only; got {ranks!r}.")
+            made = make_plan(
+                model,
+                world_size=counts[0],
+                device=where,
+                batch=batch,
+                seq=seq,
+                stage=_stage(stage),
+                residency=residency,
+                activations=activations,
+                offload=offload,
+                precision=precision,
+                mesh=mesh,
+                tensor=tensor,
+                optimizer=optimizer,
+                micro_batches=micro_batches,
+            )
+        except (ValueError, TypeError, OSError) as error:
+            fail(str(error))
+            return
+        show(json.dumps(made.to_json()) if as_json else str(made))
+
+    app.command()(plan)
+
+
+def _places(asked: str | None) -> tuple[str, ...]:
+    """Return the places that a search may move something to: the host, and a folder as well, or none.
+
+    Raises:
+        ValueError: an offload that says how much.
+    """
+    if asked is not None and asked not in ("auto", "host", "none") and not asked.startswith("/"):
+        raise ValueError(
+            f"--search tries how much is offloaded itself; --offload takes host, none, or a folder on a disk; got "
+            f"{asked!r}."
+        )
+    if asked == "none":
+        return ()
+    return ("host",) if asked is None or not asked.startswith("/") else ("host", asked)
+
+
+def _stage(asked: str | None) -> int | Literal["auto"] | None:
+    """Return a stage.
+
+    Raises:
+        ValueError: the text is neither a number nor "auto".
+    """
+    if asked is None or asked == "auto":
+        return "auto" if asked else None
+    if not asked.isdecimal():
+        raise ValueError(f"--stage takes 0 to 3, or auto; got {asked!r}.")
+    return int(asked)
+
+
+def _numbers(ranks: str) -> list[int]:
+    """Return numbers of ranks.
+
+    Raises:
+        ValueError: a part of the text is not a number.
+    """
+    try:
+        return [int(one) for one in ranks.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--ranks takes numbers such as 8 or, with --search, 8,16; got {ranks!r}.") from error
+
+
+def _shapes() -> list[str]:
+    return [
+        "shapes:",
+        *(f"  {name:18} {shape.numel() / 1e9:10.3f} billion parameters" for name, shape in SHAPES.items()),
+    ]
+
+
+def _devices() -> list[str]:
+    return ["devices:", *(f"  {name:18} {device.memory_bytes / 2**30:10.1f} GiB" for name, device in DEVICES.items())]

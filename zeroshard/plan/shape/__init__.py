@@ -1,0 +1,3 @@
+"""Transformers from their sizes: shapes, and the operations of their units."""
+
+__all__: list[str] = []

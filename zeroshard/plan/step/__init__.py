@@ -1,0 +1,3 @@
+"""One step played in integers and seconds."""
+
+__all__: list[str] = []

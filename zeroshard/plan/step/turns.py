@@ -1,0 +1,309 @@
+"""Updates of whole matrices in a plan: owners, rounds, time and memory.
+
+Owns the clock of such an update. Owners and rounds are from `table/owners.py`, as in the engine. It must not know how
+memory is counted (`film.py`). Needs no torch. Read "Note: the exchange" in `update/exchange.py` first.
+
+Note: the clocks of other ranks
+    A rank waits for the slowest owner of a round, because owners send new values. Therefore `play` keeps a clock for
+    each rank of a replica. All ranks start the update together, and need the same time for updates of slices.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Final, NamedTuple, final
+
+from zeroshard.plan.machine.hardware import Cost, Device
+from zeroshard.table.bytes import Owned, Updates
+from zeroshard.table.owners import plan_owners, plan_rounds
+from zeroshard.table.pool import Buffer
+from zeroshard.table.spec import BucketSpec, itemsize
+
+__all__ = ["Hands", "KINDS", "Matrix", "Turn", "own", "owned_bytes", "play", "shown_ranks", "turns_of"]
+
+Shape = tuple[int, ...]
+NEWTON_SCHULZ_STEPS: Final = 5
+NARROW: Final = "bfloat16"
+"""Dtype of the iterations of torch's Muon."""
+WIDE: Final = 4
+"""Bytes of an element of updates outside the iterations."""
+
+
+class Matrix(NamedTuple):
+    """A parameter that an optimizer updates as a whole, and its place among the buckets.
+
+    `cost` balances owners; `kind` is a key of `KINDS`.
+    """
+
+    bucket: BucketSpec
+    place: int
+    shape: Shape
+    cost: float
+    state_bytes: int
+    counter_bytes: int
+    kind: str
+
+
+@final
+@dataclass(frozen=True)
+class Kind:
+    """The update of one parameter by an optimizer: kernels and peak of temporary memory, by shape."""
+
+    kernels: Callable[[Shape], Sequence[Cost]]
+    passing_bytes: Callable[[Shape], int]
+
+
+def _matrices(shape: Shape) -> tuple[int, int, int]:
+    """Return the number of matrices in a stack of this shape, and their sides, the shorter side first."""
+    *stack, rows, columns = shape if len(shape) < 4 else (shape[0], _numel(shape[1:]))
+    return _numel(tuple(stack)), min(rows, columns), max(rows, columns)
+
+
+def _numel(shape: Shape) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel
+
+
+def _newton_schulz(shape: Shape) -> Sequence[Cost]:
+    """Return the kernels of torch's Muon: momentum, five iterations of three products, weight decay and update."""
+    count, m, n = _matrices(shape)
+    around = [Cost(0, float(nbytes * m * n)) for nbytes in (12, 12, 6, 2, 4, 8, 10)]
+    products = [(m, m, n), (m, m, m), (m, n, m)] * NEWTON_SCHULZ_STEPS
+    iterations = [Cost(2.0 * a * b * c, 2.0 * (a * b + b * c + a * c), "matmul", a, b) for a, b, c in products]
+    return [*around, *iterations] * count
+
+
+def _newton_schulz_bytes(shape: Shape) -> int:
+    """Return the peak of temporary memory in an update of Muon.
+
+    That is the update in fp32, and, in the last product of an iteration, a factor, the result, and two square matrices.
+    """
+    _, m, n = _matrices(shape)
+    return m * n * (WIDE + 2 * itemsize(NARROW)) + 2 * m * m * itemsize(NARROW)
+
+
+def _adafactor(shape: Shape) -> Sequence[Cost]:
+    """Return the kernels of torch's Adafactor: norms, the estimate of second moments, and the update."""
+    return [Cost(0, float(nbytes * _numel(shape))) for nbytes in (4, 4, 4, 4, 8, 8, 8, 12, 4, 12)]
+
+
+KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
+    {
+        "newton-schulz": Kind(_newton_schulz, _newton_schulz_bytes),
+        # The estimate becomes the update; for a vector, its square is also held.
+        "adafactor": Kind(_adafactor, lambda shape: _numel(shape) * WIDE * (1 if len(shape) > 1 else 2)),
+        # Values and gradients are read, and values written; temporary memory is unknown.
+        "other": Kind(lambda shape: [Cost(0, 3.0 * WIDE * _numel(shape))], lambda shape: 0),
+    }
+)
+"""Kinds of updates, by name."""
+
+
+@final
+@dataclass(frozen=True)
+class Turn:
+    """Parameters that are updated at once: a round of an exchange, or all matrices if each rank updates all.
+
+    Args:
+        rank: index of this rank in the replica.
+        numels: elements that this rank sends in total, and that it owns; empty without an exchange.
+        dtypes: dtypes of gradients and of values.
+        most_numel: maximum of the elements that a rank sends or receives in one direction.
+        stays_numel: elements that this rank keeps as their owner.
+        held_bytes: temporary memory of this rank during the update: copies of received parts, and memory of kernels.
+        update_s: seconds of each rank of the replica; one entry if all ranks do the same.
+    """
+
+    rank: int
+    numels: tuple[int, ...]
+    dtypes: tuple[str, str]
+    most_numel: int
+    stays_numel: int
+    held_bytes: int
+    update_s: Sequence[float]
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends to owners, and back as an owner."""
+        if not self.numels:
+            return 0
+        grad, value = map(itemsize, self.dtypes)
+        given, owned = (numel - self.stays_numel for numel in self.numels)
+        return given * (grad + value) + owned * value
+
+
+def own(matrices: Sequence[Matrix], ranks: int) -> list[Owned]:
+    """Return the matrices of one optimizer with their owners, as each rank computes them.
+
+    Args:
+        matrices: in the order of the optimizer's groups.
+        ranks: number of ranks of a replica of the state.
+    """
+    costs = [one.cost * one.bucket.is_trained for one in matrices]
+    numels = [one.bucket.layout.numels[one.place] for one in matrices]
+    owners = plan_owners(costs, numels, ranks)
+    return [
+        Owned(one.bucket, one.place, owner, one.state_bytes, one.counter_bytes)
+        for one, owner in zip(matrices, owners, strict=True)
+    ]
+
+
+def owned_bytes(updates: Sequence[Updates], ranks: int) -> list[int]:
+    """Return the bytes of matrices' states, including counters, for each rank of a replica."""
+    found = [0] * ranks
+    for one in (one for some in updates for one in some.whole if one.bucket.is_trained):
+        for rank in range(ranks) if one.bucket.updates_all else [one.owner]:
+            found[rank] += one.state_bytes + one.counter_bytes
+    return found
+
+
+def shown_ranks(ranks: int, owned: Sequence[int], most: int) -> list[tuple[str, int, int]]:
+    """Return the ranks of a replica, besides the first, that a plan shows: (name, number of such ranks, index).
+
+    Args:
+        owned: the result of `owned_bytes`.
+        most: maximum number of ranks that are shown separately.
+    """
+    if ranks <= most:
+        return [(f"rank {rank}", 1, rank) for rank in range(1, ranks)]
+    order = sorted(range(1, ranks), key=lambda rank: (-owned[rank], rank))
+    if len({*owned}) == 1:  # shards differ only in padding, the last shard most
+        order = [ranks - 1, *range(1, ranks - 1)]
+    name = f"rank {order[0]}" + ", with the most states" * (owned[order[0]] > owned[0])
+    name = "the last shard" if len({*owned}) == 1 else name
+    rest = [("the others" if len({*owned}) == 1 else "the others, about", ranks - 2, order[1])] if ranks > 2 else []
+    return [*rest, (name, 1, order[0])]
+
+
+def turns_of(matrices: Sequence[Matrix], owned: Sequence[Owned], device: Device) -> list[Turn]:
+    """Return the updates after those of slices, in the order of the engine.
+
+    Args:
+        matrices: matrices of one optimizer.
+        owned: the same matrices with their owners.
+    """
+    seconds: dict[tuple[str, Shape], float] = {}
+
+    def update_s(one: Matrix) -> float:
+        key = one.kind, one.shape
+        if key not in seconds:
+            seconds[key] = sum(device.kernel_s(cost, NARROW) for cost in KINDS[one.kind].kernels(one.shape))
+        return seconds[key]
+
+    here, away = list[Matrix](), dict[tuple[str, str], list[tuple[Matrix, int]]]()
+    for matrix, owner in zip(matrices, (one.owner for one in owned), strict=True):
+        if matrix.bucket.is_trained and matrix.bucket.updates_all:
+            here.append(matrix)
+        elif matrix.bucket.is_trained:
+            formats = matrix.bucket.formats
+            away.setdefault((formats.grad, formats.state), []).append((matrix, owner))
+    found = [Turn(0, (), ("", ""), 0, 0, _held_bytes(here), [sum(map(update_s, here))])] if here else []
+    for dtypes, some in away.items():
+        parts = [one.bucket.layout.numels_by_rank(one.place) for one, _ in some]
+        rank = some[0][0].bucket.rank
+        for turn in plan_rounds([owner for _, owner in some], parts):
+            counts = turn.counts
+            given, taken = [sum(row) for row in counts], [sum(column) for column in zip(*counts, strict=True)]
+            stays = [row[place] for place, row in enumerate(counts)]
+            most = max(max(out, back) - same for out, back, same in zip(given, taken, stays, strict=True))
+            mine = [some[place][0] for place in turn.bundles[rank]]
+            # A matrix that arrives alone is contiguous; several matrices arrive rank by rank.
+            joined = sum(map(itemsize, dtypes)) * taken[rank] * (len(mine) > 1)
+            times = [sum(update_s(some[place][0]) for place in bundle) for bundle in turn.bundles]
+            numels = given[rank], taken[rank]
+            found.append(Turn(rank, numels, dtypes, most, stays[rank], joined + _held_bytes(mine), times))
+    return found
+
+
+def _held_bytes(matrices: Sequence[Matrix]) -> int:
+    """Return the peak of temporary memory of consecutive updates of matrices, without gradients in another dtype."""
+    converted = 0
+    for one in matrices:
+        formats = one.bucket.formats
+        converted += _numel(one.shape) * itemsize(formats.state) * (formats.grad != formats.state)
+    return converted + max((KINDS[one.kind].passing_bytes(one.shape) for one in matrices), default=0)
+
+
+class Hands(NamedTuple):
+    """The effects of an update on memory and lanes of the simulated rank.
+
+    `take` and `give` are for pooled buffers (elements and dtype); `hold` and `drop` for other memory. `compute` runs
+    for some seconds, and `wait` waits until a time. `send` exchanges matrices: its arguments are a label, the maximum
+    bytes of a rank in each message, and the earliest start; it returns the end. `now` is the time.
+    """
+
+    take: Callable[[int, str], Buffer]
+    give: Callable[[Sequence[Buffer]], None]
+    hold: Callable[[int], int]
+    drop: Callable[[int], None]
+    compute: Callable[[str, float], None]
+    wait: Callable[[str, float], None]
+    send: Callable[[str, Sequence[int], float], float]
+    now: Callable[[], float]
+
+
+def play(turns: Sequence[Turn], hands: Hands, update_slices: Callable[[], None]) -> None:
+    """Simulate an update: of slices first, then turn by turn, in the order of `update/pieces.py`.
+
+    Args:
+        update_slices: updates parameters that are not updated as a whole; the same on all ranks.
+    """
+    clocks = [0.0] * max((len(one.update_s) for one in turns), default=1)
+    queue = [_Piece(one, hands, clocks) for one in turns]
+    for piece in queue[:1]:
+        piece.start()
+    update_slices()
+    clocks[:] = [hands.now()] * len(clocks)
+    for place, piece in enumerate(queue):
+        if place + 1 < len(queue):
+            queue[place + 1].start()
+        piece.update()
+        if place:
+            queue[place - 1].close()
+    for piece in queue[-1:]:
+        piece.close()
+
+
+@final
+class _Piece:
+    """A turn during the simulation, in the steps of `update/exchange.py`."""
+
+    def __init__(self, turn: Turn, hands: Hands, clocks: list[float]) -> None:
+        self._turn, self._hands, self._clocks = turn, hands, clocks
+        self._buffers: list[Buffer] = []
+        self._there_s = self._back_s = 0.0
+
+    def start(self) -> None:
+        """Allocate the buffers, and send gradients and values to the owners."""
+        turn, hands = self._turn, self._hands
+        # An empty exchange also takes a buffer.
+        self._buffers = [hands.take(max(1, numel), dtype) for dtype in turn.dtypes for numel in turn.numels]
+        self._there_s = self._send("matrices to their owners", turn.dtypes)
+
+    def _send(self, what: str, dtypes: Sequence[str]) -> float:
+        if not self._turn.numels:
+            return 0.0
+        nbytes = [self._turn.most_numel * itemsize(dtype) for dtype in dtypes]
+        return self._hands.send(what, nbytes, max(self._clocks))
+
+    def update(self) -> None:
+        """Wait for the matrices, update, and start to send new values back."""
+        turn, hands = self._turn, self._hands
+        hands.wait("matrices", self._there_s)
+        hands.give(self._buffers[:1])
+        held = hands.hold(turn.held_bytes)
+        hands.compute("update of matrices", turn.update_s[turn.rank])
+        for rank, took_s in enumerate(turn.update_s):
+            self._clocks[rank] = max(self._clocks[rank], self._there_s) + took_s
+        hands.drop(held)
+        hands.give(self._buffers[1:2])
+        self._back_s = self._send("matrices from their owners", turn.dtypes[1:])
+
+    def close(self) -> None:
+        """Wait for the new values."""
+        self._hands.wait("new values of matrices", self._back_s)
+        self._clocks[:] = [max(clock, self._back_s) for clock in self._clocks]
+        self._hands.give(self._buffers[2:])

@@ -1,0 +1,3 @@
+"""Traces of modules on tensors without memory."""
+
+__all__: list[str] = []

@@ -1,0 +1,295 @@
+"""The memory of a traced step: its events, and sums over them.
+
+Owns the records that a trace returns and the sums over them: the peak, and the bytes of each unit. It must not know
+torch or the tracer; `tracer.py` makes the records.
+
+Note: what is counted
+    A storage is one allocation, however many tensors view it: one event when it appears, and one when its last tensor
+    is gone. Bytes are requested bytes; an allocator may round them up. Temporary memory of a kernel is a separate pair
+    of events ("workspace").
+    A storage has one category for its whole life, the last one determined: results of a forward are temporary unless
+    autograd or a selective checkpoint keeps them, and results of a backward are temporary unless they become the
+    gradient of a parameter.
+"""
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from types import MappingProxyType
+from typing import final
+
+from zeroshard.plan.machine.hardware import Cost
+from zeroshard.plan.shape.tape import Exchange
+
+__all__ = ["Category", "Event", "Landed", "Peak", "Phase", "Saved", "Span", "Trace", "UnitBytes"]
+
+
+@final
+class Category(enum.StrEnum):
+    """The purpose of a storage."""
+
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    OPTIMIZER = "optimizer"
+    BUFFER = "buffer"
+    INPUT = "input"
+    ACTIVATION = "activation"
+    """Made in a forward, or recomputed in a backward, and kept for the backward."""
+    FORWARD = "temporary in forward"
+    BACKWARD = "temporary in backward"
+    """Mostly gradients of activations."""
+    UPDATE = "temporary in update"
+    """Made by the optimizer, but not a state."""
+
+
+@final
+class Phase(enum.StrEnum):
+    """The part of a step that contains an event."""
+
+    BEFORE = "before"
+    """Storages that exist when the step starts: parameters, buffers, inputs, states of earlier steps."""
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Event:
+    """The appearance or the end of one storage.
+
+    Args:
+        nbytes: bytes; negative if memory is released.
+        storage: number of the storage, shared by its two events.
+        module: full name of the innermost module in forward or backward; "" for the model itself.
+        operation: torch's name, e.g. "aten.mm.default"; for the end of a storage, the next operation.
+    """
+
+    order: int
+    nbytes: int
+    storage: int
+    category: Category
+    phase: Phase
+    module: str
+    operation: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A storage that the forward keeps for the backward.
+
+    Args:
+        nbytes: bytes of the storage.
+        storage: its number, as in events.
+        module: the module that kept it first; if a module around its maker kept it, the maker.
+        maker: the module that made it; "" also for inputs of the step.
+        category: category of the storage: a saved input of the step remains an input.
+    """
+
+    nbytes: int
+    storage: int
+    module: str
+    maker: str
+    category: Category
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One execution of a unit's forward or backward.
+
+    Args:
+        start: index of its first event.
+        stop: index of the first event after it.
+    """
+
+    unit: str
+    phase: Phase
+    start: int
+    stop: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A complete gradient that was taken from its parameter.
+
+    Args:
+        order: index of the first event after it.
+        parameter: the full name, or the first of several.
+        storage: storage of the gradient.
+        is_alone: whether the gradient has its parameter's strides, and does not share its memory.
+    """
+
+    order: int
+    parameter: str
+    storage: int
+    nbytes: int
+    is_alone: bool
+
+
+@final
+@dataclass(frozen=True)
+class Peak:
+    """The time of the most live bytes.
+
+    Args:
+        order: index of the event that reaches the peak.
+        by_category: live bytes at that time.
+        by_module: the same, by the module that made them.
+    """
+
+    nbytes: int
+    order: int
+    phase: Phase
+    module: str
+    operation: str
+    by_category: Mapping[str, int]
+    by_module: Mapping[str, int]
+
+
+@final
+@dataclass(frozen=True)
+class UnitBytes:
+    """Bytes of one unit in one step.
+
+    Args:
+        saved: kept from its forward for its backward, including inputs of the step.
+        inputs: input tensors of its first forward, without parameters and buffers.
+        outputs: output tensors of its first forward.
+        forward: peak of its forward above the bytes left when it returned.
+        backward: peak of its backward above the bytes at its start, without gradients of parameters.
+    """
+
+    saved: int
+    inputs: int
+    outputs: int
+    forward: int
+    backward: int
+
+
+@final
+@dataclass(frozen=True)
+class Trace:
+    """The events of a step.
+
+    Args:
+        events: in order; an event's `order` is its index.
+        saved: storages that each forward kept for its backward, each once; of all traced steps.
+        spans: executions of units, by start.
+        units: names of the requested modules.
+        edges: (bytes of inputs, bytes of outputs) of each unit that ran.
+        personality: name of the traced kernels.
+        kernels: (index of the first event after it, cost) of each operation that computes or copies.
+        landed: gradients taken from their parameters, in order; empty if they stay there.
+        exchanges: (index of the first event after it, collective) of each collective among the step's operations.
+    """
+
+    events: Sequence[Event]
+    saved: Sequence[Saved]
+    spans: Sequence[Span]
+    units: Sequence[str]
+    edges: Mapping[str, tuple[int, int]]
+    personality: str
+    kernels: Sequence[tuple[int, Cost]] = ()
+    landed: Sequence[Landed] = ()
+    exchanges: Sequence[tuple[int, Exchange]] = ()
+
+    @cached_property
+    def live(self) -> Sequence[int]:
+        """Live bytes after each event."""
+        return tuple(accumulate(event.nbytes for event in self.events))
+
+    @cached_property
+    def peak(self) -> Peak:
+        """The peak of the whole step, including earlier storages."""
+        return self.peak_of()
+
+    def phase_at(self, order: int) -> Phase:
+        """Return the phase of an event, or of the last event if `order` is past the end."""
+        return self.events[min(order, len(self.events) - 1)].phase
+
+    def peak_of(self, *phases: Phase) -> Peak:
+        """Return the peak within some phases; without arguments, within all phases.
+
+        Raises:
+            ValueError: the trace has no event in these phases.
+        """
+        wanted = [e.order for e in self.events if not phases or e.phase in phases]
+        if not wanted:
+            raise ValueError(f"The trace has no event in {', '.join(phases) or 'any phase'}.")
+        order = max(wanted, key=self.live.__getitem__)
+        event = self.events[order]
+        live: dict[int, Event] = {}
+        for other in self.events[: order + 1]:
+            if other.nbytes > 0:
+                live[other.storage] = other
+            else:
+                live.pop(other.storage, None)
+        return Peak(
+            self.live[order],
+            order,
+            event.phase,
+            event.module,
+            event.operation,
+            _sums((one.category, one.nbytes) for one in live.values()),
+            _sums((one.module, one.nbytes) for one in live.values()),
+        )
+
+    def saved_by_module(self) -> Mapping[str, int]:
+        """Return the bytes that each module keeps for the backward, without modules that keep none."""
+        return _sums((one.module, one.nbytes) for one in self.saved)
+
+    def saved_bytes(self) -> int:
+        """Return all bytes that the forward keeps for the backward."""
+        return sum(one.nbytes for one in self.saved)
+
+    def unit_of(self, module: str) -> str:
+        """Return the innermost unit that contains a module; "" if there is none."""
+        return unit_of(module, frozenset(self.units))
+
+    def by_unit(self) -> Mapping[str, UnitBytes]:
+        """Return the bytes of each unit that ran; "" stands for modules outside all units."""
+        saved = _sums((self.unit_of(one.module), one.nbytes) for one in self.saved)
+        most: dict[tuple[str, Phase], int] = {}
+        for span in self.spans:
+            key = (span.unit, span.phase)
+            most[key] = max(most.get(key, 0), self._extra(span))
+        names = dict.fromkeys([*(span.unit for span in self.spans), *saved])
+        return MappingProxyType(
+            {
+                name: UnitBytes(
+                    saved.get(name, 0),
+                    *self.edges.get(name, (0, 0)),
+                    most.get((name, Phase.FORWARD), 0),
+                    most.get((name, Phase.BACKWARD), 0),
+                )
+                for name in names
+            }
+        )
+
+    def _extra(self, span: Span) -> int:
+        """Return the peak of a unit's execution above the bytes at its end (forward) or at its start (backward)."""
+        inside = self.events[span.start : span.stop]
+        if span.phase is Phase.FORWARD:
+            levels = list(accumulate((event.nbytes for event in inside), initial=0))
+            return max(levels) - levels[-1]
+        sizes = (event.nbytes * (event.category is not Category.GRADIENT) for event in inside)
+        return max(accumulate(sizes, initial=0))
+
+
+def unit_of(module: str, units: frozenset[str]) -> str:
+    """Return the innermost of the units that contains a module; "" if there is none."""
+    while module and module not in units:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def _sums(items: Iterable[tuple[str, int]]) -> Mapping[str, int]:
+    found: dict[str, int] = {}
+    for key, nbytes in items:
+        found[str(key)] = found.get(str(key), 0) + nbytes
+    return MappingProxyType(found)

@@ -1,0 +1,345 @@
+"""The kernels of a trace's device: the tensors that they save, and their temporary memory.
+
+Owns the differences between torch's operations on fake tensors on the CPU and a device's kernels. It must not know
+events, modules or phases.
+
+Note: two places where a device shows
+    A function may run other operations (attention, dropout, RMS norm), which save other tensors: `rewriting()` returns
+    a context that replaces functions. An operation may have results of other dtypes, and temporary memory: `run()` and
+    `workspace()`. Memory that libraries allocate outside torch's allocator (MKL, cuBLAS) is not counted, nor is
+    oneDNN's memory inside it for convolutions, LSTMs and products in bf16, because that depends on the processor.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import Any, Final, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from zeroshard.plan.shape.tape import Exchange
+
+__all__ = ["PERSONALITIES", "Personality", "exchange_of", "is_wait"]
+
+aten: Final = torch.ops.aten
+
+# torch's own functions, even while their names are replaced.
+_LINEAR: Final = F.linear
+_DROPOUT: Final = F.dropout
+_ATTENTION: Final = F.scaled_dot_product_attention
+
+
+class Personality(ABC):
+    """The differences of a device's kernels from fake tensors on the CPU."""
+
+    name: str
+
+    def __init__(self) -> None:
+        self._bias: Tensor | None = None
+
+    def functions(self) -> dict[Any, Callable[..., Any]]:
+        """Return replacements of torch's functions."""
+        return {_LINEAR: self._linear}
+
+    def rewriting(self) -> AbstractContextManager[Any]:
+        """Return a context in which functions run the operations of the device."""
+        return _Rewriting(self.functions())
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation; its results have the device's dtypes."""
+        if func is aten.add.Tensor and self._bias is not None and args[1] is self._bias:
+            # `linear` adds its bias in place, except for fake tensors.
+            return aten.add_.Tensor(*args).detach()
+        return func(*args, **kwargs)
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make an optimizer choose the implementation that it would choose on the device."""
+        return
+
+    @abstractmethod
+    def workspace(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
+        """Return the peak temporary memory of a kernel in bytes, without its results."""
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        self._bias = bias
+        try:
+            return _LINEAR(x, weight, bias)
+        finally:
+            self._bias = None
+
+
+@final
+class _Rewriting(TorchFunctionMode):
+    """Replaces functions by others.
+
+    Args:
+        functions: replacements, by the replaced function.
+    """
+
+    def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._functions = functions
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            # The mode does not see calls inside a function of torch, so the names in its module are replaced.
+            with _exchanged_names(self._functions):
+                return func(*args, **kwargs)
+        return self._functions.get(func, func)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _exchanged_names(functions: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Replace names in `torch.nn.functional` by other functions."""
+    own = {name: one for name, one in vars(F).items() if callable(one) and one in functions}
+    vars(F).update({name: functions[one] for name, one in own.items()})
+    try:
+        yield
+    finally:
+        vars(F).update(own)
+
+
+def is_wait(func: Any) -> bool:
+    """Return whether an operation waits for a collective; it returns its argument."""
+    return func.namespace in _NAMESPACES and func.overloadpacket.__name__ == "wait_tensor"
+
+
+def exchange_of(func: Any, args: tuple[Any, ...], made: Sequence[Tensor]) -> Exchange | None:
+    """Return the collective of an operation, or None.
+
+    Raises:
+        RuntimeError: the traffic of the collective is unknown.
+    """
+    if func.namespace not in _NAMESPACES:
+        return None
+    name = func.overloadpacket.__name__
+    if name not in _EXCHANGES:
+        raise RuntimeError(
+            f"The model runs the collective {func}, which a plan cannot count; supported: {', '.join(_EXCHANGES)}. "
+            "Change the layout of its tensors to use only these."
+        )
+    return Exchange(_EXCHANGES[name], max(one.nbytes for one in (args[0], *made)))
+
+
+_NAMESPACES: Final = ("_c10d_functional", "_dtensor", "c10d")
+_EXCHANGES: Final[Mapping[str, str]] = MappingProxyType(
+    {"all_reduce": "all-reduce", "all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce"}
+)
+"""torch's functional collectives, and their kinds in a plan."""
+
+
+# -- CPU --------------------------------------------------------------------------------------------------------------
+
+
+@final
+class CPU(Personality):
+    """torch's CPU kernels in eager mode, with torch's current number of threads."""
+
+    name = "cpu"
+
+    def workspace(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
+        """Return the temporary memory of kernels, from torch's sources and measurements."""
+        measure = _CPU_WORKSPACES.get(func)
+        return measure(args, out) if measure is not None else 0
+
+
+def _flash_splits(query: Tensor, key: Tensor) -> tuple[int, int, bool]:
+    """Return the rows of a block of queries and of keys, and whether blocks are copied in half precision.
+
+    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, `flash_attention_kernel_impl`.
+    """
+    rows = next(split for least, split in ((768, 256), (192, 64), (0, 32)) if query.shape[2] >= least)
+    return min(rows, query.shape[2]), min(512, key.shape[2]), query.dtype in _HALVES
+
+
+def _cpu_flash(args: tuple[Any, ...], out: Any) -> int:
+    query, key = args[:2]
+    rows, columns, is_half = _flash_splits(query, key)
+    numel = rows * columns + 2 * rows + rows * int(query.shape[3])
+    return torch.get_num_threads() * (4 * numel + 2 * rows * columns * is_half)
+
+
+def _cpu_flash_backward(args: tuple[Any, ...], out: Any) -> int:
+    grad, query, key = args[:3]
+    rows, columns, is_half = _flash_splits(query, key)
+    copied = 0 if grad.transpose(1, 2).is_contiguous() else grad.nbytes
+    # Scores and their gradients, both also in half precision, and a sum per row.
+    each = 2 * rows * columns * (6 if is_half else 4) + 4 * rows
+    return int(copied + torch.get_num_threads() * each)
+
+
+def _cpu_layer_norm_backward(args: tuple[Any, ...], out: Any) -> int:
+    width = args[1].shape[-len(args[2]) :].numel()
+    return int(2 * torch.get_num_threads() * width * args[1].element_size())
+
+
+def _safe_softmax(args: tuple[Any, ...], out: Any) -> int:
+    """Return the bytes of the softmax before fully masked rows are replaced, and of the mask of these rows."""
+    return int(out.nbytes + out.numel())
+
+
+def _product(args: tuple[Any, ...], out: Any) -> int:
+    """Return the bytes of factors that must be copied first, because neither stride is 1."""
+    return sum(one.nbytes for one in args[-2:] if isinstance(one, Tensor) and not _is_ready(one))
+
+
+def _is_ready(factor: Tensor) -> bool:
+    (rows, columns), (first, second) = factor.shape[-2:], factor.stride()[-2:]
+    return (second == 1 and first >= max(1, columns)) or (first == 1 and second >= max(1, rows))
+
+
+_HALVES: Final = (torch.bfloat16, torch.float16)
+
+_CPU_WORKSPACES: Final[Mapping[Any, Callable[[tuple[Any, ...], Any], int]]] = MappingProxyType(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu.default: _cpu_flash,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _cpu_flash_backward,
+        aten.native_layer_norm_backward.default: _cpu_layer_norm_backward,
+        aten._safe_softmax.default: _safe_softmax,
+        aten.mm.default: _product,
+        aten.bmm.default: _product,
+        aten.addmm.default: _product,
+    }
+)
+
+
+# -- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+@final
+class CUDA(Personality):
+    """torch's kernels on NVIDIA GPUs: flash attention in half precision, fused norms and dropout, foreach optimizers.
+
+    Bytes are requested bytes; the caching allocator rounds each request up to 512.
+    """
+
+    name = "cuda"
+
+    def functions(self) -> dict[Any, Callable[..., Any]]:
+        """Return replacements of torch's functions."""
+        norms = dict.fromkeys((F.rms_norm, torch.rms_norm), _rms_norm)
+        dropouts = dict.fromkeys((_DROPOUT, torch.dropout), _dropout)
+        return {**super().functions(), **norms, **dropouts, _ATTENTION: _attention}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation; statistics of layer norms are fp32."""
+        out = super().run(func, args, kwargs)
+        if func is aten.native_layer_norm.default:
+            return out[0], out[1].float(), out[2].float()
+        return out
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make an optimizer update lists of tensors, torch's default on GPUs, unless configured otherwise."""
+        for one in optimizer.param_groups:
+            is_chosen = one.get("fused") or one.get("foreach") is not None or one.get("differentiable")
+            if "foreach" in one and not is_chosen:
+                one["foreach"] = True
+
+    def workspace(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
+        """Return the temporary memory of kernels, from torch's sources."""
+        measure = _CUDA_WORKSPACES.get(func)
+        return measure(args, out) if measure is not None else 0
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Run the kernel that torch prefers: flash attention in half precision without a mask, otherwise efficient."""
+    width = query.shape[-1]
+    is_half, is_4d = query.dtype in _HALVES, query.dim() == key.dim() == value.dim() == 4
+    if is_half and is_4d and attn_mask is None and width <= 256 and value.shape[-1] == width:
+        # The kernel requires widths that are multiples of 8.
+        query, key, value = (F.pad(one, (0, -width % 8)) if width % 8 else one for one in (query, key, value))
+        scale = width**-0.5 if scale is None else scale
+        out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return out[..., :width] if width % 8 else out  # type: ignore[no-any-return]
+    if not is_4d or query.dtype not in (*_HALVES, torch.float32):
+        return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype is torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), -torch.inf)
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    needs_sums = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+    run = aten._scaled_dot_product_efficient_attention
+    return run(query, key, value, attn_mask, needs_sums, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if inplace or not training or not 0 < p < 1 or not x.numel():
+        return _DROPOUT(x, p, training, inplace)
+    return torch.native_dropout(x, p, True)[0]
+
+
+def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return _RMSNorm.apply(x, tuple(normalized_shape), weight)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@final
+class _RMSNorm(torch.autograd.Function):
+    """The fused RMS norm: it saves its input and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor | None) -> Tensor:
+        rows = x.shape[: x.dim() - len(shape)]
+        scales = x.new_empty((*rows, *(1 for _ in shape)), dtype=torch.float32)
+        ctx.save_for_backward(x, scales, weight)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, _, weight = ctx.saved_tensors
+        return torch.empty_like(x), None, None if weight is None else torch.empty_like(weight)
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _cuda_flash_backward(args: tuple[Any, ...], out: Any) -> int:
+    """Return the bytes of the gradient of the queries in fp32, and of one number per row of the queries.
+
+    Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`.
+    """
+    query, key = args[1:3]
+    batch, heads, length, width = query.shape
+    rows = batch * heads * _rounded(length, 128)
+    shared = 2 * batch * heads * key.shape[2] * width * query.element_size() * (heads != key.shape[1])
+    return int(4 * rows * _rounded(width, 32) + 4 * rows + shared)
+
+
+def _cuda_efficient_backward(args: tuple[Any, ...], out: Any) -> int:
+    """Return the bytes of one fp32 number per row of the queries."""
+    query = args[1]
+    return int(4 * query.shape[0] * query.shape[1] * query.shape[2])
+
+
+_CUDA_WORKSPACES: Final[Mapping[Any, Callable[[tuple[Any, ...], Any], int]]] = MappingProxyType(
+    {
+        aten._scaled_dot_product_flash_attention_backward.default: _cuda_flash_backward,
+        aten._scaled_dot_product_efficient_attention_backward.default: _cuda_efficient_backward,
+        aten._safe_softmax.default: _safe_softmax,
+        aten.mm.default: _product,
+        aten.bmm.default: _product,
+        aten.addmm.default: _product,
+    }
+)
+
+PERSONALITIES: Final[Mapping[str, Callable[[], Personality]]] = MappingProxyType({"cpu": CPU, "cuda": CUDA})
+"""Constructors of personalities by name."""

@@ -1,0 +1,164 @@
+"""A trace of training steps without memory: storages, their lifetimes, and their purposes.
+
+Owns the run of a step on fake tensors. It must not know ranks or sharding, or the observation (`recorder.py`).
+`events.py` defines the result.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.describe.split import split_parameters
+from zeroshard.plan.trace.events import Category, Phase, Trace
+from zeroshard.plan.trace.fake import Fakes, exchanged
+from zeroshard.plan.trace.kept import Kept
+from zeroshard.plan.trace.personality import PERSONALITIES
+from zeroshard.plan.trace.recorder import Recorder, unreadable
+from zeroshard.torch_private import (
+    check_tracing,
+    fake_errors,
+    fake_tensors,
+    is_called_by_checkpoint,
+    run_backward,
+    while_inferring,
+)
+from zeroshard.tree import find
+
+__all__ = ["trace_step"]
+
+
+def trace_step(
+    step: Callable[..., Tensor],
+    model: nn.Module,
+    inputs: Sequence[Any] = (),
+    *,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    units: Sequence[str] = (),
+    personality: str = "cpu",
+    micro_batches: int = 1,
+    steps: int = 1,
+    reads: Callable[[Tensor], bool | int | float] | None = None,
+    takes_gradients: bool = False,
+    kept: Kept | None = None,
+) -> Trace:
+    """Run training steps of a model on tensors without memory, and return the allocations.
+
+    The model is restored at the end: during the trace it has fake parameters and buffers. Existing gradients are not
+    counted. Nothing is computed, so `reads` must return the value if the model reads one, as `if x.sum() > 0:` does. A
+    model that behaves differently with fake tensors is traced with that behaviour.
+
+    Args:
+        step: called with the model and the inputs, returns the loss; the trace runs its backward.
+        model: with parameters on any device, including "meta".
+        inputs: tensors on any device, or containers of tensors.
+        optimizer: makes the optimizer from the parameters, e.g. `torch.optim.AdamW`; None for no updates.
+        units: names of modules whose bytes are summed.
+        personality: name of the kernels, "cpu" or "cuda".
+        micro_batches: number of forwards and backwards per step, each with the same inputs.
+        steps: number of traced steps; the first step starts without gradients and optimizer states.
+        reads: called with a tensor of one element whose value the model reads, returns the value. Optimizers read 1
+            from their step counters.
+        takes_gradients: whether gradients are taken from their parameters when they are complete, as in the engine;
+            `Trace.landed` has the times. There are no updates then.
+        kept: treatments of tensors saved for the backward.
+
+    Raises:
+        ValueError: the model has no such unit, the personality is unknown, or a count is below 1.
+        TypeError: `step` does not return a loss, or a tensor of the model cannot be fake.
+        RuntimeError: the model reads values of tensors.
+
+    >>> import torch
+    >>> from zeroshard.plan.trace.tracer import trace_step
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Linear(1024, 1024, bias=False)
+    >>> trace = trace_step(lambda model, x: model(x).sum(), model, [torch.empty(8, 1024, device="meta")])
+    >>> trace.peak.by_category["gradient"], trace.saved_bytes()
+    (4194304, 32768)
+    """
+    check_tracing()
+    if personality not in PERSONALITIES:
+        raise ValueError(f"Personality {personality!r} is unknown; known: {', '.join(PERSONALITIES)}.")
+    for name, count in (("micro_batches", micro_batches), ("steps", steps)):
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}.")
+    names = {name for name, _ in model.named_modules()}
+    if missing := [name for name in units if name not in names]:
+        raise ValueError(f"The model has no module named {', '.join(map(repr, missing))}; see model.named_modules().")
+    kernels = PERSONALITIES[personality]()
+    recorder = Recorder(kernels, units, reads, takes_gradients=takes_gradients)
+    with ExitStack() as stack:
+        stack.enter_context(fake_tensors())
+        fakes = Fakes()
+        stack.enter_context(exchanged(model, fakes))
+        given = fakes.of_all(tuple(inputs))
+        fakes.forget_storages()
+        recorder.begin(model, find(given, Tensor))
+        stack.callback(recorder.end)
+        stack.enter_context(recorder)
+        recorder.calibrate()
+        if split_parameters(model):
+            stack.enter_context(while_inferring(recorder.pause))
+        stack.enter_context(kernels.rewriting())
+        try:
+            made = _run(recorder, step, model, given, optimizer, micro_batches, steps, kept)
+        except fake_errors() as error:
+            raise unreadable(recorder.module, str(error)) from error
+        trace = recorder.result()
+        del made  # states live until the end of the trace
+        return trace
+
+
+def _run(
+    recorder: Recorder,
+    step: Callable[..., Tensor],
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+    micro_batches: int,
+    steps: int,
+    kept: Kept | None,
+) -> torch.optim.Optimizer | None:
+    """Run the steps and return the optimizer."""
+    optimizer = make(model.parameters()) if make is not None else None
+    if optimizer is not None:
+        recorder.kernels.prepare(optimizer)
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            _pass(recorder, step, model, inputs, kept)
+        recorder.phase = Phase.UPDATE
+        if optimizer is not None:
+            optimizer.step()
+            recorder.assign(
+                find([list(state.values()) for state in optimizer.state.values()], Tensor), Category.OPTIMIZER
+            )
+        model.zero_grad(set_to_none=True)
+    return optimizer
+
+
+def _pass(
+    recorder: Recorder, step: Callable[..., Tensor], model: nn.Module, inputs: tuple[Any, ...], kept: Kept | None
+) -> None:
+    """Run one forward and its backward."""
+    recorder.phase = Phase.FORWARD
+
+    def pack(tensor: Tensor) -> Any:
+        recorder.packed(tensor)
+        return tensor if kept is None else kept.pack(tensor, is_input=is_called_by_checkpoint())
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if kept is None else kept.unpack(packed)
+
+    if kept is not None:
+        kept.watch(recorder.is_parameter, recorder.exchange)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        loss = step(model, *inputs)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(f"step must return the loss, a tensor with one element and a graph; got {what}.")
+    recorder.end_forward(loss)
+    recorder.phase = Phase.BACKWARD
+    # `loss.backward()` would leave the mode that rewrites functions, and the mode would not see a recomputation.
+    run_backward(loss)

@@ -1,0 +1,188 @@
+"""The memory beside the device's that a model's states get: made, and its room taken, before anything is changed.
+
+Owns the checks of a folder and the room that a rank needs. It must not know engines. Read `store/apart.py` first.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from zeroshard.core.engine import Engine
+from zeroshard.optim.keeps import state_cost
+from zeroshard.setup.request import Described
+from zeroshard.store import file_calls
+from zeroshard.store.apart import Apart
+from zeroshard.store.disk import BLOCK_BYTES
+from zeroshard.table.cells import Cell, Residency
+from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
+from zeroshard.update import background
+from zeroshard.update.admission import ELEMENTWISE
+from zeroshard.update.in_backward import InBackward
+from zeroshard.update.optimizer import ShardedOptimizer, Source
+from zeroshard.update.streamed import Streams
+from zeroshard.wire.transports import MEMORIES
+
+__all__ = ["check_updates", "make_apart", "reserve", "source_of"]
+
+IN_MEMORY: Final = ("tmpfs", "ramfs")
+
+
+def make_apart(described: Described) -> tuple[Apart | None, Apart | None]:
+    """Return the memories for states and for parameters of a described model; None for what is on the device.
+
+    Both are the same object if both are in one memory. The disk space of a file is reserved.
+
+    Raises:
+        ValueError: a file cannot be created, the disk has too little space, or an optimizer's states cannot be updated
+            in pieces.
+    """
+    row, made = described.row, dict[str, Apart]()
+    check_updates(row, described.units, described.optimizers)
+    for cell in (row.states, row.parameters):
+        if cell.memory in MEMORIES and cell.memory not in made:
+            made[cell.memory] = _make(described, cell)
+    reserve(made.get("file"), described.units, described.optimizers, is_first=True)
+    return made.get(row.states.memory), made.get(row.parameters.memory)
+
+
+def _make(described: Described, cell: Cell) -> Apart:
+    mesh = described.mesh
+    try:
+        apart = MEMORIES[cell.memory](mesh.device, cell, str(mesh))
+    except OSError as error:
+        raise ValueError(
+            f"offload to '{cell.folder}': no file can be made there ({error}). Give a folder that exists, on a disk of "
+            "this host, in which this user may write."
+        ) from error
+    apart.is_alone = mesh.world_size == 1
+    if apart.disk is not None and (kind := file_calls.kind_of(apart.disk.folder)) in IN_MEMORY:
+        warnings.warn(
+            f"{mesh} offload to '{cell.folder}': a {kind}, whose files lie in memory of the host. Give a folder on a "
+            "disk, or write offload='host'.",
+            stacklevel=5,
+        )
+    return apart
+
+
+def reserve(
+    apart: Apart | None, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer], *, is_first: bool
+) -> None:
+    """Reserve disk space for the states of optimizers in files.
+
+    Args:
+        is_first: also reserve space for parameters and master weights.
+
+    Raises:
+        ValueError: the disk has too little space; the text has the numbers.
+    """
+    if apart is None or apart.disk is None:
+        return
+    states = max((cost[0] for one in optimizers if (cost := state_cost(one)) is not None), default=0)
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    try:
+        apart.disk.reserve(sum(_room_of(bucket, states, is_first=is_first) for bucket in buckets))
+    except OSError as error:
+        column = "states" if any(bucket.row.states.memory == "file" for bucket in buckets) else "parameters"
+        raise ValueError(
+            f"offload to '{apart.disk.folder}': {error}. Make room, give another folder, or move less: "
+            f"zs.Offload({column}={apart.cell.fraction / 2:g}, to=...)."
+        ) from error
+
+
+def _room_of(bucket: BucketSpec, states: int, *, is_first: bool) -> int:
+    """Return the bytes of a bucket in a file, in whole blocks for each array."""
+    numel, sizes, formats = bucket.apart_states[1] - bucket.apart_states[0], list[int](), bucket.formats
+    if bucket.is_trained and bucket.row.states.memory == "file":
+        sizes += [numel * itemsize(formats.state)] * states
+    if is_first and bucket.master_memory == "file" and not bucket.shares_apart:
+        sizes.append(numel * itemsize(formats.master))
+    if is_first and bucket.row.parameters.memory == "file":
+        sizes.append((bucket.apart_shard[1] - bucket.apart_shard[0]) * itemsize(formats.param))
+    return sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes)
+
+
+def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise where states in files cannot be updated in pieces, or those on the host not in the backward.
+
+    Raises:
+        ValueError: an optimizer that is not known to update each element by itself; masters that are rounded at random;
+            what an update in the backward cannot be taken back for.
+    """
+    if row.states.spares:
+        _check_ahead(units, optimizers)
+    for optimizer in optimizers if row.states.memory == "file" else ():
+        kind = type(optimizer)
+        if not kind.__module__.startswith("torch.optim") or kind.__name__ not in ELEMENTWISE:
+            raise ValueError(
+                f"{kind.__name__} cannot keep its states in files: they are updated in pieces of parameters, and which "
+                f"of its states go with which elements is known of {', '.join(sorted(ELEMENTWISE))} of torch.optim "
+                "alone. Use one of these, or offload='host'."
+            )
+    in_files = [
+        bucket
+        for unit in units
+        for bucket in unit.buckets
+        if (bucket.apart and row.states.memory == "file")
+        or (bucket.apart_parameters and row.parameters.memory == "file")
+    ]
+    if any(bucket.formats.state != bucket.formats.master for bucket in in_files):
+        raise ValueError(
+            "rounding='stochastic' widens all masters for an update, which those in files cannot be. Use master= "
+            "torch.float32, or offload='host'."
+        )
+
+
+def _check_ahead(units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise where states cannot be updated in the backward, before `step()` is called.
+
+    Raises:
+        ValueError: several optimizers, or one that is not known to update each element by itself; masters that are
+            rounded at random, or are parameters.
+    """
+    mode = "Offload(update='in-backward')"
+    if len(optimizers) > 1:
+        names = ", ".join(type(one).__name__ for one in optimizers)
+        raise ValueError(
+            f"{mode} takes one optimizer, since max_norm= is of all gradients and step() clips them; got "
+            f"{len(optimizers)}: {names}. Put all parameters into groups of one, or write update='step'."
+        )
+    for optimizer in optimizers:
+        if not background.may_be_early(optimizer):
+            raise ValueError(
+                f"{mode} cannot update with {type(optimizer).__name__}: units are updated one by one, in a thread, "
+                f"which is known to be right of {', '.join(sorted(ELEMENTWISE))} of torch.optim alone. Use one of "
+                "these, or write update='step'."
+            )
+    buckets = [bucket for unit in units for bucket in unit.buckets if bucket.apart and bucket.is_trained]
+    if any(bucket.formats.state != bucket.formats.master for bucket in buckets):
+        raise ValueError(
+            f"{mode} with rounding='stochastic': masters are widened at step() for the update. Use "
+            "master=torch.float32, or write update='step'."
+        )
+    if shared := [bucket for bucket in buckets if bucket.shares_apart]:
+        raise ValueError(
+            f"{mode} with Offload(parameters=): the {shared[0].formats.param} parameters on the host are the master "
+            f"weights, which are read while the backward runs ('{shared[0].name}', {len(shared)} buckets in all). Use "
+            "precision='bf16', whose masters lie beside them, leave parameters= out, or write update='step'."
+        )
+
+
+def source_of(engine: Engine, apart: Apart | None, home: Apart | None, sharded: ShardedOptimizer) -> Source | None:
+    """Return what updates an optimizer's entries in files, or in the background; None where `step()` does it all.
+
+    Args:
+        apart: the memory of states.
+        home: the memory of parameters.
+    """
+    apart = home if apart is None and home is not None and home.disk is not None else apart
+    if apart is None:
+        return None
+    if apart.cell.spares:
+        return InBackward(engine, sharded, apart.cell.max_norm)
+    if apart.disk is None:
+        has_time = background.is_worthwhile(engine.mesh.device) and background.may_be_early(sharded.optimizer)
+        return background.Early(engine) if has_time and sharded.exchange is None else None
+    states = sharded.state_cost[0] if sharded.state_cost is not None else 0
+    return Streams(engine, apart.disk, states, apart.cell.staging_bytes)

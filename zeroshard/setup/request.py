@@ -1,0 +1,477 @@
+"""The arguments of `shard()`, their checks, and the description of the sharded model that follows.
+
+Owns the arguments, their checks and their consequences, before any tensor changes and any communication. It must not
+know engines. Read `Request` first, then `describe`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroshard.core.parameter import ShardedParameter
+from zeroshard.core.slot import Form
+from zeroshard.describe.ignored import ignored_of
+from zeroshard.describe.offload import AUTO as LEAST
+from zeroshard.describe.offload import OffloadLike, offload_of, row_with
+from zeroshard.describe.parameters import ParametersLike, check_patterns, row_with_parameters
+from zeroshard.describe.precision import Chosen, Precision, PrecisionLike, chosen_modules, precision_of
+from zeroshard.describe.selection import check_activations
+from zeroshard.describe.specs import describe_units
+from zeroshard.describe.treatments import ActivationsLike, activations_of
+from zeroshard.describe.units import UnitPlan, plan_units
+from zeroshard.join.start import check_seconds
+from zeroshard.optim.whole import whole_of
+from zeroshard.peers import ARGUMENTS
+from zeroshard.setup.automatic import device_bytes, least_offload, least_row
+from zeroshard.setup.duplicate import owner_of
+from zeroshard.setup.graphs import refuse_graphs
+from zeroshard.table.cells import Residency
+from zeroshard.table.settings import Settings
+from zeroshard.table.spec import UnitSpec
+from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, row_of_stage
+from zeroshard.torch_private import has_split
+from zeroshard.update.admission import admit, admit_whole, refuse
+from zeroshard.values.materialize import InitFn, Weights, check_source
+from zeroshard.wire.comm import Tag
+from zeroshard.wire.mesh import Mesh, backend_of
+from zeroshard.wire.transports import MEMORIES
+
+__all__ = ["Described", "Optimizers", "Request", "check_bucket_count", "check_optimizers", "describe", "place_of"]
+
+FormsOf = Callable[[nn.Module, Mesh, bool], Mapping[int, Form]]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+AUTO: Final = "auto"
+"""The value of `stage` that chooses the lowest stage that fits."""
+AXES = ("replicate", "shard", "tensor", "pipe")
+"""The names of axes of a mesh."""
+
+
+@final
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `shard()`, which documents them."""
+
+    model: nn.Module
+    optimizer: Optimizers = None
+    stage: int | Literal["auto"] | None = None
+    residency: Residency | str | None = None
+    activations: ActivationsLike = None
+    offload: OffloadLike = None
+    parameters: ParametersLike = None
+    ignored: Sequence[object] = ()
+    precision: PrecisionLike = "fp32"
+    units: Sequence[object] | None = None
+    mesh: DeviceMesh | int | None = None
+    reduction: Literal["mean", "sum"] | float = "mean"
+    weights: str | Path | InitFn | None = None
+    settings: Settings = field(default_factory=Settings)
+    room_bytes: int | None = None
+    """Device bytes that `offload="auto"` may use on each rank; None for no limit."""
+
+
+@final
+@dataclass(frozen=True)
+class Described:
+    """The checked description of a sharded model: its units, and the storage and communication of their tensors.
+
+    Args:
+        reduction: "mean", "sum", or the divisor of sums of gradients over ranks.
+        plans: the units as modules and parameters.
+        units: the units as records, with their buckets on this rank.
+        forms: the form of each parameter, by identity.
+        source: the source of values for a model on the meta device.
+        chosen: a line about automatic choices, with the reason.
+        own_precision: modules with a separate precision.
+        ignored: the names of ignored parameters, by identity.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    row: Residency
+    precision: Precision
+    mesh: Mesh
+    reduction: str | float
+    plans: Sequence[UnitPlan]
+    units: Sequence[UnitSpec]
+    forms: Mapping[int, Form]
+    source: Weights | InitFn | None
+    settings: Settings
+    chosen: str = ""
+    own_precision: Sequence[Chosen] = ()
+    ignored: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def scale(self) -> float:
+        """The factor of sums of gradients over ranks."""
+        if isinstance(self.reduction, str):
+            return 1.0 / len(self.mesh.data_ranks) if self.reduction == "mean" else 1.0
+        return 1.0 / self.reduction
+
+    def options(self) -> str:
+        """Return, as text, the options that must be equal on all ranks."""
+        row = name_of_row(self.row)
+        kind = self.mesh.device.type
+        return f"{row}, reduction={self.reduction}, {self.precision}, axes={self.mesh.axes}, on {kind}, {self.settings}"
+
+
+def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
+    """Check a request, and return its description, without changes and communication.
+
+    Args:
+        forms_of: returns the form of each parameter, by identity.
+
+    Raises:
+        ValueError, TypeError: an argument, a parameter or an optimizer cannot be sharded; the text says which.
+    """
+    model, settings = request.model, request.settings
+    if not isinstance(settings, Settings):
+        raise TypeError(f"settings must be a zs.Settings; got {settings!r}.")
+    check_seconds(watchdog_s=settings.watchdog_s, heartbeat_s=settings.heartbeat_s)
+    if type(settings.wire_bytes) is not int or settings.wire_bytes <= 0:
+        raise ValueError(f"Settings(wire_bytes=) must be a number of bytes above 0; got {settings.wire_bytes!r}.")
+    precision, mesh = precision_of(request.precision), _lay_out(joined, request.mesh)
+    row = _row(request) if request.stage != AUTO else None
+    _check_reduction(request.reduction)
+    optimizers = _as_list(request.optimizer)
+    if settings.non_finite not in ("raise", "skip"):
+        raise ValueError(f"Settings(non_finite=) must be 'raise' or 'skip'; got {settings.non_finite!r}.")
+    _check_model(model, settings.forward_methods, mesh, request.ignored)
+    ignored = ignored_of(model, request.ignored)
+    _check_devices(model, mesh, ignored)
+    if mesh.device.type == "cuda":
+        refuse_graphs(model)
+    plans = plan_units(model, request.units, ignored)
+    source = check_source(model, request.weights, compares=mesh.rank == 0)
+    forms = forms_of(model, mesh, bool(ignored))
+
+    def numel_of(parameter: nn.Parameter) -> int:
+        return forms[id(parameter)].part(parameter.detach()).numel()
+
+    if row is None:
+        if request.residency is not None:
+            raise ValueError(f"Give stage= or residency=, not both; got stage='auto' and {request.residency}.")
+        cell = activations_of(request.activations)
+        row = least_row(plans, optimizers, precision, mesh, cell, numel_of, device_bytes(mesh))
+    row = row_with_parameters(row, request.parameters)
+    check_patterns(row, [plan.name for plan in plans])
+    if request.offload == LEAST:
+        offload, chosen = least_offload(row, plans, optimizers, precision, mesh, numel_of, request.room_bytes)
+    else:
+        offload, chosen = offload_of(request.offload), ""
+    row = row_with(row, offload, is_alone=mesh.shard_size * mesh.replicas == 1)
+    _check_memories(row)
+    is_final = request.optimizer is not None
+    check_optimizers(model, optimizers, row, settings.elementwise, is_final=is_final, ignored=ignored)
+    check_activations(row.activations, plans, len(mesh.tensor_ranks))
+    units = describe_units(
+        plans,
+        row,
+        precision,
+        shard_size=mesh.shard_size,
+        shard_rank=mesh.shard_rank,
+        replicas=mesh.replicas,
+        numel_of=numel_of,
+    )
+    check_bucket_count(units)
+    own, reduction = chosen_modules(model, precision), request.reduction
+    return Described(
+        model, optimizers, row, precision, mesh, reduction, plans, units, forms, source, settings, chosen, own, ignored
+    )
+
+
+def _row(request: Request) -> Residency:
+    """Return the requested row of the residency table."""
+    assert request.stage != AUTO
+    stage, residency, cell = request.stage, request.residency, activations_of(request.activations)
+    if residency is None:
+        return dataclasses.replace(row_of_stage(DEFAULT_STAGE if stage is None else stage), activations=cell)
+    if stage is not None:
+        raise ValueError(f"Give stage= or residency=, not both; got stage={stage} and {residency}.")
+    if isinstance(residency, str):
+        if residency not in CONFIGURATIONS:
+            raise ValueError(
+                f"residency must be a zs.Residency or one of {', '.join(CONFIGURATIONS)}; got {residency!r}."
+            )
+        residency = CONFIGURATIONS[residency]
+    if not isinstance(residency, Residency):
+        raise TypeError(f"residency must be a zs.Residency; got {residency!r}.")
+    if request.activations is not None:
+        if any(residency.activations.chains):
+            raise ValueError(f"Give activations= or a row that has them, not both; got {cell} and {residency}.")
+        residency = dataclasses.replace(residency, activations=cell)
+    return residency
+
+
+def _check_memories(row: Residency) -> None:
+    everywhere = ("device", *MEMORIES)
+    for column, known in (("states", everywhere), ("gradients", ("device", "host")), ("parameters", everywhere)):
+        if (cell := getattr(row, column)).memory not in known:
+            raise ValueError(
+                f"Residency({column}={cell}) requests memory '{cell.memory}', which does not support {column}; "
+                f"supported: {', '.join(known)}."
+            )
+
+
+def _check_reduction(reduction: object) -> None:
+    is_number = isinstance(reduction, int | float) and not isinstance(reduction, bool)
+    if reduction not in ("mean", "sum") and not (is_number and 0 < reduction < math.inf):  # type: ignore[operator]
+        raise ValueError(f"reduction must be 'mean', 'sum' or a divisor above 0; got {reduction!r}.")
+
+
+def _as_list(optimizers: object) -> list[torch.optim.Optimizer]:
+    if optimizers is None or isinstance(optimizers, torch.optim.Optimizer):
+        return [] if optimizers is None else [optimizers]
+    if isinstance(optimizers, Sequence):
+        return list(optimizers)
+    hint = ""
+    if isinstance(optimizers, Mapping):
+        hint = f" If these are settings of DeepSpeed: {ARGUMENTS['config']}."
+    raise TypeError(
+        f"optimizer must be a torch.optim.Optimizer or a list of them; got {type(optimizers).__name__}.{hint}"
+    )
+
+
+def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh, asked: Sequence[object]) -> None:
+    """Raise if a model cannot be sharded.
+
+    Args:
+        asked: ignored parameters.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+    if isinstance(forward_methods, str):
+        raise TypeError(f"Settings(forward_methods=) takes a list of names; got the string {forward_methods!r}.")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"Module '{name}' ({type(module).__name__}) is TorchScript, which reads parameters without hooks that "
+                "could gather them. Shard the plain module; torch.compile works on it."
+            )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            "The model is wrapped in DistributedDataParallel, which zs.shard() replaces. Shard model.module."
+        )
+    ignored = ignored_of(model, asked)
+    for name, parameter in model.named_parameters():
+        if id(parameter) in ignored:
+            continue
+        if isinstance(parameter, ShardedParameter):
+            raise ValueError(f"Parameter '{name}' is sharded already; zs.shard() takes a model once.")
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"Parameter '{name}' is uninitialized (a lazy module). Run one forward pass before zs.shard()."
+            )
+        if type(parameter).__name__ == "DTensor" and len(mesh.tensor_ranks) == 1:
+            raise TypeError(
+                f"Parameter '{name}' is a DTensor, but the mesh has no axis 'tensor'. Pass to zs.shard(mesh=...) the "
+                "mesh whose mesh['tensor'] was passed to parallelize_module(); instead of fully_shard(), use the "
+                "plain model."
+            )
+        if type(parameter) is not nn.Parameter and type(parameter).__name__ != "DTensor":
+            raise TypeError(
+                f"Parameter '{name}' is a {type(parameter).__module__}.{type(parameter).__qualname__}; zs.shard() "
+                "would lose the behaviour of that class. Use plain torch.nn.Parameters (for quantized weights, "
+                "integers that do not require gradients, with separate scales)."
+            )
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.itemsize == 1:
+            raise ValueError(
+                f"Parameter '{name}' is trainable and of {parameter.dtype}, which no optimizer supports. Freeze it "
+                "with requires_grad_(False), or store it in bfloat16 or a wider dtype."
+            )
+        if parameter.layout is not torch.strided:
+            raise ValueError(f"Parameter '{name}' has layout {parameter.layout}; only dense parameters can be sharded.")
+    if held := [name for name, p in model.named_parameters() if id(p) not in ignored and p.grad is not None]:
+        raise ValueError(
+            f"{len(held)} parameter(s) have a gradient from before zs.shard(), '{held[0]}' first. It is local to this "
+            "rank, and would be lost. Use it (optimizer.step()) or clear it (model.zero_grad()) before zs.shard()."
+        )
+    for path in forward_methods:
+        try:
+            module, method = owner_of(model, path)
+            is_there = callable(getattr(module, method, None))
+        except AttributeError:
+            is_there = False
+        if not is_there:
+            raise ValueError(
+                f"forward_methods names '{path}', which {type(model).__name__} does not have. Write the name of the "
+                "module in the model and of the method, such as 'encoder.encode', or only the name of a method of the "
+                "model."
+            )
+
+
+def place_of(model: object) -> torch.device | None:
+    """Return the common device of a model's parameters, without those on the meta device; None for several devices."""
+    places = _places_of(model, ()) if isinstance(model, nn.Module) else {}
+    return next(iter(places)) if len(places) == 1 else None
+
+
+def _places_of(model: nn.Module, ignored: Collection[int]) -> dict[torch.device, list[str]]:
+    """Return the names of a model's parameters by device, without those on the meta device."""
+    places: dict[torch.device, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and id(parameter) not in ignored:
+            places.setdefault(parameter.device, []).append(name)
+    return places
+
+
+def _check_devices(model: nn.Module, mesh: Mesh, ignored: Collection[int]) -> None:
+    """Raise if parameters are on several devices, or on a device that this run cannot use.
+
+    A model on one device, including the CPU, is accepted: `shard()` moves it to the rank's device unit by unit.
+    """
+    places = _places_of(model, ignored)
+    if len(places) > 1:
+        held = "; ".join(f"{len(names)} on {device}, '{names[0]}' first" for device, names in places.items())
+        raise ValueError(
+            f"{mesh} The parameters of {type(model).__name__} are on {len(places)} devices: {held}. A model that is "
+            "split over devices (device_map=, .to() on parts) cannot be sharded, because each rank trains on one "
+            f"device. Move it with model.to('{mesh.device}'), or keep the whole model on the CPU: zs.shard() moves it "
+            "unit by unit."
+        )
+    elsewhere = [(device, names[0]) for device, names in places.items() if device.type not in ("cpu", mesh.device.type)]
+    if elsewhere and mesh.device.type == "cpu":
+        device, name = elsewhere[0]
+        why = f"no '{device.type}' device is available"
+        if dist.is_initialized():
+            why = f"the process group has the backend {backend_of(device.type)!r} for '{device.type}'"
+        raise ValueError(
+            f"{mesh} Parameter '{name}' is on {device}, but this rank trains on the CPU, because {why}. To train on "
+            "CUDA devices, create the process group with zs.init() or init_process_group('nccl'); to train on the "
+            "CPU, call model.cpu() before zs.shard()."
+        )
+
+
+def _lay_out(mesh: Mesh, wanted: DeviceMesh | int | None) -> Mesh:
+    """Return the mesh with its axes.
+
+    Raises:
+        ValueError: the axes do not match the ranks, or leave no ranks to shard over.
+    """
+    if isinstance(wanted, DeviceMesh):
+        axes = _axes_of(wanted, mesh.world_size)
+    elif wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int)):
+        raise TypeError(f"mesh must be a DeviceMesh or a number of replicas; got {wanted!r}.")
+    else:
+        replicas = 1 if wanted is None else wanted
+        if replicas < 1 or mesh.world_size % replicas:
+            raise ValueError(f"mesh={replicas} replicas must divide the {mesh.world_size} rank(s).")
+        axes = (("replicate", replicas), ("shard", mesh.world_size // replicas))
+    laid = dataclasses.replace(mesh, axes=axes)
+    if isinstance(wanted, DeviceMesh) and len(laid.tensor_ranks) > 1 and wanted.device_type != mesh.device.type:
+        raise ValueError(
+            f"mesh= was created for '{wanted.device_type}', but this rank's device is {mesh.device}: tensors that are "
+            f"split over its axis 'tensor' stay on '{wanted.device_type}'. Create it with "
+            f"init_device_mesh('{mesh.device.type}', ...) and parallelize the model there."
+        )
+    if mesh.world_size > 1 and laid.shard_size == len(laid.tensor_ranks) == 1:
+        sizes = ", ".join(f"{name} {size}" for name, size in axes)
+        raise ValueError(
+            f"The axes ({sizes}) of {mesh.world_size} ranks leave one rank per replica, so nothing would be sharded. "
+            "Use stage=0 for plain data parallelism, or an axis 'shard' of two or more ranks."
+        )
+    return laid
+
+
+def _axes_of(device_mesh: DeviceMesh, world_size: int) -> tuple[tuple[str, int], ...]:
+    names, sizes = device_mesh.mesh_dim_names or (), tuple(device_mesh.mesh.shape)
+    if not names or not set(names) <= set(AXES):
+        raise ValueError(
+            f"mesh= takes axes named {', '.join(AXES)}; got {names or 'no names'}. Create it with "
+            "init_device_mesh(device, sizes, mesh_dim_names=('shard', 'tensor'))."
+        )
+    if (ranks := device_mesh.mesh.flatten().tolist()) != list(range(world_size)):
+        raise ValueError(
+            f"mesh= must hold all {world_size} ranks of the run in order; got axes {names} of sizes {sizes} with ranks "
+            f"{ranks}. Pass the full result of init_device_mesh(), not a submesh."
+        )
+    axes = tuple(zip(names, sizes, strict=True))
+    if dict(axes).get("pipe", 1) > 1:
+        raise ValueError(
+            f"The axis 'pipe' has {dict(axes)['pipe']} ranks, but pipeline stages are not supported yet. Use the axes "
+            "replicate, shard and tensor."
+        )
+    return axes
+
+
+def check_optimizers(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    row: Residency,
+    elementwise: bool | None,
+    *,
+    is_final: bool,
+    ignored: Mapping[int, str],
+) -> None:
+    """Raise if optimizers do not match the model, or if an update cannot be sharded.
+
+    Args:
+        ignored: the names of ignored parameters, by identity.
+        is_final: False if another optimizer may follow (`zero.attach`), so that missing parameters are not an error.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    taken: dict[int, str] = {}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them; got {kind}.")
+        refuse(optimizer)
+        if (whole := whole_of(optimizer)) is not None:
+            admit_whole(optimizer, whole, elementwise, is_cut=row.is_cut)
+        elif row.is_cut:
+            admit(optimizer, elementwise)
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) in ignored:
+                    raise ValueError(
+                        f"Parameter '{ignored[id(parameter)]}' is ignored (ignored=), and in {kind}, which zeroshard "
+                        "would have update shards. Give ignored parameters an optimizer of their own, and do not hand "
+                        "it over."
+                    )
+                if id(parameter) not in names:
+                    raise ValueError(
+                        f"Parameter {place} of group {number} of {kind}, shape {tuple(parameter.shape)}, is not in the "
+                        "model. Build the optimizer from model.parameters(), after all changes to the model."
+                    )
+                if id(parameter) in taken:
+                    raise ValueError(
+                        f"Parameter '{names[id(parameter)]}' is in {taken[id(parameter)]} and in {kind}; one must "
+                        "update it."
+                    )
+                taken[id(parameter)] = kind
+                if whole is not None and not 0 <= (cost := whole.cost(tuple(parameter.shape))) < math.inf:
+                    raise ValueError(
+                        f"The cost of '{names[id(parameter)]}' {tuple(parameter.shape)} in {kind} must be a number "
+                        f"from 0 on; got {cost!r}."
+                    )
+                if whole is not None and has_split([type(parameter)]):
+                    raise ValueError(
+                        f"{kind} needs whole matrices, and '{names[id(parameter)]}' is split over the axis 'tensor'. "
+                        "Use an element-wise optimizer, such as AdamW, with tensor parallelism, or no axis 'tensor'."
+                    )
+    if is_final:
+        known = taken.keys() | ignored.keys()
+        missed = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+        if missed:
+            raise ValueError(
+                f"{len(missed)} trainable parameter(s) are in no optimizer, '{missed[0]}' first: gradients would be "
+                "reduced for nothing. Add them to a group, or freeze them with requires_grad_(False)."
+            )
+
+
+def check_bucket_count(units: Sequence[UnitSpec]) -> None:
+    """Raise if a model has more buckets than message tags can distinguish."""
+    count = sum(len(unit.buckets) for unit in units)
+    if count > Tag.BUCKETS:
+        raise ValueError(
+            f"The model has {count:,} buckets (a unit has one for each dtype and trainability), but message tags "
+            f"support {Tag.BUCKETS:,}. Name larger units with units=: there are {len(units):,} now."
+        )

@@ -1,0 +1,243 @@
+"""Registration of the engine's hooks on a model.
+
+Owns the registration, and the hooks that reject state dicts outside `gathered()`; `core/hooks.py` has the other hooks.
+Read it first.
+
+Note: order
+    The pre-hook is prepended, so that the user's hooks see gathered parameters. The post-hook is registered last with
+    `always_call=True`, so that it runs after the user's hooks, and when forward raises.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from zeroshard.core.engine import Engine
+from zeroshard.core.hooks import Enter, Exit, Hook, Landed, Registered
+from zeroshard.core.norms import IGNORED
+from zeroshard.core.parameter import ShardedParameter
+from zeroshard.core.slot import slot_of
+from zeroshard.describe.precision import Chosen, Precision
+from zeroshard.describe.units import UnitPlan
+from zeroshard.setup.additions import Additions
+from zeroshard.setup.casts import CastIn, CastOut, Edge, EdgeIn, EdgeOut
+from zeroshard.setup.duplicate import copy_plain, owner_of
+from zeroshard.setup.graphs import RefuseGraphs
+from zeroshard.setup.heads import AddInPlace
+from zeroshard.torch_private import IGNORED_BY_DDP
+
+__all__ = ["wire"]
+
+
+def wire(
+    engine: Engine,
+    model: nn.Module,
+    plans: Sequence[UnitPlan],
+    methods: Sequence[str],
+    precision: Precision,
+    chosen: Sequence[Chosen] = (),
+) -> dict[nn.Module, tuple[Enter, Exit]]:
+    """Register the hooks on every module whose forward needs gathered units, and on the model.
+
+    Returns: the hooks of each module's forward.
+    """
+    entries: dict[nn.Module, tuple[str, tuple[int, ...]]] = {model: ("", ())}
+    for unit, plan in zip(engine.units, plans, strict=True):
+        # Otherwise only the model needs an event; its entry checks and completes passes.
+        for module, name in plan.entries.items() if engine.has_frames else ():
+            known = entries.get(module, ("", ()))[1]
+            entries[module] = (name, (*known, unit.number))
+    edge = _hang_casts(engine, model, [module for plan in plans for module in plan.entries], precision, chosen)
+    return _hang(engine, model, entries, _registered(model), methods, edge)
+
+
+def _hang(
+    engine: Engine,
+    model: nn.Module,
+    entries: dict[nn.Module, tuple[str, tuple[int, ...]]],
+    own: Sequence[Registered],
+    forward_methods: Sequence[str],
+    edge: Edge | None,
+) -> dict[nn.Module, tuple[Enter, Exit]]:
+    """Register all hooks of a model; return those of each module's forward.
+
+    Args:
+        entries: modules whose forward needs units, with the name of the module and the numbers of the units.
+        own: places that must not change.
+        forward_methods: methods that act like forward, such as "encoder.encode".
+    """
+    hooks, added = {}, Additions(model).first
+    for module, (name, units) in entries.items():
+        checked = (own, added) if module is model else ()
+        enter, leave = hooks[module] = Enter(engine, name, units, *checked), Exit(engine)
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+    for path in forward_methods:
+        owner, method = owner_of(model, path)
+        units = entries.get(owner, ("", ()))[1]
+        owner.__dict__[method] = _wrap(owner, method, Enter(engine, path, units, own, added), Exit(engine), edge)
+    landed = Landed(engine)
+    parameters = [parameter for unit in engine.units for parameter in unit.parameters]
+    for parameter in parameters:
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            continue  # it can never be trained
+        # torch supports hooks only on trainable parameters; a frozen parameter may be trained later.
+        is_trainable = parameter.requires_grad
+        parameter.requires_grad_(True).register_post_accumulate_grad_hook(landed)
+        parameter.requires_grad_(is_trainable)
+    if tables := [p for p in parameters if len(slot_of(p).bucket.parameters) == 1]:
+        model.register_forward_hook(AddInPlace(tables))
+    taken = set(map(id, parameters))
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in taken and parameter.requires_grad and engine.mesh.world_size > 1:
+            parameter.register_post_accumulate_grad_hook(NameGradient(name))
+    if engine.mesh.device.type == "cuda":
+        # Elsewhere such a mode records nothing, and the forward has no hook for it.
+        model.register_forward_pre_hook(RefuseGraphs(), prepend=True)
+    refuse_save, refuse_load = RefuseSave(engine), RefuseLoad(engine)
+    for module in model.modules():
+        module.register_state_dict_pre_hook(refuse_save)
+        module.register_load_state_dict_pre_hook(refuse_load)
+    model.__dict__[IGNORED_BY_DDP] = RefuseDDP()
+    model.__dict__["__deepcopy__"] = functools.partial(copy_plain, model, tuple(forward_methods))
+    return hooks
+
+
+def _hang_casts(
+    engine: Engine, model: nn.Module, blocks: Iterable[nn.Module], precision: Precision, chosen: Iterable[Chosen]
+) -> Edge | None:
+    """Cast at the edges of the model, and of the modules with a separate precision or dtype.
+
+    Args:
+        blocks: modules that user code may call directly.
+        chosen: modules with a separate precision.
+    """
+    casts = [(one.module, one.inside, one.outside) for one in chosen]
+    edge, edges = None, dict[nn.Module, None]()
+    if precision.param is not None:
+        for module in model.modules():
+            if isinstance(module, precision.keep) and (kept := next(module.parameters(False), None)) is not None:
+                casts.append((module, kept.dtype, precision.param))
+        output = precision.output or torch.float32
+        edge = Edge(CastIn(precision.param, engine.loss_scale), CastOut(output, engine.loss_scale))
+        edges = dict.fromkeys((model, *blocks))
+        for module in edges:
+            module.register_forward_pre_hook(EdgeIn(edge), with_kwargs=True)
+    # Inside the other edge, for inputs and outputs, if a module has both.
+    for module, inside, outside in casts:
+        module.register_forward_pre_hook(CastIn(inside), with_kwargs=True)
+        module.register_forward_hook(CastOut(outside), with_kwargs=True)
+    if edge is not None:
+        for module in edges:
+            module.register_forward_hook(EdgeOut(edge), with_kwargs=True)
+    return edge
+
+
+def _wrap(module: nn.Module, method: str, enter: Enter, leave: Exit, edge: Edge | None) -> Callable[..., Any]:
+    plain = getattr(module, method)
+
+    @functools.wraps(plain)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = None
+        try:
+            enter(module, args, kwargs)
+            if edge is not None:
+                args, kwargs = edge.enter(module, args, kwargs)
+            output = plain(*args, **kwargs)
+        except BaseException:
+            leave(module, args, kwargs, None)
+            raise
+        leave(module, args, kwargs, output)
+        return output if edge is None else edge.leave(module, args, kwargs, output)
+
+    return run
+
+
+def _registered(model: nn.Module) -> list[Registered]:
+    """Return every place where a parameter is registered, and the modules on the path to it."""
+    found: dict[str, Registered] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if isinstance(parameter, ShardedParameter):  # others are ignored
+                name = f"{path}.{key}" if path else key
+                found[name] = Registered(name, module._parameters, key, id(parameter))
+                found.update((one.name, one) for one in _way_to(model, path))
+    return list(found.values())
+
+
+def _way_to(model: nn.Module, path: str) -> Iterator[Registered]:
+    """Yield the modules from the model down to `path`, each in its parent."""
+    parent, parts = model, path.split(".") if path else []
+    for place, key in enumerate(parts):
+        child = parent._modules[key]
+        assert child is not None
+        yield Registered(".".join(parts[: place + 1]), parent._modules, key, id(child))
+        parent = child
+
+
+@final
+class NameGradient(Hook):
+    """Marks the local gradient of an ignored parameter, for norms that would mix it with sharded gradients."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """Name the gradient."""
+        if parameter.grad is not None:
+            parameter.grad.__dict__[IGNORED] = self._name
+
+
+@final
+class RefuseSave(Hook):
+    """Before a module's `state_dict`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._is_whole = engine, all(unit.spec.is_whole for unit in engine.units)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Raise unless parameters are gathered."""
+        self._engine.learn()
+        if self._engine.gathered is None and not self._is_whole:
+            raise RuntimeError(
+                f"{self._engine.mesh} state_dict() outside gathered() would not hold full parameters, because they are "
+                "sharded. Use `with zero.gathered():` around it, on every rank, `for _ in zero.on_first_rank():` "
+                "instead of `if rank == 0:`, or zero.save(path) for a checkpoint."
+            )
+
+
+@final
+class RefuseDDP(Hook):
+    """Replaces the list in which DistributedDataParallel looks up ignored parameters."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError(
+            "DistributedDataParallel around a model of zs.shard() would reduce its gradients twice: remove it. With "
+            "Accelerate, prepare the optimizer and the data loader, but not the model: `optimizer, loader = "
+            "accelerator.prepare(optimizer, loader)`; with Fabric, `fabric.setup_optimizers(optimizer)` and "
+            "`fabric.setup_dataloaders(loader)`. The Trainer of Transformers wraps the model by itself wherever there "
+            "are several ranks or torchrun: it works on one process, without a launcher."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return ()  # a copy is a plain model
+
+
+@final
+class RefuseLoad(Hook):
+    """Before a module's `load_state_dict`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, module: Any, state: Any, prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
+        """Raise unless loaded values reach the shards; values are copied into the existing parameters."""
+        local_metadata.pop("assign_to_params_buffers", None)  # load_state_dict(assign=True)
+        if self._engine.gathered is None or not self._engine.gathered.writeback:
+            raise RuntimeError(
+                f"{self._engine.mesh} load_state_dict() here would not reach the shards. Use `with "
+                "zero.gathered(writeback=True):` around it, on every rank, or zero.load(path)."
+            )

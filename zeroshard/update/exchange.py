@@ -1,0 +1,252 @@
+"""The exchange at a step: ranks send matrices to their owners, which update whole matrices and return new values.
+
+Owns the pieces of an update (`update/pieces.py`) that need whole tensors. It must not know which optimizers need them,
+or when a step may run. Read `table/owners.py` (which rank updates which matrix) and "Note: the exchange" first.
+
+Note: the exchange
+    Shards cut gradients, masters and parameters at any element. At a step, the ranks of one replica send their slices
+    of a matrix's gradient, in the dtype of held gradients, and of its master values to the owner of the matrix. The
+    owner runs the user's optimizer on a tensor of the parameter's shape and strides; only the owner has its states.
+    Ranks send the gradients and values of the next round (`Round`) before they update the current round, and return
+    the new values during the update of the next round, so at most three rounds are in memory. Where every rank updates
+    all parameters, ranks send nothing: entries get the parameter's shape during the update.
+    Between steps, groups hold slices, in the user's order. The states of a matrix belong to its owner's slice, which
+    may have no elements.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+
+from zeroshard.core.engine import Engine
+from zeroshard.core.gradient import part_of
+from zeroshard.core.slot import Slot, slot_of
+from zeroshard.optim.whole import Whole
+from zeroshard.table.owners import Round, plan_owners, plan_rounds
+from zeroshard.torch_private import NoSubclasses, foreach_copy_
+from zeroshard.update.pieces import Piece, Resident
+from zeroshard.wire.comm import Pending, Tag
+
+__all__ = ["Exchange"]
+
+Tensor = torch.Tensor
+Placed = list[tuple[int, Tensor]]
+"""Slices, each with the index of its group."""
+ROUTES, LIVE_ROUNDS = 3, 3
+"""Messages of a round, each with its own tag; and the largest number of rounds in memory."""
+KEPT_PLANS = 16
+"""Number of sets of parameters with gradients whose rounds are cached."""
+
+
+@final
+class Exchange:
+    """The matrices that one optimizer updates whole, and their owners.
+
+    Args:
+        whole: the requirements of the optimizer.
+    """
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, whole: Whole) -> None:
+        self.engine, self.optimizer, self._whole = engine, optimizer, whole
+        self.loads = [0.0] * engine.mesh.shard_size
+        """The cost of the updates of each rank of a replica."""
+        self.digest = 0
+        """CRC-32 of the owners chosen so far; each rank computes the same choice."""
+        self._rounds: dict[tuple[int, ...], list[Round]] = {}
+        self._lent: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Slices, the entries that hold their states during the update, and the destinations of the entries' values."""
+
+    def plan(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Choose owners for parameters in new groups; parameters of other groups keep their owners and states."""
+        is_whole = self.optimizer.defaults.get("whole", True)
+        found = [slot_of(p) for group in groups if group.get("whole", is_whole) for p in group["params"]]
+        slots = [slot for slot in found if self._whole.takes(_shape_of(slot))]
+        costs = [float(self._whole.cost(_shape_of(slot))) * slot.parameter.requires_grad for slot in slots]
+        owners = plan_owners(costs, [slot.shape.numel() for slot in slots], len(self.loads), self.loads)
+        for slot, owner, cost in zip(slots, owners, costs, strict=True):
+            slot.updater = owner
+            self.loads[owner] += cost
+        self.digest = zlib.crc32(repr(owners).encode(), self.digest)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the pieces of an update, in the same order on all ranks; groups must hold their entries."""
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        plain = [[master for master in entries if slot_of(master).updater is None] for entries in groups]
+        here, away = Placed(), dict[tuple[torch.dtype, torch.dtype], Placed]()
+        for place, master in ((place, master) for place, entries in enumerate(groups) for master in entries):
+            if (slot := slot_of(master)).updater is not None and slot.has_grad:
+                dtypes = slot.bucket.dtypes.grad, master.dtype
+                (here if slot.bucket.spec.updates_all else away.setdefault(dtypes, Placed())).append((place, master))
+        made: list[Piece] = [Resident(plain)] if any(plain) else []
+        made += [_Shaped(self, here)] if here else []
+        for masters in away.values():
+            made += [_Routed(self, masters, turn, number) for number, turn in enumerate(self._turns(masters))]
+        return iter(made)
+
+    def _turns(self, masters: Placed) -> list[Round]:
+        slots = [slot_of(master) for _, master in masters]
+        if (key := tuple(slot.place for slot in slots)) not in self._rounds:
+            if len(self._rounds) == KEPT_PLANS:
+                self._rounds.clear()
+            parts = [slot.bucket.layout.numels_by_rank(slot.index) for slot in slots]
+            self._rounds[key] = plan_rounds([slot.updater or 0 for slot in slots], parts)
+        return self._rounds[key]
+
+    def lend(self, lent: Iterable[tuple[int, Tensor, Tensor, Tensor]]) -> list[list[Tensor]]:
+        """Return the entries that replace slices in groups: tensors of the parameters' shapes, with their states.
+
+        Args:
+            lent: for each parameter, the index of its group, the slice, and two flat tensors: all its master values,
+                which are changed in place, and its gradient, of any dtype.
+        """
+        groups, state = [list[Tensor]() for _ in self.optimizer.param_groups], self.optimizer.state
+        for place, master, values, grad in lent:
+            places, index = slot_of(master).bucket.places, slot_of(master).index
+            shape, strides = places.shapes[index], places.strides[index]
+            entry = torch.nn.Parameter(values.as_strided(shape, strides, values.storage_offset()))
+            grad = grad.to(values.dtype)
+            entry.grad = grad.as_strided(shape, strides, grad.storage_offset())
+            if master in state:
+                state[entry] = _moved(state.pop(master), values.device)
+            self._lent.append((master, entry, values))
+            groups[place].append(entry)
+        return groups
+
+    def take_back(self) -> None:
+        """Return states to slices, and write the new values over the old ones."""
+        lent, self._lent, state = self._lent, [], self.optimizer.state
+        for master, entry, values in lent:
+            if entry in state:
+                state[master] = _moved(state.pop(entry), master.device)
+            if entry.data_ptr() != values.data_ptr():  # an optimizer may replace `.data`
+                slot = slot_of(master)
+                values.copy_(_flat(entry, slot.bucket.places.strides[slot.index]))
+
+
+def _shape_of(slot: Slot) -> tuple[int, ...]:
+    return slot.bucket.places.shapes[slot.index]
+
+
+def _flat(entry: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return the elements of an entry in the parameter's memory order; user code may have replaced the entry's data."""
+    held = entry.detach()
+    if held.stride() != strides:
+        held = torch.empty_strided(held.shape, strides, dtype=held.dtype, device=held.device).copy_(held)
+    return held.as_strided((held.numel(),), (1,), held.storage_offset())
+
+
+def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Move the states of a matrix to a device; counters stay, since kernels read them on the host."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.ndim:
+            state[key] = value.to(device)
+    return state
+
+
+@final
+class _Shaped(Piece):
+    """Parameters that every rank updates; they need only their shape."""
+
+    def __init__(self, exchange: Exchange, masters: Placed) -> None:
+        self._exchange, self._masters = exchange, masters
+
+    def entries(self) -> Sequence[list[Tensor]]:
+        """See `Piece`."""
+        with NoSubclasses():
+            held = [(place, m, m.detach(), part_of(slot_of(m)).detach()) for place, m in self._masters]
+            return self._exchange.lend(held)
+
+    def finish(self) -> None:
+        """See `Piece`."""
+        self._exchange.take_back()
+
+
+@final
+class _Routed(Piece):
+    """One round: this rank sends its slices, updates the matrices that it owns, and receives the other new values.
+
+    Args:
+        masters: all slices exchanged in this step, each with the index of its group.
+        number: the number of the round.
+    """
+
+    def __init__(self, exchange: Exchange, masters: Placed, turn: Round, number: int) -> None:
+        self._exchange, self._engine, self._turn, self._number = exchange, exchange.engine, turn, number
+        self._rank = self._engine.mesh.shard_rank
+        self._given = [masters[one] for bundle in turn.bundles for one in bundle]
+        self._owned = [masters[one] for one in turn.bundles[self._rank]]
+        self._buffers: list[Tensor] = []
+        """Buffers of slices of gradients and whole gradients; then the same for values."""
+        self._joint: list[Tensor] = []
+        """The flat values of the matrices that this rank owns."""
+
+    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        # The workspace identifies buffers by address, and an empty tensor has no address.
+        self._buffers.append(buffer := self._engine.comm.pool.take(max(1, numel), dtype, self._engine.mesh.device))
+        return buffer[:numel]
+
+    def _route(self, given: Tensor, taken: Tensor, counts: Sequence[Sequence[int]], which: int, what: str) -> Pending:
+        number = self._engine.order.next_number()
+        tag = Tag(number, self._number % LIVE_ROUNDS * ROUTES + which, f"{what}, round {self._number} of an update")
+        return self._engine.comm.route(given, taken, counts, tag, "update")
+
+    def start(self) -> None:
+        """See `Piece`."""
+        masters, turn, given = [master for _, master in self._given], self._turn, self._turn.given_numel(self._rank)
+        self._parts, owned = [master.detach() for master in masters], turn.owned_numel(self._rank)
+        grads = [part_of(slot_of(master)) for master in masters]
+        self._grads = self._take(given, grads[0].dtype), self._take(owned, grads[0].dtype)
+        self._values = self._take(given, masters[0].dtype), self._take(owned, masters[0].dtype)
+        with torch.no_grad(), NoSubclasses():
+            # Not torch.cat: offloaded slices are on another device than the buffer.
+            foreach_copy_(self._cut(self._grads[0]), grads)
+            foreach_copy_(self._cut(self._values[0]), self._parts)
+        self._pending = [
+            self._route(*self._grads, turn.counts, 0, "gradients to their owners"),
+            self._route(*self._values, turn.counts, 1, "values to their owners"),
+        ]
+
+    def entries(self) -> Sequence[list[Tensor]]:
+        """See `Piece`."""
+        for one in self._pending:
+            one.wait()
+        self._engine.comm.pool.give(self._buffers[0])
+        self._joint = self._joined(self._values[1])
+        whole = zip(self._owned, self._joint, self._joined(self._grads[1]), strict=True)
+        return self._exchange.lend((*placed, values, grad) for placed, values, grad in whole)
+
+    def _cut(self, given: Tensor) -> list[Tensor]:
+        """Return the place in a buffer of each slice that this rank sends."""
+        return [*given.split_with_sizes([part.numel() for part in self._parts])]
+
+    def _joined(self, taken: Tensor) -> list[Tensor]:
+        """Return each matrix that this rank owns, flat, of what came rank by rank; one alone is there as it is."""
+        pieces = self._split(taken)
+        return [taken] if len(pieces) == 1 else [torch.cat(one) for one in pieces]
+
+    def _split(self, taken: Tensor) -> list[list[Tensor]]:
+        """Return the parts of each matrix that this rank owns, by rank."""
+        parts = [self._turn.parts[one] for one in self._turn.bundles[self._rank]]
+        cuts = taken.split_with_sizes([one[rank] for rank in range(len(self._turn.bundles)) for one in parts])
+        return [[*cuts[place :: len(parts)]] for place in range(len(parts))]
+
+    def finish(self) -> None:
+        """See `Piece`."""
+        self._exchange.take_back()
+        self._engine.comm.pool.give(self._buffers[1])
+        taken = self._values[1]
+        for pieces, values in zip(self._split(taken), self._joint, strict=True):
+            if values is not taken:
+                foreach_copy_(pieces, [*values.split_with_sizes([one.numel() for one in pieces])])
+        self._joint, there = [], [*zip(*self._turn.counts, strict=True)]
+        self._pending = [self._route(taken, self._values[0], there, 2, "new values from their owners")]
+
+    def close(self) -> None:
+        """See `Piece`."""
+        self._pending[0].wait()
+        with torch.no_grad(), NoSubclasses():
+            foreach_copy_(self._parts, self._cut(self._values[0]))
+        for buffer in self._buffers[2:]:
+            self._engine.comm.pool.give(buffer)

@@ -1,0 +1,346 @@
+"""The user's optimizer on shards: the same object, with this rank's slices in its groups.
+
+Owns the exchange of entries, the agreement before an update and what follows it. It must not know passes or hooks on
+modules. Read `core/gradient.py` (`MasterSlice`) first; `update/admission.py` says which optimizers may be cut at all.
+
+Note: why slices of parameters, and not one flat tensor
+    A parameter that nobody used must be skipped (torch decays and counts a step for zeros), and groups tell parameters
+    apart by name or shape. Each group so keeps its length and order, and an entry may have 0 elements; torch's fused,
+    foreach and loop updates all accept that.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, final
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from zeroshard.core.dtypes import round_at_random
+from zeroshard.core.engine import Engine
+from zeroshard.core.gradient import MasterSlice
+from zeroshard.core.guard import Answer, not_finite
+from zeroshard.core.slot import Slot, slot_of
+from zeroshard.core.states import Presence
+from zeroshard.core.unit import Unit
+from zeroshard.optim.packed import Packed, pack, unpack
+from zeroshard.optim.whole import whole_of
+from zeroshard.torch_private import keep_first, keep_last
+from zeroshard.update.exchange import Exchange
+from zeroshard.update.pieces import Piece, update_in_pieces
+from zeroshard.wire.comm import Pending
+
+__all__ = ["ShardedOptimizer", "Source", "cut_state", "is_cut", "keep_state"]
+
+Tensor = torch.Tensor
+
+
+class Source(Protocol):
+    """What brings entries that are not in memory, piece by piece."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a piece could not be brought or taken away; `agree` raises then."""
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of copies of masters and states, of elements, that it keeps in memory of the host."""
+
+    def check(self) -> None:
+        """Raise if states are lost."""
+
+    def begin(self) -> None:
+        """Begin a step, which reads states from now on."""
+
+    def pieces(self, sharded: "ShardedOptimizer") -> Iterable[Piece]:
+        """Return the parts of an update."""
+
+    def agree(self, sharded: "ShardedOptimizer") -> None:
+        """Raise on every rank if one could not bring or take away a piece. Collective: an all-reduce of 8 bytes."""
+
+
+@final
+class ShardedOptimizer:
+    """One optimizer of a sharded model.
+
+    Args:
+        index: place among the model's optimizers; the same on every rank.
+        state_cost: what it keeps for each element, parameter and block, for predictions (`Updates`).
+    """
+
+    def __init__(
+        self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, state_cost: tuple[int, ...] | None
+    ) -> None:
+        self._engine, self.optimizer, self._index, self.state_cost = engine, optimizer, index, state_cost
+        self.steps = 0
+        """Steps so far, skipped ones included."""
+        self._fresh: list[Tensor] = []
+        whole = whole_of(optimizer)
+        self.whole_costs: Mapping[tuple[int, int], Sequence[Any]] = {}
+        """For predictions: what it keeps for a parameter that it updates whole, by place of group and by dimensions."""
+        self.exchange = None if whole is None else Exchange(engine, optimizer, whole)
+        """Where parameters are updated whole."""
+        if self.exchange is not None:
+            self.exchange.plan(optimizer.param_groups)
+        for group in optimizer.param_groups:
+            self._cut(group)
+        self._put_back: Callable[[], None] | None = None
+        """What puts entries back that an update in pieces has taken out of their groups."""
+        self.source: Source | None = None
+        """What updates entries that are not in memory; None where all are."""
+        self._is_inner = False
+        """Whether a class, with no entries left, calls the step of the class that it extends: all was done before."""
+        self._last_hook = optimizer.register_step_pre_hook(self._before_step)
+        keep_first(optimizer.register_step_post_hook(self._after_step))
+        optimizer.register_state_dict_pre_hook(self._before_save)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        self._add_plain, self._add_hook = optimizer.add_param_group, optimizer.register_step_pre_hook
+        optimizer.register_step_pre_hook = self._register  # type: ignore[method-assign]
+        optimizer.add_param_group = self._add_group  # type: ignore[method-assign, assignment]
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """This rank's slices, in the order of groups and entries."""
+        return [entry for group in self.optimizer.param_groups for entry in group["params"]]
+
+    def _cut(self, group: dict[str, Any]) -> None:
+        """Put slices in the place of the model's parameters, and cut the state that they have already."""
+        masters, state = [], self.optimizer.state
+        _check_free(group["params"])
+        for parameter in group["params"]:
+            slot = slot_of(parameter)
+            slot.has_master = True
+            slot.bucket.has_states = True
+            masters.append(master := make_master(slot))
+            if parameter in state:
+                keep_state(self.optimizer, master, state.pop(parameter))
+        group["params"] = masters
+
+    def _add_group(self, group: dict[str, Any]) -> None:
+        params = group["params"]
+        group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        for parameter in group["params"]:
+            if "_zeroshard" not in getattr(parameter, "__dict__", {}):
+                raise ValueError(
+                    f"add_param_group: a parameter of shape {tuple(parameter.shape)} is not in the sharded model, so "
+                    "it would not be reduced. Add it to the model before zs.shard(), or give it to an optimizer of "
+                    "its own."
+                )
+        _check_free(group["params"])
+        if self.exchange is not None:
+            self.exchange.plan([group])
+        self._add_plain(group)
+        self._cut(self.optimizer.param_groups[-1])
+
+    def _register(self, hook: Any) -> RemovableHandle:
+        """Register a hook of user code in front of ours, which may make the update."""
+        handle = self._add_hook(hook)
+        keep_last(self._last_hook)
+        return handle
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._put_back is not None:
+            self._is_inner = True
+            return
+        if kwargs.get("closure") is not None or any(arg is not None for arg in args[1:]):
+            raise RuntimeError(
+                f"{self._engine.mesh} {type(optimizer).__name__}.step(closure) is not supported on shards: a closure "
+                "runs passes inside the update. Compute the loss and call backward() before step()."
+            )
+        if self._engine.gathered is not None:
+            raise RuntimeError(f"{self._engine.mesh} optimizer.step() under gathered(): leave the context first.")
+        if self._engine.has_moved_states:
+            raise RuntimeError(
+                f"{self._engine.mesh} optimizer.step() while the states are away (zero.offload_states()): call "
+                "zero.reload_states() on every rank first."
+            )
+        self._engine.leave_passes("optimizer.step()")
+        self._engine.check_reduced("optimizer.step()")
+        if self.source is not None:
+            self.source.begin()
+        engine, guard, scale = self._engine, self._engine.guard, self._engine.loss_scale
+        masters = self.masters
+        # All ranks must stand at one place, so a schedule that differs between them is found here.
+        rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))]
+        place = f"step {self.steps} of optimizer {self._index} ({type(optimizer).__name__}, lr {rates})"
+        if self.exchange is not None:
+            place += f" with owners {self.exchange.digest:08x}"
+        is_voted = engine.order.settle(place, is_fine=lambda: guard.is_fine(optimizer, masters, scale))
+        is_left = any(not unit.spec.is_whole and unit.presence is not Presence.RELEASED for unit in engine.units)
+        assert not is_left, "a unit was left gathered"
+        name = guard.ask(optimizer, masters, scale) if is_voted else ""
+        if (is_stopped := not is_voted or bool(name)) and (scale is None or guard.is_fatal(scale)):
+            name = name or guard.blame(masters)
+            if guard.is_fatal(scale):
+                raise not_finite(engine.mesh, name, scale)
+            guard.note_skipped(name, self.steps)
+        engine.is_skipping = is_stopped
+        self._widen()
+        self._fresh = [] if engine.is_skipping else guard.arm(optimizer, masters)
+        pieces = None if engine.is_skipping else self._pieces()
+        try:
+            self._put_back = None if pieces is None else update_in_pieces(optimizer, pieces)
+        except BaseException as error:
+            if self.exchange is not None:
+                self.exchange.take_back()
+            if self.source is None or not (isinstance(error, RuntimeError) and self.source.has_failed):
+                raise
+        if self.source is not None and not engine.is_skipping:
+            self.source.agree(self)
+
+    def _pieces(self) -> Iterable[Piece] | None:
+        """Return the parts in which the update is made; None for all at once, by torch's own call."""
+        if self.exchange is not None:
+            return self.exchange.pieces()
+        return None if self.source is None else self.source.pieces(self)
+
+    def put_back(self) -> None:
+        """Put the entries back that an update in pieces has taken out of their groups."""
+        self._put_back = self._put_back() if self._put_back is not None else None
+
+    def _widen(self) -> None:
+        """Let masters that are rounded at random be updated in fp32; those of a step that failed begin anew."""
+        for master, slot in self._stochastic():
+            is_wide, master.data = master.dtype == torch.float32, slot.bucket.master(slot.index).float()
+            is_here = slot.index >= slot.bucket.spec.apart
+            self._engine.ledger.add("transient", master.nbytes * (is_here and not is_wide))
+
+    def _round(self) -> None:
+        """Put masters that were updated in fp32 back into their buckets, rounded."""
+        for master, slot in self._stochastic():
+            place = slot.bucket.master_range(slot.index)[0] - slot.bucket.layout.offsets[slot.index]
+            seed = zlib.crc32(f"{slot.name} {self.steps}".encode())
+            narrow = slot.bucket.master(slot.index).copy_(round_at_random(master.data, place, seed))
+            self._engine.ledger.add("transient", -master.nbytes * (slot.index >= slot.bucket.spec.apart))
+            master.data = narrow
+
+    def _stochastic(self) -> list[tuple[Tensor, Slot]]:
+        return [(master, slot) for master in self.masters if (slot := slot_of(master)).bucket.dtypes.is_stochastic]
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_inner:
+            self._is_inner = False
+            return
+        self.put_back()
+        self.steps += 1
+        self._round()
+        engine = self._engine
+        has_overflowed, engine.is_skipping = engine.is_skipping, False
+        answer = engine.guard.finish(optimizer)
+        if answer is None:
+            self._follow_scale(has_overflowed)
+        if has_overflowed:
+            engine.order.publish([], lambda unit: [])
+            return
+        touched = [slot_of(master) for master in self.masters]
+        buckets = {id(slot.bucket): slot.bucket for slot in touched}
+        for bucket in buckets.values():
+            bucket.follow_masters(is_apart_done=self.source is not None)
+        numbers = sorted({slot.unit for slot in touched if slot.bucket.spec.is_published})
+        number = engine.order.next_number()
+
+        def start(unit: Unit) -> list[Pending]:
+            what = f"the updated parameters of {unit} after step {self.steps}"
+            return unit.publish(engine.comm, number, what, "gather")
+
+        engine.order.publish(numbers, start)
+        for bucket in buckets.values():
+            bucket.count_update()
+        if answer is not None:
+            engine.unread = lambda: self._learn(answer)
+
+    def _learn(self, answer: Answer) -> None:
+        """Read whether the last update was skipped on the device, and make up for what followed it."""
+        engine, name = self._engine, answer.read()
+        if name:
+            for master in self._fresh:
+                # torch had made its states, which the kernels have left empty.
+                self.optimizer.state.pop(master, None)
+            if engine.guard.is_fatal(engine.loss_scale):
+                self.steps -= 1
+                raise not_finite(engine.mesh, name, engine.loss_scale)
+            if engine.loss_scale is None:
+                engine.guard.note_skipped(name, self.steps - 1)
+        self._follow_scale(bool(name))
+
+    def _follow_scale(self, has_overflowed: bool) -> None:
+        """Adapt the loss scale after a step, or after a skipped one."""
+        if self._engine.loss_scale is not None:
+            self._engine.loss_scale.step(has_overflowed=has_overflowed)
+
+    # -- whole states -----------------------------------------------------------------------------------------------
+
+    def _before_save(self, optimizer: torch.optim.Optimizer) -> None:
+        self._engine.learn()
+        if self._engine.gathered is None or not self._engine.gathered.states:
+            raise RuntimeError(
+                f"{self._engine.mesh} optimizer.state_dict() here would hold this rank's slices only. Use `with "
+                "zero.gathered(states=True):` around it, on every rank, or zero.save(path) for a checkpoint."
+            )
+
+    def _before_load(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        gathered = self._engine.gathered
+        if gathered is None or not (gathered.states and gathered.writeback):
+            raise RuntimeError(
+                f"{self._engine.mesh} optimizer.load_state_dict() here would not reach the shards. Use `with "
+                "zero.gathered(states=True, writeback=True):` around it, on every rank, or zero.load(path)."
+            )
+
+
+def _check_free(parameters: Sequence[Tensor]) -> None:
+    """Raise, before anything is exchanged, if a parameter has an entry in an optimizer already."""
+    for slot in map(slot_of, parameters):
+        if slot.has_master:
+            raise ValueError(
+                f"Parameter '{slot.name}' is in more than one group or optimizer; each may update it once."
+            )
+
+
+def make_master(slot: Slot) -> MasterSlice:
+    """Return the optimizer's entry for a parameter: a view of this rank's part of its master values."""
+    master = torch.nn.Parameter(slot.bucket.entry(slot.index))
+    master.__class__ = MasterSlice
+    master.__dict__["_zeroshard"] = slot
+    assert isinstance(master, MasterSlice)
+    return master
+
+
+def is_cut(key: str, value: Any, master: Tensor) -> bool:
+    """Tell whether a state is one number for each element of the slice; a step counter is 0-d and common to all."""
+    return isinstance(value, Tensor | Packed) and key != "step" and value.shape == master.shape
+
+
+def keep_state(optimizer: torch.optim.Optimizer, master: Tensor, state: dict[str, Any]) -> None:
+    """Keep what this rank has of a parameter's whole state: its slice, or all, or nothing where another updates it."""
+    slot = slot_of(master)
+    if slot.updater is None:
+        optimizer.state[master] = pack(optimizer, cut_state(slot, unpack(optimizer, state)))
+    elif slot.has_whole_states:
+        # A counter stays where torch wants it.
+        kept = {k: v.to(slot.bucket.device, copy=True) if _is_of_elements(v) else v for k, v in state.items()}
+        optimizer.state[master] = kept
+
+
+def _is_of_elements(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def cut_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a parameter's whole state that belongs to this rank's slice."""
+    bucket, index, device = slot.bucket, slot.index, slot.bucket.master(slot.index).device
+    start, stop = bucket.master_range(index)
+    offset = bucket.layout.offsets[index]
+    first, last = (start - offset, stop - offset) if stop > start else (0, 0)
+    cut = {}
+    for key, value in state.items():
+        value = slot.form.part(value) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor) and key != "step" and tuple(value.shape) == bucket.places.shapes[index]:
+            # The slice alone is moved to where it is kept: whole states may not fit there.
+            room = bucket.room(index, key, value.dtype)
+            value = room.copy_(bucket.places.flat(index, value)[first:last])
+        elif isinstance(value, Tensor) and index < bucket.spec.apart:
+            value = value.to(device)  # whatever kernels count with
+        cut[key] = value
+    return cut

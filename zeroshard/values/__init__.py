@@ -1,0 +1,3 @@
+"""The first values of a model's parameters: drawn unit by unit, or read from files."""
+
+__all__: list[str] = []

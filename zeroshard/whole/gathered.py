@@ -1,0 +1,236 @@
+"""Full parameters and optimizer states, for code that reads or changes them.
+
+Owns the entry and exit of `zero.gathered()`, and the exchange of state slices for full states. Read
+`core/unit.py` (gather and release) first.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from zeroshard.core.engine import Engine
+from zeroshard.core.frames import Gathered
+from zeroshard.core.slot import Slot, slot_of
+from zeroshard.optim.packed import Packed, tensor_of, views_of
+from zeroshard.setup.takeover import spread
+from zeroshard.table.errors import RankMismatchError
+from zeroshard.torch_private import version_of
+from zeroshard.update.optimizer import ShardedOptimizer, is_cut, keep_state
+from zeroshard.whole.owned import gather_owned, owned_states
+from zeroshard.wire.comm import Tag
+
+__all__ = ["WholeStates", "gathered", "parameters_of"]
+
+Tensor = torch.Tensor
+
+
+@contextmanager
+def gathered(
+    engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimizer], *, writeback: bool, states: bool
+) -> Iterator[None]:
+    """Gather all parameters; on exit with `writeback`, broadcast the values of rank 0.
+
+    Collective: gathers of all units (and all states) on entry; with `writeback`, broadcasts on exit.
+    """
+    if engine.gathered is not None:
+        raise RuntimeError(f"{engine.mesh} gathered() inside gathered(): the parameters are already gathered.")
+    engine.leave_passes("gathered()")
+    engine.order.let_go()
+    # With writeback, different changes of ranks are replaced by those of rank 0; otherwise they are an error here.
+    enter = engine.order.barrier if writeback else engine.order.settle
+    enter(f"gathered(writeback={writeback}, states={states})")
+    number = engine.order.next_number()
+    parameters = parameters_of(engine)
+    for unit in engine.units:
+        if not unit.spec.is_whole:
+            unit.start_gather(engine.comm, number, "gathered()", kind="state")
+            unit.wait()
+    expanded = [WholeStates(engine, optimizer, parameters) for optimizer in optimizers if states]
+    engine.gathered = Gathered(writeback, states)
+    before = _versions(parameters, expanded)
+    has_finished = False
+    try:
+        yield
+        has_finished = True
+    finally:
+        engine.gathered = None
+        keeps, told = writeback and has_finished, ""
+        try:
+            if keeps:
+                _spread(engine, model, expanded)
+            elif has_finished:
+                # A rank that has left may change its shards, which other ranks may still read in place.
+                after = _versions(parameters, expanded)
+                told = _changes(engine, [name for name in before | after if after.get(name) != before.get(name)])
+        finally:
+            for one in expanded:
+                one.contract(writeback=keeps)
+            for unit in engine.units:
+                for bucket in unit.buckets:
+                    if keeps or not bucket.spec.is_whole:
+                        bucket.changes.accept()
+                if not unit.spec.is_whole:
+                    unit.release()
+        if told:
+            raise RuntimeError(
+                f"{engine.mesh} Values were changed in place under gathered() without writeback=True:\n{told}\nChanges "
+                "of sharded parameters are lost, and replicated parameters may now differ between ranks. Use `with "
+                "zero.gathered(writeback=True):` on every rank, which keeps the values of rank 0."
+            )
+
+
+def parameters_of(engine: Engine) -> dict[str, nn.Parameter]:
+    """Return the model's parameters by name."""
+    return {slot.name: p for unit in engine.units for slot, p in zip(unit.slots, unit.parameters, strict=True)}
+
+
+def _versions(parameters: Mapping[str, nn.Parameter], expanded: Sequence["WholeStates"]) -> dict[str, tuple[int, int]]:
+    """Return the identity and the version of the tensor of each name."""
+    named = [*parameters.items(), *(held for one in expanded for held in one.held())]
+    return {name: (id(tensor), version_of(tensor)) for name, tensor in named}
+
+
+def _changes(engine: Engine, changed: Sequence[str]) -> str:
+    """Return a line for each rank with changes, equal on all ranks; "" without changes.
+
+    Collective: an all-reduce of 32 bytes; with changes, an all-gather of 4 KiB.
+    """
+    if not engine.order.barrier("the end of gathered()", bool(changed))[1]:
+        return ""
+    mine = f"{len(changed)} parameter(s) or state(s), '{changed[0]}' first" if changed else ""
+    texts = engine.comm.texts(mine, "what was changed under gathered()")
+    return "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+
+
+def _spread(engine: Engine, model: nn.Module, expanded: Sequence["WholeStates"]) -> None:
+    """Broadcast parameters, buffers and states of rank 0, and keep this rank's part."""
+    buffers = [(name, buffer.data, False) for name, buffer in model.named_buffers()]
+    named = [state for one in expanded for state in one.tensors()]
+    shapes = ";".join(f"{name}{tuple(t.shape)}" for name, t, _ in [*named, *buffers])
+    least, greatest = engine.order.barrier("the end of gathered(writeback=True)", zlib.crc32(shapes.encode()))
+    if least != greatest:
+        raise RankMismatchError(
+            f"{engine.mesh} Buffers or optimizer states differ in names or shapes between ranks at the end of "
+            "gathered(writeback=True). Load the same state on every rank inside the context."
+        )
+    with torch.no_grad():
+        for unit in engine.units:
+            for bucket in unit.buckets:
+                spread(bucket, bucket.full, engine.comm, f"the parameters of {unit}", "state")
+                bucket.keep()
+                bucket.updates += 1
+        for name, tensor, is_part in [*buffers, *named]:
+            engine.comm.broadcast(tensor, name, "state", is_part=is_part)
+
+
+@final
+class WholeStates:
+    """An optimizer that temporarily has the model's parameters and full states instead of slices.
+
+    Args:
+        parameters: the parameters of the model, by name.
+
+    Collective: all-gather of each state.
+    """
+
+    def __init__(self, engine: Engine, sharded: ShardedOptimizer, parameters: dict[str, nn.Parameter]) -> None:
+        self._engine, self._sharded, self._optimizer = engine, sharded, sharded.optimizer
+        whole = self._gather()
+        self._set_aside = dict(self._optimizer.state)
+        self._masters = [list(group["params"]) for group in self._optimizer.param_groups]
+        self._optimizer.state.clear()
+        for group in self._optimizer.param_groups:
+            group["params"] = [parameters[slot_of(master).name] for master in group["params"]]
+        for name, state in whole.items():
+            self._optimizer.state[parameters[name]] = state
+        self._given: dict[str, Any] = {}
+        self._hooks = (
+            self._optimizer.register_load_state_dict_pre_hook(self._note_given),
+            self._optimizer.register_load_state_dict_post_hook(self._widen_loaded),
+        )
+
+    def contract(self, *, writeback: bool) -> None:
+        """Restore the slices, with their previous states, or with `writeback` with slices of the full states."""
+        for hook in self._hooks:
+            hook.remove()
+        changed = dict(self._optimizer.state)
+        self._optimizer.state.clear()
+        for group, masters in zip(self._optimizer.param_groups, self._masters, strict=True):
+            for parameter, master in zip(group["params"], masters, strict=True):
+                if writeback and parameter in changed:
+                    keep_state(self._optimizer, master, changed[parameter])
+                elif not writeback and master in self._set_aside:
+                    self._optimizer.state[master] = self._set_aside[master]
+            group["params"] = masters
+
+    def _note_given(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        self._given = state_dict
+
+    def _widen_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Restore the dtype of master weights in loaded states, which torch rounds to the dtype of parameters."""
+        given, self._given = self._given, {}
+        numbers = [number for group in given["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            dtype = slot_of(parameter).bucket.dtypes.master
+            loaded = optimizer.state.get(parameter, {})
+            for key, value in given["state"].get(number, {}).items():
+                if key != "step" and isinstance(value, Tensor) and parameter.dtype != dtype:
+                    loaded[key] = value.to(dtype=dtype, device=parameter.device, copy=True)
+
+    def held(self) -> list[tuple[str, Tensor]]:
+        """Return the current full states, with names for messages."""
+        states = ((slot_of(p).name, state) for p in self._sharded.masters if (state := self._optimizer.state.get(p)))
+        return [(f"{n}/{key}", v) for n, state in states for key, v in state.items() if isinstance(v, Tensor)]
+
+    def tensors(self) -> list[tuple[str, Tensor, bool]]:
+        """Return (name, tensor, whether ranks along the tensor axis have different parts) of the full states.
+
+        The order is equal on every rank.
+        """
+        found = []
+        for parameter in self._sharded.masters:
+            for key, value in sorted(self._optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, Tensor):
+                    slot = slot_of(parameter)
+                    found.append((f"{slot.name}/{key}", slot.form.part(value), not slot.form.is_alike))
+        return found
+
+    def _gather(self) -> dict[str, dict[str, Any]]:
+        by_bucket: dict[int, dict[Tensor, dict[str, Any]]] = {}
+        whole: dict[str, dict[str, Any]] = {}
+        (owned,) = owned_states(self._engine, [self._sharded])
+        for slot, copied in gather_owned(self._engine, self._sharded, owned):
+            whole[slot.name] = copied
+        for master in self._sharded.masters:
+            slot = slot_of(master)
+            if slot.updater is None and (held := self._optimizer.state.get(master)) is not None:
+                state = views_of(self._optimizer, held)
+                by_bucket.setdefault(slot.bucket.number, {})[master] = state
+                whole[slot.name] = {key: value for key, value in state.items() if not is_cut(key, value, master)}
+        for states in by_bucket.values():
+            keys = {key for master, state in states.items() for key in state if is_cut(key, state[key], master)}
+            for key in sorted(keys, key=repr):
+                values = {master: state[key] for master, state in states.items() if key in state}
+                for slot, value in self._gather_one(key, values):
+                    whole[slot.name][key] = value
+        return whole
+
+    def _gather_one(self, key: str, values: Mapping[Tensor, Tensor | Packed]) -> list[tuple[Slot, Tensor]]:
+        masters = [*values]
+        bucket = slot_of(masters[0]).bucket
+        full = torch.zeros(bucket.layout.full_numel, dtype=values[masters[0]].dtype, device=bucket.device)
+        for master, value in values.items():
+            start, stop = bucket.master_range(slot_of(master).index)
+            full[start:stop] = tensor_of(value)
+        if not bucket.spec.updates_all and full.numel():
+            what = f"the state '{key}' of {bucket.spec.name}"
+            tag = Tag(self._engine.order.next_number(), bucket.number, what)
+            self._engine.comm.gather(full, tag, kind="state").wait()
+        views = bucket.places.views_of(full)
+        parts = [(slot_of(m), views[slot_of(m).index].clone(memory_format=torch.preserve_format)) for m in masters]
+        return [(slot, slot.form.join(part)) for slot, part in parts]
