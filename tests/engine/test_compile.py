@@ -1,9 +1,13 @@
 """torch.compile around blocks and around the model: the same numbers, one graph a block, no recompilation later."""
 
+from typing import Any
+
 import pytest
+import torch
 
 import zeroshard as zs
 from tests import models
+from tests.oracle import run_cases
 from zeroshard.testing import run_ranks
 
 STEPS = 5
@@ -61,3 +65,39 @@ def test_compiled_training_equals_eager_and_settles(stage: int) -> None:
             assert graphs[2:] == [graphs[1]] * (STEPS - 2), (what, when, graphs)
             if what == "blocks":
                 assert graphs[-1] == 1, "equal blocks share one graph"
+
+
+class Registers(models.Stack):
+    """A model whose forward registers a module that it already has, as models of Transformers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first = self.blocks[0]
+        found: torch.Tensor = super().forward(x)
+        return found
+
+
+def train_compiled_first(stage: int, is_compiled: bool) -> list[float]:
+    """Hand `zs.shard` what `torch.compile(model)` returns; return losses."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    model: Any = models.build(Registers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if is_compiled:
+        model = torch.compile(model, backend="aot_eager")
+    zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=20))
+    losses = []
+    for step in range(STEPS):
+        loss = model(models.features(step, rank=0)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_model_is_compiled_before_it_is_sharded() -> None:
+    cases = [(stage, is_compiled) for stage in (0, 3) for is_compiled in (False, True)]
+    found = run_cases(train_compiled_first, 2, cases, timeout_s=60)
+    for stage in (0, 3):
+        assert found[stage, True] == found[stage, False]

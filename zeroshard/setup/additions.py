@@ -8,6 +8,7 @@ import functools
 import weakref
 from typing import Any, final
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -59,6 +60,8 @@ def _watched() -> "weakref.WeakKeyDictionary[nn.Module, Additions]":
         if value is not None and (additions := watched.get(module)) is not None:
             additions.is_suspected = True
 
-    register_module_parameter_registration_hook(look)
-    register_module_module_registration_hook(look)
+    # Dynamo cannot trace the look-up of a module that it has wrapped.
+    untraced = torch.compiler.disable(look)
+    register_module_parameter_registration_hook(untraced)
+    register_module_module_registration_hook(untraced)
     return watched
