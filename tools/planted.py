@@ -541,6 +541,27 @@ ENGINE = (
         f"{_ENGINE}/test_precision.py::test_an_overflow_of_any_parameter_on_any_rank_skips_the_step_on_all[backward-2]",
     ),
     Bug(
+        "gradients that were kept after a skipped step are not looked at",
+        "core/optimizer.py",
+        "grads.is_suspect = grads.has_any",
+        "grads.is_suspect = False",
+        f"{_ENGINE}/test_kept_overflow.py::test_gradients_of_a_skipped_step_are_not_used[accumulate]",
+    ),
+    Bug(
+        "a clip hides the infinity of a gradient that was kept",
+        "core/grads.py",
+        "self.own_shard() if self.is_suspect else own",
+        "own",
+        f"{_ENGINE}/test_kept_overflow.py::test_gradients_of_a_skipped_step_are_not_used[clip_by_value]",
+    ),
+    Bug(
+        "the host reads no flags before updates on the host, after a skipped step",
+        "core/guard.py",
+        "        self.skipped += 1\n",
+        "        self.skipped += 1\n        self.updates_on_host = False\n",
+        f"{_ENGINE}/test_skip.py::test_updates_on_the_host_wait_after_a_skipped_step",
+    ),
+    Bug(
         "one unit is not published",
         "update/optimizer.py",
         "engine.order.publish(numbers, start)",

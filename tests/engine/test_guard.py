@@ -94,15 +94,17 @@ def world() -> tuple[int, int]:
 class Trained:
     """A small model on its way, with a gradient that is spoiled on the last rank when asked for."""
 
-    def __init__(self, stage: int, make: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
+    def __init__(self, stage: int, make: Callable[..., Any], **options: Any) -> None:
         self.rank, self.size = world()
         torch.manual_seed(0)
         self.model = Model()
-        self.optimizer = make(self.model.parameters())
+        made = make(self.model.parameters())
+        self.optimizers = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
+        self.optimizer = self.optimizers[0]
         self.is_bad, self.spoils = False, float("nan" if stage % 2 else "-inf")
         self.model.second.weight.register_hook(self._spoil)
         options = {"settings": zs.Settings(watchdog_s=20.0), **options}
-        self.zero = zs.shard(self.model, self.optimizer, stage=stage, **options)
+        self.zero = zs.shard(self.model, self.optimizers, stage=stage, **options)
 
     def _spoil(self, grad: Tensor) -> Tensor:
         if not (self.is_bad and self.rank == self.size - 1):

@@ -77,3 +77,19 @@ def test_another_word_is_refused() -> None:
     with pytest.raises(ValueError, match="must be 'raise' or 'skip'; got 'ignore'"):
         zs.shard(model, settings=zs.Settings(non_finite="ignore"))  # type: ignore[arg-type]
     assert isinstance(model(torch.ones(2)), Tensor)
+
+
+def test_updates_on_the_host_wait_after_a_skipped_step() -> None:
+    """Kernels on the host cannot read a device's flag, however many steps were skipped."""
+    with memory_of("device"):
+        run = Trained(
+            2, lambda params: torch.optim.AdamW(params, lr=0.01, fused=True), settings=zs.Settings(non_finite="skip")
+        )
+    guard = run.zero._engine.guard
+    guard.updates_on_host = True
+    for step, is_bad in enumerate((False, True, False)):
+        run.backward(step, is_bad=is_bad)
+        run.optimizer.step()
+        assert guard.waits == step + 1
+        run.optimizer.zero_grad()
+    assert guard.skipped == 1

@@ -84,6 +84,9 @@ class Gradients(ABC):
         """For each parameter: the state of this rank's gradient, and of the held gradient."""
         self.scope = Scope.ALL
         """The ranks that held gradients were summed over: all ranks, or those of this rank's replica."""
+        self.is_suspect = False
+        """Whether held gradients may not be finite, although later sums are: kept after a skipped step, or assigned.
+        The checks for a loss scale then look at what is held."""
         self.landing = Landing(device) if spec.apart_gradients else None
         """Moves gradients to host memory; None if all gradients stay on the device."""
         self._apart_bytes = 0
@@ -325,11 +328,12 @@ class FlatGradients(Gradients):
             self._pool.give(local.apart)
 
     def parts_of(self, own: Tensor) -> Iterator[Tensor]:
-        """Yield the parameters' parts of (stop - start,), this rank's shard; padding has undefined values.
+        """Yield the parameters' parts of (stop - start,), this rank's shard of a sum; padding has undefined values.
 
-        Only a loss scale reads the parts, so they are created on demand.
+        Only a loss scale reads the parts, so they are created on demand. If held gradients are suspect, the parts are
+        those of the total, before user code can hide an infinity by clipping.
         """
-        yield from self._split(own, self.spec.shard)
+        yield from self._split(self.own_shard() if self.is_suspect else own, self.spec.shard)
 
     def own_shard(self) -> Tensor:
         """Return this rank's shard of held gradients; a copy if a part is in host memory."""
@@ -449,7 +453,7 @@ class FlatGradients(Gradients):
         flat, offset = self._places.flat(index, value.to(self.dtype)), self._layout.offsets[index]
         start, stop = self._layout.overlap(index, *self.spec.states)
         self.part(index).copy_(flat[start - offset : stop - offset] if stop > start else flat[:0])
-        self.sums[index] = USED
+        self.sums[index], self.is_suspect = USED, True
 
     def clear(self, index: int) -> None:
         """See `Gradients`."""
@@ -460,7 +464,7 @@ class FlatGradients(Gradients):
                 self._pool.give(self.local)
             self.local = None
         if not self.has_any:
-            self.sums, self.scope = [STALE] * len(self.sums), Scope.ALL
+            self.sums, self.scope, self.is_suspect = [STALE] * len(self.sums), Scope.ALL, False
             self._cuts.clear()
             self._let_go()
 

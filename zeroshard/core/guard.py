@@ -94,6 +94,8 @@ class Guard(ABC):
         """Whether, without a loss scale, gradients that are not finite skip the step instead of raising an error."""
         self.skipped = 0
         """Number of skipped steps."""
+        self.updates_on_host = False
+        """Whether some states are in host memory, with a CUDA device."""
 
     def is_fatal(self, scale: LossScale | None) -> bool:
         """Return whether gradients that are not finite are an error: without a loss scale and without skipping."""
@@ -111,8 +113,6 @@ class Guard(ABC):
                 f"step {step} was skipped on all ranks: the gradient of '{name}' is not finite ({self.skipped} skipped "
                 "so far). Set zs.Settings(non_finite='raise') to raise an error instead."
             )
-        self.updates_on_host = False
-        """Whether some states are in host memory, with a CUDA device."""
 
     @abstractmethod
     def look(self, sums: Iterable[Tensor]) -> list[Any]:
@@ -124,7 +124,7 @@ class Guard(ABC):
 
         Args:
             scale: the engine's loss scale; with it, the results of `look` decide, because user code may change
-                gradients.
+                gradients, and the gradients that are suspect (`Gradients.is_suspect`).
         """
 
     def ask(self, optimizer: Optimizer, masters: Sequence[Tensor], scale: LossScale | None) -> str:
@@ -166,7 +166,9 @@ class HostGuard(Guard):
 
     def is_fine(self, optimizer: Optimizer, masters: Sequence[Tensor], scale: LossScale | None) -> bool:
         """See `Guard`."""
-        return not scale.noted if scale is not None else _is_scaled(optimizer) or _is_finite(masters)
+        if scale is not None:
+            return not scale.noted and _is_finite(_suspects(masters))
+        return _is_scaled(optimizer) or _is_finite(masters)
 
 
 @final
@@ -194,8 +196,8 @@ class DeviceGuard(Guard):
         if _is_scaled(optimizer):
             return ""  # a GradScaler has voted itself
         mesh, names, flags = self._comm.mesh, list[str](), [_zero(torch.float32, self._comm.mesh.device).view(1)]
-        if scale is not None and scale.noted:
-            flags = [torch.cat(scale.noted).amax().view(1)]
+        if scale is not None and (noted := scale.noted + self.look(map(_part, _suspects(masters)))):
+            flags = [torch.cat(noted).amax().view(1)]
         if masters and (scale is None or self.is_fatal(scale)):
             names = [slot_of(master).name for master in masters]
             flags.append(_spoiled(list(map(_part, masters)), mesh.device))
@@ -289,6 +291,11 @@ def _is_scaled(optimizer: Optimizer) -> bool:
 def _part(master: Tensor) -> Tensor:
     slot = slot_of(master)
     return part_of(slot) if slot.has_grad else _zero(slot.bucket.grads.dtype, slot.bucket.device)
+
+
+def _suspects(masters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the slices whose held gradients a loss scale must look at again."""
+    return [master for master in masters if slot_of(master).bucket.grads.is_suspect]
 
 
 def _spoiled(parts: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -116,7 +116,7 @@ class LooseGradients(Gradients):
             self.own[index] = NONE
         else:
             self._hold(index, self._places.dense(index, value.to(self.dtype)))
-        self.sums[index] = USED
+        self.sums[index], self.is_suspect = USED, True
 
     def clear(self, index: int) -> None:
         """See `Gradients`."""
@@ -125,7 +125,7 @@ class LooseGradients(Gradients):
         held, self._held[index] = self._held[index], None
         self._count(index, 0 if held is None else -held.nbytes)
         if not self.has_any:
-            self.scope = Scope.ALL
+            self.scope, self.is_suspect = Scope.ALL, False
 
     @property
     def nbytes(self) -> tuple[int, int]:

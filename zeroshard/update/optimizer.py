@@ -266,9 +266,12 @@ class ShardedOptimizer:
         self._follow_scale(bool(name))
 
     def _follow_scale(self, has_overflowed: bool) -> None:
-        """Adapt the loss scale after a step, or after a skipped one."""
-        if self._engine.loss_scale is not None:
-            self._engine.loss_scale.step(has_overflowed=has_overflowed)
+        """Adapt the loss scale after a step, or after a skipped one, whose gradients may be kept."""
+        if self._engine.loss_scale is None:
+            return
+        self._engine.loss_scale.step(has_overflowed=has_overflowed)
+        for grads in (b.grads for unit in self._engine.units for b in unit.buckets) if has_overflowed else ():
+            grads.is_suspect = grads.has_any
 
     # -- whole states -----------------------------------------------------------------------------------------------
 
