@@ -542,7 +542,7 @@ ENGINE = (
     ),
     Bug(
         "gradients that were kept after a skipped step are not looked at",
-        "core/optimizer.py",
+        "update/optimizer.py",
         "grads.is_suspect = grads.has_any",
         "grads.is_suspect = False",
         f"{_ENGINE}/test_kept_overflow.py::test_gradients_of_a_skipped_step_are_not_used[accumulate]",
