@@ -611,27 +611,6 @@ ENGINE = (
         "value",
         f"{_ENGINE}/test_offload_early.py::test_rates_that_change_afterwards_count_from_the_next_step_on",
     ),
-    Bug(
-        "an update ahead is taken though gradients have changed",
-        "update/in_backward.py",
-        "version_of(one) != at for",
-        "False for",
-        f"{_ENGINE}/test_offload_in_backward.py::test_what_happens_between_a_backward_and_its_step_counts[1]",
-    ),
-    Bug(
-        "an update ahead is taken though rates have changed",
-        "update/in_backward.py",
-        "return all(_are_equal(self._options[n], _options_of(optimizer.param_groups[n])) for n in numbers)",
-        "return True",
-        f"{_ENGINE}/test_offload_in_backward.py::test_what_happens_between_a_backward_and_its_step_counts[2]",
-    ),
-    Bug(
-        "a step with an update ahead does not clip",
-        "update/in_backward.py",
-        "if bool(self._max_norm / (total + 1e-6) >= 1.0):",
-        "if self._max_norm:",
-        f"{_ENGINE}/test_offload_in_backward.py::test_updates_in_the_backward_are_the_same[1]",
-    ),
     # Whole matrices.
     Bug(
         "new values of a matrix are not put into its slices",

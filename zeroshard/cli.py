@@ -92,7 +92,7 @@ def train(
     ] = None,
     offload: Annotated[
         str | None,
-        _setting("zero.offload", "host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, auto."),
+        _setting("zero.offload", "host, /folder, states=0.6,parameters=1,to=/folder, auto."),
     ] = None,
     precision: Annotated[str | None, _setting("train.precision", "Precision of the model's computation.")] = None,
     optimizer: Annotated[str | None, _setting("train.optimizer", "Optimizer; sets the learning rate.")] = None,

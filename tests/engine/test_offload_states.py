@@ -318,6 +318,16 @@ def test_what_a_text_asks_for() -> None:
         zs.offload_of("auto")
 
 
+def test_updates_in_the_backward_are_refused_by_name() -> None:
+    refused = "updates in the backward were slower than those of optimizer.step\\(\\), and are no longer there"
+    for text in ("update=in-backward", "max_norm=1.0"):
+        with pytest.raises(ValueError, match=refused):
+            zs.offload_of(text)
+    with pytest.raises(ValueError, match=refused):
+        zs.Offload(update="in-backward", max_norm=1.0)
+    assert zs.Offload(update="step") == zs.Offload()
+
+
 def test_fractions_are_reached_over_the_model_and_not_in_each_bucket() -> None:
     cell = Elsewhere(Sharded(), "host", 0.3)
     # An embedding of a third of the model comes first: what it leaves is made up for by those behind it.

@@ -22,14 +22,13 @@ COLUMNS = ("parameters", "gradients", "states", "padding", "transient", "host", 
 
 
 def offload_at(states: float, parameters: float, place: str, folder: str) -> zs.Offload:
-    to, update = folder if place in ("file", "both") else "host", "in-backward" if place == "ahead" else "step"
+    to = folder if place in ("file", "both") else "host"
     return zs.Offload(
         states=states,
         parameters=parameters,
         to=to,
         parameters_to="host" if place == "both" else None,
         staging_bytes=STAGING_BYTES,
-        update=update,
     )
 
 
@@ -39,8 +38,6 @@ def cases_at(world: int) -> list[tuple[int, float, float, str, str]]:
     found += [(min(STAGES_AT[world]), 0.0, 0.0, "host", "fp32"), (min(STAGES_AT[world]), 0.3, 0.0, "file", "bf16")]
     found += [(3, 1.0, 0.0, "file", "fp32"), (3, 1.0, 0.0, "host", "bf16")]
     found += [(3, 1.0, 0.3, "host", "bf16"), (3, 0.3, 1.0, "file", "fp32"), (3, 0.0, 0.5, "host", "fp32")]
-    # "ahead" is the host with updates in the backward, which are made on a second copy.
-    found += [(2 if 2 in STAGES_AT[world] else 3, 0.3, 0.0, "ahead", "fp32"), (3, 1.0, 0.3, "ahead", "bf16")]
     # "both" has states in a file, and parameters on the host.
     found += [(3, 1.0, 1.0, "both", "bf16"), (3, 0.3, 1.0, "both", "fp32")]
     return [*found, (3, 1.0, 1.0, "host", "fp32"), (3, 1.0, 0.4, "file", "bf16"), (3, 0.0, 1.0, "file", "fp32")]

@@ -126,21 +126,3 @@ def test_exposed_time_is_the_schedule_s(
             if step_s - compute_s <= 1.1 * film.offload_s:
                 break
     assert step_s - compute_s == pytest.approx(film.offload_s, rel=0.1)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_an_update_in_the_backward_leaves_the_last_unit_s_to_the_step(micro_batches: int) -> None:
-    """The thread needs less time for a unit than its backward: only the last unit's update is waited for."""
-    machine = Machine(bus=1e9, host=400e6, disk=1e9)
-    model = model_on(machine)
-    films = [
-        predict(model, machine, 0, zs.Offload(update=update, staging_bytes=1 << 20), micro_batches)
-        for update in ("step", "in-backward")
-    ]
-    numel = sum(p.numel() for p in model.parameters()) / DEPTH
-    # Masters and both states are copied first: read and written.
-    copy_s, update_s = 24 * numel / machine.host, BYTES_PER_ELEMENT * numel / machine.host
-    assert copy_s + update_s < BACKWARD_S
-    after, ahead = (film.offload_s for film in films)
-    assert after - ahead == pytest.approx(DEPTH * update_s - (copy_s + update_s))
-    assert films[1].busy_s["host"] - films[0].busy_s["host"] == pytest.approx(DEPTH * copy_s)

@@ -63,24 +63,14 @@ def draw_pair(seed: int, processes: int) -> tuple[Spec, Spec]:
 
 
 def with_offload(spec: Spec) -> Spec:
-    """Return a program at stage 3 with states and parameters on the host, in other parts after each resume.
-
-    Half of the programs with one optimizer update in the backward; `step()` clips there, where the program did.
-    """
+    """Return a program at stage 3 with states and parameters on the host, in other parts after each resume."""
     r = random.Random(f"offload {spec['seed']}")
-    ops, mode = spec["ops"], ""
-    if len(spec["optimizers"]) == 1 and r.random() < 0.5:
-        limit = ",max_norm=0.3" * any(op["op"] == "clip" for op in ops)
-        mode, ops = f",update=in-backward{limit}", [op for op in ops if op["op"] != "clip"]
 
     def options() -> Spec:
         states, parameters = (r.choice([0.0, 0.3, 1.0]) for _ in range(2))
-        if mode:
-            # Parameters on the host may be the masters, which cannot be updated in the backward.
-            states, parameters = states or 1.0, 0.0
-        return {"stage": 3, "offload": f"states={states},parameters={parameters}{mode}"}
+        return {"stage": 3, "offload": f"states={states},parameters={parameters}"}
 
-    ops = [op | {"options": op["options"] | options()} if op["op"] == "resume" else op for op in ops]
+    ops = [op | {"options": op["options"] | options()} if op["op"] == "resume" else op for op in spec["ops"]]
     return spec | {"options": spec["options"] | options(), "ops": ops}
 
 

@@ -226,22 +226,7 @@ class Oracle(Job):
             self._held[process] = [(value, None) for value in values]
             _make_own(values, process)
         self._show(0)
-        self._clip_at_steps()
         return self.model, self.optimizers
-
-    def _clip_at_steps(self) -> None:
-        """Clip as `step()` does with updates in the backward, if the program asks for these."""
-        offload = zs.offload_of(self.options.get("offload"))
-        if offload is None or offload.max_norm is None:
-            return
-        limit = offload.max_norm
-
-        def clip(*_: Any) -> None:
-            own = set(map(id, self.own))
-            nn.utils.clip_grad_norm_([p for p in self.model.parameters() if id(p) not in own], limit)
-
-        for optimizer in self.optimizers:
-            optimizer.register_step_pre_hook(clip)
 
     def each_own(self) -> Iterator[tuple[int, float]]:
         for process in range(self._processes if self.own else 0):
@@ -323,7 +308,6 @@ class RoundedOracle(Oracle):
             return values.to(output), [side.to(output) for side in sides]
 
         self.model.forward = forward
-        self._clip_at_steps()
         return self.model, self.optimizers
 
     def _adder(self, master: nn.Parameter) -> Callable[[Tensor], None]:

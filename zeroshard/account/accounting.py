@@ -35,7 +35,6 @@ def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
     for bucket in buckets:
         apart += apart_bytes(bucket.spec)
         apart["host"] += bucket.grads.apart_bytes
-    apart["host"] += sum(one.source.spare_bytes for one in optimizers if one.source is not None)
     now = {
         "parameters": parameters,
         "gradients": gradients,

@@ -19,7 +19,6 @@ from zeroshard.describe.blocks import LARGE_PART
 from zeroshard.describe.units import UnitPlan
 from zeroshard.table.bytes import kept_bytes
 from zeroshard.table.schedule import ROOT
-from zeroshard.update.in_backward import InBackward
 from zeroshard.update.kernels import describe_waits
 from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.wire.mesh import Mesh
@@ -71,7 +70,6 @@ def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str) 
             *table,
             *_judge(engine.units),
             *_offloaded(engine.units),
-            *(one.source.describe() for one in optimizers if isinstance(one.source, InBackward)),
             *owned,
             *saved,
             *waits,

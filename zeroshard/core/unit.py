@@ -87,8 +87,6 @@ class Reduction:
             grads.scope = scope
             grads.add_reduced(local, own)
             tails += self.unit.complete_sum(bucket, grads, own, self._comm, self._number, self._what)
-        if tails is not None and self.unit.after_sum is not None:
-            self.unit.after_sum(self.unit)
         return tails
 
 
@@ -123,8 +121,6 @@ class Unit:
         """Whether code outside its modules has read its parameters, which keeps it gathered to the end of the pass."""
         self.has_end_hint = False
         self.is_recomputed = False
-        self.after_sum: Callable[[Unit], None] | None = None
-        """Told that the sums of its gradients of a backward are there, or on their way to another memory."""
         self.loss_scale: LossScale | None = None
         self.look: Callable[[Iterable[Tensor]], list[Any]]
         """Checks sums of gradients for a loss scale."""

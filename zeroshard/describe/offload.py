@@ -6,7 +6,7 @@ Owns `Offload` and its checks. Imports no torch, because plans read the same arg
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from os import PathLike, fspath
 from types import MappingProxyType
 from typing import Any, Final, Literal, final
@@ -28,8 +28,6 @@ __all__ = [
 
 AUTO = "auto"
 HOST: Final = "host"
-STEP: Final = "step"
-IN_BACKWARD: Final = "in-backward"
 PARTS = 100
 """Number of fractions of a column that `offload="auto"` tries."""
 STAGING_BYTES = 16 << 20
@@ -53,11 +51,6 @@ class Offload:
         parameters_to: None for the memory of `to`; "host" keeps parameters in host memory while `to` is a folder.
         staging_bytes: size in bytes of the staging buffer. State passes through it in pieces, whatever the size of the
             model.
-        update: "step": `optimizer.step()` runs the update, or starts it if the device can compute in parallel.
-            "in-backward": the backward updates a copy of the states in host memory, unit by unit; `optimizer.step()`
-            takes the values that equal its own, and updates the rest.
-        max_norm: with "in-backward", `step()` clips the 2-norm of all gradients to this value, as `clip_grad_norm_`
-            does; None does not clip. `clip_grad_norm_` and `clip_grad_value_` then raise.
 
     Raises:
         ValueError, TypeError: a value is out of range or of another type.
@@ -80,10 +73,16 @@ class Offload:
     to: str | PathLike[str] = HOST
     parameters_to: str | None = None
     staging_bytes: int = STAGING_BYTES
-    update: str = STEP
-    max_norm: float | None = None
+    update: InitVar[str] = "step"
+    max_norm: InitVar[float | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, update: str, max_norm: float | None) -> None:
+        if update != "step" or max_norm is not None:
+            raise ValueError(
+                f"Offload(update={update!r}, max_norm={max_norm!r}): updates in the backward were slower than those of "
+                "optimizer.step(), and are no longer there. Leave both out, and clip with "
+                "torch.nn.utils.clip_grad_norm_()."
+            )
         object.__setattr__(self, "to", fspath(self.to))
         for name in ("states", "gradients", "parameters"):
             value = getattr(self, name)
@@ -102,7 +101,6 @@ class Offload:
                 f"Offload(parameters_to={self.parameters_to!r}) with to={self.to!r}: write 'host' for parameters in "
                 "host memory, or omit parameters_to= to keep them where to= says."
             )
-        self._check_update()
         if isinstance(self.staging_bytes, bool) or not isinstance(self.staging_bytes, int):
             raise TypeError(f"Offload(staging_bytes=) takes a number of bytes; got {self.staging_bytes!r}.")
         if self.staging_bytes < LEAST_STAGING_BYTES:
@@ -116,33 +114,12 @@ class Offload:
                 "ranks may run in different folders."
             )
 
-    def _check_update(self) -> None:
-        is_ahead = self.update == IN_BACKWARD
-        if self.update not in (STEP, IN_BACKWARD):
-            raise ValueError(f"Offload(update=) must be 'step' or 'in-backward'; got {self.update!r}.")
-        if is_ahead and (self.to != HOST or not self.states or self.gradients == 0):
-            raise ValueError(
-                f"Offload(update='in-backward') updates states in memory of the host with gradients that come there; "
-                f"got to={self.to!r}, states={self.states:g} and gradients={self.gradients}. Leave to= and gradients= "
-                "out, and give states= above 0; or write update='step'."
-            )
-        if self.max_norm is None:
-            return
-        is_number = isinstance(self.max_norm, int | float) and not isinstance(self.max_norm, bool)
-        if not is_number or not 0 < self.max_norm < math.inf:
-            raise ValueError(f"Offload(max_norm=) takes a norm above 0, such as 1.0, or None; got {self.max_norm!r}.")
-        if not is_ahead:
-            raise ValueError(
-                f"Offload(max_norm={self.max_norm:g}) is for update='in-backward', where step() clips. With "
-                "update='step' call torch.nn.utils.clip_grad_norm_() before optimizer.step()."
-            )
 
-
-NUMBERS = MappingProxyType(
-    {"states": float, "gradients": float, "parameters": float, "staging_bytes": int, "max_norm": float}
-)
+NUMBERS = MappingProxyType({"states": float, "gradients": float, "parameters": float, "staging_bytes": int})
 """Fields that a string argument may set, besides `TEXTS`."""
-TEXTS = ("to", "parameters_to", "update")
+TEXTS = ("to", "parameters_to")
+GONE = ("update", "max_norm")
+"""Fields that `Offload` refuses by name."""
 
 OffloadLike = Offload | str | PathLike[str] | None
 """Values of the argument `offload=`."""
@@ -201,6 +178,8 @@ def least_of(choices: Sequence[Offload | None], fits: Callable[[Offload | None],
 def _value_of(part: str) -> tuple[str, Any]:
     """Return the name and the value of one part of "states=0.6,to=/scratch"."""
     name, _, text = (one.strip() for one in part.partition("="))
+    if name in GONE:
+        return name, text
     if name not in NUMBERS and name not in TEXTS:
         raise ValueError(
             f"offload=: '{part}' is none of {', '.join([*NUMBERS, *TEXTS])}, as in 'states=0.6,to=/scratch'."
@@ -220,8 +199,7 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
         is_alone: whether there is one rank, which then keeps only gradients that it updates with.
 
     Raises:
-        ValueError: `offload` includes parameters, but the row does not gather them before use; or it updates states in
-            the backward, but the row does not move gradients to their memory.
+        ValueError: `offload` includes parameters, but the row does not gather them before use.
     """
     if offload is None:
         return row
@@ -244,16 +222,9 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
         offload.states,
         folder,
         staging_bytes,
-        IN_BACKWARD if offload.update == IN_BACKWARD else STEP,
-        offload.max_norm,
     )
     moves = offload.gradients is None and (is_alone or row.cuts_gradients)
     moves |= bool(offload.gradients)
-    if states.spares and not (is_alone or row.cuts_gradients):
-        raise ValueError(
-            f"Offload(update='in-backward') with gradients {row.gradients}: they stay whole on the device until the "
-            "update, so none comes to the host while the backward runs. Write stage=2 or stage=3; or update='step'."
-        )
     gradients = Elsewhere(row.gradients, "host", offload.states) if moves else row.gradients
     return replace(row, states=states, gradients=gradients)
 

@@ -45,10 +45,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         activations: Annotated[str | None, typer.Option(help="recompute, recompute-rest, ..., joined by +.")] = None,
         offload: Annotated[
             str | None,
-            typer.Option(
-                help="host, /folder, states=0.6,parameters=1,to=/folder, update=in-backward, auto, "
-                "or, with --search, none."
-            ),
+            typer.Option(help="host, /folder, states=0.6,parameters=1,to=/folder, auto, or, with --search, none."),
         ] = None,
         precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, or paper (the paper's).")] = None,
         mesh: Annotated[int, typer.Option(help="Replicas of the sharded state.")] = 1,

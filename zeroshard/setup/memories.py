@@ -19,7 +19,6 @@ from zeroshard.table.cells import Cell, Residency
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.update import background
 from zeroshard.update.admission import ELEMENTWISE
-from zeroshard.update.in_backward import InBackward
 from zeroshard.update.optimizer import ShardedOptimizer, Source
 from zeroshard.update.streamed import Streams
 from zeroshard.wire.transports import MEMORIES
@@ -104,14 +103,11 @@ def _room_of(bucket: BucketSpec, states: int, *, is_first: bool) -> int:
 
 
 def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise where states in files cannot be updated in pieces, or those on the host not in the backward.
+    """Raise where states in files cannot be updated in pieces.
 
     Raises:
-        ValueError: an optimizer that is not known to update each element by itself; masters that are rounded at random;
-            what an update in the backward cannot be taken back for.
+        ValueError: an optimizer that is not known to update each element by itself; masters that are rounded at random.
     """
-    if row.states.spares:
-        _check_ahead(units, optimizers)
     for optimizer in optimizers if row.states.memory == "file" else ():
         kind = type(optimizer)
         if not kind.__module__.startswith("torch.optim") or kind.__name__ not in ELEMENTWISE:
@@ -134,41 +130,6 @@ def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequenc
         )
 
 
-def _check_ahead(units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise where states cannot be updated in the backward, before `step()` is called.
-
-    Raises:
-        ValueError: several optimizers, or one that is not known to update each element by itself; masters that are
-            rounded at random, or are parameters.
-    """
-    mode = "Offload(update='in-backward')"
-    if len(optimizers) > 1:
-        names = ", ".join(type(one).__name__ for one in optimizers)
-        raise ValueError(
-            f"{mode} takes one optimizer, since max_norm= is of all gradients and step() clips them; got "
-            f"{len(optimizers)}: {names}. Put all parameters into groups of one, or write update='step'."
-        )
-    for optimizer in optimizers:
-        if not background.may_be_early(optimizer):
-            raise ValueError(
-                f"{mode} cannot update with {type(optimizer).__name__}: units are updated one by one, in a thread, "
-                f"which is known to be right of {', '.join(sorted(ELEMENTWISE))} of torch.optim alone. Use one of "
-                "these, or write update='step'."
-            )
-    buckets = [bucket for unit in units for bucket in unit.buckets if bucket.apart and bucket.is_trained]
-    if any(bucket.formats.state != bucket.formats.master for bucket in buckets):
-        raise ValueError(
-            f"{mode} with rounding='stochastic': masters are widened at step() for the update. Use "
-            "master=torch.float32, or write update='step'."
-        )
-    if shared := [bucket for bucket in buckets if bucket.shares_apart]:
-        raise ValueError(
-            f"{mode} with Offload(parameters=): the {shared[0].formats.param} parameters on the host are the master "
-            f"weights, which are read while the backward runs ('{shared[0].name}', {len(shared)} buckets in all). Use "
-            "precision='bf16', whose masters lie beside them, leave parameters= out, or write update='step'."
-        )
-
-
 def source_of(engine: Engine, apart: Apart | None, home: Apart | None, sharded: ShardedOptimizer) -> Source | None:
     """Return what updates an optimizer's entries in files, or in the background; None where `step()` does it all.
 
@@ -179,8 +140,6 @@ def source_of(engine: Engine, apart: Apart | None, home: Apart | None, sharded: 
     apart = home if apart is None and home is not None and home.disk is not None else apart
     if apart is None:
         return None
-    if apart.cell.spares:
-        return InBackward(engine, sharded, apart.cell.max_norm)
     if apart.disk is None:
         has_time = background.is_worthwhile(engine.mesh.device) and background.may_be_early(sharded.optimizer)
         return background.Early(engine) if has_time and sharded.exchange is None else None

@@ -17,7 +17,7 @@ from zeroshard.table.pool import Buffer, Buffers
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.wires import Wire
 
-__all__ = ["Owned", "Updates", "apart_bytes", "kept_bytes", "predict", "spare_bytes", "step_bytes"]
+__all__ = ["Owned", "Updates", "apart_bytes", "kept_bytes", "predict", "step_bytes"]
 
 
 @final
@@ -123,12 +123,6 @@ def apart_bytes(bucket: BucketSpec) -> Counter[str]:
     return found
 
 
-def spare_bytes(bucket: BucketSpec) -> int:
-    """Return the bytes of the second copy of master values in another memory, padding included; see `Cell.spares`."""
-    start, stop = bucket.apart_states
-    return (stop - start) * itemsize(bucket.formats.master) * bucket.row.states.spares
-
-
 def _owned_bytes(parts: Iterable[tuple[BucketSpec, tuple[int, int], str]]) -> tuple[int, int]:
     """Return the bytes of ranges of buckets in given dtypes, as (parameters, padding)."""
     owned = padding = 0
@@ -159,13 +153,10 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
         whole = [o for o in one.whole if o.bucket.number in reduced]
         states += replace(one, parameters=sliced, whole=whole).state_bytes()
         for bucket, index in sliced:
-            only, spares = replace(one, parameters=[(bucket, index)], whole=()), bucket.row.states.spares
-            apart[bucket.row.states.memory] += only.state_bytes(is_apart=True) * (1 + spares)
+            only = replace(one, parameters=[(bucket, index)], whole=())
+            apart[bucket.row.states.memory] += only.state_bytes(is_apart=True)
         for owned in (o for o in whole if o.is_kept and o.is_apart):
             apart[owned.bucket.row.states.memory] += owned.state_bytes
-        spared = {bucket.number: bucket for bucket, index in sliced if index < bucket.apart}
-        for bucket in spared.values():
-            apart[bucket.master_memory] += spare_bytes(bucket)
         counters += one.counter_bytes * len(sliced) + sum(o.counter_bytes for o in whole if o.is_kept)
         exchanged.append([o for o in whole if not o.bucket.updates_all])
     return {

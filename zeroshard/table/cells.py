@@ -27,9 +27,6 @@ class Cell(ABC):
     folder: str = ""
     staging_bytes: int = 0
     """The fraction in another memory, the folder of files and the size of the staging buffer: see `Elsewhere`."""
-    update: Literal["step", "in-backward"] = "step"
-    max_norm: float | None = None
-    """The moment of the update of states in another memory, and the limit of the norm of gradients: see `Elsewhere`."""
     moment: Literal["always", "used"] = "always"
     """When the kept elements must be on the device: always, or while in use."""
     until: Literal["use", "backward"] = "use"
@@ -52,11 +49,6 @@ class Cell(ABC):
     def plain(self) -> "Cell":
         """A cell that keeps the same elements on the device."""
         return self
-
-    @property
-    def spares(self) -> int:
-        """How often masters and states in another memory are kept a second time, for an update ahead of `step()`."""
-        return int(self.update == "in-backward")
 
     def __str__(self) -> str:
         return self.word
@@ -132,8 +124,6 @@ class Elsewhere(Cell):
         fraction: fraction of a rank's elements in that memory, rounded to whole slices of parameters.
         folder: the folder of files; "" for other memories.
         staging_bytes: bytes of the staging buffer through which the elements pass in pieces.
-        update: of states: "in-backward" updates a copy of the states during the backward; `step()` then takes the copy.
-        max_norm: with "in-backward", the largest 2-norm of all gradients; None does not clip.
     """
 
     inner: Cell
@@ -141,8 +131,6 @@ class Elsewhere(Cell):
     fraction: float = 1.0
     folder: str = ""
     staging_bytes: int = 16 << 20
-    update: Literal["step", "in-backward"] = "step"
-    max_norm: float | None = None
     moment = "used"
 
     def kept_range(self, layout: Layout, rank: int) -> tuple[int, int]:
@@ -174,9 +162,7 @@ class Elsewhere(Cell):
     def __str__(self) -> str:
         # Without the folder, which may differ between ranks.
         place = {"host": "on the host", "file": "in files"}[self.memory]
-        clipped = "" if self.max_norm is None else f", max_norm={self.max_norm:g}"
-        ahead = f", updated in the backward{clipped}" * self.spares
-        return f"{self.inner}, {f'{self.fraction:.0%} ' * (self.fraction < 1)}{place}{ahead}"
+        return f"{self.inner}, {f'{self.fraction:.0%} ' * (self.fraction < 1)}{place}"
 
 
 @dataclass(frozen=True)

@@ -210,8 +210,8 @@ def _reduction(run: Run, *, is_last: bool) -> contextlib.AbstractContextManager[
 
 def _clip(run: Run) -> Tensor:
     """Clip the gradients if configured, and return their 2-norm before clipping, 0-d."""
-    if run.clip:
-        return torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.clip)
+    if clip := run.config.train.clip:
+        return torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip)
     return run.zero.grad_norm()
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final, final
 import torch
 
 import zeroshard as zs
-from zeroshard.train.config import AUTO, Config
+from zeroshard.train.config import Config
 from zeroshard.train.corpus import Corpus, open_corpus, prepare_corpus
 from zeroshard.train.metrics import EvalRecord, RunFiles
 from zeroshard.train.models.hf import check_causal, check_folder, check_hf, load_hf
@@ -91,15 +91,11 @@ class Run:
         self.model = self.language.module
         self.parameters_numel = sum(p.numel() for p in self.model.parameters())
         self.optimizer = make_optimizer(config.train, self.language)
-        offload = _offload(config)
-        is_clipped_later = isinstance(offload, zs.Offload) and offload.update == "in-backward"
-        self.clip = 0.0 if is_clipped_later else config.train.clip
-        """Maximum norm to which the loop clips the gradients before a step; 0 for no clipping in the loop."""
         self.zero = zs.shard(
             self.model,
             self.optimizer,
             **_row(config),
-            offload=offload,
+            offload=config.zero.offload or None,
             precision=config.train.precision,
             weights=self.language.weights,
             settings=zs.Settings(watchdog_s=config.zero.watchdog_s),
@@ -138,16 +134,6 @@ def _row(config: Config) -> dict[str, Any]:
     if config.zero.residency:
         return {"residency": config.zero.residency}
     return {"stage": config.zero.stage, "activations": config.zero.activations}
-
-
-def _offload(config: Config) -> zs.Offload | str | None:
-    """Return the argument `offload` of `zs.shard`; with updates in the backward, `step()` clips the gradients."""
-    if config.zero.offload == AUTO:
-        return AUTO
-    offload = zs.offload_of(config.zero.offload or None)
-    if offload is None or offload.update != "in-backward" or offload.max_norm is not None or not config.train.clip:
-        return offload
-    return replace(offload, max_norm=config.train.clip)
 
 
 @final

@@ -82,8 +82,6 @@ class Early:
         """See `Source`: an exception before the thread began is the optimizer's own."""
         return False
 
-    spare_bytes = 0
-
     def begin(self) -> None:
         """See `Source`: what reads states has waited."""
 

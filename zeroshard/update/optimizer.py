@@ -42,10 +42,6 @@ class Source(Protocol):
     def has_failed(self) -> bool:
         """Whether a piece could not be brought or taken away; `agree` raises then."""
 
-    @property
-    def spare_bytes(self) -> int:
-        """Bytes of copies of masters and states, of elements, that it keeps in memory of the host."""
-
     def check(self) -> None:
         """Raise if states are lost."""
 

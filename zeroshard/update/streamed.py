@@ -59,8 +59,6 @@ class Streams:
         self.moving: set[Future[Any]] = set()
         """Reads and writes under way."""
 
-    spare_bytes = 0
-
     def begin(self) -> None:
         """See `Source`: pieces are read one ahead."""
 

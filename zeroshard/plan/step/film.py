@@ -33,7 +33,7 @@ from zeroshard.plan.step.offload_times import PINNED, Lanes, Work, bring, play_u
 from zeroshard.plan.step.staging import buffer_bytes, file_staging_bytes, piece_numel
 from zeroshard.plan.step.turns import Hands, Turn, play
 from zeroshard.table import schedule
-from zeroshard.table.bytes import Owned, Updates, spare_bytes
+from zeroshard.table.bytes import Owned, Updates
 from zeroshard.table.pool import Buffer, Buffers
 from zeroshard.table.spec import BLOCK_NUMEL, BucketSpec, UnitSpec, itemsize
 from zeroshard.table.wires import Wire
@@ -164,9 +164,7 @@ def account_of(updates: Sequence[Updates]) -> Account:
         moved_bytes.append(moved)
         for places in by_bucket.values():
             bucket, of_bucket = places[0][0], replace(one, parameters=places, whole=())
-            kept_bytes = of_bucket.state_bytes(), of_bucket.state_bytes(is_apart=True) * (1 + bucket.row.states.spares)
-            if any(index < bucket.apart for _, index in places):
-                kept_bytes = kept_bytes[0], kept_bytes[1] + spare_bytes(bucket)
+            kept_bytes = of_bucket.state_bytes(), of_bucket.state_bytes(is_apart=True)
             states.append((bucket.name, *kept_bytes, bucket.row.states.memory, one.counter_bytes * len(places)))
         states += [_states_of(owned) for owned in one.whole if owned.is_kept and owned.bucket.is_trained]
     return Account(
@@ -454,8 +452,6 @@ class _Camera:
         self._busy_s: dict[str, float] = {}
         self._updating = dict(carried)
         """Units whose update on the host goes on after the step that began it, and when it ends."""
-        self._is_updated_ahead = False
-        """Whether the backward that is played is one in which states on the host may be updated."""
         self._buffers_s = [0.0] * PINNED
         self._schedule = schedule.Schedule(schedule.Record(), lambda _: False)
         self._seconds: dict[Cost, float] = {}
@@ -560,9 +556,7 @@ class _Camera:
         self._lay_out(is_first=is_first)
         before, self._events = self._events, []
         sent = Counter[str]()
-        for left in reversed(range(min(job.micro_batches, 2))):
-            # The first step makes the states.
-            self._is_updated_ahead = not left and not is_first
+        for _ in range(min(job.micro_batches, 2)):
             before_sent = self._sent.copy()
             start_s, begun_s, exposed_s = self._now_s, self._now_s, self._exposed_s
             offload_s, busy_before = self._offload_s, self._busy_s.copy()
@@ -1056,9 +1050,6 @@ class _Camera:
             count = min(2, max(0, bucket.layout.world_size - 2))
             self._drop(self._make(4 * numel * count, "transient", spec.name, "partial sums"))
         self._before = taken
-        for bucket in spec.reduced:
-            if bucket.lands_on_sums:
-                self._update_ahead(bucket)
         if self._job.wire.is_in_place:
             self._give(taken)
             self._before = []
@@ -1072,19 +1063,6 @@ class _Camera:
             self._wait("reductions", self._reduced_s)
         for bucket, is_first in leaving:
             self._leave_on_host(bucket, bucket.apart_gradient_bytes, is_first=is_first)
-            self._update_ahead(bucket)
-
-    def _update_ahead(self, bucket: BucketSpec) -> None:
-        """Begin the update of a second copy of a bucket's part on the host, once its last gradients are there."""
-        if not (self._is_updated_ahead and bucket.row.states.spares and bucket.apart):
-            return
-        job, sizes, (start, stop) = self._job, bucket.formats, bucket.apart_states
-        each = itemsize(sizes.master) + max(one.per_element for one in job.updates) * itemsize(sizes.state)
-        moved_bytes = self._account.moved_apart_bytes.get(bucket.number, 0) + 2 * (stop - start) * each
-        lanes = self._lanes_from(self._now_s)
-        update_s = job.device.host_s(moved_bytes, job.host_ranks)
-        lanes.run("host", update_s, f"update of {bucket.name}", not_before_s=self._free_s["out"])
-        self._take_over(lanes)
 
     def _tick(self, kind: str, unit: str, nbytes: int) -> None:
         self._ticks.append(Tick(self._now_s, kind, unit, nbytes))
@@ -1188,7 +1166,7 @@ class _Camera:
     def _is_early(self, bucket: BucketSpec) -> bool:
         """Tell whether the host updates a bucket when the step is over: before each use there is a gather to wait."""
         is_there = bucket.apart and bucket.apart_gradients and bucket.row.states.memory == "host"
-        is_known = self._job.is_early and bucket.formats.state == bucket.formats.master and not bucket.row.states.spares
+        is_known = self._job.is_early and bucket.formats.state == bucket.formats.master
         return bool(is_there and bucket.is_gathered and is_known and not self._job.device.is_cpu)
 
     def _work_of(self, bucket: BucketSpec, *, is_there: bool | None = None) -> Work:
@@ -1207,7 +1185,6 @@ class _Camera:
             there if is_there else numel - there if self._is_early(bucket) else numel
         ) - there * bucket.shares_apart
         rounded_bytes = max(0, rounded) * (itemsize(sizes.master) + itemsize(sizes.param))
-        is_ahead = self._is_updated_ahead and cell.spares
         pieces, moved_bytes = 0, 0
         if cell.memory == "file":
             kept = max(one.per_element for one in job.updates)
@@ -1215,7 +1192,7 @@ class _Camera:
             moved_bytes = numel * (itemsize(sizes.master) + kept * itemsize(sizes.state))
         return Work(
             bucket.name,
-            0.0 if is_ahead else job.device.host_s(self._account.moved_apart_bytes.get(bucket.number, 0), sharing),
+            job.device.host_s(self._account.moved_apart_bytes.get(bucket.number, 0), sharing),
             job.device.host_s(rounded_bytes, sharing),
             job.device.copy_s(sent_bytes),
             max(1, -(-sent_bytes // max(1, cell.staging_bytes // 2))),
