@@ -683,6 +683,13 @@ ENGINE = (
         "pass",
         "tests/wire/test_memory.py::test_a_closed_tensor_takes_no_memory",
     ),
+    Bug(
+        "Accelerate's autocast is not looked at",
+        "setup/autocast.py",
+        'if asked == "no" or',
+        "if asked or",
+        "tests/integrations/test_stock.py::test_an_autocast_that_accelerate_does_not_apply_is_refused",
+    ),
 )
 """What `docs/design.md` promises of passes and exchanges, broken: other bits, a rank that waits for ever, memory."""
 

@@ -1,5 +1,6 @@
 """Other libraries' loops, as they are: HF Trainer and Accelerate train a sharded model with a plain one's losses."""
 
+import contextlib
 import functools
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,52 @@ def test_accelerate_trains(world: int, stage: int) -> None:
     found = accelerated(world)
     for expected, losses in zip(found[PLAIN, True], found[stage, world == 1], strict=True):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def train_in_mixed_precision(stage: int, how: str, precision: str) -> list[str]:
+    """Train two steps by the documented recipe with Accelerate's autocast; return what each linear layer computes in.
+
+    Runs on a rank.
+    """
+    accelerate.state.AcceleratorState._reset_state()
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="no" if how == "plain" else "bf16")
+    seed(99)
+    model: Any = tiny.kinds()["llama"].build()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    zs.shard(model, optimizer, stage=stage, precision=precision, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+    optimizer, loader = accelerator.prepare(optimizer, DataLoader(windows(), batch_size=4))  # type: ignore[arg-type]
+    if how == "marked":
+        # As integrations do, so that Accelerate takes the model as it is.
+        model._is_accelerate_prepared = True
+    if how in ("marked", "prepared"):
+        model = accelerator.prepare(model)
+    seen: set[str] = set()
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *given: seen.add(str(given[2].dtype)))
+    for batch, _ in zip(loader, range(2), strict=False):
+        try:
+            with accelerator.autocast() if how == "autocast" else contextlib.nullcontext():
+                loss = model(**batch).loss
+        except RuntimeError as error:
+            return [str(error)]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerate.state.AcceleratorState._reset_state()
+    return sorted(seen)
+
+
+def test_an_autocast_that_accelerate_does_not_apply_is_refused() -> None:
+    refused = [(0, "recipe", "fp32"), (3, "recipe", "fp32"), (1, "marked", "fp32")]
+    trains = {(3, "plain", "fp32"): "float32", (3, "autocast", "fp32"): "bfloat16", (0, "recipe", "bf16"): "bfloat16"}
+    found = run_cases(train_in_mixed_precision, 2, [*refused, *trains])
+    for case in refused:
+        assert all("precision='bf16'" in text for texts in found[case] for text in texts), found[case]
+    for case, dtype in trains.items():
+        assert found[case] == [[f"torch.{dtype}"]] * 2, case
+
+
+def test_on_one_rank_accelerate_applies_its_autocast() -> None:
+    assert train_in_mixed_precision(3, "prepared", "fp32") == ["torch.bfloat16"]
 
 
 def wrap(stage: int) -> str:

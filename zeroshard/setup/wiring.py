@@ -23,6 +23,7 @@ from zeroshard.core.slot import slot_of
 from zeroshard.describe.precision import Chosen, Precision
 from zeroshard.describe.units import UnitPlan
 from zeroshard.setup.additions import Additions
+from zeroshard.setup.autocast import RefuseUnapplied
 from zeroshard.setup.casts import CastIn, CastOut, Edge, EdgeIn, EdgeOut
 from zeroshard.setup.duplicate import copy_plain, owner_of
 from zeroshard.setup.graphs import RefuseGraphs
@@ -97,6 +98,8 @@ def _hang(
     if engine.mesh.device.type == "cuda":
         # Elsewhere such a mode records nothing, and the forward has no hook for it.
         model.register_forward_pre_hook(RefuseGraphs(), prepend=True)
+    if edge is None and any(p.requires_grad and p.dtype is torch.float32 for p in parameters):
+        model.register_forward_pre_hook(RefuseUnapplied(engine.mesh), prepend=True)
     refuse_save, refuse_load = RefuseSave(engine), RefuseLoad(engine)
     for module in model.modules():
         module.register_state_dict_pre_hook(refuse_save)
