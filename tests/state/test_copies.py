@@ -1,10 +1,12 @@
 """Copies that several ranks hold: one bit that differs on one rank is found, and named."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zeroshard as zs
 from tests.faults.job import loss_of, make
@@ -67,6 +69,52 @@ def test_one_bit_on_one_rank_is_found(stage: int, where: str, options: dict[str,
         sums = [line.split(": ")[1] for line in error.message.splitlines() if line.startswith("  rank ")]
         assert len(sums) == WORLD
         assert sums.count(sums[CULPRIT]) == 1, error.message
+
+
+class Small(nn.Module):
+    """Parameters of several elements, of one and of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 1)
+        self.scale, self.empty = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.ones(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) * self.scale + self.empty.sum()
+
+
+def check_files(name: str, stage: int, breaks: bool, folder: str, options: dict[str, Any]) -> str:
+    """Train with states in files, and return the error of the comparison. Runs on a rank."""
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+    zero = zs.shard(model, optimizer, stage=stage, offload=zs.Offload(to=folder), **options)
+    for step in range(2):
+        zero.check_copies()
+        model(torch.full((2, 5), 1.0 + zero.mesh.rank + step)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if breaks and zero.mesh.rank == 0:
+        next(state["exp_avg"] for state in optimizer.state.values() if state["exp_avg"].numel())[-1:].add_(1.0)
+    try:
+        zero.check_copies()
+    except zs.RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def check_all(cases: list[Any]) -> list[str]:
+    return [check_files(*case) for case in cases]
+
+
+def test_states_in_files_are_compared(tmp_path: Path) -> None:
+    names, folder = ("AdamW", "ASGD", "Rprop", "NAdam"), str(tmp_path)
+    options = ({}, {"precision": "bf16"}, {"settings": zs.Settings(shared_memory=False)})
+    cases = [(name, stage, False, folder, one) for name in names for stage in (0, 2) for one in options]
+    cases.append(("AdamW", 0, True, folder, {}))
+    for case, errors in zip(cases, zip(*run_ranks(check_all, 2, cases, timeout_s=60.0), strict=True), strict=True):
+        assert [bool(error) for error in errors] == [case[2]] * 2, (case, errors)
+        assert not case[2] or all("exp_avg of 'first.weight' are no longer equal" in error for error in errors)
 
 
 @pytest.mark.parametrize(

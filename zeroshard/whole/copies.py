@@ -22,6 +22,8 @@ __all__ = ["check_copies"]
 Tensor = torch.Tensor
 
 WORD_BYTES: Final = torch.int64.itemsize
+PIECE_NUMEL: Final = 1 << 24
+"""Elements that are summed at a time: whole words of any dtype."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,18 @@ def _copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Iterator[
 def _sum_bits(value: Tensor) -> Tensor:
     """Return the sum of a tensor's memory as integers, modulo 2**64, 0-d int64; every single bit changes it.
 
+    A value in a file, or one number for all elements, is read in pieces.
+    """
+    return torch.stack([_sum_words(piece) for piece in value.detach().reshape(-1).split(PIECE_NUMEL)]).sum()
+
+
+def _sum_words(piece: Tensor) -> Tensor:
+    """Return `_sum_bits` of (numel,).
+
     Words of 8 bytes are summed in place; narrower words would first be copied to wider ones.
     """
-    raw = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    # A single element is contiguous at any stride, but only a stride of 1 can be viewed as bytes.
+    raw = (piece if piece.stride() == (1,) else piece.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
     if raw.storage_offset() % WORD_BYTES:
         raw = raw.clone()
     end = raw.numel() // WORD_BYTES * WORD_BYTES
