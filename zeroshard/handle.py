@@ -486,7 +486,7 @@ class Zero:
         self._engine.norms(float(p))
         norms = norms_of([slot for slot in self._engine.slots.values() if slot.has_grad], float(p))
         if not norms:
-            return torch.zeros((), device=self.mesh.device)
+            return torch.zeros((), dtype=torch.float32, device=self.mesh.device)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
         return total
 

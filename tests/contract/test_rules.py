@@ -50,6 +50,13 @@ STREAMS = frozenset(
     torch.accelerator.current_stream torch.accelerator.set_stream
     """.split()
 )
+FACTORIES = frozenset(
+    f"torch.{name}"
+    for name in """
+    arange as_tensor asarray empty empty_strided eye full linspace logspace ones rand randint randn randperm
+    scalar_tensor tensor zeros
+    """.split()
+)
 MESH_WORDS = frozenset("axis data dp mesh model pipe pp rank ranks replicate shard tensor tp world".split())
 # Calls that make something which cannot change, or whose state is torch's or typing's business.
 IMMUTABLE_CALLS = frozenset(
@@ -294,6 +301,19 @@ def imported(module: Module) -> Iterator[tuple[int, str]]:
 
 
 # The test helper starts processes: it gives them their environment, and waits once until all have joined.
+def default_devices(module: Module) -> list[str]:
+    """A tensor that the package makes for itself has a device: torch.set_default_device may be "meta"."""
+    if module.name.split(".")[1] in ("plan", "report", "testing", "torch_private", "train"):
+        return []  # programs of their own; tests of torch run apart from the caller's modes
+    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    made = [(node, module.full_name(node.func)) for node in calls]
+    return [
+        module.at(node.lineno, f"{name} without device=")
+        for node, name in made
+        if name in FACTORIES and not any(word.arg in ("device", None) for word in node.keywords)
+    ]
+
+
 RULES: dict[Rule, frozenset[str]] = {
     collectives: frozenset(
         [
@@ -309,11 +329,13 @@ RULES: dict[Rule, frozenset[str]] = {
     printing: frozenset(["zeroshard.cli"]),
     stage_numbers: frozenset(["zeroshard.table.stages"]),
     module_state: frozenset(),
+    default_devices: frozenset(),
     unsafe_formats: frozenset(),
     vocabulary: frozenset(),
 }
 
 PLANTED: list[tuple[Rule, str]] = [
+    (default_devices, "import torch\ndef f():\n    return torch.zeros(2)"),
     (torch_private, "import torch\nnumber = torch._C._current_graph_task_id"),
     (torch_private, "from torch.optim.optimizer import _use_grad_for_differentiable"),
     (torch_private, "def f(tensor):\n    return tensor._version"),
@@ -365,6 +387,7 @@ PLANTED: list[tuple[Rule, str]] = [
 ]
 
 CLEAN: list[tuple[Rule, str]] = [
+    (default_devices, "import torch\ndef f(x):\n    return torch.zeros(2, device='cpu') + torch.ones_like(x)"),
     (torch_private, "import torch\ndef f(x):\n    return torch.Tensor.__add__(x, x._versions)"),
     (collectives, "from zeroshard.wire import comm\ndef f(x, unit):\n    comm.gather(x)\n    unit.reduce(x)"),
     (collectives, "import torch.distributed as dist\ndef f():\n    return dist.get_rank()"),

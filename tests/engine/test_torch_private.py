@@ -28,6 +28,31 @@ def test_this_torch_is_as_expected() -> None:
         torch_private.check_torch()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_the_default_dtype_is_no_change_of_torch(dtype: torch.dtype) -> None:
+    torch_private.check_tracing.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        torch_private.check_torch()
+        torch_private.check_tracing()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_modes_of_the_caller_are_no_change_of_torch() -> None:
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), hooks:
+        torch_private.check_torch()
+
+
+def test_a_failing_test_says_what_it_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_private, "version_of", lambda tensor: 7)
+    with pytest.raises(
+        RuntimeError, match=r"Tensor\._version is missing .* \(a test gives \(0, 0\), expected \(1, 1\)\)"
+    ):
+        torch_private._run_apart([("Tensor._version", torch_private._tests_version)])
+
+
 def test_a_scaler_that_checks_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def unscale(self: Any, optimizer: Any, inverse: Any, found: Any, allow_fp16: bool) -> dict[Any, Any]:
         return {torch.device("cpu"): found}

@@ -385,7 +385,7 @@ def _is_read_freely(tensor: Tensor) -> bool:
 
 def _post(count: Tensor) -> Tensor:
     """Send a count to the host; the host reads -1 until the count arrives."""
-    posted = torch.full((), -1, dtype=torch.int64, pin_memory=count.device.type == "cuda")
+    posted = torch.full((), -1, dtype=torch.int64, pin_memory=count.device.type == "cuda", device="cpu")
     return posted.copy_(count, non_blocking=True)
 
 

@@ -50,7 +50,7 @@ class Snapshot:
     """Reused host memory for this rank's data, so that only the first save touches fresh pages."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, plan: Plan, mesh: Mesh) -> dict[str, memoryview]:
         """Copy the values that this rank writes; return them by file."""
@@ -70,7 +70,7 @@ class Snapshot:
 def _host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
     """Return host memory, (nbytes,) uint8."""
     if pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Large pages, if available, reduce the time of the first copy to a third.
     with contextlib.suppress(AttributeError, OSError):

@@ -236,12 +236,12 @@ def _read(there: Spec, here: Spec, held: tuple[int, int], fill: Fill, target: Te
     if is_ordered and not is_here:
         # In pieces: not even one tensor need fit into memory.
         for piece in target.split(PIECE_NUMEL):
-            values = torch.empty(piece.numel(), dtype=dtype)
+            values = torch.empty(piece.numel(), dtype=dtype, device="cpu")
             fill(there.name, start, bytes_of(values))
             piece.copy_(values)
             start += piece.numel()
         return
-    values = torch.empty(stop - start, dtype=dtype)
+    values = torch.empty(stop - start, dtype=dtype, device="cpu")
     fill(there.name, start, bytes_of(values))
     if not is_ordered:
         rows = to_rows(values, there)
@@ -380,7 +380,7 @@ def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, cast:
 def _read_state(reader: CheckpointReader, name: str, master: Tensor, key: Any, before: Any, cast: bool) -> Tensor:
     slot, there = slot_of(master), reader.states[name]
     if slot.updater is not None:
-        values = torch.empty(there.numel, dtype=dtype_of(there.dtype))
+        values = torch.empty(there.numel, dtype=dtype_of(there.dtype), device="cpu")
         reader.fill_state(name, 0, bytes_of(values))
         return like_parameter(slot, to_rows(values, there).to(master.device))
     here = Spec(there.kind, name, there.dtype, there.shape, order_of(slot))

@@ -77,7 +77,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def tensor_of(data: bytearray, dtype: str) -> Tensor:
     """Return a flat CPU tensor that shares `data`."""
     kind = dtype_of(dtype)
-    return torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
+    return torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind, device="cpu")
 
 
 def encode(value: Any, where: str, depth: int = 0) -> Any:

@@ -33,7 +33,7 @@ class LocalNorms:
         self._slots, self._count = [slot for slot in slots if slot.is_own], len(slots)
         self._buckets = {id(slot.bucket): slot.bucket for slot in slots}.values()
         self._device = slots[0].bucket.device if slots else None
-        self._made: tuple[Any, Tensor, list[Tensor]] = None, torch.empty(0), []
+        self._made: tuple[Any, Tensor, list[Tensor]] = None, torch.empty(0, device="cpu"), []
         """For a selection of parameters: its key, a buffer (parameters,), and the buffer's indices of each dtype."""
 
     def count_changes(self) -> int:

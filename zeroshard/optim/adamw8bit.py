@@ -138,11 +138,12 @@ class AdamW8bit(PackingOptimizer):
             raise RuntimeError("AdamW8bit supports neither sparse gradients nor complex parameters.")
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             for key, is_signed in MOMENTS.items():
                 zero = code_of(is_signed=is_signed, device=parameter.device).zero
                 state[key] = torch.full(parameter.shape, zero, dtype=torch.uint8, device=parameter.device)
-                state[f"{key}_scales"] = torch.zeros(block_count(parameter.numel()), device=parameter.device)
+                scales = torch.zeros(block_count(parameter.numel()), dtype=torch.float32, device=parameter.device)
+                state[f"{key}_scales"] = scales
         elif self.state[parameter]["exp_avg"].is_floating_point():
             state.update(self.pack_state(state))
         state["step"] += 1

@@ -37,13 +37,13 @@ class Code:
         values = _values(is_signed=is_signed)
         borders = (values[1:] + values[:-1]) / 2
         # The number of boundaries below the smallest float of each cell; a comparison with the next decides the rest.
-        cells = torch.arange(CELLS, dtype=torch.int32)
+        cells = torch.arange(CELLS, dtype=torch.int32, device="cpu")
         lowest = torch.where(cells < CELLS // 2, cells << 16, (cells << 16) | 0xFFFF).view(torch.float32)
         below = torch.bucketize(lowest.nan_to_num(0.0), borders)
         self.zero = int((values == 0.0).nonzero())
         self.values = values.to(device)
         self._below = below.to(torch.uint8).to(device)
-        self._borders = torch.cat([borders, torch.full((1,), float("inf"))]).to(device)
+        self._borders = torch.cat([borders, borders.new_full((1,), float("inf"))]).to(device)
 
     def nearest(self, values: Tensor) -> Tensor:
         """Return the codes of fp32 values in [-1, 1], as uint8 of the same shape."""
@@ -62,10 +62,10 @@ def _values(*, is_signed: bool) -> Tensor:
     """Return the values in order, (256,) fp32; each decade has twice as many as the decade below."""
     found = [0.0, 1.0]
     for decade in range(DECADES):
-        borders = torch.linspace(0.1, 1.0, 2 ** (decade + (not is_signed)) + 1, dtype=torch.float64)
+        borders = torch.linspace(0.1, 1.0, 2 ** (decade + (not is_signed)) + 1, dtype=torch.float64, device="cpu")
         means = (borders[1:] + borders[:-1]) / 2 * 10.0 ** (decade - DECADES + 1)
         found += means.tolist() + (-means).tolist() * is_signed
-    values = torch.tensor(sorted(found), dtype=torch.float64).float()
+    values = torch.tensor(sorted(found), dtype=torch.float64, device="cpu").float()
     if is_signed:
         values[0] = -1.0
     return values

@@ -35,10 +35,10 @@ def state_cost(optimizer: torch.optim.Optimizer) -> tuple[int, ...] | None:
     These are state elements per element and bytes of counters per parameter, and, for packed states, bytes per element,
     bytes per block and elements per block.
     """
-    part = torch.nn.Parameter(torch.zeros(3))
+    part = torch.nn.Parameter(torch.zeros(3, dtype=torch.float32, device="cpu"))
     try:
         fresh = rebuild(optimizer, [part])
-        part.grad = torch.ones(3)
+        part.grad = torch.ones(3, dtype=torch.float32, device="cpu")
         fresh.step()
     except Exception:  # a failed prediction must not fail the run: the caller reports that it has none
         return None
@@ -97,7 +97,7 @@ def whole_costs(optimizer: torch.optim.Optimizer, whole: Whole) -> dict[tuple[in
     for place, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
         for ndim in {p.ndim for p in group["params"] if is_taken(whole, group, p) and p.ndim <= len(PRIMES)}:
-            part = torch.nn.Parameter(torch.ones(PRIMES[:ndim]))
+            part = torch.nn.Parameter(torch.ones(PRIMES[:ndim], dtype=torch.float32, device="cpu"))
             part.grad = torch.ones_like(part)
             try:
                 fresh = rebuild(optimizer, [{**options, "params": [part]}])

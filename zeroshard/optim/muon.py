@@ -187,7 +187,7 @@ class Muon(torch.optim.Optimizer):
         for parameter, _ in updated:
             state = self.state[parameter]
             if not state:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         states = [self.state[parameter] for parameter, _ in updated]

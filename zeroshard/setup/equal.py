@@ -75,8 +75,8 @@ def check_equal(mesh: Mesh, comm: Comm, lines: list[str]) -> None:
     low, high, _, most = comm.agree([digest, -digest, 0, -len(lines)], "the comparison of models and options")
     if low == -high:
         return
-    digests = torch.zeros(-most, dtype=torch.int64)
-    digests[: len(lines)] = torch.tensor([zlib.crc32(line.encode()) + 1 for line in lines])
+    digests = torch.zeros(-most, dtype=torch.int64, device="cpu")
+    digests[: len(lines)] = torch.tensor([zlib.crc32(line.encode()) + 1 for line in lines], device="cpu")
     rows = comm.collect(digests.to(mesh.device), "the comparison of models and options")
     first = int((rows != rows[0]).any(0).nonzero()[0])
     texts = comm.texts(lines[first] if first < len(lines) else "(nothing)", "the comparison of models and options")

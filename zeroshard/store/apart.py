@@ -161,7 +161,7 @@ class HostApart(Apart):
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See `Apart`."""
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device="cpu")
 
 
 @final
@@ -187,7 +187,7 @@ class FileApart(Apart):
 
     def entry(self, masters: Tensor) -> Tensor:
         """See `Apart`: a tensor of the same shape without values."""
-        return torch.empty(1, dtype=masters.dtype).expand(masters.shape)
+        return torch.empty(1, dtype=masters.dtype, device="cpu").expand(masters.shape)
 
     @property
     def takes_time(self) -> bool:

@@ -187,7 +187,7 @@ class Array:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return elements [start, stop)."""
-        values = torch.empty(stop - start, dtype=self.dtype)
+        values = torch.empty(stop - start, dtype=self.dtype, device="cpu")
         if stop > start:
             self.disk.bounced(self.offset + start * self.dtype.itemsize, values.view(torch.uint8), writes=False)
         return values

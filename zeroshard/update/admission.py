@@ -8,6 +8,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ SLICED = frozenset(["AdamW8bit", "Lamb", "Lion"])
 STEPS = 3
 SIZES = ((6, 4, 2, 2), (3, 5, 2, 3))
 """The shapes of parameters in a trial are the first dimensions of these."""
+PLAIN: Mapping[str, Any] = MappingProxyType({"dtype": torch.float32, "device": "cpu"})
+"""Of tensors of trials, whatever torch's defaults are."""
 
 Options = Mapping[str, Any]
 
@@ -156,17 +159,17 @@ def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[tuple[Options, int
         is_in_turn: update one parameter at a time.
     """
     if not kinds:
-        return torch.empty(0)
+        return torch.empty(0, **PLAIN)
     groups: list[dict[str, Any]] = []
     for chosen, ndim in kinds:
         shapes = [sizes[:ndim] for sizes in SIZES]
-        made = [torch.nn.Parameter(torch.linspace(-1.0, 2.0, math.prod(one)).view(one)) for one in shapes]
+        made = [torch.nn.Parameter(torch.linspace(-1.0, 2.0, math.prod(one), **PLAIN).view(one)) for one in shapes]
         groups.append({**chosen, "params": made})
     parts: list[Tensor] = [part for group in groups for part in group["params"]]
     fresh = rebuild(optimizer, groups)
     for step in range(STEPS):
         for place, part in enumerate(parts):
-            part.grad = torch.sin(torch.arange(float(part.numel())) * (step + 1) + place).view_as(part)
+            part.grad = torch.sin(torch.arange(float(part.numel()), **PLAIN) * (step + 1) + place).view_as(part)
         cuts = [[[p for p in group["params"] if p is part] for group in groups] for part in parts]
         put_back = update_in_pieces(fresh, [Resident(cut) for cut in cuts]) if is_in_turn else None
         fresh.step()
@@ -182,13 +185,13 @@ def _probe(
     options: Options | None = None,
 ) -> Tensor:
     """Run three steps of a new optimizer of the same class on 24 elements, split into `numels`; return the elements."""
-    values = torch.linspace(-1.0, 2.0, 24)
+    values = torch.linspace(-1.0, 2.0, 24, **PLAIN)
     parts = [
         torch.nn.Parameter((part.reshape(shape) if shape else part).clone()) for part in values.split(list(numels))
     ]
     fresh = rebuild(optimizer, [{**(options or {}), "params": parts}])
     for step in range(STEPS):
-        grads = torch.sin(torch.arange(24.0) * (step + 1)).split(list(numels))
+        grads = torch.sin(torch.arange(24.0, **PLAIN) * (step + 1)).split(list(numels))
         for part, grad in zip(parts, grads, strict=True):
             part.grad = grad.reshape(part.shape).clone()
         fresh.step()
@@ -206,12 +209,12 @@ def _evaluates(name: str) -> str:
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a step on a matrix fails without a closure, and calls a given closure."""
     calls: list[int] = []
-    parameter = torch.nn.Parameter(torch.ones(6, 4))
-    parameter.grad = torch.ones(6, 4)
+    parameter = torch.nn.Parameter(torch.ones(6, 4, **PLAIN))
+    parameter.grad = torch.ones(6, 4, **PLAIN)
 
     def closure() -> float:
         calls.append(1)
-        parameter.grad = torch.ones(6, 4)
+        parameter.grad = torch.ones(6, 4, **PLAIN)
         return 0.0
 
     with suppress(Exception):

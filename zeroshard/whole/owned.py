@@ -84,14 +84,14 @@ def _undescribed(dtype: str, shape: list[int] | None, value: Any) -> Any:
     if shape is None:
         return value
     kind = getattr(torch, dtype)
-    return torch.empty(shape, dtype=kind, device="meta") if shape else torch.tensor(value, dtype=kind)
+    return torch.empty(shape, dtype=kind, device="meta") if shape else torch.tensor(value, dtype=kind, device="cpu")
 
 
 def _texts(engine: Engine, text: str, what: str) -> list[str]:
     """Return the text of each rank of this replica, of any length."""
     data = text.encode()
     most = -engine.comm.agree([-len(data)], what)[0]
-    row = torch.zeros(most, dtype=torch.uint8)
+    row = torch.zeros(most, dtype=torch.uint8, device="cpu")
     row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = engine.comm.collect(row, what, "state")
     return [bytes(rows[rank].tolist()).rstrip(b"\0").decode() for rank in engine.mesh.shard_ranks]

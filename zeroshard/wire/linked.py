@@ -82,7 +82,7 @@ class LinkedComm(Comm):
         def start(hop: int, least: list[int]) -> tuple[Tensor, list[dist.Work]]:
             after, before, tag = (rank + (1 << hop)) % size, (rank - (1 << hop)) % size, first_tag + hop
             # Emulated ranks send nothing.
-            told, heard = (torch.tensor(least, dtype=torch.int64) for _ in range(2))
+            told, heard = (torch.tensor(least, dtype=torch.int64, device="cpu") for _ in range(2))
             receive = self.links.start(lambda: dist.irecv(heard, group=group, tag=tag, group_src=before), what)
             send = self.links.start(lambda: dist.isend(told, group=group, tag=tag, group_dst=after), what)
             return heard, [receive, send]

@@ -302,7 +302,9 @@ class _File:
 
 def _view(mapping: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Return a tensor on mapped bytes; the tensor keeps the mapping alive."""
-    return torch.frombuffer(mapping, dtype=dtype, count=numel, offset=offset) if numel else torch.empty(0, dtype=dtype)
+    if not numel:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(mapping, dtype=dtype, count=numel, offset=offset)
 
 
 @functools.cache

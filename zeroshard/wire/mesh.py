@@ -64,7 +64,7 @@ class Mesh:
         """Return (rows, size): each row has, in order, the ranks that differ only along these axes."""
         axes = self.axes or (("shard", self.world_size),)
         last = [place for place, (name, _) in enumerate(axes) if name in names]
-        ranks = torch.arange(self.world_size).view([size for _, size in axes])
+        ranks = torch.arange(self.world_size, device="cpu").view([size for _, size in axes])
         return ranks.movedim(last, list(range(-len(last), 0))).reshape(-1, math.prod(axes[place][1] for place in last))
 
     def along(self, *names: str) -> tuple[int, ...]:

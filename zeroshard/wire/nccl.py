@@ -155,7 +155,8 @@ def _folded(scale: float, size: int, dtype: torch.dtype) -> tuple[Any, float]:
     if dtype in (torch.float32, torch.float64) and scale not in (1.0, 1 / size):
         return premultiplied_sum(scale), 1.0
     # NCCL rounds the factor of an average to the dtype.
-    rounded = torch.tensor(1 / size, dtype=dtype).item() if dtype not in (torch.float32, torch.float64) else 1 / size
+    is_exact = dtype in (torch.float32, torch.float64)
+    rounded = 1 / size if is_exact else torch.tensor(1 / size, dtype=dtype, device="cpu").item()
     if dtype is torch.float16 or (scale != 1.0 and rounded == 1 / size):
         return dist.ReduceOp.AVG, scale / rounded
     return dist.ReduceOp.SUM, scale

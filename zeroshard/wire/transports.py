@@ -76,5 +76,5 @@ def make_comm(mesh: Mesh, settings: Settings, ledger: Ledger) -> Comm:
 def _share_host(comm: Comm, is_wanted: bool) -> HostMemory | None:
     """Return shared memory of the ranks of each replica; None if a replica spans hosts, or a rank does not want it."""
     memory, what = HostMemory(comm.mesh.shard_rank), "the comparison of hosts"
-    cards = comm.collect(torch.tensor(memory.card), what)[list(comm.mesh.shard_ranks)].tolist()
+    cards = comm.collect(torch.tensor(memory.card, device="cpu"), what)[list(comm.mesh.shard_ranks)].tolist()
     return memory if comm.agree([int(is_wanted and memory.join(cards))], what)[0] else None
