@@ -641,10 +641,20 @@ def profiled(kind: str, unit: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(f"zeroshard::{kind} {unit or '(root)'}") if is_profiling() else _NOTHING
 
 
-_ones = functools.partial(torch.ones, dtype=torch.float32)
-_zeros = functools.partial(torch.zeros, dtype=torch.float32)
-_tensor = functools.partial(torch.tensor, dtype=torch.float32)
-_arange = functools.partial(torch.arange, dtype=torch.float32)
+def _ones(*shape: int, requires_grad: bool = False) -> Tensor:
+    return torch.ones(*shape, dtype=torch.float32, requires_grad=requires_grad)
+
+
+def _zeros(*shape: int, requires_grad: bool = False) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.float32, requires_grad=requires_grad)
+
+
+def _tensor(values: Any, requires_grad: bool = False) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, requires_grad=requires_grad)
+
+
+def _arange(end: float, requires_grad: bool = False) -> Tensor:
+    return torch.arange(end, dtype=torch.float32, requires_grad=requires_grad)
 
 
 def _tests_functional_call() -> tuple[Any, Any]:
