@@ -303,7 +303,7 @@ def imported(module: Module) -> Iterator[tuple[int, str]]:
 # The test helper starts processes: it gives them their environment, and waits once until all have joined.
 def default_devices(module: Module) -> list[str]:
     """A tensor that the package makes for itself has a device: torch.set_default_device may be "meta"."""
-    if module.name.split(".")[1] in ("plan", "report", "testing", "torch_private", "train"):
+    if module.name.partition(".")[2].partition(".")[0] in ("plan", "report", "testing", "torch_private", "train"):
         return []  # programs of their own; tests of torch run apart from the caller's modes
     calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
     made = [(node, module.full_name(node.func)) for node in calls]
