@@ -8,7 +8,7 @@ STAMP := $(VENV)/.stamp
 # One thread a process: ranks share the cores of this host.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test torture bench check browser clean
+.PHONY: train test torture bench lint check browser clean
 
 train: $(STAMP)
 	$(VENV)/bin/zeroshard train $(ARGS)
@@ -27,10 +27,12 @@ bench: $(STAMP)
 	$(VENV)/bin/python -m benchmarks.run $(or $(ARGS),--plan all)
 	$(if $(ARGS),,$(VENV)/bin/python -m benchmarks.report)
 
-check: $(STAMP)
+lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+check: lint
 	$(VENV)/bin/pytest tests/contract
 
 # Chromium of Debian or Ubuntu, for the tests of the report page; they are skipped where it is missing.
