@@ -462,6 +462,13 @@ ENGINE = (
         "tests/activations/test_parity.py::test_outputs_may_be_changed_in_place_and_backward_repeated",
     ),
     Bug(
+        "a product that changed through an unsafe alias is used",
+        "activations/products.py",
+        "is_lost = known.kept is None or known.is_changed()",
+        "is_lost = known.kept is None",
+        "tests/activations/test_products.py::test_a_result_that_is_changed_in_place_is_computed_again",
+    ),
+    Bug(
         "random numbers of a recomputation are others",
         "activations/recompute.py",
         "use_reentrant=False, context_fn=self._contexts)",

@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from tests import models
 from tests.models import WIDTH
+from zeroshard.activations import products
 
+KINDS = ("flash_attention", "efficient_attention")
 ROWS, DEPTH = 64, 3
 ROW_BYTES = ROWS * WIDTH * 4
 
@@ -107,10 +109,47 @@ class InPlace(models.Block):
         return x + self.down(self.up(self.norm(x)).relu_()).mul_(0.5)
 
 
-@pytest.mark.parametrize("activations", ["recompute-rest", "recompute-rest+compress"])
-def test_a_result_that_is_changed_in_place_is_computed_again(activations: str) -> None:
-    expected = step(build(None, InPlace)[0], backwards=2)
-    assert_equal(step(build(activations, InPlace)[0], backwards=2), expected)
+class Unsafe(models.Block):
+    """Changes the result of a product through `_unsafe_view`, whose version counter is another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x[None] @ self.down.weight[:, :WIDTH]).mul_(0.5)[0]
+
+
+class Recurrent(models.Block):
+    """Changes the results of products as torch's GRU does, through `unsafe_split`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.gru = nn.GRU(width, width, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gru(x)[0][:, ::2]
+
+
+class Outside(models.Block):
+    """Returns a result of `_unsafe_view`, for a change after the module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[None] @ self.down.weight[:, :WIDTH]
+
+
+class Changed(nn.Module):
+    """A block whose output is changed after it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.block = Outside(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x).mul_(1.5)[0]
+
+
+@pytest.mark.parametrize("activations", ["recompute-rest", "recompute-rest+compress+offload"])
+@pytest.mark.parametrize("kind", [InPlace, Unsafe, Recurrent, Changed])
+def test_a_result_that_is_changed_in_place_is_computed_again(kind: type[nn.Module], activations: str) -> None:
+    expected = step(build(None, kind)[0], backwards=2)
+    assert_equal(step(build(activations, kind)[0], backwards=2), expected)
 
 
 class Attending(models.Block):
@@ -129,6 +168,16 @@ def test_attention_is_kept() -> None:
     _, plain = build("recompute-rest")
     step(_)
     assert zero.memory().peak_bytes["activations"] >= plain.memory().peak_bytes["activations"] + DEPTH * ROW_BYTES
+
+
+def test_attention_with_dropout_is_computed_again() -> None:
+    flash, efficient = (getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in KINDS)
+    x = torch.zeros(1)
+    assert products._is_kept(flash, (x, x, x), None)
+    assert products._is_kept(flash, (x, x, x, 0.0), {})
+    assert products._is_kept(efficient, (x, x, x, None, True), {"scale": 1.0})
+    assert not products._is_kept(flash, (x, x, x, 0.1), None)
+    assert not products._is_kept(efficient, (x, x, x, None, True), {"dropout_p": 0.1})
 
 
 class Leaving(models.Block):

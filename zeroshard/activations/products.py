@@ -8,9 +8,16 @@ Note: missing results
     A recomputation runs an operation again if its result was changed in place, or was used by a backward without a
     retained graph. So every graph supports a second backward with `retain_graph=True`, and a graph that is used once
     frees memory early. torch's own contexts (`create_selective_checkpoint_contexts`) support neither.
+Note: unsafe aliases
+    `x @ weight` and torch's GRU use results through `_unsafe_view` and `unsafe_split`, whose outputs have version
+    counters of their own. So changes of these outputs in place, also those after the module, are looked for on aliases
+    without memory that share the counters.
 """
 
+import functools
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 import torch
@@ -20,7 +27,14 @@ from zeroshard.core.hooks import Enter
 from zeroshard.core.saved import Box, SavedTensors
 from zeroshard.table.activations import PRODUCTS
 from zeroshard.table.trace import Ledger
-from zeroshard.torch_private import DispatchMode, keeps_graph, version_of, versions_below_autograd
+from zeroshard.torch_private import (
+    DispatchMode,
+    keeps_graph,
+    local_of,
+    storage_of,
+    version_of,
+    versions_below_autograd,
+)
 from zeroshard.tree import find, map_tensors
 
 __all__ = ["COLUMN", "Products"]
@@ -31,6 +45,30 @@ COLUMN: Final = "products"
 """Column of the ledger for bytes of kept results before further links."""
 
 KEPT: Final = frozenset(getattr(torch.ops.aten, name) for name in PRODUCTS)
+UNSAFE: Final = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
+)
+"""Operations whose outputs share memory with their input, but no version counter."""
+
+
+@dataclass(slots=True, eq=False)
+class _Result:
+    """The result of one operation.
+
+    Args:
+        func: the operation.
+        kept: the stored form; None if the result was dropped.
+        aliases: tensors without memory that have the version counters of unsafe aliases.
+    """
+
+    func: Any
+    kept: Any
+    aliases: list[Tensor] = field(default_factory=list)
+
+    def is_changed(self) -> bool:
+        """Return whether the result was changed in place, as far as boxes do not know."""
+        return any(version_of(alias) != 0 for alias in self.aliases)
 
 
 @final
@@ -48,7 +86,7 @@ class Products:
 
     def contexts(self, enter: Enter) -> "tuple[_Keep, _Use]":
         """Return the contexts of a module's forward and of its recomputations."""
-        results: list[tuple[Any, Any]] = []
+        results: list[_Result] = []
         return _Keep(self, results), _Use(self, results, enter)
 
     def keep(self, result: Any) -> Any:
@@ -81,17 +119,21 @@ class _Keep(_Within):
     """Around a forward.
 
     Args:
-        results: receives (operation, stored result), in order.
+        results: receives the results, in order.
     """
 
-    def __init__(self, products: Products, results: list[tuple[Any, Any]]) -> None:
+    def __init__(self, products: Products, results: list[_Result]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._products, self._results = products, results
+        self._by_storage: dict[int, _Result] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _is_kept(func):
-            self._results.append((func, self._products.keep(result)))
+        if _is_kept(func, args, kwargs):
+            self._results.append(made := _Result(func, self._products.keep(result)))
+            self._by_storage |= {_memory(one): made for one in find(result, Tensor)}
+        elif _packet(func) in UNSAFE and (known := self._by_storage.get(_memory(args[0]))) is not None:
+            known.aliases += [_counter_of(one) for one in find(result, Tensor)]
         return result
 
 
@@ -103,7 +145,7 @@ class _Use(_Within):
         enter: has the name of the module, for errors.
     """
 
-    def __init__(self, products: Products, results: list[tuple[Any, Any]], enter: Enter) -> None:
+    def __init__(self, products: Products, results: list[_Result], enter: Enter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._products, self._results, self._enter = products, results, enter
         self._place = 0
@@ -113,21 +155,54 @@ class _Use(_Within):
         return DispatchMode.__enter__(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if not _is_kept(func):
+        if not _is_kept(func, args, kwargs):
             return func(*args, **(kwargs or {}))
         place, self._place = self._place, self._place + 1
-        known, kept = self._results[place] if place < len(self._results) else (None, None)
-        if known is None or known is not func:
+        known = self._results[place] if place < len(self._results) else None
+        if known is None or known.func is not func:
             raise RuntimeError(
                 f"The recomputation of '{self._enter.name}' runs {func} where its forward ran "
-                f"{known or 'no more products'}, so gradients would be wrong: it reads state that changed in between. "
-                "Exclude its unit from activations='recompute-rest'."
+                f"{known.func if known else 'no more products'}, so gradients would be wrong: it reads state that "
+                "changed in between. Exclude its unit from activations='recompute-rest'."
             )
-        result = self._products.take(kept) if kept is not None else None
+        is_lost = known.kept is None or known.is_changed()
+        result = None if is_lost else self._products.take(known.kept)
         if result is None or not keeps_graph():
-            self._results[place] = func, None
+            known.kept = None
         return result if result is not None else func(*args, **(kwargs or {}))
 
 
-def _is_kept(func: Any) -> bool:
-    return getattr(func, "overloadpacket", func) in KEPT
+def _is_kept(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Return whether results of an operation are kept: not if it draws random numbers, as attention with dropout.
+
+    A recomputation without the operation would draw other numbers after it.
+    """
+    if _packet(func) not in KEPT:
+        return False
+    place = _dropout_place(func)
+    drawn = (kwargs or {}).get("dropout_p", args[place] if place < len(args) else 0.0)
+    return not drawn
+
+
+@functools.cache
+def _dropout_place(func: Any) -> int:
+    """Return the place of an operation's argument `dropout_p`, or one after all arguments."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else len(names)
+
+
+def _packet(func: Any) -> Any:
+    """Return an operation without its overload."""
+    return getattr(func, "overloadpacket", func)
+
+
+def _memory(tensor: Tensor) -> int:
+    return storage_of(local_of(tensor))
+
+
+def _counter_of(alias: Tensor) -> Tensor:
+    """Return an empty tensor with the version counter of another tensor."""
+    with versions_below_autograd():
+        counter = alias.detach()
+    counter.data = alias.new_empty(0)
+    return counter
