@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 import zeroshard as zs
 from tools.settled import settled
+from zeroshard.describe.offload import offload_of, row_with
 from zeroshard.describe.parameters import row_with_parameters
 from zeroshard.describe.treatments import activations_of
 from zeroshard.table.stages import STAGES as ROWS
@@ -308,6 +309,7 @@ def assert_heard(zero: zs.Zero, model: nn.Module, stage: int, **options: Any) ->
     """Require options that change no number to have had their effect: a comparison of numbers would not miss them."""
     row = dataclasses.replace(ROWS[stage], activations=activations_of(options.get("activations")))
     row = row_with_parameters(row, options.get("parameters"))
+    row = row_with(row, offload_of(options.get("offload")), is_alone=zero.mesh.world_size == 1)
     assert zero.residency == row, f"stage {stage}: {zero.residency}"
     if isinstance(options.get("mesh"), int):
         assert zero.mesh.replicas == options["mesh"], f"{zero.mesh.replicas} copies"
