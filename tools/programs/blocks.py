@@ -18,15 +18,21 @@ __all__ = [
     "KINDS",
     "Bare",
     "Block",
+    "Buffers",
     "Experts",
     "Fields",
+    "Gru",
     "Halves",
+    "Lstm",
     "Mlp",
+    "Modes",
     "Nested",
     "Net",
+    "Norms",
     "Peek",
     "Plain",
     "Recompute",
+    "Rnn",
     "Side",
     "Stop",
     "Strided",
@@ -259,10 +265,89 @@ class Fields(Block):
         return found["x"] + (found["more"][0] if choice % 2 else 0.0)
 
 
+class Gru(Block):
+    """A recurrent layer along the rows."""
+
+    layer: type[nn.RNNBase] = nn.GRU
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.cells = self.layer(width, width)
+
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
+        return self.cells(x)[0]
+
+
+class Lstm(Gru):
+    """The same, with two states."""
+
+    layer = nn.LSTM
+
+
+class Rnn(Gru):
+    """The same, with two layers."""
+
+    def __init__(self, width: int) -> None:
+        Block.__init__(self, width)
+        self.cells = nn.RNN(width, width, num_layers=2)
+
+
+class Norms(Block):
+    """A batch norm and a linear layer; `choice` may leave the norm out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.norm = nn.BatchNorm1d(width, eps=0.1)
+        self.linear = nn.Linear(width, width)
+
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
+        return self.linear(x if choice % 5 == 4 else self.norm(x))
+
+
+class Modes(Block):
+    """A batch norm that is used in eval mode and then in the block's own mode, in one forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.norm = nn.BatchNorm1d(width, eps=0.1)
+
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
+        self.norm.eval()
+        y = self.norm(x)
+        self.norm.train(self.training)
+        return self.norm(torch.tanh(y))
+
+
+class Buffers(Block):
+    """Buffers that forwards change: in place, by another tensor, and one that counts."""
+
+    mean: Tensor
+    last: Tensor
+    count: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("last", torch.zeros(width), persistent=width % 2 == 0)
+        self.register_buffer("count", torch.tensor(0))
+
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                now = x.mean(0).to(self.mean.dtype)
+                self.mean.lerp_(now, 0.3)
+                if choice % 2:
+                    self.last = self.last * 0.5 + now
+                self.count += 1
+        return self.linear(x + torch.tanh(self.mean + self.last).to(x.dtype)) * (1.0 + 0.1 * torch.sin(self.count))
+
+
 _ALL = (
     Plain, Mlp, Bare, Strided, Experts, Halves, Nested, Peek, View, Stop, Table, Recompute, Twice, Side, Fields,
 )  # fmt: skip
 KINDS = {kind.__name__: kind for kind in _ALL}
+"""What every drawing may choose from; the others are added by `wide.py`."""
 
 
 class Net(nn.Module):

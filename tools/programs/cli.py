@@ -1,6 +1,7 @@
 """The command: draws programs, runs them, counts, and shrinks what failed."""
 
 import argparse
+import itertools
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from benchmarks.machine import circumstances, write_result
 from .draw import draw, draw_pair, with_faults, with_offload
 from .ranks import BAD, CHUNK, Task, Verdict, examine, reason_of
 from .shrink import shrink
+from .wide import FEATURES, draw_wide, lacking, table_of, with_untreated
 from .write import script_of
 
 __all__ = ["main"]
@@ -22,7 +24,9 @@ SHOWN = 5
 EVERY_S = 60.0
 """Between reports, at least."""
 REFUSED = 0.05
-"""Of the programs, at most."""
+"""Of the programs, at most; programs of the wider drawing may ask for what is refused by name."""
+LEAST = (300, 20)
+"""Programs that have each feature, and each pair."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def task_of(seed: int) -> Task:
         if given.pairs:
             return draw_pair(seed, given.ranks)
+        if given.wide:
+            return with_untreated(draw_wide(seed, given.ranks))
         spec = draw(seed, given.ranks)
         spec = with_offload(spec) if given.offload else spec
         return (with_faults(spec) if given.faults else spec,)
@@ -43,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def run(some: Sequence[int]) -> None:
         # Drawn here: all programs of a long run at once would be much memory.
-        examine([task_of(seed) for seed in some], given.ranks, lambda at, verdict: told(some[at], verdict))
+        tasks = [task_of(seed) for seed in some]
+        examine(tasks, given.ranks, lambda at, verdict: told(some[at], verdict, tasks[at][0].get("features", ())))
         told.progress()
 
     with ThreadPoolExecutor(given.jobs) as pool:
@@ -58,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if len(smallest) == 2:
                 print(f"# the other: options {smallest[1]['options']}, resumes={smallest[1].get('resumes', True)}")
     print("bad seeds:", [(seed, one.kind, _first_line(one)) for seed, one in told.bad])
-    sys.exit(1 if told.bad or told.kinds["refused"] > REFUSED * len(seeds) else 0)
+    sys.exit(1 if told.bad or (not given.wide and told.kinds["refused"] > REFUSED * len(seeds)) else 0)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -70,6 +77,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pairs", action="store_true", help="compare pairs of programs bit for bit")
     parser.add_argument(
         "--offload", action="store_true", help="move states and parameters, at stage 3, in all programs"
+    )
+    parser.add_argument(
+        "--wide",
+        action="store_true",
+        help="add features: options, places, treatments, ranks; count them and their pairs",
     )
     parser.add_argument("--faults", action="store_true", help="add steps with gradients that are not finite")
     parser.add_argument("--replay", type=int, help="run the program of one seed")
@@ -91,12 +103,16 @@ class _Told:
         self._circumstances = circumstances("tools.programs")
         self.kinds: Counter[str] = Counter()
         self.bad: list[tuple[int, Verdict]] = []
+        self._features: Counter[str] = Counter()
+        self._both: Counter[tuple[str, str]] = Counter()
         self._refused: Counter[str] = Counter()
         self._refused_seeds: dict[str, list[int]] = {}
         self._worst, self._digests = 0.0, dict[int, str]()
 
-    def __call__(self, seed: int, verdict: Verdict) -> None:
+    def __call__(self, seed: int, verdict: Verdict, features: Sequence[str] = ()) -> None:
         with self._lock:
+            self._features.update(features)
+            self._both.update(itertools.combinations(features, 2))
             self.kinds[verdict.kind] += 1
             self._digests[seed] = f"{seed} {verdict.kind} {verdict.digest:08x}\n"
             if verdict.kind in BAD:
@@ -120,6 +136,10 @@ class _Told:
         """Print and write what came of the run."""
         self.bad.sort(key=lambda one: one[0])
         print(self._line())
+        if self._given.wide:
+            print(table_of(self._features, self._both))
+            few = lacking(self._features, self._both, *LEAST)
+            print(f"features below {LEAST[0]}, pairs below {LEAST[1]}: {', '.join(few) or 'none'}")
         if self._given.digests is not None:
             self._given.digests.write_text("".join(text for _, text in sorted(self._digests.items())))
         for reason, count in self._refused.most_common():
@@ -140,6 +160,7 @@ class _Told:
             "pairs": given.pairs,
             "faults": given.faults,
             "offload": given.offload,
+            "wide": given.wide,
             "first seed": given.seed,
             "asked for": given.count,
         }
@@ -147,6 +168,9 @@ class _Told:
         result |= {"verdicts": {kind: self.kinds[kind] for kind in ("right", "refused", "diverging", *BAD)}}
         result |= {"refused": dict(self._refused.most_common())}
         result |= {"refused, first seeds": {reason: some[:SHOWN] for reason, some in self._refused_seeds.items()}}
+        if given.wide:
+            result["features"] = {name: self._features[name] for name in FEATURES}
+            result["pairs"] = {f"{one} + {other}": self._both[one, other] for one, other in sorted(self._both)}
         result["greatest error, of the tolerance"] = self._worst
         result["bad"] = [{"seed": seed, "verdict": one.kind, "text": _first_line(one)} for seed, one in self.bad]
         write_result(given.output, self._circumstances | result)

@@ -9,12 +9,14 @@ from typing import Any
 
 from .blocks import KINDS
 
-__all__ = ["draw", "draw_pair", "is_valid", "with_faults", "with_offload"]
+__all__ = ["FILES", "draw", "draw_pair", "is_valid", "on_ranks", "with_faults", "with_offload"]
 
 Spec = dict[str, Any]
 
 LINEAR = ("Plain", "Twice", "Side", "Nested", "Stop")
 """Blocks that have a square layer at `.linear`."""
+FILES = "/folder"
+"""Stands for a folder of the run."""
 
 
 def draw(seed: int, processes: int) -> Spec:
@@ -94,6 +96,15 @@ def with_faults(spec: Spec) -> Spec:
             key = len(spec["ops"]) + len(ops)
             ops.append({"op": "fault", "paths": like["paths"], "choices": like["choices"], "bad": bad, "key": key})
     return spec | {"ops": ops, "options": spec["options"] | {"non_finite": "skip"}}
+
+
+def on_ranks(spec: Spec, world: int) -> Spec:
+    """Return the program on its first ranks alone."""
+    ops = [
+        op | {"paths": op["paths"][:world], "choices": op["choices"][:world]} if "paths" in op else op
+        for op in spec["ops"]
+    ]
+    return spec | {"world": world, "ops": ops}
 
 
 # ---- the model
@@ -230,7 +241,7 @@ def _all_own(spec: Mapping[str, Any], owners: Sequence[Sequence[str]]) -> bool:
     taken = set(spec["options"].get("ignored", ()))  # they have an optimizer of their own
     rest -= taken
     for at, some in enumerate(of_parts):
-        if not (some | rest if at == 0 else some - taken):
+        if not (some - taken) | (rest if at == 0 else set()):
             return False
         taken |= some
     return True

@@ -15,6 +15,9 @@ Note: what the oracle computes
 
 import contextlib
 import copy
+import functools
+import gc
+import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +28,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 import zeroshard as zs
@@ -32,18 +36,23 @@ from tools.settled import settled
 from zeroshard.update import background
 
 from .blocks import IDS
+from .draw import FILES
 from .write import compiled, path_of
 
 __all__ = ["Job", "run_oracle", "run_sharded"]
 
 Build = Callable[[], tuple[nn.Module, list[Optimizer]]]
-WATCHDOG_S = 15.0
+WATCHDOG_S = 40.0
 LEAST_CUT = 2
 """The stage from which on a rank may keep a part of each parameter: it keeps no more of gradients."""
 ROWS = 3
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+BatchNorm = nn.modules.batchnorm._BatchNorm
+"""Modules that stay in fp32 where others are rounded."""
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OWN_RATE = 0.05
 """The learning rate of ignored parameters, in plain SGD."""
+UNHEARD = ("capturable", "differentiable", "fused")
+DEFAULT_BUFFERS = getattr(zs.Settings, "buffers", "own")
 
 
 class Job(ABC):
@@ -61,6 +70,10 @@ class Job(ABC):
     dtype: torch.dtype
     weight: float
     """What losses are multiplied by."""
+    groups = 0
+    """How often the program went on with other ranks; what these note is counted as that of more ranks."""
+    rows = ROWS
+    """Of an input, at least."""
     has_faults = False
     """Whether faulty steps are made; they change nothing, so plain torch leaves them out."""
 
@@ -78,6 +91,10 @@ class Job(ABC):
     @abstractmethod
     def resume(self, build: Build, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
         """Save, build everything again, load: as in a new process. `options` are of the new start."""
+
+    @abstractmethod
+    def detach(self, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
+        """Make the model and its optimizers plain again, and start over with the same objects."""
 
     @abstractmethod
     def no_sync(self, axis: Literal["all", "replicate"] = "all") -> contextlib.AbstractContextManager[Any]:
@@ -122,19 +139,24 @@ class Job(ABC):
     def data(self, at: int, rank: int, part: int = 0) -> Tensor:
         """Return inputs: (rows, 3), or (rows,) of ids where the model's stem is an embedding."""
         draw = torch.Generator().manual_seed(((self.key * 131 + at) * 17 + rank) * 5 + part)
-        rows = ROWS + (rank + at) % 2
+        rows = self.rows + (rank + at) % 2
         if isinstance(self.model.stem, nn.Embedding):
             return torch.randint(IDS, (rows,), generator=draw)
         return torch.randn(rows, 3, generator=draw).to(self.dtype)
 
-    def loss(self, output: tuple[Tensor, Sequence[Tensor]], rank: int) -> Tensor:
-        """Return the loss of one forward, and note it."""
+    def loss(self, output: tuple[Tensor, Sequence[Tensor]], rank: int, *, is_bad: bool = False) -> Tensor:
+        """Return the loss of one forward, and note it; a bad one is not finite."""
         values, sides = output
         loss = 2.0 * (values - 0.3).square().mean()
         for side in sides:
             loss = loss + side
         self.note(rank, "loss", loss)
-        return loss * self.weight
+        return loss * (float("inf") if is_bad else self.weight)
+
+    def backward(self, losses: Sequence[Tensor], *, retain_graph: bool = False) -> None:
+        """Run the backward of the losses of this process's ranks, if it has any."""
+        if losses:
+            torch.stack(list(losses)).sum().backward(retain_graph=retain_graph)
 
     def spoil(self, output: tuple[Tensor, Sequence[Tensor]], *, is_bad: bool) -> Tensor:
         """Return the loss of one forward of a faulty step, which nobody notes."""
@@ -145,7 +167,7 @@ class Job(ABC):
     def note(self, rank: int, name: str, value: Any) -> None:
         """Keep what a rank sees, by value."""
         kept = value.detach().clone() if isinstance(value, Tensor) else value
-        self.notes.setdefault(rank, []).append((name, kept))
+        self.notes.setdefault(rank + self.world * self.groups, []).append((name, kept))
 
     def note_all(self, name: str, value: Any) -> None:
         """Keep what all ranks see alike."""
@@ -183,6 +205,13 @@ def _make_own(own: Sequence[nn.Parameter], process: int) -> None:
         p.mul_(1.0 + 0.125 * process)
 
 
+def _buffers_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return where the buffers of a model are."""
+    return [
+        (module, name) for module in model.modules() for name, value in module._buffers.items() if value is not None
+    ]
+
+
 def _share(options: Mapping[str, Any], ranks: int) -> float:
     """Return what the sum of the losses of so many ranks is multiplied by."""
     reduction = options.get("reduction", "mean")
@@ -216,6 +245,8 @@ class Oracle(Job):
         self._own_rate = OWN_RATE * _rank_weight(options, world, processes) / self.weight
         self._at, self._held = 0, dict[int, list[tuple[Tensor, Tensor | None]]]()
         self._processes = processes
+        self._buffers = Buffers(options.get("buffers", DEFAULT_BUFFERS), processes)
+        self.loss_scale = 1.0
 
     def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
         self.model, self.optimizers = build()
@@ -226,7 +257,22 @@ class Oracle(Job):
             self._held[process] = [(value, None) for value in values]
             _make_own(values, process)
         self._show(0)
+        self._skip_at_steps()
+        self._buffers.watch(self.model)
         return self.model, self.optimizers
+
+    def _skip_at_steps(self) -> None:
+        """Leave a step out where a gradient is not finite, if the program asks for this."""
+        if self.options.get("non_finite") == "skip" or self.options.get("precision") == "fp16":
+            for optimizer in self.optimizers:
+                optimizer.step = functools.partial(self._step, optimizer.step)  # type: ignore[method-assign]
+
+    def _step(self, step: Callable[[], Any]) -> None:
+        is_finite = all(bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None)
+        if is_finite:
+            step()
+        elif self.options.get("loss_scale") == "dynamic":
+            self.loss_scale /= 2.0
 
     def each_own(self) -> Iterator[tuple[int, float]]:
         for process in range(self._processes if self.own else 0):
@@ -244,19 +290,129 @@ class Oracle(Job):
     def data(self, at: int, rank: int, part: int = 0) -> Tensor:
         if self.own and self._at != (process := rank % self._processes):
             self._show(process)
+        self._buffers.show(rank % self._processes)
         return super().data(at, rank, part)
 
     def resume(self, build: Build, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
+        self._processes = options.get("ranks", self._processes)
+        self.groups += "ranks" in options
+        self._buffers.restart(self._processes, is_new=True)
+        return self.model, self.optimizers
+
+    def backward(self, losses: Sequence[Tensor], *, retain_graph: bool = False) -> None:
+        # Each process has a backward of its own, which adds up what its ranks share in the dtype of the module.
+        for process in range(self._processes):
+            of_process = [loss for at, loss in enumerate(losses) if at % self.world % self._processes == process]
+            super().backward(of_process, retain_graph=retain_graph)
+
+    def detach(self, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
+        self._buffers.restart(self._processes, is_new=False)
         return self.model, self.optimizers
 
     def no_sync(self, axis: Literal["all", "replicate"] = "all") -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+        return self._buffers.unequal()
+
+    def finish(self) -> dict[str, Any]:
+        for process in range(self._processes):
+            self._buffers.show(process)
+            for name, value in self._buffers.by_name():
+                self.note(process, f"buffer {name}", value)
+        return super().finish()
 
     def gathered(self, *, writeback: bool = False, states: bool = False) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
     def grad_norm(self, p: float) -> Tensor:
         return nn.utils.get_total_norm([q.grad for q in self.shared(self.model.parameters()) if q.grad is not None], p)
+
+
+@final
+class Buffers:
+    """The buffers of the oracle's model as each process has them.
+
+    Args:
+        rule: what a forward with gradients does to the buffers that it changed on any process: "rank 0" (all take those
+            of the first), "mean" (all take the mean, and of integers the first's), "own" (nothing).
+        processes: how many there are.
+    """
+
+    def __init__(self, rule: str, processes: int) -> None:
+        self._rule, self._processes = rule, processes
+        self._places: list[tuple[nn.Module, str]] = []
+        self._names: list[str] = []
+        self._sets: list[list[Tensor]] = []
+        self._starts: list[Tensor] = []
+        self._before: list[tuple[int, int]] = []
+        self._changed: set[int] = set()
+        self._at, self._forwards, self._is_unequal = 0, 0, False
+
+    def watch(self, model: nn.Module) -> None:
+        """Take over a model that is about to train."""
+        self._places = _buffers_of(model)
+        names = {id(module): name for name, module in model.named_modules()}
+        self._names = [f"{names[id(module)]}.{name}" for module, name in self._places]
+        self._starts = [value.clone() for value in self._values()]
+        self._sets = [[value.clone() for value in self._starts] for _ in range(self._processes)]
+        self._put(0)
+        if self._places:
+            model.register_forward_pre_hook(self._begin)
+            model.register_forward_hook(self._end)
+
+    def show(self, process: int) -> None:
+        """Put the buffers of a process in place."""
+        if self._places and process != self._at:
+            self._sets[self._at] = self._values()
+            self._put(process)
+
+    def by_name(self) -> list[tuple[str, Tensor]]:
+        """Return the buffers that are in place."""
+        return list(zip(self._names, self._values(), strict=True))
+
+    def restart(self, processes: int, *, is_new: bool) -> None:
+        """Begin with the first process's on each; a new model has its own of those that no checkpoint holds."""
+        self.show(0)
+        values = self._values()
+        if is_new:
+            kept = [name not in module._non_persistent_buffers_set for module, name in self._places]
+            values = [now if is_kept else old for now, is_kept, old in zip(values, kept, self._starts, strict=True)]
+        self._processes, self._forwards, self._changed = processes, 0, set()
+        self._sets = [[value.clone() for value in values] for _ in range(processes)]
+        self._put(0)
+
+    @contextlib.contextmanager
+    def unequal(self) -> Iterator[None]:
+        """Leave what forwards change as each process has it."""
+        self._is_unequal = True
+        yield
+        self._is_unequal = False
+
+    def _values(self) -> list[Tensor]:
+        return [module._buffers[name] for module, name in self._places]  # type: ignore[misc]
+
+    def _put(self, process: int) -> None:
+        self._at = process
+        for (module, name), value in zip(self._places, self._sets[process] if self._sets else [], strict=True):
+            module._buffers[name] = value
+
+    def _begin(self, *_: Any) -> None:
+        self._before = [(id(value), value._version) for value in self._values()]
+
+    def _end(self, *_: Any) -> None:
+        if not torch.is_grad_enabled() or self._is_unequal or self._rule == "own":
+            return
+        now = [(id(value), value._version) for value in self._values()]
+        self._changed |= {at for at, both in enumerate(zip(now, self._before, strict=True)) if both[0] != both[1]}
+        self._forwards += 1
+        if self._forwards == self._processes:
+            self._sets[self._at] = self._values()
+            for at in self._changed:
+                values = [of_process[at] for of_process in self._sets]
+                is_averaged = self._rule == "mean" and values[0].is_floating_point()
+                value = torch.stack(values).mean(0) if is_averaged else values[0]
+                for of_process in self._sets:
+                    of_process[at] = value.clone()
+            self._put(self._at)
+            self._forwards, self._changed = 0, set()
 
 
 @final
@@ -282,20 +438,26 @@ class RoundedOracle(Oracle):
     def __init__(self, key: int, world: int, options: Mapping[str, Any], processes: int, nudge: int = 0) -> None:
         super().__init__(key, world, options, processes)
         self._nudges = torch.Generator().manual_seed(nudge) if nudge else None
-        self.weight, self._scale = _rank_weight(options, world, processes), _share(options, processes)
+        self._low = torch.float16 if options["precision"] == "fp16" else torch.bfloat16
+        start = options.get("loss_scale", 1.0)
+        self.loss_scale = 65536.0 if start == "dynamic" else float(start)
+        self._divide()
         self._twins: list[tuple[nn.Parameter, nn.Parameter]] = []
 
     def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
         self.model, self.optimizers = build()
-        twin = copy.deepcopy(self.model).bfloat16()
-        for name in self.options.get("fp32", ()):
+        self.model.to(self.dtype)
+        twin = copy.deepcopy(self.model)
+        for p in twin.parameters():
+            p.data = p.data.to(self._low)
+        wide = self.options.get("fp32", ())
+        norms = [name for name, module in twin.named_modules() if isinstance(module, BatchNorm)]
+        for name in [*wide, *norms]:
             module = twin.get_submodule(name).float()
             module.register_forward_pre_hook(
                 lambda _, given: (given[0].float(), *given[1:]) if _is_cast(given) else None
             )
-            outside = (
-                torch.float32 if any(name.startswith(f"{one}.") for one in self.options["fp32"]) else torch.bfloat16
-            )
+            outside = torch.float32 if any(name.startswith(f"{one}.") for one in wide) else self._low
             module.register_forward_hook(lambda _, given, output, outside=outside: output.to(outside))
         output = DTYPES[self.options.get("output", "float32")]
         self._twins = list(zip(self.model.parameters(), twin.parameters(), strict=True))
@@ -304,16 +466,30 @@ class RoundedOracle(Oracle):
 
         def forward(x: Tensor, *given: Any, **named: Any) -> tuple[Tensor, list[Tensor]]:
             self._round()
-            values, sides = twin(x.bfloat16() if x.is_floating_point() else x, *given, **named)
+            values, sides = twin(x.to(self._low) if x.is_floating_point() else x, *given, **named)
             return values.to(output), [side.to(output) for side in sides]
 
         self.model.forward = forward
+        self._skip_at_steps()
+        self._buffers.watch(twin)
         return self.model, self.optimizers
+
+    def _divide(self) -> None:
+        self.weight = _rank_weight(self.options, self.world, self._processes)
+        self._scale = _share(self.options, self._processes)
+
+    def resume(self, build: Build, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
+        restarted = super().resume(build, **options)
+        self._divide()
+        return restarted
+
+    def loss(self, output: tuple[Tensor, Sequence[Tensor]], rank: int, *, is_bad: bool = False) -> Tensor:
+        return super().loss(output, rank, is_bad=is_bad) * self.loss_scale
 
     def _adder(self, master: nn.Parameter) -> Callable[[Tensor], None]:
         def add(rounded: Tensor) -> None:
             assert rounded.grad is not None
-            grad = rounded.grad.float() * self._scale
+            grad = rounded.grad.float() * (self._scale / self.loss_scale)
             if self._nudges is not None:
                 grad *= 1.0 + 2.0**-23 * torch.randint(-1, 2, grad.shape, generator=self._nudges)
             master.grad = grad if master.grad is None else master.grad + grad
@@ -365,24 +541,36 @@ class Sharded(Job):
         folder: Path | None = None,
         *,
         resumes: bool = True,
+        tensor: int = 1,
     ) -> None:
         super().__init__(key, world, options)
-        self.dtype, self._resumes = dtype, resumes
+        self.dtype, self._resumes, self._tensor = dtype, resumes, tensor
         self._folder = folder
-        self._zero: zs.Zero
+        self._zero: zs.Zero | None = None
+        self._meetings = 0
         self.paths: list[Path] = []
         """Checkpoints that were written."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        processes = dist.get_world_size() if dist.is_initialized() else 1
-        # Where there are fewer processes than the program has ranks, each runs several ranks' parts in turn.
-        self.ranks = range(rank, world, processes)
-        self.weight = _rank_weight(options, world, processes)
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._divide(self._world)
+
+    def _divide(self, ranks: int) -> None:
+        """Take a part of the program; where there are fewer processes than it has ranks, several ranks' in turn."""
+        processes = ranks // self._tensor
+        self.ranks = range(self._rank // self._tensor, self.world, processes) if self._rank < ranks else range(0)
+        self.weight = _rank_weight(self.options, self.world, processes)
 
     def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
         self.model, self.optimizers = build()
         self.model.to(self.dtype)
         self.find_own()
-        _make_own(self.own, dist.get_rank() if dist.is_initialized() else 0)
+        _make_own(self.own, self._rank)
+        self._shard()
+        return self.model, self.optimizers
+
+    def _shard(self) -> None:
+        if not self.ranks:
+            return  # this process takes no part for now
         options = dict(self.options)
         for name in ("units", "ignored"):
             if (chosen := options.get(name)) is not None:
@@ -391,13 +579,21 @@ class Sharded(Job):
         if options.get("precision") == "bf16":
             whole = zs.Precision(param=torch.bfloat16, output=DTYPES[output] if output else None)
             options["precision"] = {"": whole, **dict.fromkeys(own, "fp32")}
+        if options.get("precision") == "fp16":
+            scale = options.pop("loss_scale")
+            options["precision"] = zs.Precision(param=torch.float16, loss_scale=scale)
+        if FILES in (options.get("offload") or ""):
+            assert self._folder is not None
+            options["offload"] = options["offload"].replace(FILES, str(self._folder))
+        if self._tensor > 1:
+            shape = (self._world // self._tensor, self._tensor)
+            options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tensor"))
         if options["stage"] < LEAST_CUT:
             # A program may resume at another stage.
             options.pop("parameters", None)
         # Also on a CPU, where nothing computes meanwhile: what may go wrong is the same.
         with patch.object(background, "is_worthwhile", lambda device: True):
             self._zero = zs.shard(self.model, self.optimizers, **settled({"watchdog_s": WATCHDOG_S, **options}))
-        return self.model, self.optimizers
 
     def resume(self, build: Build, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
         if not self._resumes:
@@ -406,41 +602,96 @@ class Sharded(Job):
             raise ValueError("A program that resumes needs a folder that all ranks see.")
         path = self._folder / f"step-{len(self.paths)}"
         self.paths.append(path)
-        self._zero.save(path)
+        if self._zero is not None:
+            self._zero.save(path)
+        if (ranks := options.pop("ranks", None)) is not None:
+            self.groups += 1
+            self.regroup(ranks)
         self.options |= options
         own = self.own
         self.start(build)
-        self._zero.load(path)
+        if self._zero is not None:
+            self._zero.load(path)
         with torch.no_grad():
             for p, before in zip(self.own, own, strict=True):
                 p.copy_(before)
+        return self.model, self.optimizers
+
+    def regroup(self, ranks: int) -> None:
+        """Go on with the first ranks alone; the others wait until they are asked for again."""
+        assert self._folder is not None
+        self._zero, self.model, self.optimizers = None, nn.Module(), []
+        gc.collect()
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        self._meetings += 1
+        if self._rank < ranks:
+            meeting = self._folder / f"meeting-{self.key}-{self._meetings}"
+            dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=self._rank, world_size=ranks)
+            dist.barrier()
+            if self._rank == 0:
+                meeting.unlink(missing_ok=True)  # a pair's other program meets there, too
+        os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        self._divide(ranks)
+
+    def reunite(self) -> None:
+        """Have all ranks in the process group."""
+        if not dist.is_initialized() or dist.get_world_size() < self._world:
+            self.regroup(self._world)
+
+    def detach(self, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
+        if self._zero is not None:
+            self._zero.detach(to="all")  # type: ignore[attr-defined]
+            self._zero = None
+        self.options |= options
+        self._shard()
         return self.model, self.optimizers
 
     def each_own(self) -> Iterator[tuple[int, float]]:
         if self.own:
             yield self.ranks[0], OWN_RATE
 
+    def finish(self) -> dict[str, Any]:
+        for module, name in _buffers_of(self.model) if self.ranks else ():
+            place = next(at for at, one in self.model.named_modules() if one is module)
+            self.note(self.ranks[0], f"buffer {place}.{name}", module._buffers[name])
+        return super().finish() if self.ranks else {"notes": self.notes}
+
     def no_sync(self, axis: Literal["all", "replicate"] = "all") -> contextlib.AbstractContextManager[Any]:
-        return self._zero.no_sync(axis)
+        return self._zero.no_sync(axis) if self._zero is not None else contextlib.nullcontext()
 
     def gathered(self, *, writeback: bool = False, states: bool = False) -> contextlib.AbstractContextManager[Any]:
+        if self._zero is None:
+            return contextlib.nullcontext()
         return self._zero.gathered(writeback=writeback, states=states)
 
     def grad_norm(self, p: float) -> Tensor:
-        return self._zero.grad_norm(p)
+        return self._zero.grad_norm(p) if self._zero is not None else torch.zeros(())
 
 
 def run_sharded(spec: Mapping[str, Any], place: Path) -> dict[str, Any]:
     """Run a program through zeroshard on this rank and return what it noted."""
     _build, program = compiled(spec)
     job = Sharded(
-        spec["seed"], spec["world"], _options_of(spec), DTYPES[spec["dtype"]], place, resumes=spec.get("resumes", True)
+        spec["seed"],
+        spec["world"],
+        _options_of(spec),
+        DTYPES[spec["dtype"]],
+        place,
+        resumes=spec.get("resumes", True),
+        tensor=spec.get("tensor", 1),
     )
-    program(job)
-    found = job.finish()
-    if dist.get_rank() == 0:
-        for path in job.paths:
-            shutil.rmtree(path)
+    job.rows = spec.get("rows", ROWS)
+    try:
+        with _default_dtype(spec):
+            program(job)
+            found = job.finish()
+    finally:
+        job.reunite()
+        if dist.get_rank() == 0:
+            for path in job.paths:
+                shutil.rmtree(path, ignore_errors=True)
     return found
 
 
@@ -455,8 +706,8 @@ def _options_of(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_oracle(spec: Mapping[str, Any], nudge: int = 0) -> dict[str, Any]:
     """Run a program in this process: in fp64, or as its bf16 rounds, which `nudge` has a part in."""
-    given = spec["seed"], spec["world"], _options_of(spec), spec["processes"]
-    is_rounded = spec["options"].get("precision") == "bf16"
+    given = spec["seed"], spec["world"], _options_of(spec), spec["processes"] // spec.get("tensor", 1)
+    is_rounded = spec["options"].get("precision") in ("bf16", "fp16")
     return _run(spec, RoundedOracle(*given, nudge) if is_rounded else Oracle(*given))
 
 
@@ -466,6 +717,28 @@ def run_plain(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run(spec: Mapping[str, Any], job: Oracle) -> dict[str, Any]:
-    _build, program = compiled(spec)
-    program(job)
-    return job.finish()
+    _build, program = compiled(spec | {"optimizers": [_as_plain(one) for one in spec["optimizers"]]})
+    job.rows = spec.get("rows", ROWS)
+    with _default_dtype(spec):
+        program(job)
+        return job.finish()
+
+
+def _as_plain(one: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer without options that change no number: plain torch refuses them here, or fails.
+
+    torch's fused SGD fails on a parameter whose first gradient comes later than the others'.
+    """
+    options = {name: value for name, value in one["options"].items() if name not in UNHEARD}
+    return {**one, "options": options}
+
+
+@contextlib.contextmanager
+def _default_dtype(spec: Mapping[str, Any]) -> Iterator[None]:
+    """Have the default dtype of a program."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[spec.get("default", "float32")])
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

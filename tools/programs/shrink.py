@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .draw import is_valid
+from .draw import is_valid, on_ranks
 from .ranks import Task, Verdict, examine, reason_of
 
 __all__ = ["shrink"]
@@ -81,14 +81,25 @@ def _smaller(spec: Spec) -> Iterator[Spec]:
         if spec[name] != value:
             yield spec | {name: value}
     options = spec["options"]
-    for name in ("units", "precision", "reduction", "mesh", "parameters", "ignored", "fp32", "output"):
+    for name in (
+        "units",
+        "precision",
+        "reduction",
+        "mesh",
+        "parameters",
+        "ignored",
+        "fp32",
+        "output",
+        "buffers",
+        "offload",
+    ):
         if name in options:
             gone = {name, "fp32", "output"} if name == "precision" else {name}
             yield spec | {"options": {key: value for key, value in options.items() if key not in gone}}
     for unit in options.get("units") or []:
         yield spec | {"options": options | {"units": [one for one in options["units"] if one != unit]}}
     if spec["world"] > spec["processes"]:
-        yield _on_ranks(spec, spec["processes"])
+        yield on_ranks(spec, spec["processes"])
     first = spec["optimizers"][0]
     if len(spec["optimizers"]) > 1:
         yield _with_one_optimizer(spec)
@@ -168,14 +179,6 @@ def _without_block(spec: Spec, at: int) -> Spec:
         "optimizers": [one | {"parts": names(one["parts"])} for one in spec["optimizers"]],
         "ops": [less for op in spec["ops"] if (less := op_without(op)) is not None],
     }
-
-
-def _on_ranks(spec: Spec, world: int) -> Spec:
-    ops = [
-        op | {"paths": op["paths"][:world], "choices": op["choices"][:world]} if "paths" in op else op
-        for op in spec["ops"]
-    ]
-    return spec | {"world": world, "ops": ops}
 
 
 def _with_one_optimizer(spec: Spec) -> Spec:

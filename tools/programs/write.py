@@ -104,7 +104,7 @@ def _train(spec: Spec, at: int, op: Spec) -> list[str]:
     calls = []
     for part in range(count):
         key = op["key"]
-        calls.append(f"loss{part} = job.loss(model(job.data({key}, rank, {part}), {_call(op)}), rank)")
+        calls.append(f"loss{part} = job.loss(model(job.data({key}, rank, {part}), {_call(op)}), rank{_badly(op)})")
     lines += [f"    {call}" for call in calls]
     losses = [f"loss{part}" for part in range(count)]
     how = op["backward"]
@@ -116,10 +116,36 @@ def _train(spec: Spec, at: int, op: Spec) -> list[str]:
     else:
         order = losses if how == "in order" else losses[::-1]
         lines += [f"    {loss}.backward()" for loss in order]
+    if spec.get("has_buffers"):
+        lines = _train_in_turn(op)
     if op["sync"] != "yes":
         axis = '"replicate"' if op["sync"] == "replicate" else ""
         lines = [f"with job.no_sync({axis}):", *(f"    {line}" for line in lines)]
     return lines
+
+
+def _train_in_turn(op: Spec) -> list[str]:
+    """Write a micro-batch whose forwards all ranks run before the next ones, so that the oracle can equal buffers."""
+    losses = [f"losses{part}" for part in range(op["forwards"])]
+    lines = [
+        f"{name} = [job.loss(model(job.data({op['key']}, rank, {part}), {_call(op)}), rank{_badly(op)}) "
+        "for rank in job.ranks]"
+        for part, name in enumerate(losses)
+    ]
+    both = f"job.backward({' + '.join(losses)})"
+    if op["backward"] == "retained":
+        return [*lines, *(f"job.backward({name}, retain_graph=True)" for name in losses), both]
+    if op["backward"] == "together":
+        return [*lines, both]
+    return [*lines, *(f"job.backward({name})" for name in losses[:: 1 if op["backward"] == "in order" else -1])]
+
+
+def _badly(op: Spec) -> str:
+    return f", is_bad=rank in {op['bad']!r}" if "bad" in op else ""
+
+
+def _mode(spec: Spec, at: int, op: Spec) -> list[str]:
+    return [f"{_module(spec, op['of'], 'model') if op['of'] else 'model'}.train({op['trains']})"]
 
 
 def _call(op: Spec) -> str:
@@ -214,10 +240,23 @@ def _read(spec: Spec, at: int, op: Spec) -> list[str]:
 
 
 def _resume(spec: Spec, at: int, op: Spec) -> list[str]:
-    options = ", ".join(f"{name}={value!r}" for name, value in op["options"].items())
-    lines = ["frozen = [p.requires_grad for p in model.parameters()]"]
-    lines.append(f"model, optimizers = job.resume(build{', ' if options else ''}{options})")
-    return [*lines, "for p, flag in zip(model.parameters(), frozen):", "    p.requires_grad_(flag)"]
+    options = dict(op["options"]) | ({"ranks": op["ranks"]} if "ranks" in op else {})
+    given = "".join(f", {name}={value!r}" for name, value in options.items())
+    return [
+        "frozen = [p.requires_grad for p in model.parameters()]",
+        "modes = [module.training for module in model.modules()]",
+        f"model, optimizers = job.resume(build{given})",
+        "for p, flag in zip(model.parameters(), frozen):",
+        "    p.requires_grad_(flag)",
+        "for module, mode in zip(model.modules(), modes):",
+        "    module.training = mode",
+    ]
+
+
+def _detach(spec: Spec, at: int, op: Spec) -> list[str]:
+    return [
+        f"model, optimizers = job.detach({', '.join(f'{name}={value!r}' for name, value in op['options'].items())})"
+    ]
 
 
 _WRITERS: Mapping[str, Callable[[Spec, int, Spec], list[str]]] = {
@@ -233,4 +272,6 @@ _WRITERS: Mapping[str, Callable[[Spec, int, Spec], list[str]]] = {
     "edit": _edit,
     "read": _read,
     "resume": _resume,
+    "detach": _detach,
+    "mode": _mode,
 }
