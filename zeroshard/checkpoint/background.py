@@ -16,7 +16,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Final, final
@@ -39,7 +39,7 @@ __all__ = ["BackgroundSave", "Snapshot", "Status"]
 
 POLL_S: Final = 0.02
 PATIENCE_S: Final = 20.0
-"""Seconds that a rank at exit waits for others without visible progress."""
+"""Seconds that a rank at exit waits for ranks of other hosts without visible progress."""
 
 PIECE_BYTES: Final = 64 << 20
 """Bytes written between two checks for a cancelled save."""
@@ -92,11 +92,20 @@ class BackgroundSave:
 
     Args:
         taken: the values that this rank writes, by file; unchanged until `status` changes.
+        is_alive: tells whether the process of another rank may still run.
     """
 
-    def __init__(self, plan: Plan, folder: Path, rank: int, taken: Mapping[str, memoryview]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        rank: int,
+        taken: Mapping[str, memoryview],
+        is_alive: Callable[[int], bool],
+    ) -> None:
         self.path, self.failure = plan.path, ""
         self._plan, self._folder, self._rank, self._taken = plan, folder, rank, taken
+        self._is_alive = is_alive
         self._is_given_up, self._is_leaving = threading.Event(), threading.Event()
         self._doing, self._advice = "writing tensors", ADVICE
         self._process = os.getpid()
@@ -190,7 +199,7 @@ class BackgroundSave:
 
     def _await_receipt(self, rank: int) -> dict[str, FileEntry]:
         receipt = self._receipt(rank)
-        self._await(receipt)
+        self._await(receipt, rank)
         content = strict.loads(strict.unseal(read_text(receipt), str(receipt)), str(receipt))
         if isinstance(content, str):
             raise _OtherRankFailed(content)
@@ -198,8 +207,8 @@ class BackgroundSave:
 
     # -- in either ----------------------------------------------------------------------------------------------------
 
-    def _await(self, path: Path) -> None:
-        """Wait for a file of another rank; at exit, only while the folder grows."""
+    def _await(self, path: Path, rank: int) -> None:
+        """Wait for a file of another rank while its process lives; at exit, only while the folder grows."""
         seen, since_s = -1, time.monotonic()
         while not path.exists():
             if self._is_given_up.wait(POLL_S):
@@ -210,6 +219,9 @@ class BackgroundSave:
                 if path.exists():
                     return
                 raise CheckpointError(f"{self._folder} no longer exists, so rank 0 has given up.") from error
+            # In this order: the file may be the last act of the process.
+            if not self._is_alive(rank) and not path.exists():
+                raise CheckpointError(f"{path} did not appear, and the process of rank {rank} has ended.")
             if nbytes != seen or not self._is_leaving.is_set():
                 seen, since_s = nbytes, time.monotonic()
             elif time.monotonic() - since_s > PATIENCE_S:
@@ -223,7 +235,7 @@ class BackgroundSave:
         self._thread.join()
         if self._rank and not self.failure:
             try:
-                self._await(self.path)
+                self._await(self.path, 0)
             except CheckpointError as error:
                 self.failure = f"waiting for rank 0 failed on rank {self._rank}: {error} {ADVICE}"
         if self.failure:

@@ -132,7 +132,10 @@ class Saver:
         mesh = self._engine.mesh
         with together(self._engine, f"{what}: copying to host memory", ADVICE):
             taken = self._snapshot.take(plan, mesh)
-        self._under_way = BackgroundSave(plan, folder, mesh.rank, taken)
+        watchdog = self._engine.comm.watchdog
+        self._under_way = BackgroundSave(
+            plan, folder, mesh.rank, taken, watchdog.is_alive if watchdog is not None else lambda rank: True
+        )
         for one in self._optimizers:
             if not any(optimizer is one.optimizer for optimizer in self._watched):
                 self._watched.append(one.optimizer)

@@ -100,7 +100,7 @@ class Pages:
         return page[first + 2 : first + 2 + count].decode(errors="replace")
 
     def is_alive(self, rank: int) -> bool:
-        """Return whether the process of a rank of this host exists; it may be stopped."""
+        """Return whether the process of a rank exists; it may be stopped. True for ranks of other hosts."""
         return rank not in self._ends or not self._ends[rank].poll(0)
 
 

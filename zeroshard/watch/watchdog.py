@@ -267,6 +267,11 @@ class Watchdog:
         # Also runs at exit: a thread that returns from the store during interpreter exit would abort the process.
         weakref.finalize(self, _end, self._status, threads, ErrorHook.of(self._status))
 
+    @property
+    def is_alive(self) -> Callable[[int], bool]:
+        """Tells whether the process of a rank may still run; always True for a rank of another host."""
+        return self._status.pages.is_alive
+
     def waits_for(self, what: str) -> None:
         """Record that this rank waits for `what`."""
         self.mark()
