@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import zeroshard as zs
 from tools.programs.draw import draw, draw_pair, with_faults, with_offload
 from tools.programs.job import run_oracle, run_plain
 from tools.programs.ranks import BAD, Task, examine, judge, work
+from tools.programs.wide import FEATURES, draw_wide, with_untreated
 from tools.programs.write import script_of
 from zeroshard.core.grads import FlatGradients, Local
 from zeroshard.core.states import Sum
@@ -19,6 +21,8 @@ from zeroshard.core.unit import Unit
 
 PROGRAMS, PAIRS, FAULTY, WHOLE_PROGRAMS, OFFLOADED = 45, 12, 12, 20, 8
 REFUSED = 0.05
+WIDE = (305, 307, 314, 360, 377, 381, 414)
+"""Seeds of wider programs, which have most features between them."""
 
 
 @pytest.mark.timeout(600)
@@ -39,6 +43,23 @@ def test_programs_with_states_and_parameters_elsewhere_equal_the_oracle() -> Non
     verdicts = examine([(with_offload(draw(seed, 2)),) for seed in range(OFFLOADED)], 2)
     wrong = [(seed, one.kind, one.text) for seed, one in enumerate(verdicts) if one.kind not in ("right", "diverging")]
     assert not wrong, f"python -m tools.programs --offload --replay {wrong[0][0]}"
+
+
+def test_the_wider_drawing_has_each_feature_and_writes_python() -> None:
+    drawn = set()
+    for seed in range(100):
+        spec = draw_wide(seed, 2)
+        assert spec == json.loads(json.dumps(spec))
+        compile(script_of(spec), "program", "exec")
+        drawn |= set(spec["features"])
+    assert drawn >= set(FEATURES) - ({"detached"} if not hasattr(zs.Zero, "detach") else set())
+
+
+def test_wider_programs_equal_the_oracle_and_their_twins_without_treatments() -> None:
+    specs = [draw_wide(seed, 2) for seed in WIDE]
+    verdicts = examine([with_untreated(spec) for spec in specs], 2)
+    wrong = [(seed, one.kind, one.text) for seed, one in zip(WIDE, verdicts, strict=True) if one.kind != "right"]
+    assert not wrong, f"python -m tools.programs --wide --replay {wrong[0][0]}"
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4])

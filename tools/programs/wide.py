@@ -238,7 +238,7 @@ def _options_of(r: random.Random, kind: str, wanted: set[str]) -> Spec:
             # torch's fused SGD fails on a parameter whose first gradient comes later than the others'.
             options["momentum"] = 0.0
     elif kind == "Adafactor":
-        options["eps"] = (0.01, 0.01)
+        options["eps"] = [0.01, 0.01]
     elif kind != "ASGD":
         options["eps"] = 0.01
     if "foreach" in wanted and r.random() < 0.3:
@@ -256,7 +256,7 @@ def _whole(r: random.Random, spec: Spec) -> Spec | None:
         return None
     at = r.randrange(len(spec["optimizers"]))
     one = spec["optimizers"][at]
-    made = one | {"kind": "Adafactor", "options": {"lr": 0.02, "eps": (0.01, 0.01)}, "is_whole": True, "groups": False}
+    made = one | {"kind": "Adafactor", "options": {"lr": 0.02, "eps": [0.01, 0.01]}, "is_whole": True, "groups": False}
     return spec | {"optimizers": [*spec["optimizers"][:at], made, *spec["optimizers"][at + 1 :]]}
 
 
