@@ -82,10 +82,9 @@ class Counts:
 
 
 def seeds(folder: Path) -> list[Files]:
-    """Return inputs that are right: both versions of the format, an index in parts, a folder of safetensors."""
+    """Return inputs that are right: an index in one file, an index in parts, a folder of safetensors."""
     with pytest.MonkeyPatch.context() as patch:
         plain = small.write(folder / "plain")
-        old = small.downgrade(small.write(folder / "old"))
         patch.setattr(index, "PART_COST", 500)
         patch.setattr(index, "VALUES", 2)
         parts = small.write(folder / "parts")
@@ -93,7 +92,7 @@ def seeds(folder: Path) -> list[Files]:
     text = json.dumps(header).encode()
     tensors = {"model.safetensors": len(text).to_bytes(8, "little") + text + b"\0" * 8}
     listed = json.dumps({"weight_map": {"a": "model.safetensors"}, "metadata": {}}).encode()
-    made = [{path.name: path.read_bytes() for path in sorted(one.iterdir())} for one in (plain, old, parts)]
+    made = [{path.name: path.read_bytes() for path in sorted(one.iterdir())} for one in (plain, parts)]
     return [*made, tensors, tensors | {"model.safetensors.index.json": listed}]
 
 
@@ -351,12 +350,9 @@ def fitted(files: Files) -> Files:
         manifest = json.loads(cut("manifest.json", files["manifest.json"])[1])
         extra = files["extra.json"]
         crc32 = [zlib.crc32(extra[start : start + (4 << 20)]) for start in range(0, len(extra), 4 << 20)]
-        if manifest["version"] == 1:
-            manifest["files"]["extra.json"] |= {"bytes": len(extra), "crc32": crc32}
-        else:
-            manifest["files"]["extra.json"] = len(extra)
-            if manifest["index"]["crc32"]:
-                manifest["index"]["crc32"][:1] = crc32
+        manifest["files"]["extra.json"] = len(extra)
+        if manifest["index"]["crc32"]:
+            manifest["index"]["crc32"][:1] = crc32
         if manifest.get("parts"):
             texts = [files[name] for name in sorted(files) if name.startswith("index-")]
             manifest["parts"] = [[len(text), zlib.crc32(text)] for text in texts]

@@ -11,9 +11,6 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint.index import parse
-from zeroshard.checkpoint.manifest import EXTRA, FORMAT, MANIFEST
-from zeroshard.checkpoint.values import decode, encode
 
 
 class Small:
@@ -62,41 +59,6 @@ def changed(path: Path, content: bytes) -> Iterator[None]:
         yield
     finally:
         path.write_bytes(before)
-
-
-def downgrade(checkpoint: Path) -> Path:
-    """Make a checkpoint one of format version 1, as it was written then."""
-    manifest = parse((checkpoint / MANIFEST).read_bytes(), MANIFEST, lambda name, nbytes: b"")
-    tensors = [
-        [s.kind, s.name, s.dtype, list(s.shape), *([list(s.order)] if s.order else [])] for s in manifest.tensors
-    ]
-    extra = json.loads((checkpoint / EXTRA).read_bytes())
-    for optimizer in extra["optimizers"]:
-        assert optimizer.pop("stateful") is None
-        of_groups = [[manifest.tensors[place].name for place in group["params"]] for group in optimizer["groups"]]
-        for group, names in zip(optimizer["groups"], of_groups, strict=True):
-            group["params"] = names
-        states = {name: {} for names in of_groups for name in names}
-        for key, _, values in optimizer["states"]:
-            stacked = torch.cat([decode(value, "") for value in values["stacked"]])
-            for name, value in zip(states, stacked, strict=True):
-                states[name][key] = encode(value.clone(), "")
-        optimizer["states"] = states
-    text = json.dumps(extra, separators=(",", ":"), sort_keys=True).encode()
-    (checkpoint / EXTRA).write_bytes(text)
-    files = {
-        name: {
-            "bytes": entry.nbytes,
-            "chunks": [[c.tensor, c.start, c.stop] for c, _ in manifest.place_of(name)],
-            "crc32": list(entry.crc32),
-        }
-        for name, entry in manifest.files.items()
-    }
-    files[EXTRA] = {"bytes": len(text), "chunks": [], "crc32": [zlib.crc32(text)]}
-    head = {"aliases": dict(manifest.aliases), "expires": manifest.expires, "files": files, "format": FORMAT}
-    head |= {"software": dict(manifest.software), "step": manifest.step, "tensors": tensors, "version": 1}
-    seal(checkpoint / MANIFEST, json.dumps(head | {"world_size": manifest.world_size}).encode())
-    return checkpoint
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:

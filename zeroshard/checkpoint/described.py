@@ -23,6 +23,8 @@ __all__ = ["pack", "unpack"]
 
 Tensor = torch.Tensor
 
+MAX_STEPS: Final = 2**53
+"""More than any counter of steps."""
 KEYS: Final = ("class", "groups", "stateful", "states", "steps")
 
 
@@ -112,7 +114,7 @@ def _unpack_one(one: Value, names: Sequence[str]) -> dict[str, Any]:
         "class": one.get("class").text(),
         "groups": groups,
         "states": States(stateful, columns),
-        "steps": one.get("steps").integer(),
+        "steps": one.get("steps").integer(MAX_STEPS - 1),
     }
 
 

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from zeroshard.checkpoint import strict, version_1
+from zeroshard.checkpoint import strict
 from zeroshard.checkpoint.fields import MAX_INTEGER, Value
 from zeroshard.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -120,10 +120,8 @@ def parse(data: bytes, where: str, read_part: Callable[[str, int], bytes]) -> Ma
     value = Value(strict.loads(strict.unseal(data, where), where), where)
     if value.get("format").value != FORMAT:
         raise CheckpointError(f"{where}: is not a manifest of a {FORMAT}.")
-    if (version := value.get("version").integer()) == 1:
-        return version_1.parse(value)
-    if version != VERSION:
-        raise CheckpointError(f"{where}: is of format version {version}; this zeroshard reads versions 1 to {VERSION}.")
+    if (version := value.get("version").integer()) != VERSION:
+        raise CheckpointError(f"{where}: is of format version {version}; this zeroshard reads version {VERSION}.")
     value.has_keys(
         *("aliases", "expires", "files", "format", "index", "parts", "software", "step", "version", "world_size")
     )

@@ -25,12 +25,12 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import strict
-from zeroshard.checkpoint.described import unpack
+from zeroshard.checkpoint.described import MAX_STEPS, unpack
 from zeroshard.checkpoint.fields import shown
 from zeroshard.checkpoint.folders import FolderReader, is_tensor_folder
 from zeroshard.checkpoint.generators import check_generators, read_generators, write_generators
 from zeroshard.checkpoint.inventory import Item, aliases_of, groups_of, held_range, model_items, order_of
-from zeroshard.checkpoint.manifest import EXTRA
+from zeroshard.checkpoint.manifest import EXTRA, split_state
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.reader import CheckpointReader, Source
 from zeroshard.checkpoint.together import agree_equal, begin, together
@@ -51,7 +51,6 @@ Fill = Callable[[str, int, memoryview], None]
 
 UNCHANGED = "Nothing in memory was changed."
 MIXED = "Memory is partly changed now: load a checkpoint before going on, or end the run."
-MAX_STEPS = 2**53
 HOW = frozenset(["capturable", "differentiable", "foreach", "fused"])
 """Options that do not change the result of an update: the running program's values stay."""
 
@@ -132,14 +131,9 @@ def read_content(reader: CheckpointReader) -> Content:
     if not isinstance(value, dict) or set(value) != {"extra", "loss_scale", "optimizers"}:
         raise CheckpointError(f"{where}: expected an object with extra, loss_scale and optimizers.")
     extra, scale = (decode(value[key], where) for key in ("extra", "loss_scale"))
-    if reader.manifest.version == 1:
-        optimizers = decode(value["optimizers"], where)
-    else:
-        optimizers = unpack(value["optimizers"], [spec.name for spec in reader.manifest.tensors], where)
+    optimizers = unpack(value["optimizers"], [spec.name for spec in reader.manifest.tensors], where)
     if not isinstance(extra, dict) or not _is_loss_scale(scale):
         raise CheckpointError(f"{where}: extra or the loss scale is invalid.")
-    if not isinstance(optimizers, list) or not all(_is_described(one) for one in optimizers):
-        raise CheckpointError(f"{where}: the description of the optimizers is invalid.")
     return Content(reader, extra, optimizers, scale)
 
 
@@ -286,25 +280,6 @@ def _check_optimizers(here: list[dict[str, Any]], there: list[dict[str, Any]], w
                     )
 
 
-def _is_described(one: Any) -> bool:
-    """Return whether a value has the fields of an optimizer that are read without checks."""
-    if not isinstance(one, dict) or set(one) != {"class", "groups", "states", "steps"}:
-        return False
-    if not isinstance(one["groups"], list) or type(one["steps"]) is not int or not 0 <= one["steps"] < MAX_STEPS:
-        return False
-    if isinstance(one["states"], dict) and not all(isinstance(state, dict) for state in one["states"].values()):
-        return False
-    if not isinstance(one["states"], Mapping):
-        return False
-    return all(
-        isinstance(group, dict)
-        and set(group) == {"options", "params"}
-        and isinstance(group["options"], dict)
-        and "params" not in group["options"]
-        for group in one["groups"]
-    )
-
-
 def _is_alike(one: Any, other: Any) -> bool:
     """Return whether two values of a hyper-parameter are compatible: two numbers, equal types, or a missing value."""
     numbers = (int, float, Tensor)
@@ -347,7 +322,7 @@ def _slots_of(optimizers: Sequence[ShardedOptimizer]) -> dict[str, Slot]:
 def _owner_of(reader: CheckpointReader, state: Spec) -> str:
     """Return the optimizer and the parameter of a state, as in "0/weight" of "0/exp_avg/weight"."""
     try:
-        number, _, name = reader.manifest.split_state(state.name)
+        number, _, name = split_state(state.name)
     except ValueError as error:
         raise CheckpointError(f"{reader.path}: {error}.") from error
     return f"{number}/{name}"
@@ -358,7 +333,7 @@ def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, cast:
     keys: dict[tuple[int, str], list[tuple[Any, str]]] = defaultdict(list)
     for spec in content.reader.states.values():
         if spec.kind == "state":
-            number, key, name = content.reader.manifest.split_state(spec.name)
+            number, key, name = split_state(spec.name)
             keys[number, name].append((key, spec.name))
     for place, (one, saved) in enumerate(zip(optimizers, content.optimizers, strict=True)):
         one.steps = saved["steps"]

@@ -84,7 +84,6 @@ class Manifest:
         software: versions that wrote it, for people.
         expires: whether retention may remove the checkpoint when newer ones exist.
         parts: names of the files with the rest of the index.
-        version: of the format in which it was written.
     """
 
     step: int
@@ -96,7 +95,6 @@ class Manifest:
     software: Mapping[str, str] = field(default_factory=dict)
     expires: bool = False
     parts: tuple[str, ...] = ()
-    version: int = VERSION
 
     @property
     def names(self) -> set[str]:
@@ -111,23 +109,6 @@ class Manifest:
         header, found = int(chunks.header_bytes[place]), chunks.of_file(place)
         columns = (c[found].tolist() for c in (chunks.tensor, chunks.start, chunks.stop, chunks.offset))
         return [(Chunk(*chunk), header + offset) for *chunk, offset in zip(*columns, strict=True)]
-
-    def split_state(self, name: str) -> tuple[int, Any, str]:
-        """Return the optimizer, the key and the parameter of a state.
-
-        Raises:
-            ValueError: it is not a name of a state.
-        """
-        return split_state(name) if self.version > 1 else self._split_plain(name)
-
-    def _split_plain(self, name: str) -> tuple[int, str, str]:
-        """Split a name of version 1, which had keys as they are: with a slash in one, several places may be meant."""
-        number, _, rest = name.partition("/")
-        splits = [(rest[:place], rest[place + 1 :]) for place, mark in enumerate(rest) if mark == "/"]
-        stored = {spec.name for spec in self.tensors if spec.kind == "model"} if len(splits) > 1 else set()
-        if not splits or not number.isdecimal():
-            raise ValueError(f"{name!a:.80} is not a name of a state")
-        return int(number), *next((split for split in splits if split[1] in stored), splits[0])
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
