@@ -17,7 +17,7 @@ import tests.oracle  # noqa: F401
 import zeroshard.handle
 import zeroshard.parallel.tensor
 import zeroshard.testing  # noqa: F401
-from zeroshard import torch_private
+from zeroshard import torch_checks
 
 torch.set_num_threads(1)
-torch_private.check_torch()
+torch_checks.check_torch()

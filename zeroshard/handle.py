@@ -51,7 +51,7 @@ from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
 from zeroshard.table.stages import name_of_row
 from zeroshard.table.trace import Ledger, Memory, Trace, Traffic
-from zeroshard.torch_private import check_torch
+from zeroshard.torch_checks import check_torch
 from zeroshard.update.kernels import choose_kernels
 from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.update.whole_sums import give_sums

@@ -17,6 +17,7 @@ LAYERS = (
     "peers",
     "callers",
     "torch_private",
+    "torch_checks",
     "devices",
     "watch",
     "store",
@@ -48,7 +49,7 @@ LAYERS = (
 # engine is built from, and traces with torch's fake tensors.
 # The evidence plays the planner, and has no model of a step of its own.
 EVIDENCE_READS = ("table", "plan", "evidence")
-PLAN_READS = ("table", "tree", "torch_private", "describe", "optim", "plan")
+PLAN_READS = ("table", "tree", "torch_checks", "torch_private", "describe", "optim", "plan")
 # Optimizers are torch's, and work without the engine; the costs that owners are balanced by are the table's.
 OPTIM_READS = ("table", "torch_private", "optim")
 # The product does not use its test helper.

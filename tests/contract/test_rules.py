@@ -300,11 +300,14 @@ def imported(module: Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.module or ""
 
 
-# The test helper starts processes: it gives them their environment, and waits once until all have joined.
+# Programs of their own; tests of torch run apart from the modes of the caller.
+MAKE_FREELY = ("plan", "report", "testing", "torch_checks", "torch_private", "train")
+
+
 def default_devices(module: Module) -> list[str]:
     """A tensor that the package makes for itself has a device: torch.set_default_device may be "meta"."""
-    if module.name.partition(".")[2].partition(".")[0] in ("plan", "report", "testing", "torch_private", "train"):
-        return []  # programs of their own; tests of torch run apart from the caller's modes
+    if module.name.partition(".")[2].partition(".")[0] in MAKE_FREELY:
+        return []
     calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
     made = [(node, module.full_name(node.func)) for node in calls]
     return [
@@ -314,6 +317,7 @@ def default_devices(module: Module) -> list[str]:
     ]
 
 
+# The test helper starts processes: it gives them their environment, and waits once until all have joined.
 RULES: dict[Rule, frozenset[str]] = {
     collectives: frozenset(
         [

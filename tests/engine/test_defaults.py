@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard import torch_private
+from zeroshard import torch_checks
 
 from ..oracle import STAGES, assert_same, run_cases
 
@@ -42,7 +42,7 @@ def train(value: Any, stage: int, name: str, shared_memory: bool, folder: str) -
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     x = torch.randn(3, 4)
-    torch_private.check_torch.cache_clear()
+    torch_checks.check_torch.cache_clear()
     with defaults(value):
         optimizer = OPTIMIZERS[name](model.parameters())
         settings = zs.Settings(shared_memory=shared_memory, watchdog_s=20.0)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from zeroshard import torch_private
+from zeroshard import torch_checks
 from zeroshard.plan.trace.events import Category, Phase, Trace
 from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.train.models.gpt import GPT, GPTConfig
@@ -367,11 +367,11 @@ def test_a_value_that_is_read_is_named_or_answered() -> None:
 
 
 def test_a_torch_that_numbers_nodes_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_private.check_tracing.cache_clear()
-    monkeypatch.setattr(torch_private, "running_node_number", lambda: None)
+    torch_checks.check_tracing.cache_clear()
+    monkeypatch.setattr(torch_checks, "running_node_number", lambda: None)
     with pytest.raises(RuntimeError, match=r"changed a private name: .*the number of the running node"):
         traced(nn.Linear(H, H))
-    torch_private.check_tracing.cache_clear()
+    torch_checks.check_tracing.cache_clear()
 
 
 def test_tensors_of_other_classes_are_named() -> None:

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from zeroshard.core.parameter import PlainForm, ReleasedParameter, ShardedParameter, demand
 from zeroshard.core.slot import Form, slot_of
 from zeroshard.describe.split import check_buffers, check_placement
-from zeroshard.torch_private import check_dtensor, raw_local, set_local
+from zeroshard.torch_checks import check_dtensor
+from zeroshard.torch_private import raw_local, set_local
 from zeroshard.wire.mesh import Mesh
 
 __all__ = ["forms_of"]

@@ -17,8 +17,8 @@ from zeroshard.plan.trace.fake import Fakes, exchanged
 from zeroshard.plan.trace.kept import Kept
 from zeroshard.plan.trace.personality import PERSONALITIES
 from zeroshard.plan.trace.recorder import Recorder, unreadable
+from zeroshard.torch_checks import check_tracing
 from zeroshard.torch_private import (
-    check_tracing,
     fake_errors,
     fake_tensors,
     is_called_by_checkpoint,

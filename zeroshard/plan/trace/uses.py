@@ -26,9 +26,9 @@ from zeroshard.plan.trace.fake import Fakes, exchanged
 from zeroshard.plan.trace.step_events import Uses
 from zeroshard.table.activations import Activations
 from zeroshard.table.schedule import ROOT, Mark
+from zeroshard.torch_checks import check_tracing
 from zeroshard.torch_private import (
     accumulator_of,
-    check_tracing,
     fake_errors,
     fake_tensors,
     graph_task,
