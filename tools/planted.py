@@ -569,6 +569,27 @@ ENGINE = (
         f"{_ENGINE}/test_skip.py::test_updates_on_the_host_wait_after_a_skipped_step",
     ),
     Bug(
+        "an optimizer's step calls its closure again",
+        "update/closures.py",
+        "return ((optimizer, computed), kwargs) if rest else",
+        "return None if rest else",
+        f"{_ENGINE}/test_closures.py::test_a_closure_is_called_once_before_the_update[True]",
+    ),
+    Bug(
+        "a closure runs after the pieces of an update",
+        "update/optimizer.py",
+        "arguments = call_closure(self._engine.mesh, args, kwargs, self.put_back)\n        self._update(optimizer)",
+        "self._update(optimizer)\n        arguments = call_closure(self._engine.mesh, args, kwargs, self.put_back)",
+        f"{_ENGINE}/test_update.py::test_a_closure_runs_before_any_piece",
+    ),
+    Bug(
+        "the step of a class that another extends is a second step",
+        "update/optimizer.py",
+        "            self._inner_steps += 1\n            return None\n",
+        "            pass\n",
+        f"{_ENGINE}/test_extended_steps.py::test_it_is_one_step[messages]",
+    ),
+    Bug(
         "one unit is not published",
         "update/optimizer.py",
         "engine.order.publish(numbers, start)",

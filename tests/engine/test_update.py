@@ -189,12 +189,12 @@ def test_an_exception_puts_the_entries_back() -> None:
     train(model, optimizer, steps=1)
 
 
-def test_a_closure_is_refused_before_any_piece() -> None:
+def test_a_closure_runs_before_any_piece() -> None:
     model, optimizer = build()
     zs.shard(model, optimizer)
-    with pytest.raises(RuntimeError, match=r"step\(closure\) is not supported"):
-        optimizer.step(lambda: 0.0)
-    assert LOG == []
+    assert optimizer.step(lambda: LOG.append("closure") or 3.0) == 3.0
+    assert LOG[:2] == ["closure", "start 0"]
+    assert LOG.count("closure") == 1
 
 
 def test_an_optimizer_without_an_engine_can_be_updated_in_pieces() -> None:

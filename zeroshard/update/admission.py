@@ -137,8 +137,8 @@ def admit_whole(optimizer: torch.optim.Optimizer, whole: Whole, elementwise: boo
             raise ValueError(_evaluates(name)) from None
         raise ValueError(
             f"{name} updates whole parameters on their owners, but a trial on small parameters, one at a time, failed "
-            f"with {type(error).__name__}: {error}. Its step() must take no closure, run on any single parameter, and "
-            "do nothing for empty groups."
+            f"with {type(error).__name__}: {error}. Its step() must run without a closure, "
+            "on any single parameter, and do nothing for empty groups."
         ) from error
     if not torch.equal(at_once, in_turn):
         raise ValueError(

@@ -25,7 +25,8 @@ from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
 from zeroshard.optim.packed import Packed, pack, unpack
 from zeroshard.optim.whole import whole_of
-from zeroshard.torch_private import keep_first, keep_last
+from zeroshard.torch_private import Call, keep_first, keep_last
+from zeroshard.update.closures import Arguments, call_closure
 from zeroshard.update.exchange import Exchange
 from zeroshard.update.pieces import Piece, update_in_pieces
 from zeroshard.wire.comm import Pending
@@ -84,8 +85,10 @@ class ShardedOptimizer:
         """What puts entries back that an update in pieces has taken out of their groups."""
         self.source: Source | None = None
         """What updates entries that are not in memory; None where all are."""
-        self._is_inner = False
-        """Whether a class, with no entries left, calls the step of the class that it extends: all was done before."""
+        self._call: Call | None = None
+        """The running call of `step`. A class may call the step of the class that it extends, whose hooks run, too."""
+        self._inner_steps = 0
+        """Steps of extended classes that are running: all was done before."""
         self._last_hook = optimizer.register_step_pre_hook(self._before_step)
         keep_first(optimizer.register_step_post_hook(self._after_step))
         optimizer.register_state_dict_pre_hook(self._before_save)
@@ -136,15 +139,14 @@ class ShardedOptimizer:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._put_back is not None:
-            self._is_inner = True
-            return
-        if kwargs.get("closure") is not None or any(arg is not None for arg in args[1:]):
-            raise RuntimeError(
-                f"{self._engine.mesh} {type(optimizer).__name__}.step(closure) is not supported on shards: a closure "
-                "runs passes inside the update. Compute the loss and call backward() before step()."
-            )
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        if self._call is not None and self._call.is_running():
+            self._inner_steps += 1
+            return None
+        self._call = None
+        self.put_back()  # after a step that failed
         if self._engine.gathered is not None:
             raise RuntimeError(f"{self._engine.mesh} optimizer.step() under gathered(): leave the context first.")
         if self._engine.has_moved_states:
@@ -152,6 +154,13 @@ class ShardedOptimizer:
                 f"{self._engine.mesh} optimizer.step() while the states are away (zero.offload_states()): call "
                 "zero.reload_states() on every rank first."
             )
+        arguments = call_closure(self._engine.mesh, args, kwargs, self.put_back)
+        self._update(optimizer)
+        self._call, self._inner_steps = Call(__name__), 0
+        return arguments
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Agree on the update, and make it where the optimizer's own step does not."""
         self._engine.leave_passes("optimizer.step()")
         self._engine.check_reduced("optimizer.step()")
         if self.source is not None:
@@ -216,9 +225,10 @@ class ShardedOptimizer:
         return [(master, slot) for master in self.masters if (slot := slot_of(master)).bucket.dtypes.is_stochastic]
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_inner:
-            self._is_inner = False
+        if self._inner_steps:
+            self._inner_steps -= 1
             return
+        self._call = None
         self.put_back()
         self.steps += 1
         self._round()
