@@ -14,8 +14,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import zeroshard as zs
+from zeroshard.describe.rows import row_of
 from zeroshard.plan import traced
-from zeroshard.plan.job import Options, row_of
+from zeroshard.plan.job import Options
 from zeroshard.plan.machine.hardware import DEVICES
 from zeroshard.plan.machine.profiles import read_profile, write_profile
 from zeroshard.plan.plan_commands import add_commands
@@ -59,7 +60,7 @@ def test_integers_of_numpy_are_integers_and_leave_nothing_behind() -> None:
 
 
 def test_what_is_no_row_is_named() -> None:
-    with pytest.raises(TypeError, match="residency must be one of C1"):
+    with pytest.raises(TypeError, match=r"residency must be a zs\.Residency or one of C1"):
         planned(residency=3)
     with pytest.raises(ValueError, match="precision must be one of"):
         planned(precision="")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from zeroshard.describe.parameters import row_with_parameters
-from zeroshard.plan.job import Options, job_of_shape, row_of
+from zeroshard.describe.rows import row_of
+from zeroshard.plan.job import Options, job_of_shape
 from zeroshard.plan.machine.hardware import DEVICES, Cost, Device, Span
 from zeroshard.plan.named import OPTIMIZERS, specs_of, updates_of
 from zeroshard.plan.shape.shapes import Transformer, gpt

@@ -12,7 +12,7 @@ from torch import nn
 import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, WATCHDOG_S, run_cases
-from zeroshard.plan.job import row_of
+from zeroshard.describe.rows import row_of
 from zeroshard.plan.machine.hardware import DEVICES
 from zeroshard.plan.named import PRECISIONS, specs_of
 from zeroshard.plan.step.film import Job, make_film

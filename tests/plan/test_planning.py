@@ -14,8 +14,9 @@ from torch import nn
 import zeroshard as zs
 from tests.contract.source import REPOSITORY
 from zeroshard.describe.precision import precision_of
+from zeroshard.describe.rows import row_of
 from zeroshard.optim.keeps import state_cost
-from zeroshard.plan.job import Options, row_of
+from zeroshard.plan.job import Options
 from zeroshard.plan.machine.allocator import Rules, simulate
 from zeroshard.plan.machine.hardware import DEVICES
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries
@@ -150,8 +151,12 @@ def test_a_config_file_is_read(tmp_path: Path) -> None:
         ({"world_size": 8, "device": "z1"}, ValueError, "device must be one of v100-32"),
         ({"world_size": 8, "precision": "int3"}, ValueError, "precision must be one of fp32"),
         ({"world_size": 8, "optimizer": "adamwx"}, ValueError, "optimizer must be one of adamw"),
-        ({"world_size": 8, "stage": 1, "residency": "C1"}, ValueError, "Give stage=1 or residency='C1', not both"),
-        ({"world_size": 8, "residency": "C9"}, ValueError, "residency must be one of C1"),
+        (
+            {"world_size": 8, "stage": 1, "residency": "C1"},
+            ValueError,
+            "not both; got stage=1 and C1",
+        ),
+        ({"world_size": 8, "residency": "C9"}, ValueError, "residency must be a zs.Residency or one of C1"),
         ({"world_size": 8, "stage": 4}, ValueError, "stage must be one of"),
         (
             {"world_size": 8, "seq": 10**6},

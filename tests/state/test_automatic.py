@@ -8,9 +8,9 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.describe.precision import precision_of
+from zeroshard.describe.rows import rows_to_try
 from zeroshard.describe.units import plan_units
 from zeroshard.setup.automatic import STATES_PART, least_row
-from zeroshard.table.activations import Activations
 from zeroshard.testing import run_ranks
 from zeroshard.train.config import load_config
 from zeroshard.train.planned import choose_stage, plan_run
@@ -34,11 +34,11 @@ def test_the_least_stage_that_fits_is_chosen(bytes_per_parameter: float, stage: 
     mesh = Mesh(0, 4, 0, torch.device("cpu"))
     plans, optimizer = plan_units(one, None), torch.optim.AdamW(one.parameters())
     row = least_row(
+        rows_to_try(None),
         plans,
         [optimizer],
         precision_of("fp32"),
         mesh,
-        Activations(),
         nn.Parameter.numel,
         int(bytes_per_parameter * numel / STATES_PART),
     )

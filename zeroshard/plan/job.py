@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple, final
 
 from zeroshard.describe.offload import Offload, row_with
 from zeroshard.describe.parameters import check_patterns
-from zeroshard.describe.treatments import ActivationsLike, activations_of
 from zeroshard.plan.machine.hardware import Cost, Device
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, States, matrices_of, own_units, specs_of, updates_of
 from zeroshard.plan.shape.shapes import Transformer
@@ -27,7 +26,7 @@ from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats, UnitSpec, itemsize
-from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, row_of_stage
+from zeroshard.table.stages import name_of_row
 from zeroshard.table.wires import SHOWN_NUMEL, HostWire, Messages, Native, Silence, Wire
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
     "job_of_shape",
     "outside_bytes_of",
     "precision_for",
-    "row_of",
     "treatment_of",
 ]
 
@@ -190,25 +188,6 @@ def precision_for(device: Device) -> str:
     """Return the half precision of a device: bfloat16 if it is as fast as float16."""
     peaks = device.peak_flops
     return "bf16" if peaks.get("bfloat16", 0) >= peaks.get("float16", 0) else "fp16"
-
-
-def row_of(stage: int | None, residency: Residency | str | None, activations: ActivationsLike) -> Residency:
-    """Return the row that `zs.shard` would use for the same arguments.
-
-    Raises:
-        ValueError: both a stage and a residency are given, or no configuration has this name.
-        TypeError: `residency` is neither a name nor a row.
-    """
-    if residency is not None and stage is not None:
-        raise ValueError(f"Give stage={stage!r} or residency={residency!r}, not both.")
-    if isinstance(residency, str):
-        if residency not in CONFIGURATIONS:
-            raise ValueError(f"residency must be one of {', '.join(CONFIGURATIONS)} or a Residency; got {residency!r}.")
-        residency = CONFIGURATIONS[residency]
-    elif residency is not None and not isinstance(residency, Residency):
-        raise TypeError(f"residency must be one of {', '.join(CONFIGURATIONS)} or a Residency; got {residency!r}.")
-    row = residency or row_of_stage(DEFAULT_STAGE if stage is None else stage)
-    return row if activations is None else dataclasses.replace(row, activations=activations_of(activations))
 
 
 def check_options(options: Options) -> None:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from zeroshard.describe.offload import AUTO, Offload, OffloadLike, choices_for, least_of, offload_of
 from zeroshard.describe.parameters import ParametersLike, row_with_parameters
+from zeroshard.describe.rows import StageLike, row_of, rows_to_try
 from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.plan.job import (
     Options,
@@ -23,7 +24,6 @@ from zeroshard.plan.job import (
     job_of_shape,
     outside_bytes_of,
     precision_for,
-    row_of,
     treatment_of,
 )
 from zeroshard.plan.machine.allocator import Event as Call
@@ -40,7 +40,6 @@ from zeroshard.table.activations import Compressed, Offloaded, Partitioned
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats, itemsize
-from zeroshard.table.stages import STAGES
 
 __all__ = ["make_plan", "plan_shape", "shape_of"]
 
@@ -59,7 +58,7 @@ def make_plan(
     device: str | Device = "h100-80",
     batch: int = 1,
     seq: int | None = None,
-    stage: int | Literal["auto"] | None = None,
+    stage: StageLike = None,
     residency: Residency | str | None = None,
     precision: Any = None,
     activations: ActivationsLike = None,
@@ -140,12 +139,12 @@ def make_plan(
     assert plan.verdict == "fits"
     ```
     """
-    if stage == "auto":
-        asked = {name: value for name, value in locals().items() if name not in ("model", "stage")}
-        return _least_plan(model, asked)
+    asked = dict(locals())
+    row = row_of(stage, residency, activations)
+    if row is None:
+        return _least_plan(asked)
     if offload == AUTO:
-        asked = {name: value for name, value in locals().items() if name not in ("model", "offload")}
-        return _least_offload(model, row_of(stage, residency, activations), asked)
+        return _least_offload(row, asked)
     preset = device_named(device)
     mesh, tensor = _axes_of(mesh, tensor, world_size)
     model = _module_of(model)
@@ -158,7 +157,7 @@ def make_plan(
         device=preset,
         batch=batch,
         sequence=seq if seq is not None else min(shape.sequence if shape is not None else 4096, 4096),
-        row=row_with_parameters(row_of(stage, residency, activations), parameters),
+        row=row_with_parameters(row, parameters),
         precision=chosen[0],
         replicas=mesh,
         tensor=tensor,
@@ -187,21 +186,25 @@ def make_plan(
     return dataclasses.replace(plan, changes=changes_of(shape, plan, functools.partial(plan_shape, shape)))
 
 
-def _least_plan(model: Any, asked: Mapping[str, Any]) -> Plan:
-    """Return the plan of the least stage that fits; of the last one if none does."""
-    for stage in STAGES:
-        plan = make_plan(model, stage=stage, **asked)
+def _least_plan(asked: Mapping[str, Any]) -> Plan:
+    """Return the plan of the first row that fits; of the last row if none does."""
+    for row in rows_to_try(asked["activations"]):
+        plan = make_plan(**{**asked, "stage": None, "activations": None, "residency": row})
         if plan.verdict == "fits":
             break
     return plan
 
 
-def _least_offload(model: Any, row: Residency, asked: Mapping[str, Any]) -> Plan:
-    """Return the plan of the least offload that fits; of the most if none does."""
+def _least_offload(row: Residency, asked: Mapping[str, Any]) -> Plan:
+    """Return the plan of the least offload that fits; of the most if none does.
+
+    Args:
+        row: the row of the arguments.
+    """
 
     @functools.cache
     def plan(offload: Offload | None) -> Plan:
-        return make_plan(model, offload=offload, **asked)
+        return make_plan(**{**asked, "offload": offload})
 
     if device_named(asked["device"]).is_cpu:  # device and host are one memory
         return plan(None)

@@ -17,11 +17,9 @@ from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan
 from zeroshard.optim.keeps import state_cost
-from zeroshard.table.activations import Activations
 from zeroshard.table.bytes import Updates, predict
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
-from zeroshard.table.stages import STAGES
 from zeroshard.table.wires import Messages, Silence
 from zeroshard.wire.comm import gather_across_ranks
 from zeroshard.wire.mesh import Mesh
@@ -37,26 +35,24 @@ MB: Final = 1e6
 
 
 def least_row(
+    rows: Sequence[Residency],
     plans: Sequence[UnitPlan],
     optimizers: Sequence[torch.optim.Optimizer],
     precision: Precision,
     mesh: Mesh,
-    cell: Activations,
     numel_of: Callable[[nn.Parameter], int],
     memory_bytes: int,
 ) -> Residency:
-    """Return the row of the lowest stage whose model states and buffers fit half of a device; otherwise the last row.
+    """Return the first row whose model states and buffers fit half of a device; otherwise the last row.
 
     Args:
-        cell: the cell of the activations column.
         memory_bytes: the memory of the device.
     """
-    chosen = Residency()
-    for row in STAGES.values():
-        chosen = Residency(row.states, row.gradients, row.parameters, cell)
-        if _kept_bytes(chosen, plans, optimizers, precision, mesh, numel_of) <= STATES_PART * memory_bytes:
-            break
-    return chosen
+
+    def fits(row: Residency) -> bool:
+        return _kept_bytes(row, plans, optimizers, precision, mesh, numel_of) <= STATES_PART * memory_bytes
+
+    return next(filter(fits, rows), rows[-1])
 
 
 def least_offload(

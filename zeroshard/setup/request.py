@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, final
+from typing import Literal, final
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,10 @@ from zeroshard.describe.offload import AUTO as LEAST
 from zeroshard.describe.offload import OffloadLike, offload_of, row_with
 from zeroshard.describe.parameters import ParametersLike, check_patterns, row_with_parameters
 from zeroshard.describe.precision import Chosen, Precision, PrecisionLike, chosen_modules, precision_of
+from zeroshard.describe.rows import StageLike, row_of, rows_to_try
 from zeroshard.describe.selection import check_activations
 from zeroshard.describe.specs import describe_units
-from zeroshard.describe.treatments import ActivationsLike, activations_of
+from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.join.start import check_seconds
 from zeroshard.optim.whole import whole_of
@@ -36,7 +37,7 @@ from zeroshard.setup.graphs import refuse_graphs
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
 from zeroshard.table.spec import UnitSpec
-from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, name_of_row, row_of_stage
+from zeroshard.table.stages import name_of_row
 from zeroshard.torch_private import has_split
 from zeroshard.update.admission import admit, admit_whole, refuse
 from zeroshard.values.materialize import InitFn, Weights, check_source
@@ -49,8 +50,6 @@ __all__ = ["Described", "Optimizers", "Request", "check_bucket_count", "check_op
 FormsOf = Callable[[nn.Module, Mesh, bool], Mapping[int, Form]]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
-AUTO: Final = "auto"
-"""The value of `stage` that chooses the lowest stage that fits."""
 AXES = ("replicate", "shard", "tensor", "pipe")
 """The names of axes of a mesh."""
 
@@ -62,7 +61,7 @@ class Request:
 
     model: nn.Module
     optimizer: Optimizers = None
-    stage: int | Literal["auto"] | None = None
+    stage: StageLike = None
     residency: Residency | str | None = None
     activations: ActivationsLike = None
     offload: OffloadLike = None
@@ -139,7 +138,7 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     if type(settings.wire_bytes) is not int or settings.wire_bytes <= 0:
         raise ValueError(f"Settings(wire_bytes=) must be a number of bytes above 0; got {settings.wire_bytes!r}.")
     precision, mesh = precision_of(request.precision), _lay_out(joined, request.mesh)
-    row = _row(request) if request.stage != AUTO else None
+    row = row_of(request.stage, request.residency, request.activations)
     _check_reduction(request.reduction)
     optimizers = _as_list(request.optimizer)
     if settings.non_finite not in ("raise", "skip"):
@@ -157,10 +156,8 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
         return forms[id(parameter)].part(parameter.detach()).numel()
 
     if row is None:
-        if request.residency is not None:
-            raise ValueError(f"Give stage= or residency=, not both; got stage='auto' and {request.residency}.")
-        cell = activations_of(request.activations)
-        row = least_row(plans, optimizers, precision, mesh, cell, numel_of, device_bytes(mesh))
+        rows = rows_to_try(request.activations)
+        row = least_row(rows, plans, optimizers, precision, mesh, numel_of, device_bytes(mesh))
     row = row_with_parameters(row, request.parameters)
     check_patterns(row, [plan.name for plan in plans])
     if request.offload == LEAST:
@@ -186,29 +183,6 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     return Described(
         model, optimizers, row, precision, mesh, reduction, plans, units, forms, source, settings, chosen, own, ignored
     )
-
-
-def _row(request: Request) -> Residency:
-    """Return the requested row of the residency table."""
-    assert request.stage != AUTO
-    stage, residency, cell = request.stage, request.residency, activations_of(request.activations)
-    if residency is None:
-        return dataclasses.replace(row_of_stage(DEFAULT_STAGE if stage is None else stage), activations=cell)
-    if stage is not None:
-        raise ValueError(f"Give stage= or residency=, not both; got stage={stage} and {residency}.")
-    if isinstance(residency, str):
-        if residency not in CONFIGURATIONS:
-            raise ValueError(
-                f"residency must be a zs.Residency or one of {', '.join(CONFIGURATIONS)}; got {residency!r}."
-            )
-        residency = CONFIGURATIONS[residency]
-    if not isinstance(residency, Residency):
-        raise TypeError(f"residency must be a zs.Residency; got {residency!r}.")
-    if request.activations is not None:
-        if any(residency.activations.chains):
-            raise ValueError(f"Give activations= or a row that has them, not both; got {cell} and {residency}.")
-        residency = dataclasses.replace(residency, activations=cell)
-    return residency
 
 
 def _check_memories(row: Residency) -> None:

@@ -75,17 +75,14 @@ def choose_stage(config: Config) -> Config:
     """
     if config.zero.stage != AUTO:
         return config
-    for stage in range(4):
-        chosen = config.model_copy(update={"zero": config.zero.model_copy(update={"stage": stage})})
-        # The offload is chosen for the stage, not the stage for the offload.
-        resident = {} if config.zero.offload != AUTO else {"offload": ""}
-        try:
-            plan, _ = plan_run(chosen.model_copy(update={"zero": chosen.zero.model_copy(update=resident)}))
-        except (TypeError, RuntimeError, ImportError, OSError) as error:
-            raise ValueError(f"zero.stage=auto: {str(error).splitlines()[0]} Give a stage.") from error
-        if plan.verdict == "fits":
-            break
-    return chosen
+    # The offload is chosen for the stage, not the stage for the offload.
+    resident = {} if config.zero.offload != AUTO else {"offload": ""}
+    try:
+        plan, _ = plan_run(config.model_copy(update={"zero": config.zero.model_copy(update=resident)}))
+    except (TypeError, RuntimeError, ImportError, OSError) as error:
+        raise ValueError(f"zero.stage=auto: {str(error).splitlines()[0]} Give a stage.") from error
+    rows = {replace(zs.row_of_stage(n), activations=plan.asked.row.activations): n for n in range(4)}
+    return config.model_copy(update={"zero": config.zero.model_copy(update={"stage": rows[plan.asked.row]})})
 
 
 def describe_text(config: Config) -> str:
