@@ -42,7 +42,8 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
     """Raise if an optimizer cannot be sharded at any stage.
 
     Raises:
-        ValueError: its step evaluates a closure, or supports only sparse gradients.
+        ValueError: its step evaluates a closure, it supports only sparse gradients, or it changes parameters between
+            steps.
     """
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -53,6 +54,18 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
             f"{name} supports only sparse gradients, but the gradients of a sharded model are dense after their "
             "reduction. Use torch.optim.Adam, which works with nn.Embedding(sparse=True), too."
         )
+    if _swaps(optimizer):
+        raise ValueError(
+            f"{name}.eval() and .train() change parameters between steps (a schedule-free optimizer), and the forward "
+            "of a sharded model does not see changes outside step(). Use an optimizer with a schedule, and "
+            "torch.optim.swa_utils.AveragedModel, updated in `with zero.gathered():`, for averages."
+        )
+
+
+def _swaps(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has two sets of parameters; Accelerate's wrapper has both methods for any."""
+    cls = type(optimizer)
+    return callable(getattr(cls, "eval", None)) and not cls.__module__.startswith("accelerate.")
 
 
 def admit(
