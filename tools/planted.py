@@ -190,7 +190,23 @@ _OVERWRITTEN = f"{_CONFORMANCE}::test_what_was_given_may_be_overwritten_when_a_w
 _PLANNED = "tests/plan/test_events_equal.py::test_one_run_of_make_train_is_as_planned[3]"
 _STEPS_OF_SGD = f"{_ENGINE}/test_parity.py::test_equals_single_process_bit_for_bit[stack-sgd-2-cpu]"
 _ELSEWHERE = "test_runs_with_parameters_elsewhere_equal_resident_ones"
+_FROZEN = "tests/plan/test_frozen.py::test_the_plan_is_the_run"
 ENGINE = (
+    # Plans: what the engine does, from the same records.
+    Bug(
+        "a plan counts states of frozen parameters",
+        "table/bytes.py",
+        "place for place in self.parameters if place[0].is_reduced",
+        "*self.parameters",
+        f"{_FROZEN}[lora-everything-0-2]",
+    ),
+    Bug(
+        "a plan publishes frozen parameters",
+        "table/spec.py",
+        "replace(b, is_updated=b.number in numbers)",
+        "replace(b, is_updated=True)",
+        f"{_FROZEN}[partly-trained-1-2]",
+    ),
     # Order: what all ranks agreed on, and what one rank of them does alone.
     Bug(
         "flush() is removed",

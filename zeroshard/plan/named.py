@@ -154,12 +154,12 @@ def specs_of(
 
 
 def updates_of(units: Sequence[UnitSpec], states: States, owned: Sequence[Owned] = ()) -> Updates:
-    """Return what one optimizer of all parameters updates and keeps.
+    """Return what one optimizer of all trained parameters updates and keeps.
 
     Args:
         owned: what it updates whole.
     """
-    buckets, taken = [bucket for unit in units for bucket in unit.buckets], {(o.bucket.number, o.index) for o in owned}
+    buckets, taken = [bucket for unit in units for bucket in unit.reduced], {(o.bucket.number, o.index) for o in owned}
     places = [(b, index) for b in buckets for index in range(len(b.names)) if (b.number, index) not in taken]
     packed = (states.element_bytes, states.block_bytes, states.block_numel)
     return Updates(places, states.per_element, states.counter_bytes, *packed, whole=owned)
@@ -185,7 +185,7 @@ def matrices_of(units: Sequence[UnitSpec], whole: Whole, shape_of: Callable[[str
 def kernel_bytes_of(updates: Sequence[Updates], states: States) -> int:
     """Return what the kernels of an optimizer that updates one parameter after the other take at most."""
     most = 0
-    for bucket, index in (place for one in updates for place in one.parameters):
+    for bucket, index in (place for one in updates for place in one.trained.parameters):
         start, stop = bucket.layout.overlap(index, *bucket.states)
         most = max(most, (stop - start) * itemsize(bucket.formats.state))
     return states.passing * most

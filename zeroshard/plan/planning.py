@@ -490,9 +490,9 @@ def save_bytes_of(job: Job) -> int:
             start, stop = bucket.states
             total += (stop - start) * itemsize(bucket.formats.master)
     for one in job.updates:
-        total += sum(owned.state_bytes for owned in one.whole if owned.is_kept)
+        total += sum(owned.state_bytes for owned in one.trained.whole if owned.is_kept)
         # What lies packed, in a byte each, is saved as numbers.
-        numel_bytes = one.numel_bytes() + one.numel_bytes(is_apart=True)
+        numel_bytes = one.trained.numel_bytes() + one.trained.numel_bytes(is_apart=True)
         total += (one.per_element + one.element_bytes) * numel_bytes
     return total
 

@@ -9,6 +9,7 @@ Source: Rajbhandari et al. 2020, sections 5 and 7.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import final
 
 from zeroshard.table import schedule
@@ -80,6 +81,17 @@ class Updates:
     block_numel: int = 1
     whole: Sequence[Owned] = field(default=(), kw_only=True)
 
+    @cached_property
+    def trained(self) -> "Updates":
+        """The same of the parameters that get gradients: an optimizer makes no states of frozen ones."""
+        sliced = [place for place in self.parameters if place[0].is_reduced]
+        return replace(self, parameters=sliced, whole=[one for one in self.whole if one.bucket.is_reduced])
+
+    @cached_property
+    def buckets(self) -> frozenset[int]:
+        """The numbers of the buckets with entries in the optimizer, those of frozen parameters included."""
+        return frozenset(b.number for b in (*(b for b, _ in self.parameters), *(one.bucket for one in self.whole)))
+
     def numel_bytes(self, *, only_wide: bool = False, is_apart: bool = False) -> int:
         """Return the bytes of one state of all elements that this rank updates on its device.
 
@@ -138,20 +150,18 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
     All columns are bytes of the device, except "host" and "file" with offload.
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
-    reduced = {bucket.number for unit in units for bucket in unit.reduced}
     parameters, masters, padding = kept_bytes(buckets)
-    gradients, more = (sum(b.gradient_bytes[part] for b in buckets if b.number in reduced) for part in (0, 1))
+    gradients, more = (sum(b.gradient_bytes[part] for b in buckets if b.is_reduced) for part in (0, 1))
     states = counters = wide_bytes = 0
     rows = {cell.memory for b in buckets for cell in b.row.state} - {"device"}
     apart, exchanged = Counter[str](), list[list[Owned]]()
     for bucket in buckets:
         apart += apart_bytes(bucket)
-        apart[bucket.row.gradients.memory] += bucket.apart_gradient_bytes * (bucket.number in reduced)
+        apart[bucket.row.gradients.memory] += bucket.apart_gradient_bytes * bucket.is_reduced
     for one in updates:
         wide_bytes = max(wide_bytes, one.numel_bytes(only_wide=True))
-        sliced = [(b, i) for b, i in one.parameters if b.number in reduced]
-        whole = [o for o in one.whole if o.bucket.number in reduced]
-        states += replace(one, parameters=sliced, whole=whole).state_bytes()
+        sliced, whole = one.trained.parameters, one.trained.whole
+        states += one.trained.state_bytes()
         for bucket, index in sliced:
             only = replace(one, parameters=[(bucket, index)], whole=())
             apart[bucket.row.states.memory] += only.state_bytes(is_apart=True)

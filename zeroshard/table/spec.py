@@ -5,8 +5,8 @@ and the planner reads the same records. Read `table/cells.py` and `table/layout.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import MappingProxyType
 from typing import final
@@ -200,6 +200,11 @@ class BucketSpec:
         return not self.is_whole and self.layout.full_numel > 0
 
     @cached_property
+    def is_reduced(self) -> bool:
+        """Whether gradients are reduced, and an optimizer keeps states: neither exists for frozen parameters."""
+        return self.is_trained and self.layout.full_numel > 0
+
+    @cached_property
     def is_published(self) -> bool:
         """Whether updated parameters are gathered after a step: every rank keeps all, and updates a part."""
         return self.is_updated and self.is_whole and not self.updates_all and self.layout.full_numel > 0
@@ -269,7 +274,11 @@ class UnitSpec:
     @cached_property
     def reduced(self) -> Sequence[BucketSpec]:
         """The buckets whose gradients are reduced."""
-        return [bucket for bucket in self.buckets if bucket.is_trained and bucket.layout.full_numel]
+        return [bucket for bucket in self.buckets if bucket.is_reduced]
+
+    def updated(self, numbers: Collection[int]) -> "UnitSpec":
+        """Return the unit where optimizers have entries of these buckets alone."""
+        return replace(self, buckets=tuple(replace(b, is_updated=b.number in numbers) for b in self.buckets))
 
     @cached_property
     def landing_bytes(self) -> int:

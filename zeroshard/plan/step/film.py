@@ -150,7 +150,7 @@ def account_of(updates: Sequence[Updates]) -> Account:
     for one in updates:
         by_bucket: dict[int, list[tuple[BucketSpec, int]]] = {}
         moved = 0
-        for bucket, index in one.parameters:
+        for bucket, index in one.trained.parameters:
             by_bucket.setdefault(bucket.number, []).append((bucket, index))
             start, stop = bucket.layout.overlap(index, *bucket.states)
             sizes = bucket.formats
@@ -166,7 +166,7 @@ def account_of(updates: Sequence[Updates]) -> Account:
             bucket, of_bucket = places[0][0], replace(one, parameters=places, whole=())
             kept_bytes = of_bucket.state_bytes(), of_bucket.state_bytes(is_apart=True)
             states.append((bucket.name, *kept_bytes, bucket.row.states.memory, one.counter_bytes * len(places)))
-        states += [_states_of(owned) for owned in one.whole if owned.is_kept and owned.bucket.is_trained]
+        states += [_states_of(owned) for owned in one.trained.whole if owned.is_kept]
     return Account(
         tuple(states),
         tuple(one.numel_bytes(only_wide=True) for one in updates),
@@ -1084,12 +1084,11 @@ class _Camera:
             self._drop(apart)
             self._drop(wide)
         self._update_elsewhere(start_s)
-        for unit in job.units:
+        for unit in self._published:
             nbytes = sum(b.layout.full_numel * itemsize(b.formats.param) for b in unit.buckets if b.is_published)
-            if nbytes:
-                self._tick("publish", unit.name, unit.sent_bytes("publish"))
-                self._free_s["gather"] = max(self._free_s["gather"], self._now_s)
-                self._wait(unit.name, self._exchange("gather", unit.name, [("gather", nbytes, "shard")]))
+            self._tick("publish", unit.name, unit.sent_bytes("publish"))
+            self._free_s["gather"] = max(self._free_s["gather"], self._now_s)
+            self._wait(unit.name, self._exchange("gather", unit.name, [("gather", nbytes, "shard")]))
         kept = {bucket.name for bucket in buckets if self._is_kept(bucket)}
         for number, (_, column, name, what, *_) in list(self._open.items()):
             if (column == "gradients" or what == "padding of gradients") and name not in kept:
@@ -1097,6 +1096,18 @@ class _Camera:
         self._held = {bucket.number for bucket in buckets if bucket.number in self._held and bucket.name in kept}
         self._summed.clear()
         self._loose.clear()
+
+    @cached_property
+    def _published(self) -> Sequence[UnitSpec]:
+        """The units whose parameters are gathered after the update: of each optimizer, those that it has entries of."""
+        numbers = frozenset[int]().union(*(one.buckets for one in self._job.updates))
+        units = [unit.updated(numbers) for unit in self._job.units]
+        return [
+            unit
+            for one in self._job.updates
+            for unit in units
+            if any(b.is_published and b.number in one.buckets for b in unit.buckets)
+        ]
 
     def _update_slices(self, moved_bytes: int) -> None:
         """Update what is on the device, but for what is updated whole."""

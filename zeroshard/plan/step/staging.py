@@ -34,7 +34,7 @@ def file_staging_bytes(units: Sequence[UnitSpec], updates: Sequence[Updates]) ->
     # The pieces of optimizers go through buffers of their own.
     for one in updates:
         count, own, written = 0, [0] * SETS, [0] * SETS
-        buckets = {bucket.number: bucket for bucket, _ in one.parameters}
+        buckets = {bucket.number: bucket for bucket, _ in one.trained.parameters}
         for bucket in (b for unit in units for b in unit.buckets if b.number in buckets):
             if bucket.row.states.memory != "file":
                 continue

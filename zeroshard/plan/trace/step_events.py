@@ -12,7 +12,7 @@ Note: the steady state
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 from zeroshard.table.schedule import Mark, Record, Request, Schedule, hoist, plain_marks, replay
@@ -87,9 +87,7 @@ def step_events(
     if optimizers is None:
         optimizers = [[bucket.number for unit in units for bucket in unit.reduced]]
     updated = frozenset(number for numbers in optimizers for number in numbers)
-    units = [
-        replace(unit, buckets=tuple(replace(b, is_updated=b.number in updated) for b in unit.buckets)) for unit in units
-    ]
+    units = [unit.updated(updated) for unit in units]
     held = Record(held=frozenset(unit.number for unit in units if unit.is_held))
     # A unit that the forward has not gathered is not gathered in the backward.
     carried = Record(carried=held.held & {unit for kind, unit in uses.forward if kind == "need"})
