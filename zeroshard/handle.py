@@ -235,7 +235,7 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     engine = build(described, comm, ledger, treatment, apart, home)
     zero = Zero(engine, described, apart, home)
     hooks = wire(engine, described.model, plans, settings.forward_methods, described.precision, described.own_precision)
-    recompute_units(cell, plans, hooks, engine.saved, ledger)
+    recompute_units(cell, plans, hooks, engine.saved, ledger, engine.guard.suspect)
     warn_if_whole(described.mesh, engine.units, described.plans)
     return zero
 

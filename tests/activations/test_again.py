@@ -331,7 +331,7 @@ class Counting(models.Block):
 def test_a_recomputation_that_differs_is_refused_by_name(activations: Any) -> None:
     model = models.build(models.Stack, kind=Counting)
     zs.shard(model, stage=0, activations=activations, units=[Counting])
-    with pytest.raises(RuntimeError, match=r"The recomputation of 'blocks\.\d' \(Counting\) gave other outputs"):
+    with pytest.raises(RuntimeError, match=r"The recomputation of 'blocks\.\d' \(Counting\) (gave|saved) other"):
         models.stack_loss(model, 0, 0).backward()
 
 

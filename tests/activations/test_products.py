@@ -181,12 +181,13 @@ def test_attention_with_dropout_is_computed_again() -> None:
 
 
 class Leaving(models.Block):
-    """Leaves a product out of its recomputation."""
+    """Has another product in its recomputation."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = self.up(self.norm(x))
-        is_again = torch._C._current_graph_task_id() != -1
-        return x + self.down(wide[:, ::2].repeat(1, 2)) if not is_again else x + wide.t().mm(wide)[:1, :WIDTH]
+        if torch._C._current_graph_task_id() != -1:
+            wide.detach().t().mm(wide.detach())
+        return x + self.down(wide)
 
 
 def test_other_products_in_a_recomputation_are_an_error() -> None:

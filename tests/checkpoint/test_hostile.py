@@ -19,6 +19,7 @@ import pytest
 
 import zeroshard as zs
 from zeroshard.checkpoint.folders import FolderReader
+from zeroshard.checkpoint.ranges import Spec, arrange
 from zeroshard.checkpoint.verify import verify
 from zeroshard.testing import run_ranks
 
@@ -292,6 +293,14 @@ def checkpoint(pristine: Path, tmp_path: Path) -> Path:
 def test_a_hostile_manifest_is_refused(name: str, checkpoint: Path) -> None:
     small.rewrite(checkpoint / "manifest.json", MANIFESTS[name])
     refuse(lambda: verify(checkpoint), checkpoint)
+
+
+@pytest.mark.parametrize(("starts", "text"), [((0, 1), "1 to 2 of 'w' are twice"), ((0, 3), "2 to 3 of 'w' are in no")])
+def test_elements_in_two_places_are_named(starts: tuple[int, int], text: str) -> None:
+    """Manifests cannot say so; a save that would write them is refused."""
+    columns = [0, 0], [0, 0], starts, [2, 4]
+    with pytest.raises(zs.CheckpointError, match=f"elements {text}"):
+        arrange([Spec("model", "w", "F32", (4,), ())], [PARAMS], columns, "the plan")
 
 
 def test_an_unchanged_manifest_is_not_refused(checkpoint: Path) -> None:

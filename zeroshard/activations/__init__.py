@@ -15,7 +15,7 @@ from zeroshard.activations.compress import Compress
 from zeroshard.activations.offloaded import Offload
 from zeroshard.activations.partition import Partition
 from zeroshard.activations.products import Products
-from zeroshard.activations.recompute import recompute
+from zeroshard.activations.recompute import Suspect, recompute
 from zeroshard.core.hooks import Enter, Exit
 from zeroshard.core.saved import SavedTensors, Treatment
 from zeroshard.describe.selection import recomputed_modules
@@ -55,8 +55,9 @@ def recompute_units(
     hooks: Mapping[nn.Module, tuple[Enter, Exit]],
     saved: SavedTensors,
     ledger: Ledger,
+    suspect: Suspect,
 ) -> None:
-    """Set up the recomputation of the modules of units that a cell selects."""
+    """Set up the recomputation of the modules of units that a cell selects; `suspect` is that of `recompute`."""
     rounds = [any(isinstance(one, Compressed) and one.rest for one in cell.of_unit(plan.name)) for plan in plans]
     rounded = {m for plan, is_rounded in zip(plans, rounds, strict=True) if is_rounded for m in plan.module.modules()}
-    recompute(recomputed_modules(cell, plans), hooks, Products(saved, ledger), rounded)
+    recompute(recomputed_modules(cell, plans), hooks, Products(saved, ledger), suspect, rounded)

@@ -17,7 +17,7 @@ import copy
 import functools
 import math
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
@@ -28,20 +28,24 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_e
 
 from zeroshard.activations.products import Products
 from zeroshard.activations.surroundings import Kept, Surroundings
+from zeroshard.activations.trail import Trails
+from zeroshard.core.guard import BECAUSE
 from zeroshard.core.hooks import Enter, Exit, Hook
 from zeroshard.table.activations import Recomputed
 from zeroshard.torch_private import graph_task, is_inside_transform, local_of, version_of, without_modes
 from zeroshard.tree import find, map_tensors
 
-__all__ = ["recompute"]
+__all__ = ["Suspect", "recompute"]
 
 Tensor = torch.Tensor
+Suspect = Callable[[str, Tensor | bool], None]
 
 
 def recompute(
     modules: Sequence[tuple[nn.Module, Recomputed]],
     hooks: Mapping[nn.Module, tuple[Enter, Exit]],
     products: Products,
+    suspect: Suspect,
     rounded: Collection[nn.Module] = (),
 ) -> None:
     """Set up activation checkpointing of modules.
@@ -50,6 +54,7 @@ def recompute(
         modules: modules in model order, each with its treatment.
         hooks: the engine's hooks of each module's forward.
         products: stores results of products, if a cell requests it.
+        suspect: receives the name of a module, and a flag that is True if a recomputation differs.
         rounded: modules with rounded inputs, whose recomputation gives different outputs.
     """
     counts: dict[Recomputed, int] = {}
@@ -60,8 +65,7 @@ def recompute(
         for how, count in counts.items()
     }
     for module, how in modules:
-        forward = _Forward(module, how, hooks[module], products, segments[how])
-        forward.is_compared = module in rounded
+        forward = _Forward(module, how, hooks[module], products, segments[how], suspect, module in rounded)
         module.__dict__["forward"] = forward
 
 
@@ -76,13 +80,17 @@ class _Forward(Hook):
         hooks: tuple[Enter, Exit],
         products: Products,
         segments: "_Segments",
+        suspect: Suspect,
+        is_rounded: bool,
     ) -> None:
         self.module, self.plain, self.segments = module, module.forward, segments
         self.surroundings = Surroundings(module)
-        self.is_compared = False
-        """Whether a recomputation has been compared with its forward, or cannot be."""
+        self.is_compared = is_rounded
+        """Whether outputs of a recomputation have been compared with those of its forward, or cannot be."""
         self.enter, self.leave = hooks
         self._saved = products.saved
+        doubt = functools.partial(suspect, f"The recomputation of {self._shown}")
+        self.trails = Trails(products.saved, not is_rounded, doubt, self.differs)
         self._contexts = (
             functools.partial(products.contexts, self.enter) if how.keeps == "products" else noop_context_fn
         )
@@ -145,12 +153,15 @@ class _Forward(Hook):
             is_traced = type(first) is not Tensor
             is_same = is_traced or bool(torch.isclose(first, again, tolerance, 0.0, equal_nan=True).all())
         if not is_same:
-            raise RuntimeError(
-                f"The recomputation of '{self.enter.name}' ({type(self.module).__name__}) gave other outputs than its "
-                "forward, so gradients would be wrong: it reads state that changed in between, such as an attribute, "
-                "a counter, a cache, or random numbers from outside torch. Exclude its unit from "
-                "activations='recompute'."
-            )
+            raise self.differs("gave other outputs than its forward")
+
+    def differs(self, what: str) -> RuntimeError:
+        """Return the error for a recomputation that is not the forward."""
+        return RuntimeError(f"The recomputation of {self._shown} {what}{BECAUSE}")
+
+    @property
+    def _shown(self) -> str:
+        return f"'{self.enter.name}' ({type(self.module).__name__})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +250,7 @@ class _Run:
         self._marked: Sequence[Tensor] = ()
         self._node: Any = None
         self._sums: Tensor | None = None
+        self._trail = forward.trails.start()
 
     def begin(self) -> list[Tensor]:
         """Return the input tensors to keep; the other inputs stay in this object."""
@@ -276,8 +288,10 @@ class _Run:
         if self._first is not None:
             args, kwargs = self._first
             self._first = None
-            outputs = forward.plain(*args, **kwargs)
-            self._marked, self._node = self._mark(outputs)
+            with self._trail.noted():
+                outputs = forward.plain(*args, **kwargs)
+                self._marked, self._node = self._mark(outputs)
+            self._trail.end()
             self._sums = None if forward.is_compared else _sums_of(outputs)
             return outputs
         args, kwargs = map_tensors(self._inputs, lambda one: one.read(), _Output)
@@ -286,9 +300,10 @@ class _Run:
         args, kwargs = map_tensors((args, kwargs), lambda one: kept[one.index], _Input)
         forward.enter(forward.module, args, kwargs)
         try:
-            with self._around.restored():
-                outputs = forward.plain(*args, **kwargs)
-            self._mark(outputs)
+            with self._trail.followed():
+                with self._around.restored():
+                    outputs = forward.plain(*args, **kwargs)
+                self._mark(outputs)
             if self._sums is not None and (sums := _sums_of(outputs)) is not None:
                 forward.compare(self._sums, sums)
             return outputs

@@ -24,7 +24,7 @@ import functools
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -40,13 +40,18 @@ from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh
 from zeroshard.wire.readback import Readback
 
-__all__ = ["Answer", "DeviceGuard", "FUSED", "Guard", "HostGuard", "guard_of", "not_finite"]
+__all__ = ["Answer", "BECAUSE", "DeviceGuard", "FUSED", "Guard", "HostGuard", "guard_of", "not_finite"]
 
 Tensor = torch.Tensor
 Optimizer = torch.optim.Optimizer
 
 FUSED = frozenset([torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
 """Optimizers whose fused kernels support a flag."""
+BECAUSE = (
+    ", so gradients would be wrong: it reads state that changed in between, such as an attribute, a counter, a cache, "
+    "or random numbers from outside torch. Exclude its unit from activations='recompute'."
+)
+"""Ends the error for a recomputation that is not its forward."""
 INFINITY = float("inf")
 FILLED_NUMEL = 1 << 20
 """Elements of a state that are written at a time."""
@@ -62,25 +67,44 @@ class Answer:
         names: names of the parameters of the last flags.
         fails: returns whether the result is an error.
         scale: the loss scale, for the text of the error.
+        doubts: flags of this rank's recomputations, by name; the first of all flags is their maximum over ranks.
     """
 
     def __init__(
-        self, flags: Readback, names: Sequence[str], mesh: Mesh, fails: Callable[[], bool], scale: LossScale | None
+        self,
+        flags: Readback,
+        names: Sequence[str],
+        mesh: Mesh,
+        fails: Callable[[], bool],
+        scale: LossScale | None,
+        doubts: Mapping[str, Tensor],
     ) -> None:
         self._flags, self._names, self._mesh, self._fails, self._scale = flags, names, mesh, fails, scale
+        self._doubts = doubts
         self._process = os.getpid()
 
     def read(self) -> str:
-        """Wait for the result; return the first parameter whose gradient is not finite, or ""."""
+        """Wait for the result; return the first parameter whose gradient is not finite, or "".
+
+        Raises:
+            RuntimeError: a recomputation gave other values than its forward, on any rank; nothing was changed.
+        """
         atexit.unregister(self.read_at_exit)
         found = self._flags.read()
+        if found[0]:
+            raise _not_repeated(self._mesh, self._doubts)
         named = zip(self._names, found[len(found) - len(self._names) :], strict=True)
         return next((name for name, is_bad in named if is_bad), "?") if any(found) else ""
 
     def read_at_exit(self) -> None:
         """Read the result at interpreter exit, and end the process with the error, if any."""
-        if not is_child_of(self._process) and (name := self.read()) and self._fails():
-            end_with(not_finite(self._mesh, name, self._scale))
+        if is_child_of(self._process):
+            return
+        try:
+            if (name := self.read()) and self._fails():
+                end_with(not_finite(self._mesh, name, self._scale))
+        except RuntimeError as error:
+            end_with(error)
 
 
 class Guard(ABC):
@@ -117,6 +141,18 @@ class Guard(ABC):
     @abstractmethod
     def look(self, sums: Iterable[Tensor]) -> list[Any]:
         """Return for each sum of gradients whether it is not finite, for the loss scale."""
+
+    def suspect(self, name: str, flag: Tensor | bool) -> None:
+        """Take a flag that is True if the values of a recomputation are not those of its forward.
+
+        Args:
+            name: the beginning of the error.
+
+        Raises:
+            RuntimeError: the flag is True, and can be read without a wait.
+        """
+        if flag:
+            raise _not_repeated(self._comm.mesh, {name: flag})
 
     @abstractmethod
     def is_fine(self, optimizer: Optimizer, masters: Sequence[Tensor], scale: LossScale | None) -> bool:
@@ -180,6 +216,7 @@ class DeviceGuard(Guard):
         self.updates_on_host = updates_on_host
         self._read_back = Readback
         self._flag: Tensor | None = None
+        self._doubts: dict[str, Tensor] = {}
         self._answer: Answer | None = None
 
     def look(self, sums: Iterable[Tensor]) -> list[Tensor]:
@@ -190,21 +227,36 @@ class DeviceGuard(Guard):
         """Know nothing."""
         return True
 
+    def suspect(self, name: str, flag: Tensor | bool) -> None:
+        """See `Guard`; the flag is kept for the next update."""
+        if isinstance(flag, bool):
+            if not flag:
+                return
+            flag = torch.ones((), device=self._comm.mesh.device, dtype=torch.bool)
+        known = self._doubts.get(name)
+        self._doubts[name] = flag if known is None else known | flag
+
     def ask(self, optimizer: Optimizer, masters: Sequence[Tensor], scale: LossScale | None) -> str:
         """See `Guard`."""
         self._flag = self._answer = None
+        doubts, self._doubts = self._doubts, {}
         if _is_scaled(optimizer):
-            return ""  # a GradScaler has voted itself
-        mesh, names, flags = self._comm.mesh, list[str](), [_zero(torch.float32, self._comm.mesh.device).view(1)]
-        if scale is not None and (noted := scale.noted + self.look(map(_part, _suspects(masters)))):
-            flags = [torch.cat(noted).amax().view(1)]
+            # A GradScaler has voted itself, and has waited for the device.
+            for name, flag in doubts.items():
+                super().suspect(name, flag)
+            return ""
+        mesh, names = self._comm.mesh, list[str]()
+        # As many flags on all ranks: recomputations and overflows are noted by each rank for itself.
+        flags = [_any([flag.float().view(1) for flag in doubts.values()], mesh.device)]
+        noted = [] if scale is None else scale.noted + self.look(map(_part, _suspects(masters)))
+        flags.append(_any(noted, mesh.device))
         if masters and (scale is None or self.is_fatal(scale)):
             names = [slot_of(master).name for master in masters]
             flags.append(_spoiled(list(map(_part, masters)), mesh.device))
         found = torch.cat(flags)
         self._comm.flag(found, "whether gradients are finite")
         # Started before the update, so that the update does not delay the copy.
-        answer = Answer(self._read_back(found), names, mesh, functools.partial(self.is_fatal, scale), scale)
+        answer = Answer(self._read_back(found), names, mesh, functools.partial(self.is_fatal, scale), scale, doubts)
         if self.is_awaited(optimizer):
             self.waits += 1
             return answer.read()
@@ -283,6 +335,12 @@ def not_finite(mesh: Mesh, name: str, scale: LossScale | None) -> RuntimeError:
     )
 
 
+def _not_repeated(mesh: Mesh, doubts: Mapping[str, Tensor | bool]) -> RuntimeError:
+    """Return the error for a recomputation whose values are not those of its forward, on this or another rank."""
+    name = next((name for name, flag in doubts.items() if flag), "A recomputation on another rank")
+    return RuntimeError(f"{mesh} {name} saved other values than its forward{BECAUSE}")
+
+
 def _is_scaled(optimizer: Optimizer) -> bool:
     """Return whether torch.amp.GradScaler runs this step: the fused optimizer has a flag from another source."""
     return hasattr(optimizer, "found_inf") and not hasattr(optimizer.found_inf, "_zeroshard")
@@ -312,6 +370,11 @@ def _spoiled(parts: Sequence[Tensor], device: torch.device) -> Tensor:
         if len({norm.device for norm in largest}) > 1:
             largest = [norm.to(device) for norm in largest]
         return (torch.stack(largest) < INFINITY).logical_not().float().to(device)
+
+
+def _any(flags: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the maximum of flags, each of shape (some,): (1,)."""
+    return torch.cat([*flags]).amax().view(1) if flags else _zero(torch.float32, device).view(1)
 
 
 @functools.cache

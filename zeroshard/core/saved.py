@@ -124,6 +124,12 @@ class SavedTensors:
         """Leave the tensors of an unfinished forward untreated."""
         self._boxes.clear()
 
+    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Return a tensor's place in a bucket, as storage and offset in elements; None if it is in no bucket."""
+        inner = tensor if type(tensor) is Tensor else local_of(tensor)
+        storage = storage_of(inner) if inner.layout is torch.strided else 0
+        return (storage, int(inner.storage_offset())) if storage in self._by_storage else None
+
     def pack(self, tensor: Tensor) -> Any:
         """Return the packed form of a tensor."""
         # Autograd saves a DTensor itself; its bytes are in the local tensor.

@@ -1,0 +1,169 @@
+"""Each recomputation is compared with its forward, at every step: a difference is an error."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard as zs
+from tests.engine.test_guard import memory_of
+from tests.oracle import TIMEOUT_S, run_cases
+
+WIDTH, CHANGES_AT = 8, 50
+
+
+class Block(nn.Module):
+    """Two layers of one shape. `mark` is raised by its owner between a forward and its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mark = 0
+
+
+class OtherLayer(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh((self.second if self.mark else self.first)(x))
+
+
+class OtherLastLayer(Block):
+    """The other layer is the last that is used: nothing that is saved depends on its values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.second if self.mark else self.first)(torch.tanh(x))
+
+
+class OtherScalar(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.second(torch.tanh(self.first(x)) * (1.0 + self.mark)))
+
+
+class OtherMask(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.where(torch.arange(WIDTH) > self.mark, self.second(self.first(x)), 0.0)
+
+
+class OtherDraw(Block):
+    """Draws once more, from torch's own generator, and drops other elements."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mark:
+            torch.rand(1)
+        return x + self.second(nn.functional.dropout(self.first(x), 0.5))
+
+
+class OtherIndex(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.gather(torch.tanh(self.first(x)), 1, torch.arange(WIDTH).roll(self.mark).expand_as(x))
+
+
+class Same(Block):
+    """Changes nothing that is saved: the number of the factor is in the graph of the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(nn.functional.dropout(torch.tanh(self.first(x)), 0.5)) * (1.0 + self.mark)
+
+
+DIFFERENT = (OtherLayer, OtherLastLayer, OtherScalar, OtherMask, OtherDraw, OtherIndex)
+SEEN = {
+    "OtherLayer": "used other parameters",
+    "OtherLastLayer": "used other parameters",
+    "OtherScalar": "saved other values",
+    "OtherMask": "saved other values",
+    "OtherDraw": "drew other random numbers",
+    "OtherIndex": "",
+}
+"""What the error says; nothing where a sum cannot tell."""
+
+
+def train(kind: type[Block], stage: int, how: Any, shared: bool) -> tuple[int, str]:
+    """Return the step at which training fails, and the error. Runs on a rank."""
+    model, optimizer, zero = start(kind, stage, how, shared)
+    for step in range(CHANGES_AT + 2):
+        loss = model(torch.randn(4, WIDTH) + zero.mesh.rank).square().mean()
+        try:
+            model[1].mark = int(step >= CHANGES_AT)
+            loss.backward()
+            model[1].mark = 0
+        except RuntimeError as error:
+            return step, str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+    return -1, ""
+
+
+def start(
+    kind: type[Block], stage: int, how: Any, shared: bool, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, zs.Zero]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(kind() for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options |= {"stage": stage, "activations": how, "units": [kind]}
+    return model, optimizer, zs.shard(model, optimizer, settings=zs.Settings(shared_memory=shared), **options)
+
+
+CASES = [
+    (kind, stage, "recompute" if place % 2 else zs.Recomputed(every=2), bool((place + stage) % 2))
+    for place, kind in enumerate((*DIFFERENT, Same))
+    for stage in range(4)
+]
+
+
+@pytest.mark.parametrize("kind", [*DIFFERENT, Same], ids=lambda kind: kind.__name__)
+def test_what_differs_at_step_50_is_an_error(kind: type[Block]) -> None:
+    cases = [case for case in CASES if case[0] is kind]
+    for case, results in run_cases(train, 2, cases, timeout_s=2 * TIMEOUT_S).items():
+        for step, error in results:
+            if kind is Same or not SEEN[kind.__name__]:
+                assert (step, error) == (-1, ""), case
+            else:
+                assert step == CHANGES_AT, (case, error)
+                assert SEEN[kind.__name__] in error, case
+                assert "'1' (" in error and "activations='recompute'" in error
+
+
+def on_a_device(stage: int, precision: str, culprit: int) -> tuple[str, bool]:
+    """Differ on one rank; return the error, and whether the parameters are those before the step. Runs on a rank."""
+    with memory_of("device"):
+        model, optimizer, zero = start(OtherScalar, stage, "recompute", False, precision=precision)
+        kept: dict[str, Tensor] = {}
+        try:
+            for step in range(4):
+                with zero.gathered():
+                    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+                loss = model(torch.randn(4, WIDTH).to(next(model.parameters()).dtype)).float().square().mean()
+                model[1].mark = int(step == 2 and zero.mesh.rank == culprit)
+                loss.backward()
+                model[1].mark = 0
+                optimizer.step()
+                optimizer.zero_grad()
+        except RuntimeError as error:
+            with zero.gathered():
+                is_kept = all(torch.equal(p, kept[name]) for name, p in model.named_parameters())
+            return str(error), is_kept
+    return "", False
+
+
+def test_on_a_device_the_flag_is_read_with_finiteness_and_stops_the_update_on_all_ranks() -> None:
+    cases = [(stage, precision, stage % 2) for stage in range(4) for precision in ("fp32", "fp16")]
+    for (stage, precision, culprit), results in run_cases(on_a_device, 2, cases, timeout_s=2 * TIMEOUT_S).items():
+        for rank, (error, is_kept) in enumerate(results):
+            who = "The recomputation of '1' (OtherScalar)" if rank == culprit else "A recomputation on another rank"
+            assert f"{who} saved other values than its forward" in error, (stage, precision, rank)
+            assert is_kept
+
+
+def test_a_recomputation_that_differs_on_a_device_without_a_step_is_known_before_the_next() -> None:
+    """Flags of several backwards are added up."""
+    with memory_of("device"):
+        model, optimizer, _ = start(OtherScalar, 2, "recompute", False)
+        for mark in (0, 1, 0):
+            loss = model(torch.randn(4, WIDTH)).square().mean()
+            model[1].mark = mark
+            loss.backward()
+            model[1].mark = 0
+        with pytest.raises(RuntimeError, match="saved other values than its forward"):
+            optimizer.step()
+            model(torch.randn(4, WIDTH)).sum().backward()
+            optimizer.step()
