@@ -179,6 +179,7 @@ CHECKPOINT = (
 """What `docs/reliability.md` promises, broken; some in ways that only a cut of power or another disk would show."""
 
 _ENGINE = "tests/engine"
+_BUFFERS = f"{_ENGINE}/test_module_buffers.py"
 _PATHS = f"{_ENGINE}/test_paths.py::test_neither_stage_nor_transport_nor_record_changes_bits[2]"
 _COPIED_PATHS = f"{_ENGINE}/test_paths.py::test_neither_do_copies_of_the_state"
 _POSTPONED = f"{_ENGINE}/test_paths.py::test_what_waits_for_other_ranks_is_said_once_and_then_expected[3-True]"
@@ -740,6 +741,27 @@ ENGINE = (
         "slab.madvise(mmap.MADV_DONTNEED, first, nbytes)",
         "pass",
         "tests/wire/test_memory.py::test_a_closed_tensor_takes_no_memory",
+    ),
+    Bug(
+        "buffers of ranks besides the first stay their own",
+        "whole/module_buffers.py",
+        "self._write(buffers, [message])",
+        "pass",
+        f"{_BUFFERS}::test_evaluation_equals_ddps_on_every_rank[one]",
+    ),
+    Bug(
+        "statistics under other names are not looked for",
+        "whole/module_buffers.py",
+        "self._silent.add(place)",
+        "pass",
+        f"{_BUFFERS}::test_norms_that_begin_to_train_later_follow",
+    ),
+    Bug(
+        "buffers follow under no_sync",
+        "core/engine.py",
+        "has_grad and module.training and self.scope is Scope.ALL",
+        "has_grad and module.training",
+        f"{_BUFFERS}::test_evaluation_equals_ddps_on_every_rank[no_sync]",
     ),
     Bug(
         "Accelerate's autocast is not looked at",

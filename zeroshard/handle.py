@@ -60,6 +60,7 @@ from zeroshard.whole.access import open_states
 from zeroshard.whole.average import Average, count_averages
 from zeroshard.whole.copies import check_copies
 from zeroshard.whole.gathered import gathered
+from zeroshard.whole.module_buffers import follow_buffers
 from zeroshard.whole.moved import move_states_away, move_states_back
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh, current_mesh
@@ -233,6 +234,7 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     cell, plans = described.row.activations, described.plans
     treatment = treatment_of(cell, plans, comm, ledger)
     engine = build(described, comm, ledger, treatment, apart, home)
+    engine.order.buffers = follow_buffers(described, comm, engine.order.votes)
     zero = Zero(engine, described, apart, home)
     hooks = wire(engine, described.model, plans, settings.forward_methods, described.precision, described.own_precision)
     recompute_units(cell, plans, hooks, engine.saved, ledger, engine.guard.suspect)

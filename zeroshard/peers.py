@@ -22,7 +22,7 @@ _SHARD: Final = "zero = zs.shard(model, optimizer, stage=3), which shards both i
 ARGUMENTS: Mapping[str, str] = MappingProxyType(
     {
         "auto_wrap_policy": "units are found by themselves; units=[Block] or units=['Block'] names others",
-        "broadcast_buffers": _NOTHING,
+        "broadcast_buffers": "write settings=zs.Settings(buffers='own') for False, and nothing for True",
         "bucket_cap_mb": _NOTHING,
         "config": _DEEPSPEED,
         "config_params": _DEEPSPEED,

@@ -201,6 +201,7 @@ CORE = (
     "states",
     "passes",
     "votes",
+    "followed",
     "frames",
     "changes",
     "grads",

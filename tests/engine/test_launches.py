@@ -6,12 +6,14 @@ that is neither a view nor an allocation; see `benchmarks/hosttime.py`.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.gpu import fake_ranks
+import zeroshard as zs
+from benchmarks.gpu import Nobody, fake_ranks
 from benchmarks.hosttime import (
     PHASES,
     Contestant,
@@ -23,6 +25,10 @@ from benchmarks.hosttime import (
     make_batch,
 )
 from zeroshard.core.order import CALM_PASSES
+from zeroshard.handle import shard_over
+from zeroshard.setup.request import Request
+from zeroshard.table.trace import Ledger
+from zeroshard.wire.nccl import NcclComm
 
 BLOCKS, RANKS = 32, 64
 CLIP_LAUNCHES = 15
@@ -91,3 +97,39 @@ def test_reads_are_seen() -> None:
         counted.note("clip")
     assert set(counted.reads("clip")) == {"aten::nonzero", "aten::equal", "aten::_local_scalar_dense"}
     assert counted.launches("clip") == 5
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_buffers_that_follow_cost_one_message_a_step_and_no_read(blocks: int, stage: int) -> None:
+    """The first rank packs the message in one launch; the others write numbers of two dtypes, in two."""
+    own, followed = (count_with_norms(stage, buffers, blocks) for buffers in ("own", "rank 0"))
+    for phase in PHASES:
+        is_step = phase == "step"
+        assert followed.collectives(phase) - own.collectives(phase) == is_step, phase
+        assert followed.launches(phase) - own.launches(phase) == is_step, (phase, followed.by_phase[phase])
+        assert not followed.reads(phase), (phase, followed.by_phase[phase])
+    assert followed.by_phase["step"] - own.by_phase["step"] == {"aten::cat": 1, "c10d::broadcast_": 1}
+
+
+def count_with_norms(stage: int, buffers: Literal["rank 0", "own"], blocks: int) -> Counted:
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(blocks)]
+    model, batch = nn.Sequential(*made, Mean()), torch.randn(8, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    asked = Request(model, optimizer, stage=stage, settings=zs.Settings(buffers=buffers), units=[nn.Sequential])
+    with fake_ranks(RANKS):
+        shard_over(asked, zs.Mesh(0, RANKS, 0, torch.device("cpu")), emulated_comm)
+        running = Running(model, optimizer, clips=True)
+        for _ in range(STEPS):
+            running.step(batch, lambda phase: None)
+        return count_launches(running, batch)
+
+
+def emulated_comm(mesh: zs.Mesh, settings: zs.Settings, ledger: Ledger) -> NcclComm:
+    return NcclComm(Nobody(mesh), ledger, settings.wire_bytes)  # type: ignore[arg-type]
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()

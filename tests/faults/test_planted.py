@@ -46,6 +46,7 @@ def test_the_engine_is_covered() -> None:
         "setup",
         "update",
         "table",
+        "whole",
         "wire",
     }
 

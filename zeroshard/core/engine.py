@@ -142,15 +142,18 @@ class Engine:
         """Begin a module's forward: gather its units, and begin a pass in the outermost module."""
         if self.gathered is not None:
             return
-        is_recompute = graph_task() != -1
+        is_recompute, has_grad = graph_task() != -1, torch.is_grad_enabled()
         if not self._running() and not is_recompute:
             self.lane.begin(f"the forward of {type(module).__name__}")
             # When gathered, units wait for their own part of an update in the background.
             self._read_answer()
             self._complete()
+            if not name:
+                # Evaluation that leaves gradients on must be possible on one rank alone.
+                is_followed = has_grad and module.training and self.scope is Scope.ALL
+                self.order.buffers.begin_forward(is_followed=is_followed)
         if not self.has_frames:
             return
-        has_grad = torch.is_grad_enabled()
         frame = Frame(module, units, is_recompute, sys.exception(), has_grad)
         if is_recompute:
             self._enter_backward()

@@ -35,6 +35,7 @@ from functools import partial
 from typing import Literal
 
 from zeroshard.core.changes import check_equal, checksum_of
+from zeroshard.core.followed import Followed, OwnBuffers
 from zeroshard.core.history import History
 from zeroshard.core.passes import Pass, Phase
 from zeroshard.core.states import Scope
@@ -82,6 +83,8 @@ class Order:
         self.votes = Votes(comm)
         self.check_update: Callable[[], None] = lambda: None
         """Raises on all ranks if an update in the background failed on one. Collective: all-reduce of 8 bytes."""
+        self.buffers: Followed = OwnBuffers()
+        """The buffers of modules."""
         self.launch: Callable[[], None] = lambda: None
         """Launches gathers that wait for values from another memory (`store/ahead.py`), before later collectives."""
         self._ended: list[Pass] = []
@@ -188,6 +191,7 @@ class Order:
         self.carried = frozenset(pass_.schedule.whole)
         if pass_.scope is not Scope.RANK:
             pass_.used = [flag for unit in self._units for flag in unit.has_landed()]
+            pass_.buffers = self.buffers.digest(is_followed=pass_.scope is Scope.ALL)
         elif not self.is_sharded:
             self._keep(pass_)
             return
@@ -275,12 +279,13 @@ class Order:
         """Agree on the parameters that any rank used; return minimum and maximum checksum of in-place changes."""
         if pass_.scope is Scope.RANK:
             return told.least, told.greatest
-        agreed, least, greatest = pass_.used, pass_.checksum, pass_.checksum
+        agreed, least, greatest, rest = pass_.used, pass_.checksum, pass_.checksum, list[int]()
         if told.least != told.greatest:
             # Used by any rank equals not unused by all: a minimum of the negated flags over ranks.
-            mine = [*(int(not flag) for flag in pass_.used), least, -least]
-            *unused, least, greatest = self._comm.agree(mine, "the used parameters")
-            agreed, greatest = [not flag for flag in unused], -greatest
+            mine = [least, -least, *(int(not flag) for flag in pass_.used), *self.buffers.numbers()]
+            least, greatest, *rest = self._comm.agree(mine, "the used parameters")
+            agreed, greatest, rest = [not flag for flag in rest[: len(agreed)]], -greatest, rest[len(agreed) :]
+        self.buffers.agree(rest)
         flags = iter(agreed)
         for unit in self._units:
             unit.take_used(flags)
@@ -350,6 +355,7 @@ class Order:
         self._has_made_rounds = False
         if told.least == EARLY:
             self.votes.raise_early(place)
+        self.buffers.settle()
         if told.least >= 0:
             self._keep_changes(told.least, told.greatest, place)
         return told.least >= 0
@@ -453,10 +459,7 @@ class Order:
 
     def _finish(self, reduction: Reduction) -> None:
         sent_bytes = self._comm.sent_bytes["reduce"]
-        if is_profiling():
-            with profiled("wait for the reduce of", reduction.unit.name):
-                tails = reduction.finish()
-        else:
+        with profiled("wait for the reduce of", reduction.unit.name):
             tails = reduction.finish()
         self.history.trace.add_sent("reduce", reduction.unit.name, self._comm.sent_bytes["reduce"] - sent_bytes)
         if tails is None:

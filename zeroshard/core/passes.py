@@ -41,6 +41,8 @@ class Pass:
     used: list[bool] = field(default_factory=list)
     checksum: int = 0
     """At its end: the parameters that this rank used, and its in-place changes."""
+    buffers: int = 0
+    """At its end: the digest of the buffers that this rank changed."""
     relied_on: str = ""
     """The result that this rank computed before it read the final vote."""
     postponed: set[int] = field(default_factory=set)
@@ -63,7 +65,7 @@ class Pass:
     @property
     def payload(self) -> int:
         """The payload of the final vote: facts of this rank, as one number."""
-        return zlib.crc32(bytes(self.used), self.checksum)
+        return zlib.crc32(bytes(self.used), self.checksum) ^ self.buffers
 
     def number_of(self, kind: Literal["gather", "reduce"], unit: int, count: int, *, is_again: bool) -> int:
         """Return the number of a request.

@@ -143,6 +143,8 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     optimizers = _as_list(request.optimizer)
     if settings.non_finite not in ("raise", "skip"):
         raise ValueError(f"Settings(non_finite=) must be 'raise' or 'skip'; got {settings.non_finite!r}.")
+    if settings.buffers not in ("rank 0", "own", "mean"):
+        raise ValueError(f"Settings(buffers=) must be 'rank 0', 'own' or 'mean'; got {settings.buffers!r}.")
     _check_model(model, settings.forward_methods, mesh, request.ignored)
     ignored = ignored_of(model, request.ignored)
     _check_devices(model, mesh, ignored)

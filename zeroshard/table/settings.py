@@ -31,6 +31,9 @@ class Settings:
             "features" of the model, "encoder.encode" or "head.forward" of its modules.
         non_finite: the response to a gradient that is not finite, without a loss scale: "raise" raises an error on all
             ranks before anything changes, "skip" skips the step on all ranks and logs a line on rank 0.
+        buffers: what ranks do with the buffers that a forward with gradients changed, such as the statistics of batch
+            norms: "rank 0" takes those of the first rank, as DistributedDataParallel does, "mean" their mean over the
+            ranks (integers and bools are rank 0's), "own" leaves each rank its own.
         device_bytes: bytes of device memory that `offload="auto"` may use on each rank; None for all free memory, and
             on a CPU for any amount.
 
@@ -49,4 +52,5 @@ class Settings:
     wire_bytes: int = WIRE_BYTES
     forward_methods: tuple[str, ...] = ()
     non_finite: Literal["raise", "skip"] = "raise"
+    buffers: Literal["rank 0", "own", "mean"] = "rank 0"
     device_bytes: int | None = None

@@ -142,7 +142,7 @@ class Traffic:
 
     Kinds: "gather" (parameters), "reduce" (gradients), "replicate" (shards of gradients, between replicas), "agree"
     (order, votes, norms), "start" (the first broadcast), "state" (`gathered`), "update" (gradients and values sent to
-    the owners of whole matrices, and new values sent back).
+    the owners of whole matrices, and new values sent back), "buffers" (of modules that forwards changed).
 
     ```python
     import torch, zeroshard as zs

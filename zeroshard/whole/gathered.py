@@ -43,6 +43,7 @@ def gathered(
     # With writeback, different changes of ranks are replaced by those of rank 0; otherwise they are an error here.
     enter = engine.order.barrier if writeback else engine.order.settle
     enter(f"gathered(writeback={writeback}, states={states})")
+    engine.order.buffers.settle()
     number = engine.order.next_number()
     parameters = parameters_of(engine)
     for unit in engine.units:

@@ -1,0 +1,425 @@
+"""Buffers that forwards change are those of rank 0 on all ranks, as under DistributedDataParallel, to the bit."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroshard as zs
+
+from ..oracle import STAGES, assert_same, randn, run_cases
+
+WIDTH = 6
+DDP = "DDP"
+
+
+class Counting(nn.Module):
+    """A block with statistics of each kind: of batch norms, replaced, counted, a flag, and one that never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        # As in BigGAN: kernels that leave versions alone, and names that say nothing.
+        self.register_buffer("stored_mean", torch.zeros(WIDTH))
+        self.register_buffer("stored_var", torch.ones(WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("is_started", torch.tensor(False), persistent=False)
+        self.register_buffer("constant", torch.full((3,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.linear(x))
+        y = F.batch_norm(y, self.stored_mean, self.stored_var, training=self.training)
+        if self.training:
+            with torch.no_grad():
+                self.mean = 0.9 * self.mean + 0.1 * y.mean(0)
+                self.count += int(x[0, 0] > 0)
+                self.is_started.fill_(bool(x[0, 1] > 0))
+        return torch.tanh(y) + self.mean.sum() * self.constant[0]
+
+
+def build(norms: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    plain.register_buffer("constant", torch.ones(4))
+    return nn.Sequential(*[Counting() if norms else copy.deepcopy(plain) for _ in range(3)], nn.Linear(WIDTH, 2))
+
+
+def inputs(step: int, rank: int) -> Tensor:
+    return randn(5, WIDTH, key=(step, rank, 7))
+
+
+@dataclasses.dataclass
+class Made:
+    """A model that trains on this rank; `call` is its forward, and `no_sync` accumulates."""
+
+    model: nn.Module
+    call: Any
+    optimizer: torch.optim.Optimizer
+    no_sync: Any
+    zero: Any = None
+
+
+def make(how: Any, model: nn.Module, **options: Any) -> Made:
+    """Make a model parallel: `DDP`, or a stage and whether ranks share memory."""
+    parameters = options.pop("parameters_of", model).parameters()
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    if how == DDP:
+        ddp = nn.parallel.DistributedDataParallel(model)
+        return Made(model, ddp, optimizer, ddp.no_sync)
+    stage, shared_memory = how
+    settings = zs.Settings(shared_memory=shared_memory, watchdog_s=20.0, **options.pop("settings", {}))
+    zero = zs.shard(model, optimizer, stage=stage, settings=settings, **options)
+    return Made(model, model, optimizer, zero.no_sync, zero)
+
+
+def losses(made: Made, step: int, rank: int, kind: str) -> None:
+    """Make the forwards and backwards of one step."""
+    if kind == "two forwards":
+        (made.call(inputs(step, rank)).square().mean() + made.call(inputs(step, rank + 2)).mean()).backward()
+        return
+    for micro in range(1 if kind == "one" else 3):
+        is_kept = kind == "no_sync" and micro < 2
+        with made.no_sync() if is_kept else contextlib.nullcontext():
+            made.call(inputs(10 * step + micro, rank)).square().mean().backward()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: one.detach().clone() for name, one in model.named_buffers()}
+
+
+def train(how: Any, kind: str, steps: int = 4, **options: Any) -> dict[str, Any]:
+    """Train, and evaluate on one batch; DDP synchronizes buffers in the first forward after training."""
+    rank = torch.distributed.get_rank()
+    made = make(how, build(), **options)
+    if kind == "accumulated":
+        # DistributedDataParallel divides and sums earlier gradients again, so updates would differ in the last bits.
+        made.optimizer.param_groups[0]["lr"] = 0.0
+    seen = []
+    for step in range(steps):
+        losses(made, step, rank, kind)
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+        if how != DDP:
+            seen.append(values(made.model))
+    made.model.eval()
+    with torch.no_grad():
+        evaluated = made.call(inputs(99, 0))
+    return {"evaluated": evaluated, "buffers": values(made.model), "seen": seen}
+
+
+KINDS = ("one", "two forwards", "accumulated", "no_sync")
+HOWS = [(stage, shared) for stage in STAGES for shared in (True, False)]
+
+
+@functools.cache
+def trained() -> dict[tuple[Any, ...], list[Any]]:
+    return run_cases(train, 2, [(how, kind) for kind in KINDS for how in (DDP, *HOWS)], timeout_s=60.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_equals_ddps_on_every_rank(kind: str) -> None:
+    expected = trained()[DDP, kind]
+    for how in HOWS:
+        first, second = trained()[how, kind]
+        assert_same(first["seen"], second["seen"], f"{how}, after each step")
+        for found in (first, second):
+            assert_same(expected[0]["evaluated"], found["evaluated"], str(how))
+            assert_same(expected[0]["buffers"], found["buffers"], str(how))
+
+
+def sent(how: Any, kind: str) -> tuple[list[int], list[int]]:
+    """Train with batch norms, then in eval mode, then a model without; return the bytes of buffers of each step."""
+    found = []
+    for norms in (True, False):
+        made = make(how, build(norms))
+        for step in range(6):
+            made.model.train(step < 3)
+            before = made.zero.traffic().sent_bytes.get("buffers", 0)
+            losses(made, step, torch.distributed.get_rank(), kind)
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+            found.append(made.zero.traffic().sent_bytes.get("buffers", 0) - before)
+    return found[:6], found[6:]
+
+
+def test_a_message_has_what_changed_and_nothing_changed_sends_nothing() -> None:
+    cases = [(how, kind) for how in HOWS for kind in ("one", "no_sync")]
+    a_step = 3 * (5 * 4 * WIDTH + 8 + 8 + 1)
+    for (how, _), (first, second) in run_cases(sent, 2, cases, timeout_s=60.0).items():
+        assert all(nbytes <= a_step for nbytes in first[0][:3]), (how, first)
+        assert sum(first[0][:3]) > 0, (how, first)
+        assert first[0][3:] == [0, 0, 0], (how, first)
+        assert first[1] == [0] * 6, (how, first)
+        assert second == ([0] * 6, [0] * 6), (how, second)
+
+
+def recomputed(stage: int) -> list[dict[str, Any]]:
+    return [train((stage, True), "no_sync", activations=one) for one in (None, "recompute")]
+
+
+def test_a_recomputation_changes_no_buffer() -> None:
+    for (stage,), ranks in run_cases(recomputed, 2, [(stage,) for stage in STAGES], timeout_s=60.0).items():
+        for kept, again in ranks:
+            assert_same(kept, again, f"stage {stage}")
+
+
+class Branch(nn.Module):
+    """A model of which only the first rank runs the second norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Counting(), Counting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.second(y) if torch.distributed.get_rank() == 0 else y
+
+
+def unequal_use(how: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    made = make(how, Branch())
+    for step in range(3):
+        made.call(inputs(step, torch.distributed.get_rank())).square().mean().backward()
+        made.optimizer.step()
+    return values(made.model)
+
+
+def test_a_rank_that_does_not_run_a_module_has_its_buffers() -> None:
+    for (how,), (first, second) in run_cases(unequal_use, 2, [(how,) for how in HOWS], timeout_s=60.0).items():
+        assert first["second.norm.num_batches_tracked"] == 3
+        assert_same(first, second, str(how))
+
+
+def means(how: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return buffers before and after the step; what each rank has alone, then the mean."""
+    made = make(how, build(), settings={"buffers": "mean"})
+    made.call(inputs(0, torch.distributed.get_rank())).square().mean().backward()
+    before = values(made.model)
+    made.optimizer.step()
+    return before, values(made.model)
+
+
+def test_means_are_of_floating_point_buffers_alone() -> None:
+    for (how,), ranks in run_cases(means, 2, [(how,) for how in HOWS]).items():
+        (one, found), (other, second) = ranks
+        expected = {k: (one[k] + other[k]) / 2 if one[k].is_floating_point() else one[k] for k in one}
+        assert_same(expected, found, str(how))
+        assert_same(expected, second, str(how))
+
+
+def own(how: Any) -> Tensor:
+    made = make(how, build(), settings={"buffers": "own"})
+    made.call(inputs(0, torch.distributed.get_rank())).square().mean().backward()
+    made.optimizer.step()
+    return values(made.model)["0.norm.running_mean"]
+
+
+def test_own_buffers_stay() -> None:
+    for ranks in run_cases(own, 2, [(how,) for how in HOWS[:2]]).values():
+        assert not torch.equal(*ranks)
+
+
+def test_another_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Settings\(buffers=\) must be 'rank 0', 'own' or 'mean'; got 'first'"):
+        zs.shard(nn.Linear(2, 2), settings=zs.Settings(buffers="first"))  # type: ignore[arg-type]
+
+
+def resumed(how: Any, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train six steps; train three, save, load into another model, and train three more."""
+    found, rank, path = [], torch.distributed.get_rank(), f"{folder}/{how}"
+    for is_resumed in (False, True):
+        made = make(how, build())
+        if is_resumed:
+            made.zero.load(path)
+        for step in range(3 * is_resumed, 6):
+            losses(made, step, rank, "accumulated")
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+            if step == 2 and not is_resumed:
+                made.zero.save(path)
+        found.append({**values(made.model), "evaluated": made.call(inputs(99, rank)).detach()})
+    return found[0], found[1]
+
+
+def test_a_resume_is_bitwise(tmp_path: Path) -> None:
+    for case, ranks in run_cases(resumed, 2, [(how, str(tmp_path)) for how in HOWS[1:]], timeout_s=60.0).items():
+        for expected, found in ranks:
+            assert_same(expected, found, str(case))
+
+
+def copies(how: Any) -> dict[str, Tensor]:
+    made = make(how, build(), mesh=2)
+    losses(made, 0, torch.distributed.get_rank(), "one")
+    made.optimizer.step()
+    return values(made.model)
+
+
+def test_copies_of_the_state_follow_too() -> None:
+    for case, (first, *others) in run_cases(copies, 4, [((1, True),), ((3, False),)]).items():
+        for other in others:
+            assert_same(first, other, str(case))
+
+
+class Shaped(nn.Module):
+    """A model with a buffer that has the length of its rank's inputs."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2)
+        self.register_buffer("cache", torch.zeros(1), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache = x.detach().sum(1)
+        return self.linear(x)
+
+
+def shaped(how: Any, persistent: bool) -> str:
+    made, rank = make(how, Shaped(persistent)), torch.distributed.get_rank()
+    try:
+        made.call(inputs(0, rank)[: 2 + rank]).sum().backward()
+        made.optimizer.step()
+    except zs.RankMismatchError as error:
+        return str(error)
+    return str(len(made.model.cache))
+
+
+def test_shapes_that_differ_are_named_or_stay_own() -> None:
+    cases = [(how, persistent) for how in ((0, True), (3, False)) for persistent in (True, False)]
+    for (_, persistent), ranks in run_cases(shaped, 2, cases).items():
+        if persistent:
+            assert all("'cache' has other shapes on other ranks" in text and "rank 1: ((3,)" in text for text in ranks)
+        else:
+            assert ranks == ["2", "3"]
+
+
+def ignored(how: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Counting(), Counting())
+    made = make(how, model, ignored=[model[1]], parameters_of=model[0])
+    made.call(inputs(0, torch.distributed.get_rank())).square().mean().backward()
+    made.optimizer.step()
+    return [one.norm.running_mean.clone() for one in model]
+
+
+def test_ignored_modules_keep_their_own() -> None:
+    for first, second in run_cases(ignored, 2, [((0, True),), ((3, False),)]).values():
+        assert torch.equal(first[0], second[0])
+        assert not torch.equal(first[1], second[1])
+
+
+def mode_changes(how: Any) -> list[dict[str, Tensor]]:
+    """Train with norms in eval mode, then in training mode, then in eval mode again; return buffers after each step."""
+    made, seen = make(how, build()), []
+    for step in range(6):
+        for module in made.model.modules():
+            if isinstance(module, Counting | nn.BatchNorm1d):
+                module.train(2 <= step < 4)
+        losses(made, step, torch.distributed.get_rank(), "two forwards")
+        made.optimizer.step()
+        seen.append(values(made.model))
+    return seen
+
+
+def test_norms_that_begin_to_train_later_follow() -> None:
+    for (how,), (first, second) in run_cases(mode_changes, 2, [(how,) for how in HOWS], timeout_s=60.0).items():
+        assert_same(first, second, str(how))
+        assert not torch.equal(first[1]["0.stored_mean"], first[2]["0.stored_mean"])
+
+
+def alone(how: Any) -> tuple[Any, ...]:
+    """Evaluate on one rank alone in each step; return all buffers, and the bytes that evaluation sent."""
+    made, rank = make(how, build()), torch.distributed.get_rank()
+    sent, seen = 0, []
+    for step in range(4):
+        losses(made, step, rank, "two forwards")
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+        before = sum(made.zero.traffic().sent_bytes.values())
+        made.model.eval()
+        if rank == 1:
+            made.model(inputs(99, 0))  # with gradients: the usual slip
+            with torch.no_grad():
+                made.model(inputs(99, 0))
+        sent += sum(made.zero.traffic().sent_bytes.values()) - before
+        made.model.train()
+        seen.append(values(made.model))
+    return seen, sent
+
+
+def test_evaluation_on_one_rank_alone_sends_nothing() -> None:
+    cases = [(how,) for how in HOWS if how[0] < 3]
+    for (how,), (first, second) in run_cases(alone, 2, cases, timeout_s=60.0).items():
+        assert_same(first[0], second[0], str(how))
+        assert first[1] == second[1] == 0, how
+
+
+def between(how: Any, folder: str) -> list[dict[str, Tensor]]:
+    """Return the buffers between a backward and the step: in and after `gathered()`; when saved, and as loaded."""
+    rank, found = torch.distributed.get_rank(), []
+    made = make(how, build(), settings={"buffers": "mean"})
+    losses(made, 0, rank, "one")
+    with made.zero.gathered():
+        found.append(values(made.model))
+    found.append(values(made.model))
+    made.optimizer.step()
+    found.append(values(made.model))
+    losses(made, 1, rank, "one")
+    made.zero.save(f"{folder}/{how}")
+    loaded = make(how, build())
+    loaded.zero.load(f"{folder}/{how}")
+    return [*found, values(made.model), values(loaded.model)]
+
+
+def test_whole_values_and_checkpoints_between_backward_and_step_are_equal(tmp_path: Path) -> None:
+    cases = [(how, str(tmp_path)) for how in ((0, True), (3, False))]
+    for case, (first, second) in run_cases(between, 2, cases, timeout_s=60.0).items():
+        assert_same(first[:4], second[:4], str(case))
+        assert_same([first[0]] * 2, first[1:3], str(case))
+        persistent = {name: one for name, one in first[3].items() if "is_started" not in name}
+        for found in (first, second):
+            assert_same(persistent, {name: found[4][name] for name in persistent}, str(case))
+
+
+class Part(nn.Module):
+    """Statistics of the columns that this place of the tensor axis has; one of another length at each place."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place, self.linear = place, nn.Linear(WIDTH, 2)
+        self.register_buffer("mean", torch.zeros(WIDTH // 2))
+        self.register_buffer("own", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mine = x.detach().chunk(2, 1)[self.place].mean(0)
+        self.mean.lerp_(mine, 0.1)
+        self.own = mine[: 1 + self.place].clone()
+        return self.linear(x)
+
+
+def at_places(how: Any, buffers: str) -> dict[str, Tensor]:
+    rank = torch.distributed.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    torch.manual_seed(0)
+    made = make(how, Part(rank % 2), mesh=mesh, settings={"buffers": buffers})
+    for step in range(3):
+        made.call(inputs(step, rank // 2)).square().mean().backward()
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+    return values(made.model)
+
+
+def test_each_place_of_the_tensor_axis_has_its_own() -> None:
+    cases = [(how, buffers) for how in ((0, True), (3, False)) for buffers in ("rank 0", "mean")]
+    for case, ranks in run_cases(at_places, 4, cases, timeout_s=60.0).items():
+        assert_same(ranks[:2], ranks[2:], str(case))
+        assert not torch.equal(ranks[0]["mean"], ranks[1]["mean"])
+        assert [len(one["own"]) for one in ranks] == [1, 2, 1, 2]
