@@ -770,6 +770,20 @@ ENGINE = (
         "if asked or",
         "tests/integrations/test_stock.py::test_an_autocast_that_accelerate_does_not_apply_is_refused",
     ),
+    Bug(
+        "memory that a kept state_dict reads is released",
+        "core/buffer.py",
+        "if not self.is_lent() and not self._memory.close(self.full)",
+        "if not self._memory.close(self.full)",
+        "tests/state/test_foreign_files.py::test_a_state_dict_may_be_kept",
+    ),
+    Bug(
+        "memory that was not released is moved",
+        "wire/memory.py",
+        "storage.resizable() and storage.nbytes() < full.nbytes",
+        "storage.resizable()",
+        "tests/state/test_foreign_files.py::test_a_state_dict_may_be_kept",
+    ),
 )
 """What `docs/design.md` promises of passes and exchanges, broken: other bits, a rank that waits for ever, memory."""
 

@@ -14,6 +14,7 @@ Note: the life of a parameter's bytes
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from zeroshard.store.apart import Apart, beside
 from zeroshard.store.stored import is_stored
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
+from zeroshard.torch_private import WeakStorage
 from zeroshard.wire.buffers import Pool
 from zeroshard.wire.comm import Comm, Tag
 from zeroshard.wire.memory import OwnMemory
@@ -105,6 +107,8 @@ class Bucket:
         """Whether an optimizer updates the bucket."""
         self._is_left = False
         """Whether the memory of `full` could not be released."""
+        self._lent: list[Any] = []
+        """Storages of other tensors on the memory of `full`, which they do not keep."""
         self.updates = 0
         """The number of changes to the parameters; tensors that autograd saved before a change are invalid after it."""
         if not self.spec.is_whole:
@@ -136,7 +140,7 @@ class Bucket:
 
     def close(self) -> int:
         """Release the memory of `full`, and return its bytes; views stay valid, without memory."""
-        if not self._memory.close(self.full) and not self._is_left:
+        if not self.is_lent() and not self._memory.close(self.full) and not self._is_left:
             self._is_left = True
             warnings.warn(
                 f"numpy shares the memory of the parameters of unit '{self.spec.name}', so this rank cannot release "
@@ -145,6 +149,20 @@ class Bucket:
             )
         self._ledger.add("transient", -self.full.nbytes)
         return self.full.nbytes
+
+    def lend(self, entry: Tensor) -> None:
+        """Give a view of `full` a storage of its own size on the same memory; its version counter stays.
+
+        Tools that write files look at storages. Without this, each would hold the whole bucket.
+        """
+        # The new storage keeps the tensor that it is made from: were that `entry`, neither would ever be freed.
+        entry.data = torch.from_dlpack(entry.detach())
+        self._lent.append(WeakStorage(entry.untyped_storage()))
+
+    def is_lent(self) -> bool:
+        """Return whether tensors of `lend` would read released memory; shared memory can always be read."""
+        self._lent = [storage for storage in self._lent if not storage.expired()]
+        return bool(self._lent) and not self._memory.is_shared
 
     def rest(self) -> None:
         """Discard the contents of `full` until its next use, if its memory can and no change would be lost."""

@@ -9,6 +9,7 @@ Note: order
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
@@ -100,9 +101,10 @@ def _hang(
         model.register_forward_pre_hook(RefuseGraphs(), prepend=True)
     if edge is None and any(p.requires_grad and p.dtype is torch.float32 for p in parameters):
         model.register_forward_pre_hook(RefuseUnapplied(engine.mesh), prepend=True)
-    refuse_save, refuse_load = RefuseSave(engine), RefuseLoad(engine)
+    refuse_save, refuse_load, lend = RefuseSave(engine), RefuseLoad(engine), LendStorages()
     for module in model.modules():
         module.register_state_dict_pre_hook(refuse_save)
+        module.register_state_dict_post_hook(lend)
         module.register_load_state_dict_pre_hook(refuse_load)
     model.__dict__[IGNORED_BY_DDP] = RefuseDDP()
     model.__dict__["__deepcopy__"] = functools.partial(copy_plain, model, tuple(forward_methods))
@@ -210,6 +212,28 @@ class RefuseSave(Hook):
                 "sharded. Use `with zero.gathered():` around it, on every rank, `for _ in zero.on_first_rank():` "
                 "instead of `if rank == 0:`, or zero.save(path) for a checkpoint."
             )
+
+
+@final
+class LendStorages(Hook):
+    """After a module's `state_dict`: its parameters get storages of their own size, without a copy; tied ones share."""
+
+    def __init__(self) -> None:
+        self._given: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        """The last entry of each parameter, by identity."""
+
+    def __call__(self, module: nn.Module, state: Any, prefix: str, local_metadata: Any) -> None:
+        """Replace the storages of the module's own entries."""
+        for key, parameter in module._parameters.items():
+            entry = state.get(prefix + key)
+            if type(entry) is not torch.Tensor or not isinstance(parameter, ShardedParameter):
+                continue  # user code has replaced the entry, or the parameter is ignored
+            given = self._given.get(id(parameter))
+            if given is not None and given.data_ptr() == entry.data_ptr():
+                entry.data = given
+            else:
+                slot_of(parameter).bucket.lend(entry)
+            self._given[id(parameter)] = entry
 
 
 @final

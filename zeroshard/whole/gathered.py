@@ -4,6 +4,7 @@ Owns the entry and exit of `zero.gathered()`, and the exchange of state slices f
 `core/unit.py` (gather and release) first.
 """
 
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,12 +77,24 @@ def gathered(
                         bucket.changes.accept()
                 if not unit.spec.is_whole:
                     unit.release()
+            _tell_kept(engine)
         if told:
             raise RuntimeError(
                 f"{engine.mesh} Values were changed in place under gathered() without writeback=True:\n{told}\nChanges "
                 "of sharded parameters are lost, and replicated parameters may now differ between ranks. Use `with "
                 "zero.gathered(writeback=True):` on every rank, which keeps the values of rank 0."
             )
+
+
+def _tell_kept(engine: Engine) -> None:
+    """Warn if tensors of a `state_dict` outlast the context: the memory that they read stays."""
+    buckets = [bucket for unit in engine.units if not unit.spec.is_whole for bucket in unit.buckets]
+    if kept := sum(bucket.full.nbytes for bucket in buckets if bucket.is_lent()):
+        warnings.warn(
+            f"{engine.mesh} A state_dict() is kept beyond gathered(), so {kept:,} bytes of parameters stay on this "
+            "rank, and later passes overwrite them. Delete the dictionary inside the context, or keep clones.",
+            stacklevel=4,
+        )
 
 
 def parameters_of(engine: Engine) -> dict[str, nn.Parameter]:

@@ -95,8 +95,10 @@ class OwnMemory(Memory):
 
     def open(self, full: Tensor, start: int, shard: Tensor) -> None:
         """See `Memory`."""
-        if full.untyped_storage().resizable():
-            full.untyped_storage().resize_(full.nbytes)
+        storage = full.untyped_storage()
+        # torch would move memory that was not released, and other tensors may read it.
+        if storage.resizable() and storage.nbytes() < full.nbytes:
+            storage.resize_(full.nbytes)
         full[start : start + shard.numel()] = shard
 
     def close(self, full: Tensor) -> bool:
