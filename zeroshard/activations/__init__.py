@@ -46,7 +46,8 @@ def treatment_of(cell: Activations, plans: Sequence[UnitPlan], comm: Comm, ledge
         for link in cell.of_unit(plan.name):
             if type(link) in LINKS:
                 links.setdefault(number, []).append(made.setdefault(link, LINKS[type(link)](link, comm)))
-    return Chained(links, ledger)
+    buffers = {n: [m._buffers for m in plan.module.modules() if m._buffers] for n, plan in enumerate(plans)}
+    return Chained(links, ledger, {number: found for number, found in buffers.items() if found})
 
 
 def recompute_units(

@@ -14,6 +14,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
@@ -147,10 +148,17 @@ class Chained(Treatment):
     Args:
         links: the links of each unit, by number.
         ledger: counts the bytes that stay on the device, each storage once.
+        buffers: the registered buffers of each unit's modules, by number, as dictionaries. They stay on the device, and
+            kernels of batch norm change them without a new version: a backward reads them as they are then.
     """
 
-    def __init__(self, links: Mapping[int, Sequence[Link]], ledger: Ledger) -> None:
-        self._links, self._ledger = links, ledger
+    def __init__(
+        self,
+        links: Mapping[int, Sequence[Link]],
+        ledger: Ledger,
+        buffers: Mapping[int, Sequence[Mapping[str, Tensor | None]]] = MappingProxyType({}),
+    ) -> None:
+        self._links, self._ledger, self._buffers = links, ledger, buffers
         ledger.add("activations", 0)
         self._uses: Counter[int] = Counter()
         self._captured: Counter[int] = Counter()
@@ -160,7 +168,9 @@ class Chained(Treatment):
         """Run each link of the unit over all tensors."""
         links = self._links.get(unit, ())
         # A tensor that was changed in place after it was saved is not treated: reading it raises, as without links.
+        own = {storage_of(b) for some in self._buffers.get(unit, ()) for b in some.values() if b is not None}
         sound = [box for box in boxes if version_of(box.value) == box.version]
+        sound = [box for box in sound if storage_of(local_of(box.value)) not in own] if own else sound
         held = [Held(box.value, box.is_input) for box in sound]
         for link in links:
             link.treat(held, unit, outputs)

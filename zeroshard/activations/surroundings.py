@@ -5,10 +5,10 @@ Owns the choice of the state that is kept for a call. It must not know what runs
 Note: buffers that a forward changes
     Running statistics, the vectors of spectral norm and moving averages change in a forward. A recomputation reads what
     the forward read, and what it writes is dropped, so that nothing is counted twice. A buffer that only is replaced
-    needs no copy. Which ones are changed in place is known by their version after the first forward of a module, for
-    which all are copied; batch norm's kernels leave the version alone, so that a change of one buffer counts for all
-    buffers of its module (`num_batches_tracked` tells of the others). A later forward that changes other buffers than
-    those before is an error in its recomputation, since the values before are gone.
+    needs no copy. Which ones are changed in place is known by their version after the first forward of a module in its
+    training modes, for which all are copied; batch norm's kernels leave the version alone, so that a change of one
+    buffer counts for all buffers of its module (`num_batches_tracked` tells of the others). A later forward that
+    changes other buffers than those before is an error in its recomputation, since the values before are gone.
 Note: generators
     All attributes of all modules are looked at when there are more or fewer of them than at the forward before. Any
     other forward looks again at those attributes alone that held a generator or None then. A generator that replaces
@@ -36,15 +36,16 @@ class Surroundings:
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = dict(module.named_modules())
-        self._changed: set[str] | None = None
-        """Names of modules that change buffers in place; None before the first forward."""
+        self._changed: dict[tuple[bool, ...], set[str]] = {}
+        """Names of modules that change buffers in place, by the training modes of all modules in a forward."""
         self._attributes = [vars(one) for one in self._modules.values()]
         self._places: list[tuple[Mapping[str, Any], str]] = []
         self._count = -1
 
     def keep(self) -> "Kept":
         """Record the state before a forward."""
-        return Kept(self._modules, self._generators(), self._changed)
+        modes = tuple(module.training for module in self._modules.values())
+        return Kept(self._modules, modes, self._generators(), self._changed.get(modes))
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators that are attributes of the modules; see the note."""
@@ -58,7 +59,7 @@ class Surroundings:
 
     def note(self, kept: "Kept") -> None:
         """Record which buffers a finished forward changed."""
-        self._changed = (self._changed or set()) | kept.settle()
+        self._changed.setdefault(kept.modes, set()).update(kept.settle())
 
 
 @final
@@ -67,15 +68,19 @@ class Kept:
 
     Args:
         modules: modules by name.
+        modes: whether each module is in training mode.
         generators: generators of the modules.
         changed: names of the modules whose buffers are copied; None for all.
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], generators: Sequence[torch.Generator], changed: set[str] | None
+        self,
+        modules: Mapping[str, nn.Module],
+        modes: tuple[bool, ...],
+        generators: Sequence[torch.Generator],
+        changed: set[str] | None,
     ) -> None:
-        self._modules = modules
-        self._modes = [module.training for module in modules.values()]
+        self._modules, self.modes = modules, modes
         self._generators = [(one, one.get_state()) for one in generators]
         self._buffers = {
             name: {key: (one, version_of(one)) for key, one in module._buffers.items() if one is not None}
@@ -118,11 +123,11 @@ class Kept:
                 "no previous forward had changed, so their previous values are lost. Exclude this unit from "
                 "activations='recompute', or let its first forward change them, too."
             )
-        modes = [module.training for module in self._modules.values()]
+        modes = tuple(module.training for module in self._modules.values())
         states = [one.get_state() for one, _ in self._generators]
         buffers = {name: dict(self._modules[name]._buffers) for name in self._copies}
         try:
-            self._set(self._modes, [state for _, state in self._generators])
+            self._set(self.modes, [state for _, state in self._generators])
             # Copied again, because the graph may be used twice.
             with without_modes():
                 again = {name: {key: one.clone() for key, one in some.items()} for name, some in self._copies.items()}
@@ -134,7 +139,7 @@ class Kept:
             for name, values in buffers.items():
                 self._modules[name]._buffers.update(values)
 
-    def _set(self, modes: list[bool], states: list[Any]) -> None:
+    def _set(self, modes: tuple[bool, ...], states: list[Any]) -> None:
         for module, mode in zip(self._modules.values(), modes, strict=True):
             module.training = mode
         for (generator, _), state in zip(self._generators, states, strict=True):

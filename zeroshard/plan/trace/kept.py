@@ -135,12 +135,12 @@ class Kept:
         self._boxes: dict[int, list[_Box]] = {}
         self._under_way: list[tuple[int, ...]] = []
         self._last: weakref.ref[_Batch] | None = None
-        self.is_parameter: Callable[[Tensor], bool] = lambda tensor: False
-        """Returns whether a tensor is a parameter of the model; treatments do not receive parameters."""
+        self.is_of_model: Callable[[Tensor], bool] = lambda tensor: False
+        """Returns whether a tensor is a parameter or a buffer of the model, which treatments do not receive."""
 
-    def watch(self, is_parameter: Callable[[Tensor], bool], exchange: Callable[[Exchange], None]) -> None:
-        """Set the functions that identify parameters and receive collectives."""
-        self.is_parameter = is_parameter
+    def watch(self, is_of_model: Callable[[Tensor], bool], exchange: Callable[[Exchange], None]) -> None:
+        """Set the functions that identify tensors of the model and receive collectives."""
+        self.is_of_model = is_of_model
         for link in {id(link): link for links in self._links.values() for link in links}.values():
             link.exchange = exchange
 
@@ -165,7 +165,7 @@ class Kept:
             is_input: whether the tensor is an input of a recomputed module.
         """
         plain = tensor.detach()
-        if self.is_parameter(tensor) or graph_task() != -1:
+        if self.is_of_model(tensor) or graph_task() != -1:
             return plain
         box = _Box(plain, is_input)
         self._boxes.setdefault(self._unit(), []).append(box)

@@ -233,10 +233,10 @@ class Recorder(DispatchMode):
                 self._categories[number] = Category.ACTIVATION
         return tensor
 
-    def is_parameter(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a parameter, or a view of a parameter."""
+    def is_of_model(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter or a buffer, or a view of one."""
         number = self.number_of(tensor)
-        return number is not None and self._categories[number] is Category.PARAMETER
+        return number is not None and self._categories[number] in (Category.PARAMETER, Category.BUFFER)
 
     def end_forward(self, loss: Tensor) -> None:
         """Record storages that outlive the forward although no hook saw them saved."""

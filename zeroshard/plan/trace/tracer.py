@@ -152,7 +152,7 @@ def _pass(
         return packed if kept is None else kept.unpack(packed)
 
     if kept is not None:
-        kept.watch(recorder.is_parameter, recorder.exchange)
+        kept.watch(recorder.is_of_model, recorder.exchange)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         loss = step(model, *inputs)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
