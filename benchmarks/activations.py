@@ -24,6 +24,7 @@ from benchmarks.machine import circumstances, write_result
 from benchmarks.peaks import measure_peak
 from zeroshard.activations import recompute_units, treatment_of
 from zeroshard.core.saved import SavedTensors
+from zeroshard.core.undo import Undo
 from zeroshard.describe.units import plan_units
 from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.table.schedule import ROOT
@@ -62,7 +63,7 @@ def treat(model: nn.Module, how: str) -> None:
             plan.module.register_forward_pre_hook(enter(number))
             plan.module.register_forward_hook(leave(number))
     nothing: Any = (lambda *_: None, lambda *_: None)
-    recompute_units(cell, plans, {plan.module: nothing for plan in plans}, saved, Ledger())
+    recompute_units(cell, plans, {plan.module: nothing for plan in plans}, saved, Ledger(), lambda *_: None, Undo())
     plain = model.forward
 
     def forward(*args: Any) -> Any:

@@ -771,6 +771,13 @@ ENGINE = (
         f"{_BUFFERS}::test_evaluation_equals_ddps_on_every_rank[no_sync]",
     ),
     Bug(
+        "detach() forgets the states",
+        "whole/detach.py",
+        "                if self._keeps and slot.name in whole:",
+        "                if not self._keeps:",
+        "tests/state/test_detach.py::test_training_continues_plain_and_at_another_stage[host-1]",
+    ),
+    Bug(
         "Accelerate's autocast is not looked at",
         "setup/autocast.py",
         'if asked == "no" or',

@@ -30,6 +30,7 @@ from zeroshard.core.norms import norms_of
 from zeroshard.core.parameter import PlainForm
 from zeroshard.core.slot import Form
 from zeroshard.core.states import Scope, Sum
+from zeroshard.core.undo import DETACHED
 from zeroshard.core.unit import Unit
 from zeroshard.core.version import VERSION
 from zeroshard.describe.offload import OffloadLike
@@ -59,6 +60,7 @@ from zeroshard.values.materialize import InitFn
 from zeroshard.whole.access import open_states
 from zeroshard.whole.average import Average, count_averages
 from zeroshard.whole.copies import check_copies
+from zeroshard.whole.detach import detach
 from zeroshard.whole.gathered import gathered
 from zeroshard.whole.module_buffers import follow_buffers
 from zeroshard.whole.moved import move_states_away, move_states_back
@@ -232,12 +234,13 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     with accepted_by_all(described.mesh, "zs.shard()"):
         apart, home = make_apart(described)
     cell, plans = described.row.activations, described.plans
+    dtypes = {name: parameter.dtype for plan in plans for name, parameter in plan.parameters}
     treatment = treatment_of(cell, plans, comm, ledger)
     engine = build(described, comm, ledger, treatment, apart, home)
     engine.order.buffers = follow_buffers(described, comm, engine.order.votes)
-    zero = Zero(engine, described, apart, home)
+    zero = Zero(engine, described, dtypes, apart, home)
     hooks = wire(engine, described.model, plans, settings.forward_methods, described.precision, described.own_precision)
-    recompute_units(cell, plans, hooks, engine.saved, ledger, engine.guard.suspect)
+    recompute_units(cell, plans, hooks, engine.saved, ledger, engine.guard.suspect, engine.undo)
     warn_if_whole(described.mesh, engine.units, described.plans)
     return zero
 
@@ -274,8 +277,14 @@ class Zero:
     """
 
     def __init__(
-        self, engine: Engine, described: Described, apart: Apart | None = None, home: Apart | None = None
+        self,
+        engine: Engine,
+        described: Described,
+        dtypes: Mapping[str, torch.dtype],
+        apart: Apart | None = None,
+        home: Apart | None = None,
     ) -> None:
+        self._dtypes, self._settings = dtypes, described.settings
         self._apart, self._home, self._specs = apart, home, described.units
         self._engine, self._model, self._elementwise = engine, described.model, described.settings.elementwise
         self._ignored, self._sharded = described.ignored, list[ShardedOptimizer]()
@@ -293,19 +302,23 @@ class Zero:
             self._take(one)
 
     def __str__(self) -> str:
-        return self.summary()
+        return self.summary() if "_engine" in vars(self) else repr(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raise an error: the handle is not a model, because `shard()` changes the model in place."""
         raise TypeError(f"{_HABIT} Call the model.")
 
     def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and "_engine" not in vars(self):
+            raise RuntimeError(DETACHED)
         is_of_model = not name.startswith("__") and hasattr(nn.Module, name)
         hint = f" Write {peers.METHODS[name]}." if name in peers.METHODS else f" {_HABIT}" * is_of_model
         # obj=None keeps Python from suggesting a similar name of this class, which would mislead here.
         raise AttributeError(f"'Zero' object has no attribute '{name}'.{hint}", name=name, obj=None)
 
     def __repr__(self) -> str:
+        if "_engine" not in vars(self):
+            return "Zero(detached)"
         numel = sum(unit.numel for unit in self.units)
         row = name_of_row(self.residency)
         return f"Zero({self.mesh} {row}, {len(self.units):,} units, {numel:,} parameters)"
@@ -361,7 +374,10 @@ class Zero:
         ```
         """
         if any(one.optimizer is optimizer for one in self._sharded):
-            raise ValueError(f"This {type(optimizer).__name__} is attached already.")
+            raise ValueError(
+                f"This {type(optimizer).__name__} is attached already. To shard its model again, call zero.detach() "
+                "first, which makes model and optimizer plain."
+            )
         engine, number = self._engine, len(self._sharded)
         engine.leave_passes("attach()")
         engine.order.barrier(f"attach() of optimizer {number}")
@@ -379,7 +395,7 @@ class Zero:
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over an optimizer after its checks."""
         move_states(optimizer, self.mesh.device)
-        self._chosen += choose_kernels(self._engine.guard, optimizer)
+        self._chosen += choose_kernels(self._engine.guard, optimizer, self._engine.undo)
         whole = whole_of(optimizer)
         costs = {} if whole is None else whole_costs(optimizer, whole)
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded), state_cost(optimizer)))
@@ -388,7 +404,7 @@ class Zero:
         give_sums(self._engine, optimizer)
         self._sharded[-1].source = source_of(self._engine, self._apart, self._home, self._sharded[-1])
         if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
-            optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step)
+            self._engine.undo.keep(optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step))
 
     def gathered(self, *, writeback: bool = False, states: bool = False) -> AbstractContextManager[None]:
         """Gather all parameters as full, plain tensors inside the context; passes inside it do not communicate.
@@ -556,6 +572,49 @@ class Zero:
         Collective: an all-reduce of 32 bytes; every rank must call.
         """
         move_states_back(self._engine, self._sharded)
+
+    def detach(self, *, to: Literal["all", "rank 0"] = "all", dtype: torch.dtype | None = None) -> None:
+        """Make the model and its optimizers plain again, the same objects, with full values and states.
+
+        Hooks, replaced methods, threads, files and process groups of `zs.shard` are gone. Groups, options and
+        schedulers continue, and `zs.shard` takes model and optimizer again. Parameters have the values of their master
+        weights. This handle, and averages of `ema()`, raise an error afterwards; the loss scale of "fp16" and the
+        number of steps are not kept.
+
+        Args:
+            to: "all" for full values on every rank. With "rank 0" the parameters of the other ranks have 0 elements, so
+                that a forward raises an error, and their optimizers have no states.
+            dtype: the dtype of floating-point parameters, and of states of that format. By default the dtype of the
+                master weights (fp32 with precision="bf16"), or that before `zs.shard` if it was wider.
+
+        Raises:
+            ValueError: an argument is not supported.
+            RuntimeError: inside a pass, `gathered()` or `swapped()`, or gradients were not applied by a step. Nothing
+                was changed.
+            MemoryError, RankMismatchError: a rank has too little memory. Nothing was changed.
+
+        Collective: all-gathers of parameters and states, unit by unit; every rank must call.
+
+        ```python
+        import torch, zeroshard as zs
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for stage in (0, 3):
+            zero = zs.shard(model, optimizer, stage=stage)
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            zero.detach()
+        assert type(model.weight) is torch.nn.Parameter and optimizer.state[model.weight]["step"] == 2
+        ```
+        """
+        if any(one.is_swapped for one in self._averages):
+            raise RuntimeError(f"{self.mesh} zero.detach() inside swapped() of an average: leave the context first.")
+        if len(self.mesh.tensor_ranks) == 1:  # with an axis "tensor" there are no saves
+            self._saver.wait("zero.detach()")
+        detach(self._engine, self._sharded, self._dtypes, to=to, dtype=dtype, room_bytes=self._settings.device_bytes)
+        vars(self).clear()
 
     def save(
         self,

@@ -197,6 +197,7 @@ def test_an_import_downwards_passes(name: str, text: str) -> None:
 # Each may import itself and what stands before it, for types only included.
 CORE = (
     "version",
+    "undo",
     "dtypes",
     "states",
     "passes",

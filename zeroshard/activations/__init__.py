@@ -18,6 +18,7 @@ from zeroshard.activations.products import Products
 from zeroshard.activations.recompute import Suspect, recompute
 from zeroshard.core.hooks import Enter, Exit
 from zeroshard.core.saved import SavedTensors, Treatment
+from zeroshard.core.undo import Undo
 from zeroshard.describe.selection import recomputed_modules
 from zeroshard.describe.units import UnitPlan
 from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned, Treated
@@ -57,8 +58,9 @@ def recompute_units(
     saved: SavedTensors,
     ledger: Ledger,
     suspect: Suspect,
+    undo: Undo,
 ) -> None:
     """Set up the recomputation of the modules of units that a cell selects; `suspect` is that of `recompute`."""
     rounds = [any(isinstance(one, Compressed) and one.rest for one in cell.of_unit(plan.name)) for plan in plans]
     rounded = {m for plan, is_rounded in zip(plans, rounds, strict=True) if is_rounded for m in plan.module.modules()}
-    recompute(recomputed_modules(cell, plans), hooks, Products(saved, ledger), suspect, rounded)
+    recompute(recomputed_modules(cell, plans), hooks, Products(saved, ledger), suspect, undo, rounded)

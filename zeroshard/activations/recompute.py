@@ -31,6 +31,7 @@ from zeroshard.activations.surroundings import Kept, Surroundings
 from zeroshard.activations.trail import Trails
 from zeroshard.core.guard import BECAUSE
 from zeroshard.core.hooks import Enter, Exit, Hook
+from zeroshard.core.undo import Undo
 from zeroshard.table.activations import Recomputed
 from zeroshard.torch_private import graph_task, is_inside_transform, local_of, version_of, without_modes
 from zeroshard.tree import find, map_tensors
@@ -46,6 +47,7 @@ def recompute(
     hooks: Mapping[nn.Module, tuple[Enter, Exit]],
     products: Products,
     suspect: Suspect,
+    undo: Undo,
     rounded: Collection[nn.Module] = (),
 ) -> None:
     """Set up activation checkpointing of modules.
@@ -66,7 +68,7 @@ def recompute(
     }
     for module, how in modules:
         forward = _Forward(module, how, hooks[module], products, segments[how], suspect, module in rounded)
-        module.__dict__["forward"] = forward
+        undo.put(vars(module), "forward", forward)
 
 
 @final

@@ -139,7 +139,8 @@ class Saver:
         for one in self._optimizers:
             if not any(optimizer is one.optimizer for optimizer in self._watched):
                 self._watched.append(one.optimizer)
-                one.optimizer.register_step_post_hook(lambda *_: self._settle(waits=False))
+                hook = one.optimizer.register_step_post_hook(lambda *_: self._settle(waits=False))
+                self._engine.undo.keep(hook)
 
     def _settle(self, *, waits: bool) -> None:
         """Exchange the progress of a save in the background; raise its failure.

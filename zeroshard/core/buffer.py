@@ -22,6 +22,7 @@ from zeroshard.core.changes import Changes
 from zeroshard.core.dtypes import Dtypes
 from zeroshard.core.grads import FlatGradients, Gradients, Places
 from zeroshard.core.loose import LooseGradients
+from zeroshard.core.undo import Ending
 from zeroshard.store.ahead import Waitable
 from zeroshard.store.apart import Apart, beside
 from zeroshard.store.stored import is_stored
@@ -38,7 +39,7 @@ __all__ = ["Bucket"]
 Tensor = torch.Tensor
 
 
-class Bucket:
+class Bucket(Ending):
     """One flat tensor of a unit, of one dtype and trainability; the unit's parameters are views of it.
 
     Args:

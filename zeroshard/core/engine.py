@@ -42,6 +42,7 @@ from zeroshard.core.passes import Pass
 from zeroshard.core.saved import SavedTensors, Treatment
 from zeroshard.core.slot import Slot
 from zeroshard.core.states import Presence, Scope
+from zeroshard.core.undo import Ending, Undo
 from zeroshard.core.unit import Unit
 from zeroshard.devices import Lane, alone
 from zeroshard.table.schedule import ROOT
@@ -59,7 +60,7 @@ KEPT_FORWARDS = 64
 
 
 @final
-class Engine:
+class Engine(Ending):
     """The state of one sharded model.
 
     Args:
@@ -74,6 +75,8 @@ class Engine:
         # Autograd uses a single thread for the CPU.
         self.lock = threading.RLock() if mesh.device.type != "cpu" else None
         self.slots: dict[str, Slot] = {}
+        self.undo, self.backwards = Undo(), 0
+        """The number of backward passes that have ended."""
         self.order = Order(units, comm)
         self.catch_up, self.answer = self.order.catch_up, self.order.answer
         self.is_sharded = self.order.is_sharded
@@ -272,6 +275,7 @@ class Engine:
             self.order.close()
         finally:
             if pass_.phase == "backward":
+                self.backwards += 1
                 self._task = -1
                 self._forwards, self._used = [], set()
                 for unit in self.units:

@@ -58,6 +58,11 @@ class PlainForm(Form):
         """The two classes of this module."""
         return ShardedParameter, ReleasedParameter
 
+    @property
+    def plain(self) -> type[Tensor]:
+        """See `Form`."""
+        return torch.nn.Parameter
+
     def part(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself."""
         return tensor

@@ -80,6 +80,11 @@ class Form(ABC):
     def classes(self) -> tuple[type[torch.nn.Parameter], type[torch.nn.Parameter]]:
         """The classes of the parameter while gathered, and while released."""
 
+    @property
+    @abstractmethod
+    def plain(self) -> type[Tensor]:
+        """The class of the parameter in a model that is not sharded."""
+
     @abstractmethod
     def part(self, tensor: Tensor) -> Tensor:
         """Return the plain tensor in this rank's bucket for a tensor of this form."""

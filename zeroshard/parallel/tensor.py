@@ -69,6 +69,11 @@ class DTensorForm(Form):
         """The two classes of this module."""
         return ShardedDTensor, ReleasedDTensor
 
+    @property
+    def plain(self) -> type[Tensor]:
+        """See `Form`."""
+        return DTensor
+
     def part(self, tensor: Tensor) -> Tensor:
         """Return the local tensor in the parameter's placements. Collective: only if a redistribution is pending."""
         if not isinstance(tensor, DTensor):

@@ -37,6 +37,12 @@ class Additions:
         for module in model.modules():
             watched[module] = self
 
+    def end(self) -> None:
+        """Watch no module any more."""
+        watched = _watched()
+        for module in [module for module, one in watched.items() if one is self]:
+            del watched[module]
+
     def first(self) -> str:
         """Return the name of the first added parameter that still exists; "" if there is none."""
         if not self.is_suspected or (model := self._model()) is None:

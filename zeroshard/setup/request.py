@@ -241,7 +241,10 @@ def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh, a
         if id(parameter) in ignored:
             continue
         if isinstance(parameter, ShardedParameter):
-            raise ValueError(f"Parameter '{name}' is sharded already; zs.shard() takes a model once.")
+            raise ValueError(
+                f"Parameter '{name}' is sharded already. To shard the model again, as when the cell of a notebook runs "
+                "twice, call zero.detach() of its handle first, which makes model and optimizer plain."
+            )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(
                 f"Parameter '{name}' is uninitialized (a lazy module). Run one forward pass before zs.shard()."

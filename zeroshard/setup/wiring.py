@@ -71,16 +71,19 @@ def _hang(
         own: places that must not change.
         forward_methods: methods that act like forward, such as "encoder.encode".
     """
-    hooks, added = {}, Additions(model).first
+    additions, keep = Additions(model), engine.undo.keep
+    engine.undo.add(additions.end)
+    hooks, added = {}, additions.first
     for module, (name, units) in entries.items():
         checked = (own, added) if module is model else ()
         enter, leave = hooks[module] = Enter(engine, name, units, *checked), Exit(engine)
-        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-        module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+        keep(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+        keep(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
     for path in forward_methods:
         owner, method = owner_of(model, path)
         units = entries.get(owner, ("", ()))[1]
-        owner.__dict__[method] = _wrap(owner, method, Enter(engine, path, units, own, added), Exit(engine), edge)
+        wrapped = _wrap(owner, method, Enter(engine, path, units, own, added), Exit(engine), edge)
+        engine.undo.put(vars(owner), method, wrapped)
     landed = Landed(engine)
     parameters = [parameter for unit in engine.units for parameter in unit.parameters]
     for parameter in parameters:
@@ -88,26 +91,27 @@ def _hang(
             continue  # it can never be trained
         # torch supports hooks only on trainable parameters; a frozen parameter may be trained later.
         is_trainable = parameter.requires_grad
-        parameter.requires_grad_(True).register_post_accumulate_grad_hook(landed)
+        keep(parameter.requires_grad_(True).register_post_accumulate_grad_hook(landed))
         parameter.requires_grad_(is_trainable)
     if tables := [p for p in parameters if len(slot_of(p).bucket.parameters) == 1]:
-        model.register_forward_hook(AddInPlace(tables))
+        keep(model.register_forward_hook(AddInPlace(tables)))
     taken = set(map(id, parameters))
     for name, parameter in model.named_parameters():
         if id(parameter) not in taken and parameter.requires_grad and engine.mesh.world_size > 1:
-            parameter.register_post_accumulate_grad_hook(NameGradient(name))
+            keep(parameter.register_post_accumulate_grad_hook(NameGradient(name)))
     if engine.mesh.device.type == "cuda":
         # Elsewhere such a mode records nothing, and the forward has no hook for it.
-        model.register_forward_pre_hook(RefuseGraphs(), prepend=True)
+        keep(model.register_forward_pre_hook(RefuseGraphs(), prepend=True))
     if edge is None and any(p.requires_grad and p.dtype is torch.float32 for p in parameters):
-        model.register_forward_pre_hook(RefuseUnapplied(engine.mesh), prepend=True)
+        keep(model.register_forward_pre_hook(RefuseUnapplied(engine.mesh), prepend=True))
     refuse_save, refuse_load, lend = RefuseSave(engine), RefuseLoad(engine), LendStorages()
     for module in model.modules():
-        module.register_state_dict_pre_hook(refuse_save)
-        module.register_state_dict_post_hook(lend)
-        module.register_load_state_dict_pre_hook(refuse_load)
-    model.__dict__[IGNORED_BY_DDP] = RefuseDDP()
-    model.__dict__["__deepcopy__"] = functools.partial(copy_plain, model, tuple(forward_methods))
+        keep(module.register_state_dict_pre_hook(refuse_save))
+        keep(module.register_state_dict_post_hook(lend))
+        keep(module.register_load_state_dict_pre_hook(refuse_load))
+    engine.undo.put(vars(model), IGNORED_BY_DDP, RefuseDDP())
+    copy = functools.partial(copy_plain, model, tuple(forward_methods))
+    engine.undo.put(vars(model), "__deepcopy__", copy)
     return hooks
 
 
@@ -120,7 +124,7 @@ def _hang_casts(
         blocks: modules that user code may call directly.
         chosen: modules with a separate precision.
     """
-    casts = [(one.module, one.inside, one.outside) for one in chosen]
+    casts, keep = [(one.module, one.inside, one.outside) for one in chosen], engine.undo.keep
     edge, edges = None, dict[nn.Module, None]()
     if precision.param is not None:
         for module in model.modules():
@@ -130,14 +134,14 @@ def _hang_casts(
         edge = Edge(CastIn(precision.param, engine.loss_scale), CastOut(output, engine.loss_scale))
         edges = dict.fromkeys((model, *blocks))
         for module in edges:
-            module.register_forward_pre_hook(EdgeIn(edge), with_kwargs=True)
+            keep(module.register_forward_pre_hook(EdgeIn(edge), with_kwargs=True))
     # Inside the other edge, for inputs and outputs, if a module has both.
     for module, inside, outside in casts:
-        module.register_forward_pre_hook(CastIn(inside), with_kwargs=True)
-        module.register_forward_hook(CastOut(outside), with_kwargs=True)
+        keep(module.register_forward_pre_hook(CastIn(inside), with_kwargs=True))
+        keep(module.register_forward_hook(CastOut(outside), with_kwargs=True))
     if edge is not None:
         for module in edges:
-            module.register_forward_hook(EdgeOut(edge), with_kwargs=True)
+            keep(module.register_forward_hook(EdgeOut(edge), with_kwargs=True))
     return edge
 
 

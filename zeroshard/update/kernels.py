@@ -4,12 +4,14 @@ Owns the choice and its description. It must not know the kernels' arguments; "N
 explains why fused kernels save a wait.
 """
 
+import functools
 from types import MappingProxyType
 
 import torch
 
 from zeroshard.core.guard import FUSED, Guard
 from zeroshard.core.slot import slot_of
+from zeroshard.core.undo import Undo
 from zeroshard.torch_private import has_kernel
 
 __all__ = ["choose_kernels", "describe_waits"]
@@ -22,7 +24,7 @@ KERNELS = MappingProxyType(
 """The operations behind `fused=True`; their support on a device differs between releases of torch."""
 
 
-def choose_kernels(guard: Guard, optimizer: torch.optim.Optimizer) -> list[str]:
+def choose_kernels(guard: Guard, optimizer: torch.optim.Optimizer, undo: Undo) -> list[str]:
     """Choose fused kernels on a device for groups without `fused` and `foreach`; return lines that describe the choice.
 
     A loaded state dict has the choice of the run that saved it, so the choice is repeated after loading.
@@ -37,7 +39,10 @@ def choose_kernels(guard: Guard, optimizer: torch.optim.Optimizer) -> list[str]:
         return []
     # Groups added later start from the defaults.
     optimizer.defaults["fused"] = True if chosen[0] else optimizer.defaults["fused"]
-    optimizer.register_load_state_dict_post_hook(_choose_again)
+    undo.keep(optimizer.register_load_state_dict_post_hook(_choose_again))
+    for group, is_ours in zip([optimizer.defaults, *optimizer.param_groups], chosen, strict=True):
+        if is_ours:
+            undo.add(functools.partial(group.update, fused=None))
     kind = type(optimizer).__name__
     gain = "one pass over the values in host memory" if is_apart else "steps do not wait for the device"
     return [f"{kind}: fused=True was set, since fused and foreach were None; {gain}"]

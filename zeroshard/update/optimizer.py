@@ -71,6 +71,8 @@ class ShardedOptimizer:
         self._engine, self.optimizer, self._index, self.state_cost = engine, optimizer, index, state_cost
         self.steps = 0
         """Steps so far, skipped ones included."""
+        self.applied = 0
+        """The number of backward passes whose gradients were applied or belong to an earlier step."""
         self._fresh: list[Tensor] = []
         whole = whole_of(optimizer)
         self.whole_costs: Mapping[tuple[int, int], Sequence[Any]] = {}
@@ -89,13 +91,14 @@ class ShardedOptimizer:
         """The running call of `step`. A class may call the step of the class that it extends, whose hooks run, too."""
         self._inner_steps = 0
         """Steps of extended classes that are running: all was done before."""
-        self._last_hook = optimizer.register_step_pre_hook(self._before_step)
-        keep_first(optimizer.register_step_post_hook(self._after_step))
-        optimizer.register_state_dict_pre_hook(self._before_save)
-        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        undo = engine.undo
+        self._last_hook = undo.keep(optimizer.register_step_pre_hook(self._before_step))
+        keep_first(undo.keep(optimizer.register_step_post_hook(self._after_step)))
+        undo.keep(optimizer.register_state_dict_pre_hook(self._before_save))
+        undo.keep(optimizer.register_load_state_dict_pre_hook(self._before_load))
         self._add_plain, self._add_hook = optimizer.add_param_group, optimizer.register_step_pre_hook
-        optimizer.register_step_pre_hook = self._register  # type: ignore[method-assign]
-        optimizer.add_param_group = self._add_group  # type: ignore[method-assign, assignment]
+        undo.put(vars(optimizer), "register_step_pre_hook", self._register)
+        undo.put(vars(optimizer), "add_param_group", self._add_group)
 
     @property
     def masters(self) -> list[Tensor]:
@@ -254,6 +257,7 @@ class ShardedOptimizer:
         engine.order.publish(numbers, start)
         for bucket in buckets.values():
             bucket.count_update()
+        self.applied = engine.backwards
         if answer is not None:
             engine.unread = lambda: self._learn(answer)
 
@@ -264,6 +268,7 @@ class ShardedOptimizer:
             for master in self._fresh:
                 # torch had made its states, which the kernels have left empty.
                 self.optimizer.state.pop(master, None)
+            self.applied = -1
             if engine.guard.is_fatal(engine.loss_scale):
                 self.steps -= 1
                 raise not_finite(engine.mesh, name, engine.loss_scale)

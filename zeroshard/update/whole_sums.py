@@ -47,4 +47,4 @@ class RankSums(Sums):
 def give_sums(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer the sums over whole tensors that it needs."""
     if isinstance(optimizer, SummingOptimizer):
-        optimizer.sums = RankSums(engine)
+        engine.undo.put(vars(optimizer), "sums", RankSums(engine))

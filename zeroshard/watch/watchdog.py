@@ -265,7 +265,8 @@ class Watchdog:
         for thread in threads:
             thread.start()
         # Also runs at exit: a thread that returns from the store during interpreter exit would abort the process.
-        weakref.finalize(self, _end, self._status, threads, ErrorHook.of(self._status))
+        self.close = weakref.finalize(self, _end, self._status, threads, ErrorHook.of(self._status))
+        """Ends the threads."""
 
     @property
     def is_alive(self) -> Callable[[int], bool]:

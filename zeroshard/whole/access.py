@@ -34,8 +34,8 @@ def open_states(engine: Engine, sharded: ShardedOptimizer) -> None:
         with _whole(engine, sharded, is_here=is_here, writeback=True):
             load(state_dict)
 
-    optimizer.state_dict = state_dict  # type: ignore[method-assign]
-    optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+    engine.undo.put(vars(optimizer), "state_dict", state_dict)
+    engine.undo.put(vars(optimizer), "load_state_dict", load_state_dict)
 
 
 def _has_all(sharded: ShardedOptimizer) -> bool:

@@ -68,6 +68,11 @@ class Average:
         return [m for b in self._buckets for m in map(b.master, range(len(b.parameters))) if m.numel()]
 
     @property
+    def is_swapped(self) -> bool:
+        """Whether the parameters are the average."""
+        return self._is_swapped
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the average on this rank."""
         return sum(average.nbytes for average in self._averages)

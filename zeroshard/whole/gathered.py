@@ -21,10 +21,10 @@ from zeroshard.setup.takeover import spread
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import version_of
 from zeroshard.update.optimizer import ShardedOptimizer, is_cut, keep_state
-from zeroshard.whole.owned import gather_owned, owned_states
+from zeroshard.whole.owned import OwnedState, gather_owned, owned_states
 from zeroshard.wire.comm import Tag
 
-__all__ = ["WholeStates", "gathered", "parameters_of"]
+__all__ = ["WholeStates", "gather_states", "gathered", "parameters_of"]
 
 Tensor = torch.Tensor
 
@@ -153,7 +153,8 @@ class WholeStates:
 
     def __init__(self, engine: Engine, sharded: ShardedOptimizer, parameters: dict[str, nn.Parameter]) -> None:
         self._engine, self._sharded, self._optimizer = engine, sharded, sharded.optimizer
-        whole = self._gather()
+        (owned,) = owned_states(engine, [sharded])
+        whole = gather_states(engine, sharded, sharded.masters, owned)
         self._set_aside = dict(self._optimizer.state)
         self._masters = [list(group["params"]) for group in self._optimizer.param_groups]
         self._optimizer.state.clear()
@@ -214,37 +215,45 @@ class WholeStates:
                     found.append((f"{slot.name}/{key}", slot.form.part(value), not slot.form.is_alike))
         return found
 
-    def _gather(self) -> dict[str, dict[str, Any]]:
-        by_bucket: dict[int, dict[Tensor, dict[str, Any]]] = {}
-        whole: dict[str, dict[str, Any]] = {}
-        (owned,) = owned_states(self._engine, [self._sharded])
-        for slot, copied in gather_owned(self._engine, self._sharded, owned):
-            whole[slot.name] = copied
-        for master in self._sharded.masters:
-            slot = slot_of(master)
-            if slot.updater is None and (held := self._optimizer.state.get(master)) is not None:
-                state = views_of(self._optimizer, held)
-                by_bucket.setdefault(slot.bucket.number, {})[master] = state
-                whole[slot.name] = {key: value for key, value in state.items() if not is_cut(key, value, master)}
-        for states in by_bucket.values():
-            keys = {key for master, state in states.items() for key in state if is_cut(key, state[key], master)}
-            for key in sorted(keys, key=repr):
-                values = {master: state[key] for master, state in states.items() if key in state}
-                for slot, value in self._gather_one(key, values):
-                    whole[slot.name][key] = value
-        return whole
 
-    def _gather_one(self, key: str, values: Mapping[Tensor, Tensor | Packed]) -> list[tuple[Slot, Tensor]]:
-        masters = [*values]
-        bucket = slot_of(masters[0]).bucket
-        full = torch.zeros(bucket.layout.full_numel, dtype=values[masters[0]].dtype, device=bucket.device)
-        for master, value in values.items():
-            start, stop = bucket.master_range(slot_of(master).index)
-            full[start:stop] = tensor_of(value)
-        if not bucket.spec.updates_all and full.numel():
-            what = f"the state '{key}' of {bucket.spec.name}"
-            tag = Tag(self._engine.order.next_number(), bucket.number, what)
-            self._engine.comm.gather(full, tag, kind="state").wait()
-        views = bucket.places.views_of(full)
-        parts = [(slot_of(m), views[slot_of(m).index].clone(memory_format=torch.preserve_format)) for m in masters]
-        return [(slot, slot.form.join(part)) for slot, part in parts]
+def gather_states(
+    engine: Engine, sharded: ShardedOptimizer, masters: Sequence[Tensor], owned: Mapping[str, OwnedState]
+) -> dict[str, dict[str, Any]]:
+    """Return copies of the full states of some parameters, by name.
+
+    Args:
+        masters: the optimizer's entries for the parameters.
+        owned: the result of `owned_states` for those that one rank updates whole.
+
+    Collective: all-gather of each state; every rank must call.
+    """
+    by_bucket: dict[int, dict[Tensor, dict[str, Any]]] = {}
+    whole = {slot.name: copied for slot, copied in gather_owned(engine, sharded, owned)}
+    for master in masters:
+        slot = slot_of(master)
+        if slot.updater is None and (held := sharded.optimizer.state.get(master)) is not None:
+            state = views_of(sharded.optimizer, held)
+            by_bucket.setdefault(slot.bucket.number, {})[master] = state
+            whole[slot.name] = {key: value for key, value in state.items() if not is_cut(key, value, master)}
+    for states in by_bucket.values():
+        keys = {key for master, state in states.items() for key in state if is_cut(key, state[key], master)}
+        for key in sorted(keys, key=repr):
+            values = {master: state[key] for master, state in states.items() if key in state}
+            for slot, value in _gather_one(engine, key, values):
+                whole[slot.name][key] = value
+    return whole
+
+
+def _gather_one(engine: Engine, key: str, values: Mapping[Tensor, Tensor | Packed]) -> list[tuple[Slot, Tensor]]:
+    masters = [*values]
+    bucket = slot_of(masters[0]).bucket
+    full = torch.zeros(bucket.layout.full_numel, dtype=values[masters[0]].dtype, device=bucket.device)
+    for master, value in values.items():
+        start, stop = bucket.master_range(slot_of(master).index)
+        full[start:stop] = tensor_of(value)
+    if not bucket.spec.updates_all and full.numel():
+        tag = Tag(engine.order.next_number(), bucket.number, f"the state '{key}' of {bucket.spec.name}")
+        engine.comm.gather(full, tag, kind="state").wait()
+    views = bucket.places.views_of(full)
+    parts = [(slot_of(m), views[slot_of(m).index].clone(memory_format=torch.preserve_format)) for m in masters]
+    return [(slot, slot.form.join(part)) for slot, part in parts]

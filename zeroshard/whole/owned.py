@@ -106,7 +106,7 @@ def gather_owned(
         states: the result of `owned_states` for the optimizer.
     Collective: all-gathers of the states, grouped by similar size; every rank must call.
     """
-    masters = {slot_of(master).name: master for master in one.masters}
+    masters = {name: master for master in one.masters if (name := slot_of(master).name) in states}
     made = {name: dict(state) for name, state in states.items()}
     by_dtype: dict[torch.dtype, list[tuple[str, Any]]] = {}
     for name, state in states.items():

@@ -144,6 +144,9 @@ class Comm(ABC):
         """
         return self.mesh.device.type == "cpu"
 
+    def close(self) -> None:  # noqa: B027 (one process has no connections)
+        """Close the connections, when no rank uses them any more."""
+
     @abstractmethod
     def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
         """Fill `full` in place from the parts of all ranks.

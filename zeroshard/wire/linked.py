@@ -45,6 +45,9 @@ class LinkedComm(Comm):
         """The process group of all ranks for tensors."""
         return self.links.groups[self._name]
 
+    def close(self) -> None:
+        self.links.close()
+
     def encoded(self, values: Tensor, codec: Codec) -> Tensor:
         """Return the message for values: the values themselves if possible, else a pooled buffer."""
         if codec.is_message(values):

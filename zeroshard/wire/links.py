@@ -55,7 +55,7 @@ class Links:
         """Called before this rank waits for others; see `Comm.call_before_waits`."""
         # The only references: the last reference to a group ends it.
         self.groups: dict[str, dist.ProcessGroup] = {}
-        weakref.finalize(self, _leave, weakref.ref(self), self.groups, self._process)
+        self._leave = weakref.finalize(self, _leave, weakref.ref(self), self.groups, self._process)
         tell_forks(self)
         self.new_group(CONTROL, "gloo")
         name: str = self.groups[CONTROL].group_name
@@ -76,6 +76,11 @@ class Links:
         if backend == "nccl":
             device = self.mesh.device
             self.watchdog.record = lambda: devices.mark(device).query
+
+    def close(self) -> None:
+        """End the watchdog and the process groups, when no rank uses them any more."""
+        self.watchdog.close()
+        self._leave()
 
     def after_fork(self) -> None:
         """Disable communication in a forked child, and keep the process groups, which the parent owns."""
