@@ -174,41 +174,17 @@ class Plain(Run):
         self._reduction = "mean"
         self._is_unsynced = False
         self._held: dict[nn.Parameter, Tensor] | None = None  # what was accumulated before an open no_sync
-        self._followed: dict[nn.Module, dict[str, Tensor]] = {}  # buffers before a forward that ranks meet after
 
     def shard(self, model: nn.Module, *optimizers: Optimizer, **options: Any) -> None:
         self._reduction = options.get("reduction", "mean")
         for p in model.parameters():
             if self.world > 1:
                 dist.broadcast(p.data, 0)
-        if self.world > 1:
-            model.register_forward_pre_hook(self._enter)
         self.models.append(model)
         self.optimizers.extend(optimizers)
-        for optimizer in optimizers:
-            self._follow_before(optimizer)
 
     def attach(self, optimizer: Optimizer) -> None:
         self.optimizers.append(optimizer)
-        self._follow_before(optimizer)
-
-    def _enter(self, model: nn.Module, args: Any) -> None:
-        self._follow()
-        if torch.is_grad_enabled() and not self._is_unsynced:
-            self._followed[model] = {name: b.detach().clone() for name, b in model.named_buffers()}
-
-    def _follow_before(self, optimizer: Optimizer) -> None:
-        optimizer.register_step_pre_hook(lambda *_: self._follow())
-
-    def _follow(self) -> None:
-        """Take from rank 0 the buffers that a forward changed on any rank, as DistributedDataParallel does."""
-        for model, before in self._followed.items():
-            for name, buffer in model.named_buffers():
-                is_changed = torch.tensor(name not in before or not torch.equal(buffer, before[name]), dtype=torch.int)
-                dist.all_reduce(is_changed, dist.ReduceOp.MAX)
-                if is_changed:
-                    dist.broadcast(buffer, 0)
-        self._followed = {}
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         if self.world == 1:
@@ -230,6 +206,8 @@ class Plain(Run):
             held = self._held.get(p)
             p.grad = held if reduced is None else reduced if held is None else held + reduced
         self._held = None
+        for buffer in (one for model in self.models for one in model.buffers()):
+            dist.broadcast(buffer.data, 0)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -324,8 +324,8 @@ ENGINE = (
     Bug(
         "used parameters are not agreed",
         "core/order.py",
-        "[not flag for flag in unused], -greatest",
-        "mine, -greatest",
+        "[not flag for flag in rest[: len(agreed)]], -greatest",
+        "agreed, -greatest",
         f"{_UNUSED}[other_blocks_on_each_rank-2]",
     ),
     # The trace: it is written by what happens, so that the plan's events cannot equal those of an engine that skips.
