@@ -1,5 +1,7 @@
 """What every test has in common: one thread, a warm fork server, no process group left behind, GPU tests on a GPU only.
 
+`--rotation` chooses which cases of products run (`tests/rotation.py`).
+
 Note: the fork server
     A rank is forked from a server, and imports for itself what the server has not. torch imports its compiler when the
     first optimizer is made, which takes 2.3 s of a core on every rank of every test, models of Transformers take 2 s,
@@ -11,16 +13,25 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from .rotation import ROTATIONS, split
 
 PRELOAD = ("pytest", "tests.warm")
 PRELOAD_OF_TRANSFORMERS = "tests.integrations.tiny"
 """Its models take 2 s, so that the server has them only if a test that was collected needs them."""
 # Folders and files of tests/ that run no ranks: `make check` and planted bugs need not wait for a server.
 WITHOUT_RANKS = ("contract", "table", "test_durability")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the choice of a third of the products."""
+    text = "which third of the cases of tests marked `product` runs, or all"
+    parser.addoption("--rotation", choices=ROTATIONS, default="all", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,16 +42,32 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     """Say what the results depend on."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    return f"torch {torch.__version__}, {torch.get_num_threads()} thread, GPU: {gpu}"
+    rotation = config.option.rotation
+    which = "all cases of products" if rotation == "all" else f"rotation {rotation} of 0, 1, 2 of the products' cases"
+    return f"torch {torch.__version__}, {torch.get_num_threads()} thread, GPU: {gpu}, {which}"
 
 
+@pytest.hookimpl(tryfirst=True)  # a case's place among all cases decides, whatever -k leaves of them
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is no GPU, by name: the closing summary lists them."""
+    """Leave out what another rotation runs; skip GPU tests where there is no GPU, so that the summary lists them."""
+    items[:], left_out = split(items, config.option.rotation)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["left_out"] = [item.nodeid for item in left_out]
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Count what the workers of pytest-xdist left out, once: each has collected the same, and none reports it."""
+    stats = node.config.pluginmanager.get_plugin("terminalreporter").stats
+    if "deselected" not in stats and (left_out := getattr(node, "workeroutput", {}).get("left_out")):
+        node.config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -2,6 +2,7 @@
 
     python -m tools.planted
     python -m tools.planted --only flush
+    python -m tools.planted --rotation 0
 
 Owns the bugs, each with its test. A test that passes with its bug, or fails without it, makes the exit status 1.
 
@@ -11,6 +12,9 @@ Note: places
 Note: hangs
     A rank that waits for ever must be found, too: by the test, which fails at its own limit. A test that has none
     is stopped after `LIMIT_S` and counts as one that does not find its bug.
+Note: rotations
+    With `--rotation` a bug must be found by what `make test` runs of its test in that rotation: a bug whose test is one
+    case of a product is looked for by the cases of that product that the rotation has.
 """
 
 import argparse
@@ -21,10 +25,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.machine import circumstances, write_result
+from tests.rotation import ROTATIONS
 
 __all__ = ["BUGS", "CHECKPOINT", "ENGINE", "Bug", "main", "misplaced", "plant"]
 
@@ -832,6 +837,7 @@ def main() -> None:
     """Run the tests without a bug, then with one after the other; print and write what came of it."""
     parser = argparse.ArgumentParser(description="Plant bugs, and see whether the tests find them.")
     parser.add_argument("--only", default="", help="bugs with this text in their name or file")
+    parser.add_argument("--rotation", choices=ROTATIONS, default="all", help="a third of the cases of products")
     parser.add_argument("--output", type=Path, help="a file for what came of it, as JSON")
     arguments = parser.parse_args()
     bugs = [bug for bug in BUGS if arguments.only in bug.name or arguments.only in bug.file]
@@ -839,24 +845,27 @@ def main() -> None:
         parser.error(f"--only: no bug has {arguments.only!r} in its name or file")
     if gone := [text for bug in bugs if (text := misplaced(bug, ROOT))]:
         sys.exit("\n".join(gone))
+    rotation = arguments.rotation
+    if rotation != "all":
+        bugs = [replace(bug, test=bug.test.partition("[")[0]) for bug in bugs]
     with tempfile.TemporaryDirectory(prefix="zeroshard-planted-") as name:
-        tests = sorted({bug.test for bug in bugs})
-        status = run_tests(copy_to(Path(name, "right")), tests, LIMIT_S * len(tests), is_shown=True)
+        tests, options = sorted({bug.test for bug in bugs}), ("--rotation", rotation)
+        status = run_tests(copy_to(Path(name, "right")), tests, LIMIT_S * len(tests), *options, is_shown=True)
         if status != PASSED:
             sys.exit(f"without a bug the tests end with status {status}")
-        found = {bug.name: look_for(bug, Path(name)) for bug in bugs}
+        found = {bug.name: look_for(bug, Path(name), *options) for bug in bugs}
     missed = [name for name, one in found.items() if not one["is_found"]]
     print(f"{len(found) - len(missed)} of {len(found)} planted bugs were found")
     if arguments.output:
-        write_result(arguments.output, circumstances("tools.planted") | {"bugs": found})
+        write_result(arguments.output, circumstances("tools.planted") | {"rotation": rotation, "bugs": found})
     sys.exit(1 if missed else 0)
 
 
-def look_for(bug: Bug, folder: Path) -> dict[str, str | bool | float]:
+def look_for(bug: Bug, folder: Path, *options: str) -> dict[str, str | bool | float]:
     """Run a bug's test with it; tell whether it fails, and after how many seconds."""
     copy, begin_s = copy_to(folder / "wrong"), time.monotonic()
     plant(bug, copy)
-    is_found, took_s = run_tests(copy, [bug.test], LIMIT_S) == FAILED, time.monotonic() - begin_s
+    is_found, took_s = run_tests(copy, [bug.test], LIMIT_S, *options) == FAILED, time.monotonic() - begin_s
     shutil.rmtree(copy)
     print(f"{'found ' if is_found else 'MISSED'}  {took_s:4.0f} s  {bug.name}  ({bug.test})", flush=True)
     return {"test": bug.test, "is_found": is_found, "seconds": round(took_s, 1)}

@@ -94,6 +94,7 @@ def train(stage: int, is_treated: bool, is_alone: bool = False) -> dict[str, Any
     }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_chain_of_treatments_sees_every_unit_and_changes_no_bit(stage: int, world: int) -> None:
@@ -108,6 +109,7 @@ def test_a_chain_of_treatments_sees_every_unit_and_changes_no_bit(stage: int, wo
         assert after["sent"] == before["sent"], "passes of a treatment agree on nothing more"
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", WHOLE_STAGES)
 def test_a_rank_may_make_passes_alone_where_nothing_is_gathered(stage: int) -> None:
     together = run_ranks(train, 2, stage, True, timeout_s=TIMEOUT_S)
@@ -117,6 +119,7 @@ def test_a_rank_may_make_passes_alone_where_nothing_is_gathered(stage: int) -> N
         assert all(torch.equal(after["weights"][name], weight) for name, weight in before["weights"].items())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_module_tells_of_its_forward_where_nothing_asks_for_it(stage: int) -> None:
     model = models.build(models.Stack)

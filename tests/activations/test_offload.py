@@ -976,6 +976,7 @@ def train_with(stage: int, kind: str, activations: Any) -> dict[str, Any]:
     return {"losses": losses, "weights": weights, "out": lanes.count("out"), "back": lanes.count("back")}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_bit_changes(stage: int, world: int) -> None:

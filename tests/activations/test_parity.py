@@ -89,6 +89,7 @@ TREATED = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "world"), at_worlds([*RECOMPUTED, *TREATED]))
 def test_treatments_change_no_bit(name: str, world: int) -> None:
     how = {**RECOMPUTED, **TREATED}[name]

@@ -71,6 +71,7 @@ def save_while_training(folder: str, stage: int) -> dict[str, Any]:
     return {"seen": seen, "losses": losses, "other": (before, other.state()), "rerun": other.train(2, 6)}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_training_goes_on_while_the_moment_of_the_call_is_written(tmp_path: Path, stage: int) -> None:
     for result in run_ranks(save_while_training, 2, str(tmp_path), stage, timeout_s=TIMEOUT_S):

@@ -114,6 +114,7 @@ def expected() -> dict[int, list[list[dict[str, Any]]]]:
     return {world: run_ranks(undisturbed, world, 6, timeout_s=TIMEOUT_S, process_group=world > 1) for world in (1, 2)}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("world", "options"),
     [(1, {}), (2, {}), (2, {"asynchronous": True}), (2, {"keep": 2}), (2, {"asynchronous": True, "keep": 2})],

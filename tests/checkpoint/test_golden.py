@@ -30,6 +30,7 @@ def load(path: str, stage: int) -> dict[str, Any]:
     return {"expected": expected, "state": trainer.state(), "loaded": loaded, "scale": (scale.value, scale.history)}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 3), (3, 0)])
 @pytest.mark.parametrize("path", VERSIONS, ids=lambda path: path.name)
 def test_an_old_checkpoint_is_read_bit_for_bit(path: Path, world: int, stage: int) -> None:

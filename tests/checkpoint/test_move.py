@@ -35,6 +35,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[
     return folder, saved
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_same_ranks_go_on_as_if_nothing_had_happened(written: Any, world: int) -> None:
     folder, saved = written
@@ -52,6 +53,7 @@ def test_the_same_ranks_go_on_as_if_nothing_had_happened(written: Any, world: in
             assert_same(expected, result, f"[rank {rank}/{world}] stage {stage}")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_layout_is_read_at_every_number_of_ranks(written: Any, world: int) -> None:
     """All 16 layouts, each at a stage drawn for it; what follows is compared between all of them."""
@@ -126,6 +128,7 @@ def move_between_orders(folder: str, stage: int) -> list[tuple[dict[str, Any], d
     return moved
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (3, 3)])
 def test_tensors_are_read_into_another_order(world: int, stage: int, tmp_path: Path) -> None:
     args = (str(tmp_path), stage)

@@ -177,6 +177,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS))
 def test_accumulation(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
@@ -208,6 +209,7 @@ def zeroed(run: Run, how: str) -> None:
         run.record(loss=loss, kept=[p.grad is not None for p in model.parameters()])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("how", "world"), at_worlds(HOWS))
 def test_zero_grad(how: str, world: int) -> None:
     assert_matches(functools.partial(zeroed, how=how), world)
@@ -282,6 +284,7 @@ def norm_of_what_waits(stage: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_that_wait_for_their_reduction_have_no_norm(stage: int) -> None:
     for text in run_ranks(norm_of_what_waits, 2, stage, timeout_s=TIMEOUT_S):
@@ -301,6 +304,7 @@ def step_of_what_was_frozen(stage: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_that_wait_are_not_used_because_their_parameters_were_frozen(stage: int) -> None:
     for text in run_ranks(step_of_what_was_frozen, 2, stage, timeout_s=TIMEOUT_S):

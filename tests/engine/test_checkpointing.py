@@ -94,6 +94,7 @@ def recomputed(run: Run, kind: type[nn.Module]) -> None:
         train(run, models.build(Recomputed, how, kind), steps=2)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("kind", "world"), at_worlds([models.Block, Inside, Dropping]))
 def test_recomputation_around_and_inside_units(kind: type[nn.Module], world: int) -> None:
     assert_matches(functools.partial(recomputed, kind=kind), world)
@@ -147,6 +148,7 @@ def accumulated(run: Run) -> None:
 SCRIPTS = [whole_model, around_the_root, dropout_without_recomputation, accumulated]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS))
 def test_recomputation(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
@@ -169,6 +171,7 @@ def count_reductions(how: str, stage: int) -> tuple[Counter[tuple[int, str]], in
     return reduces, zero.traffic().sent_bytes.get("reduce", 0) - before
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_recomputation_adds_no_reduction(stage: int) -> None:
     plain, sent = run_ranks(count_reductions, 2, "no", stage, timeout_s=TIMEOUT_S)[0]

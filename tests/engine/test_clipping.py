@@ -53,6 +53,7 @@ def clipped_every_way(stages: Sequence[int]) -> dict[Any, tuple[Any, dict[int, A
     return results
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", WORLDS)
 def test_clip_grad_norm_and_grad_norm_are_exact(world: int) -> None:
     stages = STAGES_AT[world]
@@ -94,6 +95,7 @@ def generous(run: Run) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_limit_that_is_not_reached_changes_nothing(world: int) -> None:
     assert_matches(generous, world)
@@ -262,6 +264,7 @@ def maximum_norms(run: Run) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_maximum_norm_is_exact_bit_for_bit(world: int) -> None:
     assert_matches(maximum_norms, world)

@@ -59,6 +59,7 @@ def both(stage: int, copies: int) -> tuple[list[Any], list[Any]]:
     return train(stage, 1, copies), train(stage, 1 << 30, copies)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("world", "copies"), [(2, 1), (3, 1), (4, 2)])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_pieces_change_no_bit(stage: int, world: int, copies: int) -> None:
@@ -80,6 +81,7 @@ def transient(wire_bytes: int, stage: int) -> tuple[int, int]:
     return memory.peak_bytes["transient"], memory.predicted_bytes["transient"]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_pieces_take_is_predicted(stage: int) -> None:
     for held, predicted in run_ranks(transient, 2, LIMIT, stage, timeout_s=TIMEOUT_S):
@@ -95,6 +97,7 @@ def largest_exchange(numel: int, world: int, reduce: str, wire: Wire) -> int:
     return sum(count * itemsize(dtype) for count, dtype in wire.reduction(bucket))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [2, 8])
 @pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
 @pytest.mark.parametrize("wire", [Messages(), Native()], ids=["messages", "native"])

@@ -76,6 +76,7 @@ def everywhere(stage: int) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("stage", "world"), [*((stage, 2) for stage in STAGES), (1, 3), (3, 3)])
 def test_a_rank_may_leave_the_record_when_others_have_gone_on(stage: int, world: int) -> None:
     for rank, found in enumerate(run_ranks(everywhere, world, stage, timeout_s=2 * TIMEOUT_S)):

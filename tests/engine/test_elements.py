@@ -50,6 +50,7 @@ def all_answers(world: int) -> dict[tuple[Any, ...], list[Any]]:
     return run_cases(answers, world, [(stage, shared) for stage in STAGES for shared in TRANSPORTS])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shared_memory", TRANSPORTS)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", [2, 3])

@@ -371,6 +371,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS))
 def test_graphs(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)

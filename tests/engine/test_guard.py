@@ -189,6 +189,7 @@ def refused_everywhere(kind: str, names: tuple[str, ...]) -> dict[str, list[str]
     return {case: wrong for case, wrong in found.items() if wrong}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", ["host", "device"])
 def test_a_step_that_is_not_finite_changes_no_bit(kind: str, world_size: int) -> None:
@@ -254,6 +255,7 @@ class Mixed(nn.Module):
         return (self.narrow.double() + self.single.double() + self.wide) * x + self.empty.sum()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_large_gradients_of_any_dtype_are_finite(stage: int) -> None:
     model = Mixed()
@@ -418,6 +420,7 @@ READS = tuple(reads(Path()))
 
 
 # A graph from before a step cannot be used after it, and at stage 3 no parameter can be read outside one.
+@pytest.mark.product
 @pytest.mark.parametrize(("what", "stage"), [(w, s) for w in READS for s in (0, 3) if (w, s) != ("backward", 3)])
 def test_what_reads_state_learns_of_a_skipped_step_first(tmp_path: Path, what: str, stage: int) -> None:
     with memory_of("device") as log:
@@ -457,6 +460,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_waits_for_nothing_before_the_update(stage: int, precision: str) -> None:

@@ -89,6 +89,7 @@ def test_autograd_alone_takes_memory_for_the_sum(kind: Callable[[], nn.Module]) 
     assert train(kind, None)[0] == ["aten::add", "aten::add"], "torch needs no help any more: setup/heads.py can go"
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", [TwoModules, OneModule, TwoHeads])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_gradients_are_added_in_place(stage: int, kind: Callable[[], nn.Module]) -> None:

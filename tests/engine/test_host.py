@@ -68,6 +68,7 @@ def train_both_ways(options: dict[str, Any]) -> list[tuple[dict[str, Any], dict[
     ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("world", "options"),
     [(2, {}), (3, {}), (4, {"mesh": 2}), (2, {"precision": "bf16"}), (3, {"precision": "fp16"})],
@@ -230,6 +231,7 @@ def look_up_both_ways(stage: int, user: int | None) -> tuple[dict[str, Tensor], 
     return look_up(stage, {"shared_memory": True}, user), look_up(stage, {"shared_memory": False}, user)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("user", [None, 1])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_gradient_that_is_its_own_stage_is_shown_in_parts(stage: int, user: int | None) -> None:

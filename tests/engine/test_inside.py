@@ -127,6 +127,7 @@ def _without(texts: list[str], words: str) -> list[str]:
     return [f"{words} is not in: {text}" for text in texts if not re.search(words, text)]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_call_at_a_wrong_moment_changes_nothing(stage: int) -> None:
     assert run_ranks(disturbed, 2, stage, timeout_s=2 * TIMEOUT_S) == [[], []]
@@ -155,6 +156,7 @@ def step_in_a_hook(stage: int, shared_memory: bool) -> tuple[str, bool, float]:
     return text, is_same, loss.item()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_goes_on_after_a_refused_step(stage: int) -> None:
     found = run_ranks(both_transports, 2, step_in_a_hook, stage, timeout_s=TIMEOUT_S)
@@ -214,6 +216,7 @@ def change_on_one_rank(stage: int, shared_memory: bool) -> list[str]:
     return texts
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_change_without_writeback_is_every_rank_s_error(stage: int) -> None:
     for rank, of_rank in enumerate(run_ranks(both_transports, 2, change_on_one_rank, stage, timeout_s=TIMEOUT_S)):

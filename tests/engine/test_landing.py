@@ -56,6 +56,7 @@ def train_both(stage: int, precision: str) -> tuple[Any, Any]:
     return train(True, stage, precision), train(False, stage, precision)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_that_land_together_have_the_bits_of_those_that_land_alone(stage: int, precision: str) -> None:

@@ -96,6 +96,7 @@ def across_limits(stage: int) -> list[str]:
     return differences
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_passes_and_meetings_may_be_any_number(stage: int) -> None:
     assert run_ranks(across_limits, 2, stage, timeout_s=2 * TIMEOUT_S) == [[], []]

@@ -73,6 +73,7 @@ def measured(kind: type[nn.Module], loss: Callable[..., Tensor], world: int) -> 
     return run_cases(measure, world, [(kind, loss, stage) for stage in STAGES], timeout_s=2 * TIMEOUT_S)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_resident_bytes_are_exact_on_each_rank(stage: int, world: int) -> None:
@@ -87,6 +88,7 @@ def test_resident_bytes_are_exact_on_each_rank(stage: int, world: int) -> None:
         assert predicted["padding"] == resident["padding"]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_resident_bytes_are_exact_over_all_ranks_padding_aside(stage: int, world: int) -> None:
@@ -119,6 +121,7 @@ def storage_bytes(tensors: list[Tensor]) -> int:
     return sum(storages.values())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_storages_hold_what_the_ledger_says(stage: int) -> None:
     """The ledger is the engine's own: look at the storages themselves, too."""
@@ -238,6 +241,7 @@ def grow(stage: int) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_grows_over_a_hundred_steps(stage: int) -> None:
     for rank, (early, middle, late) in enumerate(run_ranks(grow, 2, stage, timeout_s=TIMEOUT_S)):
@@ -300,6 +304,7 @@ def count_gradients(zero: Any) -> tuple[int, int]:
     return zero.memory().resident_bytes["gradients"], storage_bytes(tensors)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("is_clipped", [False, True])
 @pytest.mark.parametrize("shares_memory", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
@@ -423,6 +428,7 @@ def all_traffic(world: int) -> dict[tuple[Any, ...], list[Any]]:
     return run_cases(traffic, world, cases, timeout_s=2 * TIMEOUT_S)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("micros", "is_unsynced"), MICROS, ids=["one", "three", "three-unsynced"])
@@ -476,6 +482,7 @@ def wire_bytes(stage: int) -> tuple[int, int]:
     return handed, sum(after.get(kind, 0) - before.get(kind, 0) for kind in ("gather", "reduce"))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_counted_bytes_are_those_handed_to_torch(stage: int) -> None:
     for handed, said in run_ranks(wire_bytes, 2, stage, timeout_s=TIMEOUT_S):
@@ -521,6 +528,7 @@ def frozen(stage: int) -> tuple[int, int, Any]:
     return sum(n for n, _ in numels), sum(n for n, is_trained in numels if is_trained), memory
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_frozen_parameters_hold_neither_gradients_nor_states(stage: int) -> None:
     for every, trained, resident in run_ranks(frozen, 2, stage, timeout_s=TIMEOUT_S):
@@ -540,6 +548,7 @@ def functional_model(stage: int) -> dict[str, int]:
     return run.zeros[0].memory().resident_bytes
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_tied_parameters_count_once(stage: int) -> None:
     numel = sum(p.numel() for p in models.GPT(tied=True).parameters())

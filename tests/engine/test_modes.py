@@ -253,6 +253,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS))
 def test_modes(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)

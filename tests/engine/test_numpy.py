@@ -31,6 +31,7 @@ def looked_at(stage: int, shares: bool, looks: bool) -> tuple[list[np.ndarray], 
         return [p.detach().clone().numpy() for p in model.parameters()], [str(one.message) for one in warned]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_look_through_numpy_changes_nothing(stage: int, shares: bool) -> None:

@@ -75,6 +75,7 @@ def train(name: str) -> list[Any]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "world"), [("leaves-out", 1), ("bf16", 1), ("accumulates", 2), ("leaves-out", 2)])
 def test_copies_that_are_late_change_no_bit_and_no_order(name: str, world: int) -> None:
     for resident, *moved in run_ranks(train, world, name, timeout_s=2 * TIMEOUT_S, process_group=world > 1):

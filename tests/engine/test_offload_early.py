@@ -60,6 +60,7 @@ def train(name: str, is_early: bool) -> list[Any]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "world"), [("accumulates", 2), ("leaves-out", 3), ("overflows", 1), ("bf16", 2)])
 def test_updates_in_the_background_are_the_same(name: str, world: int) -> None:
     expected = run_ranks(train, world, name, False, timeout_s=2 * TIMEOUT_S, process_group=world > 1)

@@ -108,6 +108,7 @@ LAYOUTS = ((1, 3, 1.0), (2, 1, 1.0), (3, 3, 0.4), (2, 2, 0.7))
 
 
 # Each optimizer on two of the layouts, in turn.
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("name", "world", "stage", "fraction"),
     [(name, *LAYOUTS[(place + shift) % 4]) for place, name in enumerate(OPTIMIZERS) for shift in (0, 2)],

@@ -47,6 +47,7 @@ def train(name: str, to: str) -> dict[Any, Any]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("name", "world", "to"),
     [
@@ -191,6 +192,7 @@ def account(states: float, parameters: float, folder: str, precision: str) -> di
     }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
@@ -212,6 +214,7 @@ def test_bytes_are_predicted_by_memory(
         assert found["row"] == (f"sharded, {words}" if parameters == 1.0 else f"sharded, 40% {words}")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_where_parameters_stay_whole_the_error_names_stage_3(stage: int) -> None:
     model = nn.Linear(4, 4)

@@ -143,6 +143,7 @@ looped = functools.partial(models.sgd, foreach=False, fused=False)
 
 
 # Each on two ranks, and each place on 1, 3 and 4 in turn.
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("name", "world", "place"),
     [
@@ -207,6 +208,7 @@ def move(name: str, place: str, stage: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (3, 3)])
 @pytest.mark.parametrize("name", ["leaves-out", "overflows"])
@@ -234,6 +236,7 @@ def average(place: str, fraction: float | None) -> list[torch.Tensor]:
         return [*inside, *state_of(run)["parameters"].values()]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_averages_and_whole_states_are_the_same(world: int, place: str) -> None:
@@ -252,6 +255,7 @@ def account(place: str, stage: int, fraction: float) -> dict[str, Any]:
         return {"now": memory.resident_bytes, "said": memory.predicted_bytes, "shares": shares, "text": zero.summary()}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 1), (2, 2), (3, 3)])
 def test_resident_bytes_are_predicted_by_memory(world: int, stage: int, place: str) -> None:
@@ -298,6 +302,7 @@ def leave(stage: int, fraction: float | None) -> tuple[Any, Any, list[str]]:
     return found[0], found[1], said
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("world", "stage", "fraction"), [(1, 3, None), (2, 1, None), (2, 3, 0.4)])
 def test_states_that_leave_for_a_while_come_back_as_they_were(world: int, stage: int, fraction: float | None) -> None:
     for stayed, left, said in run_ranks(

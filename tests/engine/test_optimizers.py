@@ -56,6 +56,7 @@ def one_optimizer(run: Run, name: str) -> None:
 
 
 # What is element-wise asks for no third rank; every other one has it nonetheless, for uneven shards.
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("name", "world"), [*((name, 2) for name in SETTINGS), *((name, 3) for name in list(SETTINGS)[::2])]
 )
@@ -265,6 +266,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS))
 def test_the_same_optimizer_object(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
@@ -368,6 +370,7 @@ class NamedAdamW(torch.optim.AdamW):
     """A known optimizer under another name."""
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("script", "world"), at_worlds([probed, promised, subclassed]))
 def test_optimizers_of_others(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
@@ -398,6 +401,7 @@ def held_elements(stage: int) -> tuple[int, list[int], list[int]]:
     return held, before, [p.numel() for group in optimizer.param_groups for p in group["params"]]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_entries_and_states_are_one_ranks_slices(stage: int, world: int) -> None:

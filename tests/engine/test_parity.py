@@ -91,6 +91,7 @@ def test_two_ranks_equal_ddp_bit_for_bit_over_ten_steps(name: str, device: str) 
             assert_same(ddp["states"], engine[stage]["states"], f"{where} states")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [3, 4])
 @pytest.mark.parametrize("name", ["stack-sgd", "stack-adamw-fp64", "gpt-sgd"])
 def test_three_and_four_ranks_stay_within_one_in_a_million_of_ddp(name: str, world: int) -> None:
@@ -105,6 +106,7 @@ def test_three_and_four_ranks_stay_within_one_in_a_million_of_ddp(name: str, wor
                 assert error <= limit, f"stage {stage} {key}: {error:.3e} from DDP, limit {limit:.3e}"
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("world", "device"), [*((world, "cpu") for world in WORLDS), (3, "gpu")])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_single_process_bit_for_bit(name: str, world: int, device: str) -> None:
@@ -117,6 +119,7 @@ def test_equals_single_process_bit_for_bit(name: str, world: int, device: str) -
             assert_same(expected["states"], engine[stage]["states"], f"{where} states")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", WORLDS)
 def test_stages_are_equal_to_one_another_and_two_runs_to_each_other(world: int) -> None:
     first, second = (launch(train_engine, world, "gpt-adamw") for _ in range(2))
@@ -219,6 +222,7 @@ def mixed_forward(block: nn.Module, x: Tensor) -> Tensor:
     return x + block.down(block.up(block.norm(x).double()).float())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_unit_of_several_dtypes(world: int) -> None:
     assert_matches(several_dtypes, world)
@@ -244,6 +248,7 @@ def train_residency(stage: int) -> tuple[Any, Any]:
     return results[0], results[1]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_residency_row_means_what_its_stage_means(stage: int) -> None:
     for by_stage, by_row in launch(train_residency, 2, stage):

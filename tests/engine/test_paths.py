@@ -123,6 +123,7 @@ def opposite(stage: int, shares: bool) -> tuple[list[str], list[list[zs.Event]]]
     return logged, steps
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_waits_for_other_ranks_is_said_once_and_then_expected(stage: int, shares: bool) -> None:

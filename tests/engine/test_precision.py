@@ -69,6 +69,7 @@ def all_stages(precision: str | zs.Precision) -> list[tuple[list[float], dict[st
     return [sharded(stage, precision) for stage in range(4)]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_training_equals_a_single_process_that_casts_alike(name: str, world_size: int) -> None:
@@ -111,6 +112,7 @@ def all_held_bytes() -> list[list[tuple[dict[str, int], dict[str, int]]]]:
     return [[held_bytes(stage, choice) for stage in range(4)] for choice in (PAPER, "bf16")]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_bytes_are_the_papers_and_two_more_where_gradients_are_held_in_fp32(world_size: int) -> None:
     n = world_size
@@ -218,6 +220,7 @@ def overflows(phase: str) -> list[list[tuple[bool, bool, float]]]:
     return [overflow_in(phase, stage) for stage in range(4)]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("phase", "world_size"), [(phase, 3 - place % 2) for place, phase in enumerate(PHASES)])
 def test_an_overflow_of_any_parameter_on_any_rank_skips_the_step_on_all(phase: str, world_size: int) -> None:
     for by_stage in run_ranks(overflows, world_size, phase):

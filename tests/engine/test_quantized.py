@@ -147,6 +147,7 @@ def _raw(value: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     return value.dtype, value.shape, value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_quantized_frozen_weights_beside_trainable_ones(stage: int) -> None:
     assert run_ranks(everything, 2, stage, timeout_s=2 * TIMEOUT_S) == [[], []]

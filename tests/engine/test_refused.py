@@ -408,6 +408,7 @@ def refuse_later(action: Callable[..., None], stage: int) -> tuple[list[str], st
     return caught(lambda: action(*sharded(stage)))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("what", LATER)
 def test_refused_later(what: str, stage: int) -> None:
@@ -536,6 +537,7 @@ def training_goes_on(stage: int) -> list[float]:
     return losses
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_refusals_do_not_disturb_training(stage: int) -> None:
     for plain, disturbed in run_ranks(training_goes_on, 2, stage, timeout_s=TIMEOUT_S):

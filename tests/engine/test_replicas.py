@@ -44,6 +44,7 @@ def both(stage: int) -> tuple[object, object]:
     return train(stage, 1), train(stage, 2)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", range(4))
 def test_two_replicas_of_two_train_as_one_copy_over_four(stage: int) -> None:
     for one, two in run_ranks(both, 4, stage):
@@ -53,6 +54,7 @@ def test_two_replicas_of_two_train_as_one_copy_over_four(stage: int) -> None:
             assert torch.linalg.vector_norm(two[1][name] - expected) <= 1e-6 * torch.linalg.vector_norm(expected), name
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", range(4))
 def test_bytes_by_axis_are_the_formulas(stage: int) -> None:
     bytes_all = NUMEL * 8
@@ -126,6 +128,7 @@ def deferred_and_not(stage: int) -> list[tuple[dict[str, torch.Tensor], int]]:
     ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", range(3))
 def test_sums_over_copies_can_wait_for_the_last_micro_batch(stage: int) -> None:
     for results in run_ranks(deferred_and_not, 4, stage):

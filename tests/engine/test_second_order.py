@@ -204,6 +204,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "messages"])
 @pytest.mark.parametrize("script", RIGHT, ids=lambda script: script.__name__)
 def test_right(script: Callable[[Run], None], shared_memory: bool) -> None:

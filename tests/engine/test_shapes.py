@@ -162,6 +162,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_shapes(script: Callable[[Run], None], world: int) -> None:

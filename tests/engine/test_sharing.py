@@ -225,6 +225,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS))
 def test_sharing(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
@@ -258,6 +259,7 @@ def other_forward_methods(run: Run) -> None:
         run.record(loss=loss)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", WORLDS)
 def test_registered_forward_methods(world: int) -> None:
     assert_matches(other_forward_methods, world, STAGES)

@@ -166,6 +166,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS))
 def test_state(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
@@ -195,6 +196,7 @@ def copies(run: Run) -> None:
     step_once(run, model, optimizer, 1)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_copy_made_under_gathered_is_a_plain_model(world: int) -> None:
     assert_matches(copies, world)
@@ -232,6 +234,7 @@ def truth(stage: int) -> None:
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in models.build(models.GPT).parameters())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_tell_the_truth_at_all_times(stage: int) -> None:
     run_ranks(truth, 2, stage, timeout_s=TIMEOUT_S)
@@ -246,6 +249,7 @@ def equal_on_all_ranks(stage: int) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_gathered_parameters_are_equal_on_all_ranks(stage: int) -> None:
     first, *others = run_ranks(equal_on_all_ranks, 4, stage, timeout_s=TIMEOUT_S)
@@ -301,6 +305,7 @@ def _tensor_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_deleting_the_model_frees_its_memory(stage: int, world: int) -> None:
@@ -338,6 +343,7 @@ def full_gradients(run: Run) -> None:
         run.record(grads=whole)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", WORLDS)
 def test_gradients_can_be_read_in_full(world: int) -> None:
     assert_matches(full_gradients, world)

@@ -164,6 +164,7 @@ def all_followed(stage: int, world: int) -> dict[tuple[Any, ...], list[Any]]:
     return run_cases(follow_plan, world, [(plan, stage) for plan in PLANS], timeout_s=3 * TIMEOUT_S)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("stage", "world"), [*((stage, 2) for stage in STAGES), (3, 3)])
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_trace_is_what_was_predicted(plan: str, stage: int, world: int) -> None:
@@ -198,6 +199,7 @@ GOLDEN = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_events_of_a_step_are_these(stage: int) -> None:
     build = functools.partial(models.Stack, depth=2)
@@ -274,6 +276,7 @@ def changing(stage: int) -> list[tuple[Any, Any]]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_prediction_follows_a_change_of_plan(stage: int) -> None:
     for found in run_ranks(changing, 2, stage, timeout_s=TIMEOUT_S):
@@ -300,6 +303,7 @@ def ranks_agree(stage: int) -> list[Any]:
     ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_that_skip_different_blocks_send_the_same_sequence(stage: int) -> None:
     first, *others = run_ranks(ranks_agree, 3, stage, timeout_s=TIMEOUT_S)

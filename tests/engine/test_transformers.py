@@ -151,6 +151,7 @@ def generate(run: Run) -> None:
 SCRIPTS = [train_gpt2, train_llama, train_mixtral, train_t5, train_bert, train_recomputed, generate]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("script", "world"), [(script, 2 + place % 2) for place, script in enumerate(SCRIPTS)])
 def test_transformers(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)

@@ -265,11 +265,13 @@ BY_RANK = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("script", "world"), at_worlds(ALIKE))
 def test_unused_and_frozen(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("script", "world"), at_worlds(BY_RANK))
 def test_ranks_that_use_different_units(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
@@ -308,6 +310,7 @@ def forgets(stage: int) -> tuple[str, dict[str, bool]]:
         return str(caught.value), {name: not torch.equal(p, before[name]) for name, p in model.named_parameters()}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_that_was_forgotten_stops_no_step(stage: int) -> None:
     for text, changed in run_ranks(forgets, 2, stage, timeout_s=TIMEOUT_S):
@@ -360,6 +363,7 @@ def loses(stage: int) -> list[list[float]]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_promised_gradient_that_does_not_come_keeps_no_sum_waiting(stage: int) -> None:
     expected = [(models.randn(4, WIDTH, key=(step, 1)).sum(0) / 2).tolist() for step in range(3)]

@@ -166,6 +166,7 @@ def test_ranks_at_different_places_end_in_a_named_error(target: Callable[[], Any
         assert_named(result, rank, ("forward", "norm", "gather", "backward", "step"))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_whose_data_ended_early(stage: int) -> None:
     results = run_ranks(one_rank_without_a_batch, 2, stage, timeout_s=TIMEOUT_S)
@@ -173,6 +174,7 @@ def test_a_rank_whose_data_ended_early(stage: int) -> None:
     assert "in user code" in results[0][1], results[0][1]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_that_only_steps(stage: int) -> None:
     for rank, result in enumerate(run_ranks(one_rank_skips_forward_and_backward, 2, stage, timeout_s=TIMEOUT_S)):

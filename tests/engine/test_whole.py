@@ -306,12 +306,14 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("script", [muon, adafactor])
 def test_torchs_own_optimizers_at_all_stages(script: Any, world: int) -> None:
     assert_matches(script, world, STAGES)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS[1:]))
 def test_whole_matrices(script: Any, world: int) -> None:
     assert_matches(script, world)
@@ -341,6 +343,7 @@ def test_each_copy_makes_its_own_exchange(options: dict[str, Any]) -> None:
     assert_matches(sums_of_two_copies, 4, (1, 3), options)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("script", [zs_muon, zs_adafactor, zs_lamb])
 @pytest.mark.parametrize("world", [2, 3])
 def test_our_own_optimizers(script: Any, world: int) -> None:
@@ -353,6 +356,7 @@ def on_emulated_gpus(name: str, seed: int) -> dict[int, Any]:
         return both(script, STAGES, {})[1]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "world"), [("muon", 2), ("adafactor", 2), ("odd", 3), ("mixed", 2)])
 def test_nccls_code_gives_the_same_bits_at_all_stages(name: str, world: int) -> None:
     """At stage 0 nothing is exchanged; NCCL's sums are its own, so that plain data parallelism has other bits."""
@@ -452,6 +456,7 @@ def in_precision(name: str, precision: Any) -> list[tuple[list[float], dict[str,
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("param", [torch.bfloat16, torch.float16])
@@ -534,6 +539,7 @@ def skipped(stage: int) -> tuple[bool, bool, int]:
     return is_kept and seen[0][1] == 0, not has_moved, seen[1][1]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_that_overflows_exchanges_nothing(stage: int) -> None:
     assert run_ranks(skipped, 2, stage) == [(True, True, 5)] * 2
@@ -667,6 +673,7 @@ class Counting(Trust):
                     p.sub_(p.grad / p.grad.norm() * group["lr"] / group["calls"])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("cls", [Together, Counting])
 def test_an_optimizer_that_cannot_run_in_pieces_is_refused_by_name(cls: Any, stage: int) -> None:

@@ -43,6 +43,7 @@ def one_rank_computes_no_number(stage: int, value: float) -> tuple[str, bool]:
     return str(caught.value), all(torch.equal(states[-1][key], after[key]) for key in after) and counters == {2.0}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_no_number_changes_nothing_on_any_rank(stage: int, value: float) -> None:
@@ -209,6 +210,7 @@ def with_experts(stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return engine_run(EXPERTS, stage, units=[nn.Linear]), ddp_run(EXPERTS, find_unused_parameters=True)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_that_use_different_experts_train_as_ddp_does(stage: int) -> None:
     for ours, theirs in run_ranks(with_experts, 2, stage):

@@ -133,6 +133,7 @@ def train_both(stage: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     return [(train(stage, shared, None), train(stage, shared, write_in_children)) for shared in (True, False)]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_a_child_writes_reaches_no_rank(stage: int) -> None:
     for runs in run_ranks(train_both, 2, stage, timeout_s=120.0):

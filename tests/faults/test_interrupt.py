@@ -183,6 +183,7 @@ def test_a_model_may_catch_it_itself() -> None:
         assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*losses, strict=True))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_all_ranks_go_on(stage: int) -> None:
     # A rank alone has each kind in each place, with recomputation and without.

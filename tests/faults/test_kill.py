@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_job_that_is_killed_ends_as_one_that_was_not(tmp_path: Path, world: int) -> None:
     # Half of the kinds of jobs have ranks on different paths.

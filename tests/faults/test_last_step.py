@@ -56,6 +56,7 @@ def run(world: int, memory: str, ends: str, precision: str = "fp32") -> list[tup
     return [(status, out, error) for out, error, status in ended]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("ends", ["badly", "deleted", "destroyed"])
 def test_a_program_ends_with_the_error_of_its_last_step(ends: str, world: int) -> None:

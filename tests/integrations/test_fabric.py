@@ -58,6 +58,7 @@ def trained(world: int) -> dict[tuple[Any, ...], list[Any]]:
     return run_cases(train, world, cases) if world > 1 else {case: [train(*case)] for case in cases}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_fabric_trains(world: int, stage: int) -> None:

@@ -48,6 +48,7 @@ def train_with_trainer(stage: int, folder: Path) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_trainer_trains_on_one_rank(stage: int, tmp_path: Path) -> None:
     assert train_with_trainer(stage, tmp_path) == train_with_trainer(PLAIN, tmp_path)
@@ -82,6 +83,7 @@ def accelerated(world: int) -> dict[tuple[Any, ...], list[Any]]:
     return run_cases(train_with_accelerate, world, cases)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_accelerate_trains(world: int, stage: int) -> None:

@@ -46,6 +46,7 @@ def lamb_everywhere(options: dict[str, Any]) -> tuple[dict[str, Any], list[dict[
     return lamb(Plain(), options), [lamb(Sharded(stage), options) for stage in STAGES]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("world", "options"), [(1, {}), (2, {}), (3, {"precision": "fp32"}), (4, {"mesh": 2})], ids=str
 )

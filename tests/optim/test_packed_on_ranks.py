@@ -64,6 +64,7 @@ def step_beside_a_copy(stages: tuple[int, ...], precision: str) -> None:
         zero.check_copies()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_an_update_has_the_bits_of_one_process_on_the_same_slices(world: int) -> None:
     run_ranks(step_beside_a_copy, world, STAGES, "fp32", timeout_s=TIMEOUT_S, process_group=world > 1)

@@ -94,6 +94,7 @@ def plan_at(world: int, name: str, stage: int) -> zs.Plan:
     )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_resident_bytes_are_those_of_a_run(world: int) -> None:
     for case, by_rank in run_cases(hold, world, cases_at(world)).items():

@@ -134,6 +134,7 @@ def variants_at(stage: int, world: int) -> dict[str, list[str]]:
     return {name: [f"zero.stage={stage}", *VARIANTS[name]] for name in names}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("stage", "world"), [*((stage, 2) for stage in STAGES), (3, 1)])
 def test_the_plan_of_make_train_is_the_trace(stage: int, world: int, tmp_path: Path) -> None:
     variants = variants_at(stage, world)
@@ -265,6 +266,7 @@ def planned(build: Callable[[], nn.Module], stage: int, options: dict[str, Any],
     return step_events(units, trace_uses(loss, model, [], plans, activations=cell), step=STEPS - 1)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_the_plan_is_the_trace_however_units_are_used(case: str, stage: int) -> None:
@@ -273,6 +275,7 @@ def test_the_plan_is_the_trace_however_units_are_used(case: str, stage: int) -> 
         compare(planned(build, stage, options, rank, 2), traced, f"{case}, stage {stage}, [rank {rank}/2]")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_plan_is_the_trace_where_ranks_send_messages(stage: int) -> None:
     options = {"shared_memory": False}

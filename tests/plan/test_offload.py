@@ -79,6 +79,7 @@ def plan_at(world: int, stage: int, states: float, parameters: float, place: str
     )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_resident_bytes_of_each_memory_are_those_of_a_run(world: int) -> None:
     cases = cases_at(world)

@@ -94,6 +94,7 @@ def plan_at(world: int, name: str, stage: int, precision: str, shared_memory: bo
     )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_resident_bytes_of_each_rank_are_those_of_a_run(world: int) -> None:
     cases = cases_at(world)

@@ -120,6 +120,7 @@ def whole_parameters(stage: int) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_parameters_that_stay_whole_are_saved_by_one_rank(stage: int) -> None:
     expected = made(-1, 2)[0].state_dict()

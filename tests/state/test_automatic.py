@@ -23,6 +23,7 @@ def model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(16)))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("bytes_per_parameter", "stage"),
     # In fp32 with AdamW 16, 10, 7 and 4 bytes a parameter on four ranks, and buffers beside them.

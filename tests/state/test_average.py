@@ -50,6 +50,7 @@ def averaged_training(run: Run) -> None:
             run.record(loss=models.stack_loss(other, 50 + step, run.rank), parameters=dict(other.named_parameters()))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_average_is_that_of_one_process(world: int) -> None:
     assert_matches(averaged_training, world)

@@ -46,6 +46,7 @@ def check(stage: int, where: str, options: dict[str, Any]) -> int:
     return sent
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("stage", "where", "options", "text"),
     [
@@ -117,6 +118,7 @@ def test_states_in_files_are_compared(tmp_path: Path) -> None:
         assert not case[2] or all("exp_avg of 'first.weight' are no longer equal" in error for error in errors)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("stage", "options", "sends"), [(0, {}, True), (2, {}, True), (3, {}, False), (3, {"mesh": 2}, True)]
 )

@@ -165,6 +165,7 @@ def each(cases: list[tuple[str, int, str]]) -> None:
                 assert_same(expected, cycle(kind, stage, transport, {}), f"{kind}, stage {stage}, {transport}")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("transport", ["host", "messages"])
 def test_training_continues_plain_and_at_another_stage(world: int, transport: str) -> None:

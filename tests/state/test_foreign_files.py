@@ -96,6 +96,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], lis
     return run_cases(save_and_load, 2, [(stage, shared, folder) for stage in STAGES for shared in (True, False)])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shared", [True, False], ids=["memory", "messages"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_entries_have_storages_of_their_own(found: dict[tuple[Any, ...], list[Any]], stage: int, shared: bool) -> None:

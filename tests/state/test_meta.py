@@ -155,6 +155,7 @@ def at_all_stages(kind: Callable[[], nn.Module], options: dict[str, Any]) -> lis
     return [shard_values(kind, stage, options) for stage in STAGES]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     ("kind", "init_fn"),

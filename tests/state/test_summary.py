@@ -35,6 +35,7 @@ def tables(precision: str) -> list[tuple[str, int, int, list[tuple[str, int, int
     return [table(stage, precision) for stage in STAGES]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_table_adds_up(precision: str, world: int) -> None:

@@ -69,6 +69,7 @@ def _kinds(zero: zs.Zero) -> list[str]:
     return ["gather"] * gathers + ["reduce", "publish"]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", MAKERS)
@@ -100,6 +101,7 @@ def sent_elements(stage: int) -> tuple[float, int, int]:
     return total.item(), away, numel
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_and_values_go_to_owners_once_and_values_come_back(stage: int) -> None:
     for world in (2, 4):

@@ -1,0 +1,110 @@
+"""Three rotations of the products' cases are all cases, and what a rotation leaves out is counted as such."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from . import conftest
+from .rotation import turn_of
+
+ROOT = Path(__file__).parents[1]
+PRODUCTS = """
+import pytest
+
+@pytest.mark.product
+@pytest.mark.parametrize("world", range(3))
+@pytest.mark.parametrize("stage", range(4))
+def test_product(stage, world): pass
+
+@pytest.mark.product
+@pytest.mark.parametrize(("seed", "kind"), [(7, "x")])
+def test_of_one_case(seed, kind): pass
+
+@pytest.mark.parametrize("text", ["a", "b", "c"])
+def test_table(text): pass
+
+def test_alone(): pass
+"""
+
+
+def collected(*arguments: str) -> tuple[list[str], list[str]]:
+    """Return the tests that pytest would run, and those that it reports as deselected."""
+
+    class Seen:
+        def __init__(self) -> None:
+            self.kept: list[str] = []
+            self.left_out: list[str] = []
+
+        def pytest_deselected(self, items: list[pytest.Item]) -> None:
+            self.left_out += [item.nodeid.rpartition("/")[2] for item in items]
+
+        def pytest_collection_finish(self, session: pytest.Session) -> None:
+            self.kept += [item.nodeid.rpartition("/")[2] for item in session.items]
+
+    seen = Seen()
+    options = ("--collect-only", "-qqq", "-p", "no:cacheprovider", "-p", "no:xdist", "--import-mode=importlib")
+    assert pytest.main([*options, *arguments], plugins=[seen]) == pytest.ExitCode.OK
+    return seen.kept, seen.left_out
+
+
+@pytest.fixture
+def products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write a file with products and with tests that are none; return its path."""
+    (tmp_path / "conftest.py").write_text(f"from {conftest.__name__} import *\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = product\n gpu\n")
+    (tmp_path / "test_products.py").write_text(PRODUCTS)
+    monkeypatch.chdir(tmp_path)
+    return str(tmp_path / "test_products.py")
+
+
+def test_rotations_are_everything_together(products: str) -> None:
+    everything, left_out = collected(products)
+    assert len(everything) == 12 + 1 + 3 + 1 and left_out == []
+    assert collected(products, "--rotation", "all") == (everything, [])
+    always = ["[0-0]", "::test_of_one_case", "::test_table", "::test_alone"]
+    runs = []
+    for rotation in ("0", "1", "2"):
+        kept, left_out = collected(products, "--rotation", rotation)
+        assert sorted(kept + left_out) == sorted(everything)
+        assert kept == [name for name in everything if name in kept]
+        # A third of the table has all its rows and columns.
+        cases = [re.findall(r"\d+", name) for name in kept if "::test_product[" in name]
+        assert {stage for stage, _ in cases} == set("0123") and {world for _, world in cases} == set("012")
+        rotating = [name for name in kept if not any(text in name for text in always)]
+        assert len(kept) == len(rotating) + 1 + 1 + 3 + 1
+        runs.append(rotating)
+    # Eleven cases rotate besides the first of the product, and each has one rotation.
+    assert sorted(map(len, runs)) == [3, 4, 4] and len(set().union(*runs)) == 11
+
+
+def test_a_product_of_this_suite_rotates() -> None:
+    path = str(Path(__file__).parent / "engine" / "test_parity.py")
+    everything, one, two, three = (collected(path, "--rotation", rotation)[0] for rotation in ("all", "0", "1", "2"))
+    assert {*one, *two, *three} == set(everything)
+    assert max(len(one), len(two), len(three)) < 0.7 * len(everything)
+
+
+def test_a_case_that_is_named_or_chosen_keeps_its_place(products: str) -> None:
+    assert len(collected(f"{products}::test_product[1-1]", "--rotation", "0")[0]) == 1
+    third = collected(products, "--rotation", "2", "-k", "test_product")[0]
+    assert third == [name for name in collected(products, "--rotation", "2")[0] if "::test_product[" in name]
+
+
+def test_a_rotation_has_all_rows_and_columns_of_a_product() -> None:
+    for rows, columns, rotation in itertools.product(range(3, 10), range(3, 10), range(3)):
+        cases = [case for case in range(rows * columns) if turn_of(case, [columns, rows]) == rotation]
+        assert {case // columns for case in cases} == set(range(rows)), (rows, columns, rotation)
+        assert {case % columns for case in cases} == set(range(columns)), (rows, columns, rotation)
+
+
+def test_workers_report_what_is_left_out_as_deselected(products: str) -> None:
+    command = [sys.executable, "-m", "pytest", products, "--rotation", "1", "-n", "2", "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    assert "rotation 1 of 0, 1, 2" in done.stdout
+    assert "10 passed, 7 deselected" in done.stdout, done.stdout
