@@ -269,6 +269,36 @@ def test_what_cannot_be_detached_is_refused_and_a_detached_handle_names_it(world
     run_cases(refusals, world, [(stage, transport) for stage in STAGES for transport in ("host", "messages")])
 
 
+def assigned(stage: int, offload: str | None) -> None:
+    """User code assigns a gradient before the first backward, and after a step; a step applies it, None drops it."""
+    model = models.build(Tied)
+    optimizer = OPTIMIZERS["AdamW"](model)
+    zero = zs.shard(model, optimizer, stage=stage, settings=settings("host"), offload=offload)
+    name, p = "embedding.weight", model.embedding.weight
+    for applies in (True, False):
+        if not applies:
+            models.gpt_loss(model, 0, dist.get_rank()).backward()
+            optimizer.step()  # its gradients are kept
+        p.grad = torch.ones(p.shape)
+        with pytest.raises(RuntimeError, match=rf"no step has applied: of 1 parameter\(s\), '{name}' first"):
+            zero.detach()
+        if applies:
+            optimizer.step()
+        else:
+            p.grad = None
+    zero.detach()
+    # One rank alone has assigned a gradient: an error on both.
+    zero = zs.shard(model, optimizer, stage=0, settings=settings("host"))
+    if dist.get_rank():
+        p.grad = torch.ones(p.shape)
+    with pytest.raises((RuntimeError, zs.RankMismatchError), match="no step has applied: of 1 parameter"):
+        zero.detach()
+
+
+def test_an_assigned_gradient_that_no_step_has_applied_is_an_error() -> None:
+    run_cases(assigned, 2, [*((stage, None) for stage in STAGES), (3, "host")])
+
+
 def too_little(stage: int) -> None:
     """One rank has room, the other has not: an error on both, and training goes on as if nothing had been asked."""
     rank = dist.get_rank()

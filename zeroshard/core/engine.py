@@ -75,8 +75,8 @@ class Engine(Ending):
         # Autograd uses a single thread for the CPU.
         self.lock = threading.RLock() if mesh.device.type != "cpu" else None
         self.slots: dict[str, Slot] = {}
-        self.undo, self.backwards = Undo(), 0
-        """The number of backward passes that have ended."""
+        self.undo, self.backwards, self.assigned = Undo(), 0, set[Slot]()
+        """The number of backward passes that have ended; parameters whose gradients user code has assigned since."""
         self.order = Order(units, comm)
         self.catch_up, self.answer = self.order.catch_up, self.order.answer
         self.is_sharded = self.order.is_sharded

@@ -288,6 +288,8 @@ def assign(slot: Slot, value: Tensor | None) -> None:
         _clear(slot)
         with torch.no_grad():
             grads.set_reduced(slot.index, part)
+        if owner is not None:
+            owner.assigned.add(slot)
 
 
 def _clear(slot: Slot) -> None:

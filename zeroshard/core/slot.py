@@ -30,6 +30,8 @@ class Owner(Protocol):
     unread: Callable[[], None] | None
     copy: slice | list[int]
     """The ranks whose parts form the full gradients."""
+    assigned: set["Slot"]
+    """Parameters whose gradients user code has assigned since their optimizer's last step; without one, ever."""
 
     def learn(self) -> None:
         """Read whether the last update was skipped, if the host does not know yet."""

@@ -258,6 +258,7 @@ class ShardedOptimizer:
         for bucket in buckets.values():
             bucket.count_update()
         self.applied = engine.backwards
+        engine.assigned.difference_update(touched)
         if answer is not None:
             engine.unread = lambda: self._learn(answer)
 

@@ -57,7 +57,8 @@ def detach(
     Raises:
         ValueError: an argument is not supported; equal on all ranks.
         RuntimeError: called inside a pass or `gathered()`, or gradients were not applied; nothing was changed.
-        MemoryError, RankMismatchError: a rank has too little memory; nothing was changed.
+        MemoryError: this rank has too little memory; nothing was changed.
+        RankMismatchError: another rank has too little memory, or gradients that were not applied; nothing was changed.
 
     Collective: all-gathers of all parameters and states; every rank must call.
     """
@@ -67,11 +68,13 @@ def detach(
     # Arguments are equal on all ranks behind it, so each check below fails on all of them.
     engine.order.settle(f"detach(to={to!r}, dtype={dtype})")
     _check_arguments(engine, to, dtype)
-    _check_gradients(engine, optimizers)
+    engine.check_reduced("zero.detach()")
+    engine.catch_up()
     keeps = to == "all" or engine.mesh.rank == 0
     owned = owned_states(engine, optimizers)
     work = _Detached(engine, optimizers, before, owned, dtype, keeps=keeps)
     with accepted_by_all(engine.mesh, "zero.detach()"):
+        _check_gradients(engine, optimizers)
         work.check_room(room_bytes)
     for slot in engine.slots.values():
         slot.bucket.grads.clear(slot.index)
@@ -98,11 +101,10 @@ def _check_arguments(engine: Engine, to: str, dtype: torch.dtype | None) -> None
 
 
 def _check_gradients(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
-    """Raise, on all ranks, if gradients of the last backward were not applied by an optimizer."""
-    engine.check_reduced("zero.detach()")
-    engine.catch_up()
+    """Raise if gradients of the last backward, or that user code has assigned, were not applied by an optimizer."""
     applied = {slot_of(master).name: one.applied for one in optimizers for master in one.masters}
-    left = [s.name for s in engine.slots.values() if applied.get(s.name, -1) < engine.backwards and s.has_grad]
+    fresh = [s for s in engine.slots.values() if s in engine.assigned or applied.get(s.name, -1) < engine.backwards]
+    left = [slot.name for slot in fresh if slot.has_grad]
     if left:
         raise RuntimeError(
             f"{engine.mesh} zero.detach() with gradients that no step has applied: of {len(left)} parameter(s), "
