@@ -43,6 +43,8 @@ _COLUMNS: Final = ("states", "gradients", "parameters", "padding", "transient")
 _PLAIN_WIDTH: Final = 100
 _PROFILED_STEPS: Final = 3
 _DOCTOR_PATIENCE_S: Final = 10.0
+_MISTAKE: Final = 2
+"""Exit status of an error in the user's input."""
 _KEPT_IN_SAMPLE: Final = "\n\t\u00a0\u200c\u200d"
 """Unprintable characters that belong to text: ends of lines, tabs, spaces and joiners of writing systems."""
 
@@ -314,10 +316,16 @@ def _progress_of_bytes() -> Iterator[Callable[[int, int], None]]:
 
 def _train(config: Config) -> NoReturn:
     """Train as one rank: the only rank, or a launched rank."""
+    from zeroshard.train.config import SettingsError
     from zeroshard.train.loop import train as run
 
-    with StopSignal() as stop, Terminal(log_every=config.run.log_every) as terminal:
-        summary = run(config, terminal, stop.is_wanted)
+    try:
+        with StopSignal() as stop, Terminal(log_every=config.run.log_every) as terminal:
+            summary = run(config, terminal, stop.is_wanted)
+    except SettingsError as error:  # on every rank alike
+        if is_first_rank():
+            _fail(str(error))
+        sys.exit(_MISTAKE)
     sys.exit(stop.exit_status if summary.is_interrupted else 0)
 
 
@@ -338,8 +346,8 @@ def _say(message: str) -> None:
     print(printable(message))
 
 
-def _fail(message: str, status: int = 2) -> NoReturn:
-    """Exit with a message; status 2 is an error in the user's input."""
+def _fail(message: str, status: int = _MISTAKE) -> NoReturn:
+    """Exit with a message."""
     print(printable(f"zeroshard: {message}"), file=sys.stderr)
     sys.exit(status)
 

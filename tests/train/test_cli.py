@@ -143,6 +143,17 @@ def test_mistakes_end_with_one_message(arguments, message, monkeypatch, capsys, 
     assert "Traceback" not in err + out
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_settings_that_ranks_refuse_end_with_their_message(ranks, tmp_path):
+    # A model of one block has no unit below the root, which recomputation would be of.
+    settings = ["--depth", "1", "--activations", "recompute", "--ranks", str(ranks), f"run.folder={tmp_path}"]
+    ended = _start("-m", "zeroshard", "train", *settings, cwd=tmp_path)
+    out, err = ended.communicate(timeout=120)
+    assert ended.returncode == 2, err
+    assert err.count("zeroshard: activations='recomputed' recomputes modules of units, but no selected unit") == 1
+    assert "Traceback" not in out + err
+
+
 def _told(is_terminal):
     """Return what a terminal shows of a run of two steps and one evaluation."""
     out = io.StringIO()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import zeroshard as zs
+from zeroshard.checkpoint.folders import export
 from zeroshard.testing import run_ranks
 from zeroshard.train.config import load_config
 from zeroshard.train.loop import train
@@ -270,6 +272,29 @@ def test_a_folder_without_a_tokenizer_reads_bytes(tmp_path):
     _config().save_pretrained(tmp_path)
     told = _train(str(tmp_path), ["run.ranks=1", "train.steps=1"])
     assert (told["data"]["tokenizer"], told["data"]["vocabulary"]) == ("bytes", 256)
+
+
+def test_an_export_of_a_run_has_configuration_and_tokenizer(tmp_path):
+    folder = tmp_path / "model"
+    _train(_save(folder), ["run.ranks=1"])
+    run = (folder / "runs" / "default").rename(tmp_path / "run")
+    shutil.rmtree(folder)  # the run needs its model's folder no longer
+    export(zs.latest(run), tmp_path / "hf")
+    assert not (tmp_path / "hf" / "learned.json").exists()
+    _, found = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", local_files_only=True, output_loading_info=True
+    )
+    assert not any(found.values())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
+    assert len(tokenizer) == VOCABULARY
+
+
+def test_an_export_of_a_run_with_a_tokenizer_in_a_file_has_that_one(tmp_path):
+    folder = tmp_path / "model"
+    _train(_save(folder), ["run.ranks=1", f"data.tokenizer={folder}/learned.json"])
+    run = folder / "runs" / "default"
+    assert {path.name for path in (run / "export").iterdir()} == {"config.json", "tokenizer.json"}
+    assert (run / "export" / "tokenizer.json").read_bytes() == (folder / "learned.json").read_bytes()
 
 
 def test_pickled_weights_are_refused(tmp_path):

@@ -37,6 +37,8 @@ __all__ = ["FolderReader", "export", "import_folder", "is_tensor_folder"]
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+BESIDE = "export"
+"""The folder beside a checkpoint whose files exports copy; docs/checkpoints.md has its name."""
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FILE_BYTES = 5 * 10**9
 """Largest file of an export, except for a single larger tensor."""
@@ -50,7 +52,8 @@ def export(
     """Write the parameters and buffers of a checkpoint as a folder that `from_pretrained` reads.
 
     Every byte of the checkpoint is verified first. Tied parameters are stored once, under their first name. Of a model
-    with a LoRA adapter of peft, the adapter alone is written, as a folder that `PeftModel.from_pretrained` reads.
+    with a LoRA adapter of peft, the adapter alone is written, as a folder that `PeftModel.from_pretrained` reads. Else
+    files of a folder `export` beside the checkpoint are copied: configuration and tokenizer, of `zeroshard train`.
 
     Args:
         target: a folder that does not exist yet.
@@ -91,7 +94,19 @@ def export(
         write_file(folder / INDEX, json.dumps(index, indent=2, sort_keys=True).encode())
         if text is not None:
             write_file(folder / CONFIG, text)
+        _copy_beside(Path(os.path.abspath(source)).parent / BESIDE, folder)
     return path
+
+
+def _copy_beside(beside: Path, folder: Path) -> None:
+    """Copy the files of a folder, if it exists, except those that the export already has."""
+    for name in sorted({*files.names_in(beside)} - {*files.names_in(folder)}) if beside.is_dir() else ():
+        with opened(beside / name) as descriptor, FileWriter(folder / name) as writer:
+            nbytes = files.size_of(descriptor)
+            for start in range(0, nbytes, PIECE_NUMEL):
+                buffer = memoryview(bytearray(min(PIECE_NUMEL, nbytes - start)))
+                read_exactly(descriptor, buffer, start, beside / name)
+                writer.write(buffer)
 
 
 def _parse_config(text: bytes, path: Path) -> dict[str, Any]:

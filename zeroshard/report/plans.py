@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from zeroshard.report.files import read_json, reading
 from zeroshard.report.runs import read_runs
 from zeroshard.report.schema import (
     VERSION,
@@ -53,16 +54,11 @@ def read_sources(paths: Sequence[str | Path]) -> PageData:
 
 
 def _read_file(path: Path) -> PageData:
-    try:
-        stored = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    stored = read_json(path)
     for key, read in (("film", page_of_plan), ("frontier", page_of_search), ("records", _page_of_scorecard)):
         if isinstance(stored, Mapping) and key in stored:
-            try:
+            with reading(str(path)):
                 return read(stored)
-            except (KeyError, IndexError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path} is damaged, or was written by another version: {error!r}") from error
     raise ValueError(f"{path} is not a plan, a search or a scorecard; write one with `--json`.")
 
 

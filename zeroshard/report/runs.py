@@ -4,17 +4,18 @@ Owns the reading of `metrics.jsonl` and `summary.json`; `zeroshard/train/metrics
 not know torch or import the writer of the files. Read `read_runs` first.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from zeroshard.report.files import parse, read_json, read_text, reading
 from zeroshard.report.player import PLAYER_COLUMNS
 from zeroshard.report.schema import VERSION, Comparison, Losses, Model, PageData, RankClass
 
 __all__ = ["read_runs"]
 
+_SUMMARY: Final = "summary.json"
 _AT_MOST: Final = "transient"
 """The column whose prediction is a peak, not the bytes between steps."""
 
@@ -29,7 +30,7 @@ def read_runs(folders: Sequence[str | Path]) -> PageData:
         Data for `write_page`, with the losses of all runs, and the bytes and comparisons of ended runs.
 
     Raises:
-        ValueError: no folder is given, or a folder has no run or a file that is not JSON.
+        ValueError: no folder is given, a folder has no run, or a file of a run is damaged or not a regular file.
         OSError: a file cannot be read.
 
     ```python
@@ -55,36 +56,38 @@ def read_runs(folders: Sequence[str | Path]) -> PageData:
     )
     if not ended:
         return data
+    held: set[str] = set()
+    ranks: list[RankClass] = []
+    comparison: list[Comparison] = []
+    for folder, summary in ended:
         # With several runs, labels start with the name of the run.
-    labelled = [(f"{names[folder]}: " if len(runs) > 1 else "", summary) for folder, summary in ended]
-    held = {column for _, summary in ended for rank in summary["ranks"] for column in rank["resident_bytes"]}
+        label = f"{names[folder]}: " if len(runs) > 1 else ""
+        with reading(str(folder / _SUMMARY)):
+            held.update(column for rank in summary["ranks"] for column in rank["resident_bytes"])
+            ranks += _ranks(summary["ranks"], label)
+            comparison += _comparison(summary["ranks"], label)
+            if len(ended) == 1:
+                data["model"] = Model(name=summary["model"], parameters_numel=summary["parameters_numel"])
+                data["options"] = {
+                    "row": summary["row"],
+                    "ranks": summary["world_size"],
+                    "steps": summary["steps"],
+                    "tokens/s": round(summary["tokens_per_s"]),
+                }
+    data["ranks"], data["comparison"] = ranks, comparison
     data["columns"] = [*PLAYER_COLUMNS, *sorted(held - {*PLAYER_COLUMNS})]
-    data["ranks"] = [one for label, summary in labelled for one in _ranks(summary["ranks"], label)]
-    data["comparison"] = [one for label, summary in labelled for one in _comparison(summary["ranks"], label)]
-    if len(ended) == 1:
-        (_, summary), *_ = ended
-        data["model"] = Model(name=summary["model"], parameters_numel=summary["parameters_numel"])
-        data["options"] = {
-            "row": summary["row"],
-            "ranks": summary["world_size"],
-            "steps": summary["steps"],
-            "tokens/s": round(summary["tokens_per_s"]),
-        }
     return data
 
 
 def _name(folder: Path, summary: Mapping[str, Any] | None) -> str:
-    return str(summary["name"]) if summary else folder.resolve().name
+    return str(summary.get("name", "")) if summary else folder.resolve().name
 
 
 def _read_summary(folder: Path) -> Mapping[str, Any] | None:
-    path = folder / "summary.json"
+    path = folder / _SUMMARY
     if not path.exists():
         return None
-    try:
-        summary = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): the file is damaged or not from zeroshard train") from None
+    summary = read_json(path)
     if not isinstance(summary, dict) or not isinstance(summary.get("ranks"), list):
         raise ValueError(f"{path} has no bytes by rank: the file is not from zeroshard train")
     return summary
@@ -96,18 +99,15 @@ def _read_losses(folder: Path, name: str) -> Losses:
     if not path.exists():
         raise ValueError(f"{folder} has no run: {path.name} is missing; give the folder that zeroshard train wrote")
     losses = Losses(run=name, step=[], loss=[])
-    lines = path.read_text("utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
-        if not line.endswith("\n"):
-            break
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}, is not JSON ({error})") from None
-        if record["kind"] == "step":
-            loss = float(record["loss"])  # non-finite values are stored as strings
-            losses["step"].append(record["step"])
-            losses["loss"].append(loss if math.isfinite(loss) else None)
+    lines = read_text(path).split("\n")
+    for number, line in enumerate(lines[:-1], 1):
+        where = f"{path}, line {number},"
+        record = parse(line, where)
+        with reading(where):
+            if record["kind"] == "step":
+                loss = float(record["loss"])  # non-finite values are stored as strings
+                losses["step"].append(int(record["step"]))
+                losses["loss"].append(loss if math.isfinite(loss) else None)
     return losses
 
 

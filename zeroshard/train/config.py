@@ -7,7 +7,7 @@ Read `Config` first, then `load_config`. Needs pydantic (the extra `zeroshard[cl
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, Self, final, get_args, get_origin
@@ -27,6 +27,7 @@ __all__ = [
     "LEARNING_RATE_FACTORS",
     "Model",
     "Run",
+    "SettingsError",
     "Train",
     "Zero",
     "choices_of",
@@ -67,8 +68,14 @@ ALIASES: Final = MappingProxyType(
 """Names of settings in other programs. A setting may also be given without its section."""
 _CPU_RANKS: Final = 2
 _TOKENIZERS: Final = ("tokenizer*", "vocab.*", "*.model", "spiece.*")
+_MODEL_FILES: Final = ("config.json", "generation_config.json")
+_TOKENIZER_FILES: Final = (*_TOKENIZERS, "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*")
 _SHOWN: Final = 200
 """Maximum number of characters of a wrong value in a message."""
+
+
+class SettingsError(ValueError):
+    """Settings that a run cannot start with, as its ranks find when they make its model and read its checkpoints."""
 
 
 def _known_stage(stage: int | str) -> int | str:
@@ -264,6 +271,18 @@ class Config(_Section):
     def tokenizer(self) -> str:
         """The tokenizer's file or folder; empty for bytes, the default if a model's folder has no tokenizer."""
         return self.data.tokenizer or (self.hf_folder if _holds_tokenizer(self.hf_folder) else "")
+
+    @property
+    def export_files(self) -> Mapping[str, Path]:
+        """By name, the files besides tensors of the model's folder in Hugging Face's layout; none for a GPT."""
+        if not self.hf_folder:
+            return {}
+        found = [Path(self.hf_folder) / name for name in _MODEL_FILES]
+        tokens = Path(self.tokenizer) if self.tokenizer else None
+        if tokens is not None and tokens.is_file():
+            return {path.name: path for path in found if path.is_file()} | {"tokenizer.json": tokens}
+        found += [path for pattern in _TOKENIZER_FILES if tokens for path in sorted(tokens.glob(pattern))]
+        return {path.name: path for path in found if path.is_file()}
 
     @property
     def cache(self) -> Path:

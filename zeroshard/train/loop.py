@@ -23,12 +23,12 @@ from torch import Tensor
 
 import zeroshard as zs
 from zeroshard.train.account import describe_start, summarize, tokens_per_step
-from zeroshard.train.config import Config, to_toml
+from zeroshard.train.config import Config, SettingsError, to_toml
 from zeroshard.train.data import IGNORED, count_scored, heldout_batches, training_batch
 from zeroshard.train.lease import Lease
 from zeroshard.train.metrics import EvalRecord, Reporter, Reporters, RunFiles, StepRecord, Summary
 from zeroshard.train.models.language import generate
-from zeroshard.train.resume import Saver, check_settings, resume
+from zeroshard.train.resume import Saver, check_settings, keep_export_files, resume
 from zeroshard.train.run import Run, check_equal, check_files
 
 __all__ = ["train"]
@@ -51,7 +51,7 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
         The summary, on every rank.
 
     Raises:
-        ValueError: the text or the model does not match the configuration, or the folder is in use, or has a run with
+        SettingsError: the text, the model or the treatments do not match, or the folder is in use, or has a run with
             other settings.
         CheckpointError: the run cannot be saved, or all of its checkpoints are damaged.
         RankMismatchError: settings differ between ranks, or a rank failed.
@@ -67,20 +67,30 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
             # There is nothing to save yet, and a rank may wait long for ranks that prepare data.
             with zs.ends_by_signal():
                 check_equal(config, mesh)
-                check_settings(config)
-                if mesh.rank == 0:
-                    stack.enter_context(Lease(config.folder))
-                run = Run(config, mesh, start_s)
-                resume(run)
+                run = _begin(config, mesh, start_s, stack)
             reporters: list[Reporter] = []
             files = None
             if mesh.rank == 0:
                 files = stack.enter_context(RunFiles(config.folder, to_toml(config), run.tally.steps))
+                keep_export_files(config)
                 reporters = [files, reporter]
             return _train(run, Reporters(reporters), files, is_stop_wanted)
     finally:
         if torch.distributed.is_initialized() and not is_joined:
             torch.distributed.destroy_process_group()
+
+
+def _begin(config: Config, mesh: zs.Mesh, start_s: float, stack: contextlib.ExitStack) -> Run:
+    """Return the run, resumed, whose folder rank 0 holds until the end of the stack. Collective: as `Run`, `resume`."""
+    try:
+        check_settings(config)
+        if mesh.rank == 0:
+            stack.enter_context(Lease(config.folder))
+        run = Run(config, mesh, start_s)
+        resume(run)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    return run
 
 
 def _train(run: Run, tell: Reporters, files: RunFiles | None, is_stop_wanted: Callable[[], bool]) -> Summary:

@@ -29,9 +29,11 @@ from zeroshard.train.lease import Lease
 from zeroshard.train.metrics import EvalRecord, Reporters, RunFiles
 from zeroshard.train.run import Run, check_files
 
-__all__ = ["Saver", "check_folder", "check_settings", "is_complete", "resume"]
+__all__ = ["Saver", "check_folder", "check_settings", "is_complete", "keep_export_files", "resume"]
 
 _FILE: Final = "config.toml"
+_EXPORT: Final = "export"
+"""The folder whose files `zeroshard checkpoint export` copies (docs/checkpoints.md)."""
 _EXTRA: Final = frozenset(["config", "data", "scheduler", "tally"])
 _NAME: Final = re.compile(r"step-(\d{8,})")
 _CONTENTS: Final = ("sha256", "tokenizer_sha256", "train_tokens", "heldout_tokens")
@@ -62,6 +64,17 @@ def check_settings(config: Config) -> None:
     file = config.folder / _FILE
     if file.exists():
         _compare(load_config(file), config, file)
+
+
+def keep_export_files(config: Config) -> None:
+    """Copy configuration and tokenizer of a Hugging Face model into the folder of the run, for exports.
+
+    The run then needs its model's folder no longer, which somebody may change or remove.
+    """
+    folder = config.folder / _EXPORT
+    for name, path in config.export_files.items():
+        folder.mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / name)
 
 
 def is_complete(config: Config) -> bool:
