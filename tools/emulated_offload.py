@@ -14,8 +14,8 @@ Note: two memories
     from one to the device.
 Note: moments, not durations
     All threads sleep until moments that follow from one another: work begins at the moment of its issue, or when its
-    lane is free. So a thread that the scheduler of this host wakes late makes nothing late behind it, as long as there
-    is something to sleep for. What a step took is read from the host's clock.
+    lane is free. So a thread that the scheduler of this host wakes late makes nothing late behind it, and what a step
+    took is read from the program's moments. Sleeps keep the threads in the order of their moments.
 """
 
 import sys
