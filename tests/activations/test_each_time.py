@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from tests.engine.test_guard import memory_of
-from tests.oracle import TIMEOUT_S, run_cases
+from tests.oracle import STAGES, TIMEOUT_S, run_cases
+from zeroshard.testing import run_ranks
 
 WIDTH, CHANGES_AT = 8, 50
 
@@ -103,24 +104,19 @@ def start(
     return model, optimizer, zs.shard(model, optimizer, settings=zs.Settings(shared_memory=shared), **options)
 
 
-CASES = [
-    (kind, stage, "recompute" if place % 2 else zs.Recomputed(every=2), bool((place + stage) % 2))
-    for place, kind in enumerate((*DIFFERENT, Same))
-    for stage in range(4)
-]
-
-
+@pytest.mark.product
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", [*DIFFERENT, Same], ids=lambda kind: kind.__name__)
-def test_what_differs_at_step_50_is_an_error(kind: type[Block]) -> None:
-    cases = [case for case in CASES if case[0] is kind]
-    for case, results in run_cases(train, 2, cases, timeout_s=2 * TIMEOUT_S).items():
-        for step, error in results:
-            if kind is Same or not SEEN[kind.__name__]:
-                assert (step, error) == (-1, ""), case
-            else:
-                assert step == CHANGES_AT, (case, error)
-                assert SEEN[kind.__name__] in error, case
-                assert "'1' (" in error and "activations='recompute'" in error
+def test_what_differs_at_step_50_is_an_error(kind: type[Block], stage: int) -> None:
+    place = (*DIFFERENT, Same).index(kind)
+    how = "recompute" if place % 2 else zs.Recomputed(every=2)
+    for step, error in run_ranks(train, 2, kind, stage, how, bool((place + stage) % 2), timeout_s=2 * TIMEOUT_S):
+        if kind is Same or not SEEN[kind.__name__]:
+            assert (step, error) == (-1, "")
+        else:
+            assert step == CHANGES_AT, error
+            assert SEEN[kind.__name__] in error
+            assert "'1' (" in error and "activations='recompute'" in error
 
 
 def on_a_device(stage: int, precision: str, culprit: int) -> tuple[str, bool]:

@@ -14,7 +14,7 @@ import zeroshard as zs
 from tests import models
 from tests.engine.test_guard import Trained, differences, memory_of
 from tests.engine.test_offload_early import in_background
-from tests.oracle import STAGES, WATCHDOG_S, Run, assert_matches, run_cases
+from tests.oracle import STAGES, WATCHDOG_S, Run, Script, assert_matches, run_cases
 
 STEPS = 3
 
@@ -204,9 +204,11 @@ def all_scripts(run: Run) -> None:
         script(run)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_a_closure_is_called_once_before_the_update(shared_memory: bool) -> None:
-    assert_matches(all_scripts, 2, STAGES, {"shared_memory": shared_memory})
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_closure_is_called_once_before_the_update(script: Script, shared_memory: bool) -> None:
+    assert_matches(script, 2, STAGES, {"shared_memory": shared_memory})
 
 
 def test_a_closure_is_called_once_on_one_rank() -> None:

@@ -1,6 +1,5 @@
 """Questions about all elements of a gradient: torch's answers at each stage; if one rank asks alone, a named error."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, WATCHDOG_S, run_cases
 from zeroshard.table.errors import RankMismatchError
+from zeroshard.testing import run_ranks
 
 TRANSPORTS = (True, False)
 
@@ -44,12 +44,6 @@ def answers(stage: int, shared_memory: bool) -> dict[str, dict[str, Any]]:
     return {name: questions(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-@functools.cache
-def all_answers(world: int) -> dict[tuple[Any, ...], list[Any]]:
-    """Run all stages and transports on one group of ranks."""
-    return run_cases(answers, world, [(stage, shared) for stage in STAGES for shared in TRANSPORTS])
-
-
 @pytest.mark.product
 @pytest.mark.parametrize("shared_memory", TRANSPORTS)
 @pytest.mark.parametrize("stage", STAGES)
@@ -63,7 +57,7 @@ def test_all_elements_are_asked(world: int, stage: int, shared_memory: bool) -> 
         for name, p in plain.named_parameters():
             if p.grad is not None:
                 sums[name] = sums.get(name, 0) + p.grad / world
-    for found in all_answers(world)[stage, shared_memory]:
+    for found in run_ranks(answers, world, stage, shared_memory):
         assert found.keys() == sums.keys()
         for name, answered in found.items():
             for question, expected in questions(sums[name]).items():

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import models
-from tests.oracle import STAGES, TIMEOUT_S, Sharded, randn, run_cases
+from tests.oracle import STAGES, TIMEOUT_S, Sharded, randn
 from zeroshard.table.layout import plan_layout
 from zeroshard.table.pool import choose_buffer
 from zeroshard.testing import run_ranks
@@ -67,17 +67,16 @@ def measure(kind: type[nn.Module], loss: Callable[..., Tensor], stage: int) -> t
     return numel, memory.resident_bytes, memory.peak_bytes, memory.predicted_bytes
 
 
-@functools.cache
-def measured(kind: type[nn.Module], loss: Callable[..., Tensor], world: int) -> dict[tuple[Any, ...], list[Any]]:
-    """Measure a model at each stage."""
-    return run_cases(measure, world, [(kind, loss, stage) for stage in STAGES], timeout_s=2 * TIMEOUT_S)
+def measured(kind: type[nn.Module], loss: Callable[..., Tensor], stage: int, world: int) -> list[Any]:
+    """Measure a model on each rank."""
+    return run_ranks(measure, world, kind, loss, stage, timeout_s=TIMEOUT_S, process_group=world > 1)
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_resident_bytes_are_exact_on_each_rank(stage: int, world: int) -> None:
-    by_rank = measured(models.Even, even_loss, world)[models.Even, even_loss, stage]
+    by_rank = measured(models.Even, even_loss, stage, world)
     for rank, (numel, resident, _, predicted) in enumerate(by_rank):
         for column, each in factors(stage, world).items():
             where = f"[rank {rank}/{world}] {column}"
@@ -92,7 +91,7 @@ def test_resident_bytes_are_exact_on_each_rank(stage: int, world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_resident_bytes_are_exact_over_all_ranks_padding_aside(stage: int, world: int) -> None:
-    by_rank = measured(models.GPT, models.gpt_loss, world)[models.GPT, models.gpt_loss, stage]
+    by_rank = measured(models.GPT, models.gpt_loss, stage, world)
     numel = by_rank[0][0]
     for column, each in factors(stage, world).items():
         total = sum(resident[column] for _, resident, _, _ in by_rank)
@@ -421,19 +420,13 @@ SENT = {  # elements of the model a rank and step, by stage, for G micro-batches
 MICROS = ((1, False), (3, False), (3, True))
 
 
-@functools.cache
-def all_traffic(world: int) -> dict[tuple[Any, ...], list[Any]]:
-    """Measure at each stage and for each kind of accumulation."""
-    cases = [(stage, *micros) for stage in STAGES for micros in MICROS]
-    return run_cases(traffic, world, cases, timeout_s=2 * TIMEOUT_S)
-
-
 @pytest.mark.product
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("micros", "is_unsynced"), MICROS, ids=["one", "three", "three-unsynced"])
 def test_traffic_is_exact(stage: int, world: int, micros: int, is_unsynced: bool) -> None:
-    for rank, (whole, sent, predicted, counted) in enumerate(all_traffic(world)[stage, micros, is_unsynced]):
+    by_rank = run_ranks(traffic, world, stage, micros, is_unsynced, timeout_s=TIMEOUT_S)
+    for rank, (whole, sent, predicted, counted) in enumerate(by_rank):
         expected = SENT[stage, is_unsynced](micros) * whole * (world - 1) // world
         assert sent == [expected] * 3, f"[rank {rank}/{world}] {sent} bytes in three steps, formula {expected}"
         assert counted == expected, f"[rank {rank}/{world}] the trace counts {counted} bytes, formula {expected}"

@@ -12,6 +12,7 @@ import zeroshard as zs
 from tests import models
 from tests.oracle import TIMEOUT_S, Plain, Run, Sharded, assert_same, randn, run_cases
 from tests.oracle import _execute as execute
+from zeroshard.testing import run_ranks
 
 UNTIL = "until-backward"
 MIXED = {"blocks.0": "replicated", "blocks.1": UNTIL, "(root)": UNTIL}
@@ -91,20 +92,22 @@ def compared(script: Callable[[Run], None], parameters: tuple[tuple[str, str], .
     return [execute(Plain(), script), execute(Sharded(3, options), script)]
 
 
-@functools.cache
-def results(world: int) -> Mapping[tuple[Any, ...], list[Any]]:
-    if world == 3:
-        return run_cases(compared, world, [(other_units_on_each_rank, OTHERS[2], True)], timeout_s=TIMEOUT_S)
-    cases = [(script, OTHERS[0], True) for script in SCRIPTS] + [(script, OTHERS[2], False) for script in SCRIPTS]
-    cases += [(every_kind_of_pass, other, True) for other in OTHERS[1:]]
-    return run_cases(compared, world, cases, timeout_s=2 * TIMEOUT_S)
+CASES = [
+    *((script, OTHERS[0], True, 2) for script in SCRIPTS),
+    *((script, OTHERS[2], False, 2) for script in SCRIPTS),
+    *((every_kind_of_pass, other, True, 2) for other in OTHERS[1:]),
+    (other_units_on_each_rank, OTHERS[2], True, 3),
+]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_numbers_are_those_of_plain_data_parallelism(world: int) -> None:
-    for (script, *options), by_rank in results(world).items():
-        for rank, (expected, actual) in enumerate(by_rank):
-            assert_same(expected, actual, f"[rank {rank}/{world}] {script.__name__} {options}")
+@pytest.mark.product
+@pytest.mark.parametrize(("script", "parameters", "shared_memory", "world"), CASES)
+def test_numbers_are_those_of_plain_data_parallelism(
+    script: Callable[[Run], None], parameters: tuple[tuple[str, str], ...], shared_memory: bool, world: int
+) -> None:
+    by_rank = run_ranks(compared, world, script, parameters, shared_memory, timeout_s=TIMEOUT_S)
+    for rank, (expected, actual) in enumerate(by_rank):
+        assert_same(expected, actual, f"[rank {rank}/{world}]")
 
 
 def counted(parameters: dict[str, str] | str, shared_memory: bool) -> tuple[Any, ...]:

@@ -158,17 +158,11 @@ def follow_plan(plan: str, stage: int) -> list[Any]:
     return follow(*PLANS[plan], stage, {})
 
 
-@functools.cache
-def all_followed(stage: int, world: int) -> dict[tuple[Any, ...], list[Any]]:
-    """Follow each of the plans."""
-    return run_cases(follow_plan, world, [(plan, stage) for plan in PLANS], timeout_s=3 * TIMEOUT_S)
-
-
 @pytest.mark.product
 @pytest.mark.parametrize(("stage", "world"), [*((stage, 2) for stage in STAGES), (3, 3)])
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_trace_is_what_was_predicted(plan: str, stage: int, world: int) -> None:
-    for rank, found in enumerate(all_followed(stage, world)[plan, stage]):
+    for rank, found in enumerate(run_ranks(follow_plan, world, plan, stage, timeout_s=TIMEOUT_S)):
         assert len(found) == STEPS - 1
         for step, (predicted, actual) in enumerate(found, 2):
             where = f"[rank {rank}/{world}] step {step}"
@@ -213,11 +207,10 @@ def test_the_events_of_a_step_are_these(stage: int) -> None:
 def test_predictions_differ_between_stages_and_plans() -> None:
     """Comparing two empty or constant lists would prove nothing."""
     seen = set()
-    for stage in STAGES:
-        for plan in ("one micro-batch", "three micro-batches", "two forwards"):
-            build, body = PLANS[plan]
-            found = run_ranks(follow, 2, build, body, stage, {}, timeout_s=TIMEOUT_S)[0]
-            seen.add((stage, tuple((event.kind, event.unit, event.nbytes) for event in found[-1][1])))
+    plans = ("one micro-batch", "three micro-batches", "two forwards")
+    cases = [(plan, stage) for stage in STAGES for plan in plans]
+    for (_, stage), (found, _) in run_cases(follow_plan, 2, cases, timeout_s=2 * TIMEOUT_S).items():
+        seen.add((stage, tuple((event.kind, event.unit, event.nbytes) for event in found[-1][1])))
     assert len({events for stage, events in seen if stage == 3}) == 3
     assert len({stage for stage, events in seen if any(kind == "gather" for kind, _, _ in events)}) == 1
 
