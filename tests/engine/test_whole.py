@@ -22,6 +22,7 @@ from tests.oracle import (
     Case,
     Casts,
     Run,
+    Sharded,
     assert_matches,
     assert_same,
     at_worlds,
@@ -213,6 +214,51 @@ class Odd(nn.Module):
         return (y * self.one.squeeze() + self.number) * self.frozen + self.nothing.sum()
 
 
+class Hollow(nn.Module):
+    """Parameters without elements beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 3, bias=False)
+        shapes = [(0, 4), (4, 0), (0,), (2, 0, 3)]
+        self.nothing = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x)) + sum(p.sum() for p in self.nothing)
+
+
+def over_elements(cls: type[Optimizer]) -> type[Optimizer]:
+    """Return an optimizer that leaves out parameters without elements, by whose number Adafactor and Muon divide."""
+
+    class Full(cls):  # type: ignore[misc, valid-type]
+        def step(self, closure: Any = None) -> Any:
+            everything = [group["params"] for group in self.param_groups]
+            for group in self.param_groups:
+                group["params"] = [p for p in group["params"] if p.numel()]
+            loss = super().step(closure)
+            for group, held in zip(self.param_groups, everything, strict=True):
+                group["params"] = held
+            return loss
+
+    return Full
+
+
+def parameters_without_elements(run: Run) -> None:
+    """No rank updates them, whichever rank would be their owner; bytes of states are as predicted."""
+    for cls in (Adafactor, zs.optim.Adafactor, Muon):
+        model = models.build(Hollow)
+        held = [p for p in model.parameters() if p.ndim == 2 or cls is not Muon]
+        optimizers = [(cls if isinstance(run, Sharded) else over_elements(cls))(held, lr=0.05)]
+        if cls is Muon:
+            optimizers.append(torch.optim.SGD([p for p in model.parameters() if p.ndim != 2], lr=0.1))
+        run.shard(model, *optimizers)
+        train(run, model, *optimizers)
+        if isinstance(run, Sharded):
+            memory = run.zeros[-1].memory()
+            assert memory.resident_bytes["states"] == memory.predicted_bytes["states"], memory
+
+
 def odd_parameters(run: Run) -> None:
     for cls in (Adafactor, Trust):
         model = models.build(Odd)
@@ -311,6 +357,11 @@ SCRIPTS = [
 @pytest.mark.parametrize("script", [muon, adafactor])
 def test_torchs_own_optimizers_at_all_stages(script: Any, world: int) -> None:
     assert_matches(script, world, STAGES)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_without_elements_are_left_as_they_are(world: int) -> None:
+    assert_matches(parameters_without_elements, world, STAGES)
 
 
 @pytest.mark.product

@@ -80,9 +80,12 @@ class StateShape:
 def whole_bytes(kept: Sequence[StateShape], shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:
     """Return the bytes of an optimizer's states for a parameter of a shape, as (of elements, of counters).
 
+    A parameter without elements is never updated, and has none.
+
     Args:
         itemsize: bytes of an element in the dtype of the masters.
     """
+    kept = kept if math.prod(shape) else ()
     found = [one.of(shape) for one in kept]
     stored = sum(numel * (each or itemsize) for numel, each, is_counter in found if not is_counter)
     return stored, sum(numel * (each or itemsize) for numel, each, is_counter in found if is_counter)

@@ -76,7 +76,8 @@ class Exchange:
         plain = [[master for master in entries if slot_of(master).updater is None] for entries in groups]
         here, away = Placed(), dict[tuple[torch.dtype, torch.dtype], Placed]()
         for place, master in ((place, master) for place, entries in enumerate(groups) for master in entries):
-            if (slot := slot_of(master)).updater is not None and slot.has_grad:
+            # Adafactor and Muon of torch divide by the number of elements.
+            if (slot := slot_of(master)).updater is not None and slot.has_grad and slot.shape.numel():
                 dtypes = slot.bucket.dtypes.grad, master.dtype
                 (here if slot.bucket.spec.updates_all else away.setdefault(dtypes, Placed())).append((place, master))
         made: list[Piece] = [Resident(plain)] if any(plain) else []
