@@ -23,6 +23,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests import models
+from tests.errors import raised
 from tests.oracle import assert_same, randn
 from zeroshard.core.slot import slot_of
 from zeroshard.store import file_calls
@@ -242,9 +243,27 @@ def test_what_cannot_be_in_files_is_refused(tmp_path: Path) -> None:
     at_random = zs.Precision(param=torch.bfloat16, master=torch.bfloat16, rounding="stochastic")
     with pytest.raises(ValueError, match="rounding='stochastic'"):
         zs.shard(model, adamw(model), offload=tmp_path, precision=at_random)
+    few = in_files(tmp_path, states=0.001)  # moves nothing of this model
+    with pytest.raises(ValueError, match="rounding='stochastic'"):
+        zs.shard(model, adamw(model), offload=few, precision=at_random)
     zero = zs.shard(model, offload=tmp_path)
     with pytest.raises(ValueError, match="Own cannot keep"):
         zero.attach(Own(model.parameters()))
+
+
+def refused_at_random(folder: str, column: str) -> str:
+    """Shard one element, of which all ranks but one have none, by an offload that leaves the one nothing in files."""
+    model = models.build(functools.partial(nn.Linear, 1, 1, bias=False))
+    at_random = zs.Precision(param=torch.bfloat16, master=torch.bfloat16, rounding="stochastic")
+    offload = in_files(folder, **{"states": 0.0, column: 0.3})
+    return raised(lambda: zs.shard(model, adamw(model), offload=offload, precision=at_random))
+
+
+@pytest.mark.parametrize("column", ["states", "parameters"])
+def test_a_rank_without_elements_refuses_what_the_others_refuse(tmp_path: Path, column: str) -> None:
+    texts = run_ranks(refused_at_random, 3, str(tmp_path), column)
+    assert texts[0].startswith("ValueError: rounding='stochastic'")
+    assert len(set(texts)) == 1, texts
 
 
 @pytest.mark.skipif(file_calls.kind_of(Path("/dev/shm")) != "tmpfs", reason="there is no tmpfs")
@@ -276,6 +295,7 @@ def test_arguments_are_refused_by_name(options: dict[str, Any], message: str) ->
 PROGRAM = """
 import sys, torch, zeroshard as zs
 from tests import models
+from tests.errors import raised
 from tests.engine.test_offload_files import adamw, build, advance, in_files
 folder, scratch = sys.argv[1:]
 run = build(adamw, offload=in_files(scratch, parameters=1.0), stage=3)

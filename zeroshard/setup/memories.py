@@ -116,16 +116,16 @@ def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequenc
                 f"of its states go with which elements is known of {', '.join(sorted(ELEMENTWISE))} of torch.optim "
                 "alone. Use one of these, or offload='host'."
             )
+    # From the row, not from this rank's slices: all ranks must decide alike, and a fraction may move none of them.
     in_files = [
         bucket
         for unit in units
         for bucket in unit.buckets
-        if (bucket.apart and row.states.memory == "file")
-        or (bucket.apart_parameters and row.parameters.memory == "file")
+        if "file" in (bucket.master_memory, bucket.row.parameters.memory)
     ]
     if any(bucket.formats.state != bucket.formats.master for bucket in in_files):
         raise ValueError(
-            "rounding='stochastic' widens all masters for an update, which those in files cannot be. Use master= "
+            "rounding='stochastic' widens all masters for an update, which those in files cannot be. Use "
             "torch.float32, or offload='host'."
         )
 
