@@ -66,6 +66,11 @@ def remedy_for(parameter: torch.Tensor, name: str, what: str = "") -> str:
         "Use `with zero.gathered():` around the code that reads parameters (`writeback=True` to change them); every "
         "rank must enter it. Move, convert, resize or initialize the model before zs.shard()."
     )
+    if torch.is_grad_enabled() and what not in COMPUTES:
+        plain += (
+            " To train through this code, run it in the model's forward, or keep parameters whole (stage=2, or "
+            "parameters='replicated')."
+        )
     if what in COPIES:
         return f"For an average of parameters, zero.ema(decay) keeps a sharded one. {plain}"
     module = name.rpartition(".")[0]

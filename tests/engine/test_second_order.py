@@ -191,7 +191,56 @@ def graph_kept_and_used_again(run: Run) -> None:
         optimizer.zero_grad()
 
 
+def loss_at(model: nn.Module, values: dict[str, Tensor], *key: int) -> Tensor:
+    """Return the loss of other parameters."""
+    output = torch.func.functional_call(model, values, (models.features(*key),))
+    return (output - models.targets(*key)).square().mean()
+
+
+class Adapting(nn.Module):
+    """A model whose loss is that of its parameters after a step of their own, as in MAML."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *key: int) -> Tensor:
+        values = dict(self.model.named_parameters())
+        for micro in range(2):
+            slopes = torch.autograd.grad(
+                loss_at(self.model, values, *key, micro), list(values.values()), create_graph=True
+            )
+            values = {name: p - 0.1 * slope for (name, p), slope in zip(values.items(), slopes, strict=True)}
+        return loss_at(self.model, values, *key, 2)
+
+
+def inner_steps(run: Run) -> None:
+    model = Adapting(models.build(Smooth, depth=2))
+    optimizer = models.sgd(model)
+    run.shard(model, optimizer)
+    for step in range(2):
+        run.backward(loss := model(step, run.rank))
+        run.record(loss=loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def inner_steps_outside(run: Run) -> None:
+    """The same where parameters are whole, by another way, too."""
+    model = models.build(Smooth, depth=2)
+    optimizer = models.sgd(model)
+    run.shard(model, optimizer)
+    for step in range(2):
+        values = dict(model.named_parameters())
+        slopes = torch.func.grad(lambda values, step=step: loss_at(model, values, step, run.rank, 0))(values)
+        moved = {name: p - 0.1 * slopes[name] for name, p in values.items()}
+        run.backward(Adapting(model)(step, run.rank) + loss_at(model, moved, step, run.rank, 1))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 RIGHT = [
+    inner_steps,
     gradient_penalty,
     penalty_alone,
     third_derivative,
@@ -209,6 +258,11 @@ RIGHT = [
 @pytest.mark.parametrize("script", RIGHT, ids=lambda script: script.__name__)
 def test_right(script: Callable[[Run], None], shared_memory: bool) -> None:
     assert_matches(script, 2, STAGES, {"shared_memory": shared_memory})
+
+
+@pytest.mark.parametrize("options", [{}, {"parameters": "replicated"}], ids=["whole", "replicated"])
+def test_inner_steps_where_parameters_are_whole(options: dict[str, Any]) -> None:
+    assert_matches(inner_steps_outside, 2, (3,) if options else (0, 1, 2), {"shared_memory": bool(options), **options})
 
 
 def sharded(stage: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, zs.Zero]:
@@ -241,6 +295,19 @@ def hessian(model: nn.Module) -> None:
 def functional_call(model: nn.Module) -> None:
     values = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     torch.func.functional_call(model, values, (models.features(0, dist.get_rank()),))
+
+
+def inner_step(model: nn.Module) -> None:
+    """A step of MAML outside the context."""
+    slopes = torch.autograd.grad(models.stack_loss(model, 0, dist.get_rank()), [*model.parameters()], create_graph=True)
+    for p, slope in zip(model.parameters(), slopes, strict=True):
+        _ = p - 0.1 * slope
+
+
+def backward_after_gathered(model: nn.Module, zero: zs.Zero) -> None:
+    with zero.gathered():
+        loss = models.stack_loss(model, 0, dist.get_rank())
+    loss.backward()
 
 
 def create_graph(model: nn.Module) -> None:
@@ -284,6 +351,8 @@ REFUSED: dict[str, tuple[Callable[..., None], tuple[int, ...], str]] = {
     "torch.func.grad": (transform, (3,), "torch.func.grad"),
     "torch.func.hessian": (hessian, (3,), "torch.func.grad"),
     "functional_call": (functional_call, (3,), "functional_call() with another tensor for 'stem.weight'"),
+    "an inner step": (inner_step, (3,), "run it in the model's forward, or keep parameters whole (stage=2"),
+    "backward after gathered": (backward_after_gathered, (3,), "backward() after gathered() through a forward"),
     "create_graph": (create_graph, (0, 1, 2, 3), "create_graph=True"),
     "backward inside forward": (backward_inside_forward, (3,), "inside the forward"),
     "a graph kept over a step": (graph_over_a_step, (0, 1, 2, 3), "step|modified by an inplace"),
@@ -311,7 +380,8 @@ def refuse(shared_memory: bool) -> list[tuple[str, int, str, list[bool]]]:
                     optimizer.zero_grad()
                 if is_disturbed:
                     try:
-                        action(model, optimizer) if action is graph_over_a_step else action(model)
+                        others = {graph_over_a_step: [optimizer], backward_after_gathered: [zero]}
+                        action(model, *others.get(action, []))
                     except RuntimeError as error:
                         text = str(error)
                     optimizer.zero_grad()

@@ -357,7 +357,7 @@ class Engine(Ending):
         if self.gathered is not None:
             raise RuntimeError(
                 f"{self.mesh} backward() reached '{slot.name}' under gathered(), where gradients are not reduced. "
-                "Leave the context before training, or use torch.no_grad() inside it."
+                "Leave the context before training, forward included, or use torch.no_grad() inside it."
             )
         if torch.is_grad_enabled():
             raise RuntimeError(

@@ -14,6 +14,7 @@ from torch import nn
 
 from zeroshard.core.engine import Engine
 from zeroshard.torch_private import is_inside_functional_call
+from zeroshard.tree import find
 
 __all__ = ["Eager", "Enter", "Exit", "Hook", "Inert", "Landed", "Registered"]
 
@@ -104,8 +105,9 @@ class Enter(Eager):
         if self._engine.is_sharded and self._engine.gathered is None:
             raise RuntimeError(
                 f"{self._engine.mesh} functional_call() with another tensor for '{name}', while parameters are sharded "
-                "and released. Use `with zero.gathered():` around it, on every rank, or keep parameters whole (stages "
-                "0 to 2)."
+                "and released. To train through it, call it in the forward of the sharded model, or keep parameters "
+                "whole (stage=2, or parameters='replicated'). Without a backward, use `with zero.gathered():` around "
+                "it, on every rank."
             )
 
 
@@ -118,7 +120,24 @@ class Exit(Eager):
         self._engine = engine
 
     def _run(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._engine.gathered is not None:
+            self._end_with_context(output)
         self._engine.exit(module, output)
+
+    def _end_with_context(self, output: Any) -> None:
+        """Let a backward through a forward under `gathered()` raise after it: the graph would read released memory."""
+        engine, context = self._engine, self._engine.gathered
+
+        def check(grad: torch.Tensor) -> None:
+            if engine.gathered is not context:
+                raise RuntimeError(
+                    f"{engine.mesh} backward() after gathered() through a forward inside it, whose parameters are "
+                    "released. Run the forward outside the context, or keep parameters whole (stage=2)."
+                )
+
+        for tensor in find(output, torch.Tensor) if engine.is_sharded and torch.is_grad_enabled() else ():
+            if tensor.grad_fn is not None:
+                tensor.register_hook(check)
 
 
 @final
