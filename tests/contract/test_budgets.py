@@ -19,7 +19,7 @@ ADDED = {
     "closures": 40,
     "whole parameters have storages of their own": 40,
     "detach": 253,
-    "smaller mends: defects of other libraries, torch's defaults, states in files": 60,
+    "smaller mends: defects of other libraries, torch's defaults, states in files": 61,
     "plans of frozen parameters": 12,
     "batch norm under treatments of activations": 16,
     "a backward after gathered() is refused": 16,

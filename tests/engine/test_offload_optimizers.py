@@ -9,6 +9,8 @@ import torch
 import zeroshard as zs
 from tests import models
 from tests.oracle import WATCHDOG_S, assert_same, run_cases
+from zeroshard.testing import run_ranks
+from zeroshard.update.admission import ELEMENTWISE
 
 MAKES = {
     "Muon": lambda model: zs.optim.Muon(zs.optim.muon_groups(model), lr=0.01),
@@ -47,6 +49,29 @@ def test_states_on_the_host_change_no_bit(name: str) -> None:
     for stage in (0, 3):
         for states in FRACTIONS[1:]:
             assert_same(found[name, stage, 0.0], found[name, stage, states], f"stage {stage}, {states:g} of the states")
+
+
+def last_values(name: str, offload: zs.Offload | None) -> dict[str, torch.Tensor]:
+    """Train a small model with a class of torch.optim and its defaults; return the parameters."""
+    model = models.build(models.Stack, depth=1)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+    zero = zs.shard(model, optimizer, stage=3, offload=offload, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+    for step in range(2):
+        models.stack_loss(model, step, zero.mesh.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero.gathered():
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def compare_defaults() -> None:
+    for name in sorted(ELEMENTWISE):
+        assert_same(last_values(name, None), last_values(name, zs.Offload(states=0.5, parameters=1.0)), name)
+
+
+def test_defaults_of_torch_have_the_same_bits_with_offload() -> None:
+    """Where the user leaves `fused` and `foreach` open, offload on a CPU must not choose other kernels."""
+    run_ranks(compare_defaults, 2)
 
 
 @pytest.mark.parametrize("name", MAKES)

@@ -165,9 +165,7 @@ def test_offloaded_runs_equal_resident_ones(name: str, world: int, place: str) -
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("make", [looped, functools.partial(models.sgd, fused=True), models.adamw])
 def test_other_kernels_are_the_same_there(make: Callable[..., Any], place: str) -> None:
-    # Where nothing is said, offload chooses fused kernels, so the resident run is given them, too.
-    named = functools.partial(make, foreach=True) if make is models.adamw else make
-    for found in run_ranks(train, 2, "accumulates", named, place, (2, 3), timeout_s=2 * TIMEOUT_S):
+    for found in run_ranks(train, 2, "accumulates", make, place, (2, 3), timeout_s=2 * TIMEOUT_S):
         for (stage, fraction), one in found.items():
             assert_same(found[stage, None], one, f"stage {stage}, {fraction} {place}")
 
