@@ -197,7 +197,36 @@ _PLANNED = "tests/plan/test_events_equal.py::test_one_run_of_make_train_is_as_pl
 _STEPS_OF_SGD = f"{_ENGINE}/test_parity.py::test_equals_single_process_bit_for_bit[stack-sgd-2-cpu]"
 _ELSEWHERE = "test_runs_with_parameters_elsewhere_equal_resident_ones"
 _FROZEN = "tests/plan/test_frozen.py::test_the_plan_is_the_run"
+_CHANGED = "tests/engine/test_changed_gradients.py::test_gradients_that"
 ENGINE = (
+    Bug(
+        "a change of a converted gradient is lost",
+        "core/gradient.py",
+        "                if version_of(one) != version:",
+        "                if version_of(one) < version:",
+        f"{_CHANGED}_are_converted_for_an_update_keep_its_changes",
+    ),
+    Bug(
+        "a gradient that an optimizer of whole parameters drops stays",
+        "update/exchange.py",
+        "            master.grad = None",
+        "            pass",
+        f"{_CHANGED}_owners_change_where_each_rank_updates_all[2]",
+    ),
+    Bug(
+        "offload on a CPU chooses other kernels",
+        "update/kernels.py",
+        ' and one.device.type != "cpu"',
+        "",
+        "tests/engine/test_offload_optimizers.py::test_defaults_of_torch_have_the_same_bits_with_offload",
+    ),
+    Bug(
+        "detach() drops a gradient that user code has assigned",
+        "whole/detach.py",
+        "s in engine.assigned or ",
+        "",
+        "tests/state/test_detach.py::test_an_assigned_gradient_that_no_step_has_applied_is_an_error",
+    ),
     # Plans: what the engine does, from the same records.
     Bug(
         "a plan counts states of frozen parameters",

@@ -20,6 +20,7 @@ ADDED = {
     "whole parameters have storages of their own": 40,
     "detach": 253,
     "smaller mends: defects of other libraries, torch's defaults, states in files": 61,
+    "changes of gradients by optimizers": 17,
     "plans of frozen parameters": 12,
     "batch norm under treatments of activations": 16,
     "a backward after gathered() is refused": 16,

@@ -1,22 +1,26 @@
 """Optimizers that change their gradients in place: parameters and kept gradients are those of plain torch.
 
-Owns updates at once and on the host. Owners of whole matrices change copies of the gradients. torch's SGD with
-`nesterov=True, foreach=True` adds the momentum to the gradients; optimizers of other people add the weight decay.
-Gradients are kept over some steps, so a change counts in the next one.
+Owns updates at once, on the host, from files, in the background, by owners, and of gradients in another dtype. torch's
+SGD with `nesterov=True, foreach=True` adds the momentum to the gradients; optimizers of other people add the weight
+decay. Gradients are kept over some steps, so a change counts in the next one.
 """
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zeroshard as zs
 from tests import models
-from tests.oracle import STAGES, Run, assert_matches
+from tests.oracle import STAGES, Run, Sharded, assert_matches, assert_same, run_cases
+from zeroshard.update import background
 
 STEPS = 5
 LOOKED_AT = ("stem.weight", "blocks.1.up.weight", "blocks.1.up.bias", "head.bias")
@@ -67,6 +71,18 @@ class Dropping(Decayed):
                     p.grad = None
 
 
+class Replacing(Decayed):
+    """Puts a new tensor in the place of each gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = p.grad + p * group["weight_decay"]
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
 def sgd(**options: Any) -> Callable[[Any], Optimizer]:
     return functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, **options)
 
@@ -79,20 +95,28 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "own": Decayed,
     "own, together": DecayedTogether,
     "own, drops": Dropping,
+    "own, replaces": Replacing,
 }
 
 
+OF_SLICES = tuple(name for name in OPTIMIZERS if name != "own, replaces")
+"""A gradient of a slice has its place, and cannot be replaced."""
+OF_FILES = ("foreach, decay, maximize",)
+OF_OWNERS = ("foreach", "own", "own, together", "own, drops", "own, replaces")
+
+
 def whole(p: nn.Parameter) -> Tensor | None:
-    """Return a gradient as one tensor."""
+    """Return a copy of a gradient as one tensor."""
     if p.grad is None:
         return None
-    return p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+    return p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
 
 
-def train(run: Run, name: str, **options: Any) -> None:
+def train(run: Run, name: str, *, is_whole: bool = False, **options: Any) -> None:
     """Train a stack with an optimizer; keep the gradients of some steps."""
     model = models.build(models.Stack)
     optimizer = OPTIMIZERS[name](model.parameters())
+    optimizer = zs.optim.whole_matrix(optimizer) if is_whole else optimizer
     run.shard(model, optimizer, **options)
     for step in range(STEPS):
         if step == 3:
@@ -108,6 +132,11 @@ def train(run: Run, name: str, **options: Any) -> None:
             optimizer.zero_grad()
 
 
+def train_each(run: Run, names: tuple[str, ...], **options: Any) -> None:
+    for name in names:
+        train(run, name, **options)
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "at once": {},
     "host": {"offload": zs.Offload()},
@@ -117,10 +146,71 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", OF_SLICES)
 @pytest.mark.parametrize("way", WAYS)
 def test_changed_gradients_are_those_of_plain_torch(way: str, name: str) -> None:
     """By messages where states are on the host, in memory of the host otherwise; `test_parity` has both."""
     stages = STAGES if way == "at once" else (1, 3)
     options = {"shared_memory": way in ("at once", "half on the host")}
     assert_matches(functools.partial(train, name=name, **WAYS[way]), 2, stages, options)
+
+
+def test_gradients_that_an_update_from_files_changes(tmp_path: Path) -> None:
+    assert_matches(functools.partial(train_each, names=OF_FILES, offload=str(tmp_path)), 2, (1, 3))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_that_owners_change_where_each_rank_updates_all(world: int) -> None:
+    assert_matches(functools.partial(train_each, names=OF_OWNERS, is_whole=True), world, (0, 3) if world == 1 else (0,))
+
+
+def train_owned(run: Run) -> None:
+    """Look at gradients around each step; no step uses changed ones."""
+    for name in OF_OWNERS:
+        model = models.build(models.Stack)
+        optimizer = zs.optim.whole_matrix(OPTIMIZERS[name](model.parameters()))
+        run.shard(model, optimizer)
+        for step in range(3):
+            run.backward(models.stack_loss(model, step, run.rank))
+            before = {key: whole(model.get_parameter(key)) for key in LOOKED_AT}
+            optimizer.step()
+            if isinstance(run, Sharded):
+                assert_same(before, {key: whole(model.get_parameter(key)) for key in LOOKED_AT}, name)
+            optimizer.zero_grad()
+
+
+def test_owners_of_shards_change_copies_of_gradients() -> None:
+    """As docs/optimizers.md says: the update is that of plain torch, and the gradients stay."""
+    assert_matches(train_owned, 2, (1, 2, 3))
+
+
+HALF = zs.Precision(param=torch.bfloat16, grad=torch.bfloat16, master=torch.float32)
+
+
+def converted(stage: int, place: str | None, names: tuple[str, ...], is_whole: bool) -> None:
+    """Compare gradients after a step with what the optimizer has made of them in fp32, rounded to bf16."""
+    for name in names:
+        model = models.build(models.Stack)
+        values = {key: model.get_parameter(key).detach().clone() for key in LOOKED_AT}
+        optimizer = OPTIMIZERS[name](model.parameters())
+        optimizer = zs.optim.whole_matrix(optimizer) if is_whole else optimizer
+        offload = "host" if place == "in the background" else place
+        with patch.object(background, "is_worthwhile", lambda device: place == "in the background"):
+            zs.shard(model, optimizer, stage=stage, precision=HALF, offload=offload)
+        models.stack_loss(model, 0, dist.get_rank()).backward()
+        before = {key: whole(model.get_parameter(key)).float() for key in LOOKED_AT}
+        optimizer.step()
+        for key, grad in before.items():
+            if name == "foreach":
+                torch._foreach_add_([grad], [grad.clone()], alpha=0.9)
+            else:
+                grad = grad.add(values[key], alpha=0.1).bfloat16().mul(0.5)
+            assert_same(grad.bfloat16(), whole(model.get_parameter(key)), f"{name}, stage {stage}, {place}, {key}")
+
+
+def test_gradients_that_are_converted_for_an_update_keep_its_changes(tmp_path: Path) -> None:
+    sliced = ("foreach", "own", "own, together")
+    cases = [(0, None, sliced, False), (3, None, sliced, False), (3, "host", sliced, False)]
+    cases += [(2, str(tmp_path), ("foreach",), False), (3, "in the background", ("foreach",), False)]
+    cases += [(0, None, sliced, True)]
+    run_cases(converted, 2, cases)

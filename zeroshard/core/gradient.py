@@ -187,11 +187,14 @@ class MasterGradient(torch.Tensor):
         first: Any = args[0] if args else None
         if (name in LINEAR or name in ELEMENTWISE) and _gradients_in(args[:1]) and elements.are_numbers(args, kwargs):
             return _change(name, args, kwargs)
-        is_ours = isinstance(first, MasterGradient)
-        if is_ours and name[-1] == "_" != name[0] and first.dtype != first._slot.bucket.dtypes.grad:
-            raise _refusal(f"{name} on a copy in {first.dtype}", first)
+        is_ours, is_list = isinstance(first, MasterGradient), name[:9] == "_foreach_" and name[-1] == "_"
+        targets = first if is_list and isinstance(first[0], MasterGradient) else [first] if is_ours else ()
         with NoSubclasses():
+            copies = [(one, version_of(one)) for one in targets if _is_copy(one)]
             result = func(*args, **kwargs)
+            for one, version in copies:
+                if version_of(one) != version:
+                    part_of(one._slot).copy_(one)
         if is_ours and type(result) is Tensor and not result.ndim and name[:4] != "new_":
             raise _refusal(name, first)
         return result
@@ -242,6 +245,11 @@ def part_of(slot: Slot) -> Tensor:
         part = slot.bucket.grads.part(slot.index)
         slot.master_grad = part if slot.is_whole else _master_gradient(part, slot)
     return slot.master_grad
+
+
+def _is_copy(value: Tensor) -> bool:
+    """Tell whether a value is a gradient of a slice that was converted for the update."""
+    return isinstance(value, MasterGradient) and (wide := value._slot.wide) is not None and wide[1] is value
 
 
 def _master_gradient(part: Tensor, slot: Slot) -> MasterGradient:

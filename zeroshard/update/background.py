@@ -42,7 +42,7 @@ from zeroshard.torch_private import NoSubclasses, body_of
 from zeroshard.tree import find
 from zeroshard.update.admission import ELEMENTWISE
 from zeroshard.update.optimizer import ShardedOptimizer
-from zeroshard.update.pieces import Piece, Resident
+from zeroshard.update.pieces import Piece, Resident, keep_change
 from zeroshard.watch.process import end_with, is_child_of, wait_before_forks
 
 __all__ = ["Early", "Waiting", "is_worthwhile", "may_be_early", "twin_of"]
@@ -221,12 +221,17 @@ class _Run:
         if self.error is not None:
             return
         try:
+            grads: list[tuple[Tensor, Tensor]] = []
             for group, some in zip(self._twin.param_groups, entries, strict=True):
                 for entry in some:
-                    entry.grad = entry.__dict__.pop("_zeroshard_grad").to(entry.dtype)
+                    held = entry.__dict__.pop("_zeroshard_grad")
+                    entry.grad = given = held.to(entry.dtype)
+                    grads.append((held, given))
                 group["params"] = some
             with torch.no_grad():
                 body_of(self._twin)()
+                for held, given in grads:
+                    keep_change(held, given, given)
             for bucket in self._buckets[unit].values():
                 bucket.follow_apart(is_on_device=False)
         except BaseException as error:  # whatever it is, another thread must learn of it

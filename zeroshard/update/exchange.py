@@ -10,6 +10,8 @@ Note: the exchange
     Ranks send the gradients and values of the next round (`Round`) before they update the current round, and return
     the new values during the update of the next round, so at most three rounds are in memory. Where every rank updates
     all parameters, ranks send nothing: entries get the parameter's shape during the update.
+    An owner that changes or drops a gradient does so to its copy, which nobody sends back: kept gradients are those
+    from before the update, unless every rank updates all parameters. Muon and Adafactor change no gradients.
     Between steps, groups hold slices, in the user's order. The states of a matrix belong to its owner's slice, which
     may have no elements.
 """
@@ -26,7 +28,7 @@ from zeroshard.core.slot import Slot, slot_of
 from zeroshard.optim.whole import Whole
 from zeroshard.table.owners import Round, plan_owners, plan_rounds
 from zeroshard.torch_private import NoSubclasses, foreach_copy_
-from zeroshard.update.pieces import Piece, Resident
+from zeroshard.update.pieces import Piece, Resident, keep_change
 from zeroshard.wire.comm import Pending, Tag
 
 __all__ = ["Exchange"]
@@ -55,8 +57,9 @@ class Exchange:
         self.digest = 0
         """CRC-32 of the owners chosen so far; each rank computes the same choice."""
         self._rounds: dict[tuple[int, ...], list[Round]] = {}
-        self._lent: list[tuple[Tensor, Tensor, Tensor]] = []
-        """Slices, the entries that hold their states during the update, and the destinations of the entries' values."""
+        self._lent: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
+        """Slices, the entries that hold their states during the update, the destinations of the entries' values and
+        gradients, and the gradients that entries were given."""
 
     def plan(self, groups: Sequence[dict[str, Any]]) -> None:
         """Choose owners for parameters in new groups; parameters of other groups keep their owners and states."""
@@ -100,30 +103,32 @@ class Exchange:
 
         Args:
             lent: for each parameter, the index of its group, the slice, and two flat tensors: all its master values,
-                which are changed in place, and its gradient, of any dtype.
+                and its gradient, of any dtype, on any device. Both are changed in place.
         """
         groups, state = [list[Tensor]() for _ in self.optimizer.param_groups], self.optimizer.state
         for place, master, values, grad in lent:
             places, index = slot_of(master).bucket.places, slot_of(master).index
             shape, strides = places.shapes[index], places.strides[index]
             entry = torch.nn.Parameter(values.as_strided(shape, strides, values.storage_offset()))
-            grad = grad.to(values.dtype)
-            entry.grad = grad.as_strided(shape, strides, grad.storage_offset())
+            held = grad.as_strided(shape, strides, grad.storage_offset())
+            entry.grad = given = held.to(values.device, values.dtype)
             if master in state:
                 state[entry] = _moved(state.pop(master), values.device)
-            self._lent.append((master, entry, values))
+            self._lent.append((master, entry, values, held, given))
             groups[place].append(entry)
         return groups
 
-    def take_back(self) -> None:
-        """Return states to slices, and write the new values over the old ones."""
+    def take_back(self) -> list[Tensor]:
+        """Return states to slices, and write the new values; return the slices whose gradients were dropped."""
         lent, self._lent, state = self._lent, [], self.optimizer.state
-        for master, entry, values in lent:
+        for master, entry, values, held, given in lent:
             if entry in state:
                 state[master] = _moved(state.pop(entry), master.device)
             if entry.data_ptr() != values.data_ptr():  # an optimizer may replace `.data`
                 slot = slot_of(master)
                 values.copy_(_flat(entry, slot.bucket.places.strides[slot.index]))
+            keep_change(held, given, entry.grad)
+        return [master for master, entry, *_ in lent if entry.grad is None]
 
 
 def _shape_of(slot: Slot) -> tuple[int, ...]:
@@ -161,7 +166,8 @@ class _Shaped(Piece):
 
     def finish(self) -> None:
         """See `Piece`."""
-        self._exchange.take_back()
+        for master in self._exchange.take_back():
+            master.grad = None
 
 
 @final

@@ -18,9 +18,9 @@ from typing import final
 
 import torch
 
-from zeroshard.torch_private import body_of
+from zeroshard.torch_private import body_of, version_of
 
-__all__ = ["Piece", "Resident", "update_in_pieces"]
+__all__ = ["Piece", "Resident", "keep_change", "update_in_pieces"]
 
 Tensor = torch.Tensor
 
@@ -94,6 +94,17 @@ def update_in_pieces(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece]) 
     for group in groups:
         group["params"] = []
     return put_back
+
+
+def keep_change(held: Tensor, given: Tensor, left: Tensor | None) -> None:
+    """Write what an optimizer has left as a gradient over the held one.
+
+    Args:
+        given: what the optimizer was given: the memory of `held`, or a converted copy.
+    """
+    is_copy = given.data_ptr() != held.data_ptr()
+    if left is not None and (left is not given or (is_copy and version_of(given))):
+        held.copy_(left)
 
 
 def _next(queue: Iterator[Piece]) -> Piece | None:

@@ -28,7 +28,7 @@ from zeroshard.describe.offload import written_bytes
 from zeroshard.store.disk import BLOCK_BYTES, Disk, buffer_of
 from zeroshard.store.stored import StoredTensor, is_stored
 from zeroshard.update.optimizer import ShardedOptimizer, is_cut
-from zeroshard.update.pieces import Piece, Resident
+from zeroshard.update.pieces import Piece, Resident, keep_change
 
 __all__ = ["Streams"]
 
@@ -169,7 +169,8 @@ class Chunk(Piece):
         (self._start, self._stop), self._number = bounds, number
         self._values: dict[Key | None, Tensor] = {}
         """The stretch in memory: of masters (None) and of states."""
-        self._entries: list[tuple[_Part, Tensor]] = []
+        self._entries: list[tuple[_Part, Tensor, Tensor, Tensor]] = []
+        """Parts, their entries, the held gradients and those that entries were given."""
         self._moving: list[Future[Any]] = []
 
     def start(self) -> None:
@@ -192,7 +193,7 @@ class Chunk(Piece):
             here = slice(part.start - self._start, part.stop - self._start)
             entry = torch.nn.Parameter(self._values[None][here])
             grad = part_of(slot).as_subclass(torch.Tensor)[part.start - part.first : part.stop - part.first]
-            entry.grad = grad.to(entry.device, entry.dtype)
+            entry.grad = given = grad.to(entry.device, entry.dtype)
             if before := state.get(part.master):
                 state[entry] = {
                     key: self._values[key, value.dtype][here]
@@ -203,13 +204,14 @@ class Chunk(Piece):
                     for key, value in before.items()
                 }
             groups[part.group].append(entry)
-            self._entries.append((part, entry))
+            self._entries.append((part, entry, grad, given))
         return groups
 
     def finish(self) -> None:
         """Round the masters into the parameters, and begin to write what was updated."""
         state = self._sharded.optimizer.state
-        for part, entry in self._entries:
+        for part, entry, held, given in self._entries:
+            keep_change(held, given, entry.grad)
             here, slot = slice(part.start - self._start, part.stop - self._start), slot_of(part.master)
             kept = {}
             for key, value in state.pop(entry, {}).items():
