@@ -122,6 +122,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", [Block, Normed, Spectral, Average, Drawn])
 @pytest.mark.parametrize("name", TREATMENTS)
 def test_state_of_modules_is_that_of_the_forward(name: str, kind: type[Block]) -> None:
@@ -202,6 +203,7 @@ def detached(x: Tensor) -> Tensor:
     return x.detach_() if x.sum() > 0 else x
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("between", [double, put, detached])
 @pytest.mark.parametrize("name", TREATMENTS)
 def test_outputs_may_be_changed_in_place(name: str, between: Callable[[Tensor], Tensor]) -> None:

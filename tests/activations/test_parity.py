@@ -209,6 +209,7 @@ def between_script(run: Run) -> None:
         run.optimizers[0].zero_grad()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("activations", ["recompute", zs.Recomputed(every=2), zs.Recomputed(every=6)])
 def test_outputs_may_be_changed_in_place_and_backward_repeated(activations: Any) -> None:
     assert_matches(between_script, 2, STAGES, {"activations": activations})

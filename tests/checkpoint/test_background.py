@@ -159,6 +159,7 @@ def fail_in_background(folder: str, culprit: int, way: Callable[[Trainer, str], 
     return str(caught.value), found, trainer.state()["parameters"]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_failure_is_raised_on_every_rank(tmp_path: Path, way: Callable[..., None], culprit: int) -> None:
@@ -204,6 +205,7 @@ def fail_each_operation(folder: str, culprit: int, keep: int | None) -> list[tup
 READING = {"open_file", "size_of", "read_at", "close"}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("culprit", "keep"), [(0, None), (1, None), (0, 2)])
 def test_each_file_operation_may_fail(tmp_path: Path, culprit: int, keep: int | None) -> None:
     by_rank = run_ranks(fail_each_operation, 2, str(tmp_path), culprit, keep, timeout_s=TIMEOUT_S)

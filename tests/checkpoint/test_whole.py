@@ -112,6 +112,7 @@ def reference(name: str) -> dict[str, Any]:
     return on_ranks(1, uninterrupted, name, 0)[0]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("place", range(len(PLACES)))
 @pytest.mark.parametrize("name", ["adafactor", "muon", "some whole"])
 def test_a_resumed_job_has_the_bits_of_one_that_was_not_interrupted(name: str, place: int, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def built(stage: int, precision: str, replicas: int) -> list[UnitSpec]:
     return [replace(unit.spec, buckets=tuple(b.spec for b in unit.buckets)) for unit in zero._engine.units]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("stage", "precision", "replicas", "world"),
     [*((stage, "fp32", 1, 2) for stage in STAGES), (3, "bf16", 1, 3), (2, "fp16", 2, 4)],

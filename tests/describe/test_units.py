@@ -120,6 +120,7 @@ def train(kind: type[nn.Module], stage: int, joins: bool) -> tuple[list[float], 
         return losses, {name: p.detach().clone() for name, p in model.named_parameters()}, events
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("kind", "stage"), [*((Deep, n) for n in STAGES), *((k, 3) for k in OTHERS)])
 def test_joined_blocks_train_to_the_same_bits(kind: type[nn.Module], stage: int) -> None:
     joined = run_ranks(train, 2, kind, stage, True, timeout_s=TIMEOUT_S)

@@ -224,6 +224,7 @@ def zeroed_between_micro_batches(run: Run, how: str) -> None:
         optimizer.step()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("how", HOWS)
 def test_zero_grad_between_backwards_forgets_what_was_reduced(how: str) -> None:
     assert_matches(functools.partial(zeroed_between_micro_batches, how=how), 2)
@@ -265,6 +266,7 @@ def scale(model: nn.Module) -> None:
         p.grad.mul_(0.5)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("change", [zero, scale])
 def test_a_change_of_gradients_reaches_what_waits_for_its_reduction(change: Callable[[nn.Module], None]) -> None:
     for rank, found in enumerate(run_ranks(change_what_waits, 2, change, timeout_s=2 * TIMEOUT_S)):

@@ -129,6 +129,7 @@ def changed_alike(run: Run) -> None:
             run.record(codes=[block.codes for block in model.blocks[:2]], outside=model.outside)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "messages"])
 def test_the_same_change_on_all_ranks_is_kept(shared_memory: bool) -> None:
     assert_matches(changed_alike, 2, STAGES, {"shared_memory": shared_memory})
@@ -207,6 +208,7 @@ def refused_by_rank(shared_memory: bool) -> list[tuple[str, str, list[float]]]:
     return seen
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "messages"])
 def test_another_change_on_each_rank_is_an_error_that_names_the_parameter(shared_memory: bool) -> None:
     by_rank = run_ranks(refused_by_rank, 2, shared_memory, timeout_s=TIMEOUT_S)

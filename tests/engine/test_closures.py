@@ -245,6 +245,7 @@ def train(kind: str, stage: int, name: str, uses_closure: bool) -> dict[str, Any
         return {**run.state(), "losses": dict(enumerate(losses)), "skipped": guard.skipped}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "extended", "host", "background", "files"])
 def test_steps_are_skipped_as_without_a_closure(name: str) -> None:
     kinds = ("host", "messages", "device") if name in ("fp32", "fp16") else ("host",)

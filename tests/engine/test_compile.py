@@ -53,7 +53,8 @@ def compare(stage: int) -> dict[tuple[str, str], tuple[list[float], list[int]]]:
     return runs
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.product
+@pytest.mark.parametrize("stage", [3, 0])
 def test_compiled_training_equals_eager_and_settles(stage: int) -> None:
     for runs in run_ranks(compare, 2, stage, timeout_s=110):
         eager, none = runs.pop(("nothing", "never"))

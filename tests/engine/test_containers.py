@@ -60,6 +60,7 @@ def train(run: Run) -> None:
             run.record(loss=loss, evaluated=models.stack_loss(model, 100 + step, run.rank))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_containers(shared_memory: bool) -> None:
     assert_matches(train, 2, STAGES, {"shared_memory": shared_memory})

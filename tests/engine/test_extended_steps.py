@@ -53,6 +53,7 @@ def train(kind: str, stage: int, cls: type[torch.optim.AdamW], precision: str) -
         return {**counts, **run.state(), "history": list(scale.history) if scale is not None else []}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", ["host", "messages", "device"])
 def test_it_is_one_step(kind: str) -> None:
     pairs = [(stage, precision) for stage in STAGES for precision in ("fp32", "bf16", "fp16")]

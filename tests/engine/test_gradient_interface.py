@@ -252,6 +252,7 @@ def everything(part: int) -> tuple[list[str], dict[str, int], list[str]]:
     return found, dict(outcomes), sorted(answered)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_gradient_answers_as_torch_does_or_refuses_by_name(part: int) -> None:
     for rank, (found, outcomes, answered) in enumerate(run_ranks(everything, 2, part, timeout_s=4 * TIMEOUT_S)):

@@ -314,7 +314,8 @@ def overflows_differ() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.product
+@pytest.mark.parametrize("world_size", [2, 1])
 def test_an_overflow_on_a_device_is_what_it_is_on_the_host(world_size: int) -> None:
     assert run_ranks(overflows_differ, world_size, timeout_s=TIMEOUT_S) == [[]] * world_size
 

@@ -130,6 +130,7 @@ def kept(kind: str, stage: int, after: str, name: str, offload: Any, folder: Pat
     return wrong
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("after", AFTER)
 def test_gradients_of_a_skipped_step_are_not_used(after: str, tmp_path: Path) -> None:
     cases = [(kind, stage, after, "SGD", None, tmp_path) for kind in KINDS for stage in STAGES]
@@ -157,6 +158,7 @@ def test_an_assigned_gradient_that_is_not_finite_is_not_used() -> None:
     assert {case: wrong for case, wrong in found.items() if any(wrong)} == {}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("after", ["accumulate", "clip_by_value", "step_again"])
 def test_gradients_elsewhere_of_a_skipped_step_are_not_used(after: str, tmp_path: Path) -> None:
     offloads = (zs.Offload(), zs.Offload(states=0.5))

@@ -118,6 +118,7 @@ def wait_for(what: str) -> tuple[bool, bool]:
         return before < units, len(ended) >= units
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "what", ["states", "a slice", "a change of gradients", "another step", "gathered", "memory", "a fork"]
 )

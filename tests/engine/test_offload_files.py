@@ -154,6 +154,7 @@ def fail_at(folder: str, operation: str, number: int, failure: str, rank: int, o
     return said
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("failure", ["short", "EIO"])
 @pytest.mark.parametrize(("operation", "number"), [("read_at", 1), ("read_at", 7), ("write_at", 1), ("write_at", 9)])
 def test_a_failing_disk_is_one_error_on_all_ranks(tmp_path: Path, operation: str, number: int, failure: str) -> None:

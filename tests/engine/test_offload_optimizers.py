@@ -43,6 +43,7 @@ def train(name: str, stage: int, states: float) -> dict[str, Any]:
         return {"parameters": parameters, "states": optimizer.state_dict()["state"]}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", MAKES)
 def test_states_on_the_host_change_no_bit(name: str) -> None:
     found = run_cases(train, 2, [(name, stage, states) for stage in (0, 3) for states in FRACTIONS])
@@ -74,6 +75,7 @@ def test_defaults_of_torch_have_the_same_bits_with_offload() -> None:
     run_ranks(compare_defaults, 2)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", MAKES)
 def test_files_take_states_of_elements_alone(name: str, tmp_path: Path) -> None:
     model = models.build(models.GPT)

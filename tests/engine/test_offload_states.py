@@ -162,6 +162,7 @@ def test_offloaded_runs_equal_resident_ones(name: str, world: int, place: str) -
                 assert_same(found[stage, None], found[stage, fraction], where)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("make", [looped, functools.partial(models.sgd, fused=True), models.adamw])
 def test_other_kernels_are_the_same_there(make: Callable[..., Any], place: str) -> None:

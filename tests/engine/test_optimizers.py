@@ -307,6 +307,7 @@ def schedule(run: Run, make: Callable[[Optimizer], Any], is_before: bool) -> Non
             run.record(lr=[group["lr"] for group in optimizer.param_groups])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("make", [_step_lr, _lambda_lr, _one_cycle, _chained], ids=lambda make: make.__name__)
 def test_schedulers_built_before_and_after(make: Callable[[Optimizer], Any], is_before: bool) -> None:

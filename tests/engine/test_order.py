@@ -209,6 +209,7 @@ def test_what_one_copy_has_summed_and_another_has_not_is_recorded_alike() -> Non
 # -- random and all programs ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.product
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_programs_end_right_or_with_one_error(part: int) -> None:

@@ -79,6 +79,7 @@ def launch(target: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     return run_ranks(target, world, *args, timeout_s=TIMEOUT_S, process_group=world > 1)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_equal_ddp_bit_for_bit_over_ten_steps(name: str, device: str) -> None:

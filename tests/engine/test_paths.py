@@ -94,6 +94,7 @@ def runs(folder: str, seeds: list[int], replicas: int = 1) -> list[str]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [2, 3])
 def test_neither_stage_nor_transport_nor_record_changes_bits(world: int, tmp_path: Path) -> None:
     seeds = list(range(PROGRAMS if world == 2 else PROGRAMS // 2))

@@ -395,6 +395,7 @@ def refuse(shared_memory: bool) -> list[tuple[str, int, str, list[bool]]]:
     return seen
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "messages"])
 def test_refused_by_name_before_anything_is_lost(shared_memory: bool) -> None:
     for seen in run_ranks(refuse, 2, shared_memory, timeout_s=4 * TIMEOUT_S):

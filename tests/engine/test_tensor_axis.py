@@ -165,6 +165,7 @@ def assert_close(expected: Trained, actual: Trained, tolerance: float, where: st
     assert_same(expected.parameters, actual.parameters, where, relative=tolerance)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_a_single_process(name: str) -> None:
     expected = alone(name)

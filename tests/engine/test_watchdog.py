@@ -207,6 +207,7 @@ def _raise(*args: Any) -> None:
     raise ArithmeticError("planted on rank 1")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_the_error_of_one_rank_ends_the_others_within_seconds(where: str) -> None:
     begin = time.monotonic()

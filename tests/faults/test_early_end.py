@@ -50,6 +50,7 @@ def leave_early(folder: str, culprit: int, shared_memory: bool, port: int) -> st
     return "nothing was raised"
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("culprit", "shared_memory", "holds_store"),
     [(2, True, False), (1, False, False), (0, True, True), (0, False, True)],

@@ -246,6 +246,7 @@ def interrupt_one(how: str, place: str) -> None:
     train(place, how, 3, (1,), settings=zs.Settings(watchdog_s=WATCHDOG_S))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("place", ["in a unit", "between units", "in a recomputation"])
 def test_one_rank_of_two_alone_is_an_error_of_both(place: str) -> None:
     with pytest.raises(RankFailure) as failure:

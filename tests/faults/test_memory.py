@@ -45,6 +45,7 @@ def held(zero: zs.Zero) -> str:
     return f"parameters {now['parameters']:,} ("
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("kind", "cause"),
     [

@@ -101,6 +101,7 @@ def test_two_hosts_train(tmp_path: Path, hosts: list[str]) -> None:
     assert done == list(HOST_OF_RANK)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "fault", ["the link goes down", "nothing reaches the second host", "nothing reaches the first host"]
 )

@@ -162,6 +162,7 @@ POINTS = (
 )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("point", POINTS)
 def test_all_ranks_end_with_the_cause(tmp_path: Path, point: str) -> None:
     number = POINTS.index(point)

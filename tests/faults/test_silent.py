@@ -59,6 +59,7 @@ def train_there(folder: str, fault: str, culprit: int) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("fault", ["stopped", "locked"])
 @pytest.mark.parametrize("culprit", [0, 2])
@@ -77,6 +78,7 @@ def test_a_silent_rank_is_named_within_its_heartbeat(tmp_path: Path, fault: str,
         assert said.stat().st_mtime - began <= HEARTBEAT_S + 1.0
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_killed_rank_is_named_by_all_others(tmp_path: Path, culprit: int, device: str) -> None:

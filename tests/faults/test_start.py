@@ -66,6 +66,7 @@ def wait_at_the_start(folder: str, port: int, place: str, number: int, late: int
     return 0.0
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("place", "number", "late", "has_store"),
     [
@@ -147,6 +148,7 @@ def test_the_end_of_rank_0_is_told_to_those_that_wait_with_it() -> None:
     assert failure.value.results[1].startswith("[rank 1/3] The store of the process group does not answer any more")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("late", "place", "comes", "has_store"),
     [(2, "init", False, True), (0, "init", False, False), (1, "init", True, False), (1, "shard", False, True)],

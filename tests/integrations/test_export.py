@@ -101,6 +101,7 @@ def test_what_is_trained_beside_an_adapter_is_not_lost(tmp_path: Path) -> None:
 AUTO = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_transformers_loads_an_export_whole(name: str, tmp_path: Path) -> None:
     kind = tiny.kinds()[name]

@@ -50,6 +50,7 @@ def train(run: Run, name: str, folder: str) -> None:
             model.save_pretrained(Path(folder) / str(run.stage))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_training_saving_and_reloading(name: str, tmp_path: Path) -> None:
     # assert_matches requires the losses, logits and parameters of the oracle.
@@ -129,6 +130,7 @@ def logits_of_half(model: nn.Module, kind: tiny.Kind) -> Tensor:
     return tiny.logits(model, cast).float()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_training_in_bfloat16_equals_one_process_that_casts_alike(name: str) -> None:
     losses, parameters, said = half_in_one_process(name, 2)
@@ -168,6 +170,7 @@ def from_meta(name: str) -> tuple[dict[str, Tensor], Tensor, set[str]]:
         return values(model), tiny.logits(model, kind), {unit.name for unit in run.zeros[0].units}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_a_meta_model_gets_its_own_first_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny, "VOCABULARY", WORDS)

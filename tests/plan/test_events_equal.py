@@ -146,7 +146,8 @@ def test_the_plan_of_make_train_is_the_trace(stage: int, world: int, tmp_path: P
             assert [event.kind for event in traced].count("gather") == 0 or (stage, world) == (3, 2)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.product
+@pytest.mark.parametrize("stage", [3, 2])
 def test_one_run_of_make_train_is_as_planned(stage: int, tmp_path: Path) -> None:
     """One of these variants alone, for planted bugs."""
     overrides = [f"zero.stage={stage}"]
@@ -283,6 +284,7 @@ def test_the_plan_is_the_trace_where_ranks_send_messages(stage: int) -> None:
         compare(planned(models.Stack, stage, options, rank, 3), traced, f"stage {stage}, [rank {rank}/3]")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("case", "parameters"),
     [

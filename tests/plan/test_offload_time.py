@@ -102,6 +102,7 @@ CASES: Sequence[tuple[str, str, dict[str, float], int]] = (
 )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "place", "rates", "micro_batches"), CASES, ids=[one[0] for one in CASES])
 def test_exposed_time_is_the_schedule_s(
     name: str, place: str, rates: dict[str, float], micro_batches: int, tmp_path: Path

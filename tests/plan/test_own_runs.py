@@ -39,6 +39,7 @@ CASES = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("options", CASES, ids=lambda options: str(dataclasses.replace(SMALL, **options)))
 def test_a_run_takes_what_its_plan_says(options: dict[str, object]) -> None:
     for predicted, measured in compare(dataclasses.replace(SMALL, **options)):  # type: ignore[arg-type]

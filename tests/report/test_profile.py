@@ -82,6 +82,7 @@ def run(stage: int, world: int, path: Path) -> list[dict[str, Any]]:
     return run_ranks(profiled, world, stage, str(path), timeout_s=TIMEOUT_S, process_group=world > 1)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_profile_adds_up(stage: int, world: int, tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def losses_and_gradients(
     return losses, {n: g.clone() if type(g) is Tensor else g.full_tensor() for n, g in grads.items()}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("loss_of", LOSSES, ids=lambda one: one.__name__)
 def test_methods_train_as_forward_does(loss_of: Any) -> None:
     expected, grads = losses_and_gradients(-1, "fp32", loss_of)

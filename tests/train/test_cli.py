@@ -338,6 +338,7 @@ def test_torchruns_ranks_join(tmp_path):
     assert json.loads((tmp_path / "runs" / "default" / "summary.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_saves_and_the_same_command_goes_on(number, tmp_path):
     command = ["-m", "zeroshard.cli", "train", *SMALL, "--steps", "40", "checkpoint.every_s=0"]

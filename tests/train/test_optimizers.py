@@ -69,6 +69,7 @@ def losses_of(name: str, folder: str, stage: int) -> list[float]:
     return losses
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["adafactor", "adamw8bit", "lion", "muon", "sgd"])
 def test_losses_fall_alike_on_one_rank_and_on_two(name: str, tmp_path: Path) -> None:
     (alone,) = run_ranks(losses_of, 1, name, str(tmp_path / "1"), 0, timeout_s=TIMEOUT_S, process_group=False)

@@ -136,6 +136,7 @@ def test_a_run_goes_on_at_any_rank_count_and_stage_on_the_same_curve(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["resumed_at"] == [2, 4]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("cuts", [{"cut_after": 5}, {"cut_at_save": 4}, {"cut_after": 1}], ids=str)
 def test_steps_after_the_last_checkpoint_are_made_again_and_told_once(tmp_path, cuts):
     every = ["checkpoint.every_steps=2"]

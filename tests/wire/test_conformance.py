@@ -322,6 +322,7 @@ def ask(name: str, replicas: int = 1) -> list[str]:
     return asked.wrong
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2)])
 def test_a_transport_does_what_the_engine_asks_for(name: str, world: int, replicas: int) -> None:

@@ -129,6 +129,7 @@ def test_a_thousand_ranks_make_at_most_a_hundred_requests_a_second() -> None:
     assert 0 < found <= MOST_A_SECOND
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("heartbeat_s", "waits", "world"),
     [(2.0, "hosts", 200), (2.0, "devices", 200), (30.0, "devices", 200), (30.0, "hosts", RANKS)],
