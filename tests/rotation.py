@@ -1,4 +1,4 @@
-"""Which cases of products `make test` runs: a third of each, and the first of each in every third.
+"""Which cases of products `make test` runs: a third of each, and in every third the first and what finds planted bugs.
 
 Owns the rule. A product is a test marked `product`: it checks one property for many worlds, stages, seeds or models,
 and starts processes for each. What each rotation leaves out the other two run, and `make test-all` runs everything.
@@ -9,7 +9,13 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
+from tools.planted import BUGS
+
 ROTATIONS = ("0", "1", "2", "all")
+
+
+NAMED = frozenset(bug.test for bug in BUGS)
+"""Cases that find a planted bug (`tools/planted.py`), among other tests."""
 
 
 def turn_of(number: int, sizes: Iterable[int]) -> int:
@@ -43,6 +49,7 @@ def split(items: Sequence[pytest.Item], rotation: str) -> tuple[list[pytest.Item
     for item in items:
         name = item.nodeid.partition("[")[0]
         number, counts[name] = counts[name], counts[name] + 1
-        is_always_run = number == 0 or rotation == "all" or item.get_closest_marker("product") is None
+        is_first = number == 0 or item.nodeid in NAMED
+        is_always_run = is_first or rotation == "all" or item.get_closest_marker("product") is None
         (kept if is_always_run or turn_of(number, sizes_of(item)) == int(rotation) else left_out).append(item)
     return kept, left_out

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.planted import BUGS
+
 from . import conftest
 from .rotation import turn_of
 
@@ -57,9 +59,9 @@ def products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Write a file with products and with tests that are none; return its path."""
     (tmp_path / "conftest.py").write_text(f"from {conftest.__name__} import *\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = product\n gpu\n")
-    (tmp_path / "test_products.py").write_text(PRODUCTS)
+    (tmp_path / "test_generated.py").write_text(PRODUCTS)
     monkeypatch.chdir(tmp_path)
-    return str(tmp_path / "test_products.py")
+    return str(tmp_path / "test_generated.py")
 
 
 def test_rotations_are_everything_together(products: str) -> None:
@@ -87,12 +89,15 @@ def test_a_product_of_this_suite_rotates() -> None:
     everything, one, two, three = (collected(path, "--rotation", rotation)[0] for rotation in ("all", "0", "1", "2"))
     assert {*one, *two, *three} == set(everything)
     assert max(len(one), len(two), len(three)) < 0.7 * len(everything)
+    planted = {bug.test.rpartition("/")[2] for bug in BUGS if bug.test.startswith("tests/engine/test_parity.py::")}
+    assert planted and planted <= {*one} & {*two} & {*three}
 
 
 def test_a_case_that_is_named_or_chosen_keeps_its_place(products: str) -> None:
     assert len(collected(f"{products}::test_product[1-1]", "--rotation", "0")[0]) == 1
     third = collected(products, "--rotation", "2", "-k", "test_product")[0]
     assert third == [name for name in collected(products, "--rotation", "2")[0] if "::test_product[" in name]
+    assert 0 < len(third) < 12
 
 
 def test_a_rotation_has_all_rows_and_columns_of_a_product() -> None:
