@@ -644,7 +644,7 @@ ENGINE = (
         "update/closures.py",
         "return ((optimizer, computed), kwargs) if rest else",
         "return None if rest else",
-        f"{_ENGINE}/test_closures.py::test_a_closure_is_called_once_before_the_update[by_name-True]",
+        f"{_ENGINE}/test_closures.py::test_a_closure_is_called_once_before_the_update[accumulates-True]",
     ),
     Bug(
         "a closure runs after the pieces of an update",
