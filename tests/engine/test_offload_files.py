@@ -365,3 +365,25 @@ def raise_in_body(folder: str) -> None:
 
         Chunk.entries = entries  # type: ignore[method-assign]
     advance(run, range(1, 2))
+
+
+def train_by_two(folder: Path | None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.Adam(parameters[at::2], lr=0.1, foreach=False) for at in range(2)]
+    offload = zs.Offload(states=1.0, to=str(folder), staging_bytes=65536) if folder is not None else None
+    zero = zs.shard(model, optimizers, stage=1, offload=offload)
+    for step in range(3):
+        model(torch.full((2, 4), 1.0 + step)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with zero.gathered():
+        return [p.detach().clone() for p in parameters]
+
+
+def test_optimizers_with_parameters_between_each_others_keep_their_states(tmp_path: Path) -> None:
+    # The first step of the second optimizer makes a state that the first one's parameters have already.
+    (expected,), (found,) = (run_ranks(train_by_two, 1, folder) for folder in (None, tmp_path))
+    assert all(map(torch.equal, expected, found))

@@ -21,7 +21,7 @@ from zeroshard.core.unit import Unit
 
 PROGRAMS, PAIRS, FAULTY, WHOLE_PROGRAMS, OFFLOADED = 45, 12, 12, 20, 8
 REFUSED = 0.05
-WIDE = (305, 307, 314, 360, 377, 381, 414)
+WIDE = (417, 328, 640, 384, 325)
 """Seeds of wider programs, which have most features between them."""
 
 
@@ -194,3 +194,14 @@ def _adafactor(one: dict[str, Any]) -> dict[str, Any]:
 def test_a_norm_that_sums_late_gradients_is_asked_for_once() -> None:
     # Answering the first request sums what another rank asked for late, which changes gradients on one rank alone.
     assert examine([(with_faults(draw(3000673, 2)),)], 2)[0].kind == "right"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_ranks_agree_on_the_units_they_used_before_they_agree_on_an_update_in_the_background(
+    shared_memory: bool,
+) -> None:
+    # A rank that runs fewer units asks for what the others read later, with the vote of the next step.
+    spec = draw(5000088, 2)
+    options = {"stage": 3, "offload": "states=1.0", "shared_memory": shared_memory}
+    assert examine([(spec | {"options": options},)], 2)[0].kind == "right"

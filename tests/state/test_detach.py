@@ -435,3 +435,37 @@ def split(stage: int) -> None:
 
 def test_split_parameters_are_dtensors_again() -> None:
     run_cases(split, 4, [(stage,) for stage in STAGES])
+
+
+class Gated(nn.Module):
+    """A layer and a parameter that is one number, as some states of NAdam and ASGD are of every parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(4, 4), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.gate
+
+
+def numbers(kind: type[torch.optim.Optimizer], stage: int, detaches: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Gated()
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    zero = zs.shard(model, optimizer, stage=stage, settings=settings("host"))
+    for step in range(4):
+        if step == 2 and detaches:
+            zero.detach()
+            zero = zs.shard(model, optimizer, stage=stage, settings=settings("host"))
+        model(torch.full((2, 4), step + 1.0 + dist.get_rank())).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zero.detach()
+    return values_of(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_a_state_that_is_one_number_is_not_cut_with_a_parameter_that_is_one(kind: type[torch.optim.Optimizer]) -> None:
+    found = run_cases(numbers, 2, [(kind, stage, detaches) for stage in (1, 3) for detaches in (False, True)])
+    for stage in (1, 3):
+        assert_same(found[kind, stage, False], found[kind, stage, True])

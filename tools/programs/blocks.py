@@ -20,6 +20,7 @@ __all__ = [
     "Block",
     "Buffers",
     "Experts",
+    "Fickle",
     "Fields",
     "Gru",
     "Halves",
@@ -290,6 +291,22 @@ class Rnn(Gru):
     def __init__(self, width: int) -> None:
         Block.__init__(self, width)
         self.cells = nn.RNN(width, width, num_layers=2)
+
+
+class Fickle(Block):
+    """Computes with another layer, another number or another mask once `which` is 1; `width` says what it changes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.layers = nn.ModuleList([nn.Linear(width, width), nn.Linear(width, width)])
+        self.which = 0
+
+    def _compute(self, x: Tensor, choice: int) -> Tensor:
+        kind = self.width % 3
+        y = self.layers[self.which if kind == 0 else 0](x)
+        if kind == 1:
+            return y * (1.0 + 0.5 * self.which)
+        return y * (torch.arange(self.width) % 2 == self.which) if kind == 2 else y
 
 
 class Norms(Block):

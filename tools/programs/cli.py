@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.machine import circumstances, write_result
 
 from .draw import draw, draw_pair, with_faults, with_offload
+from .planted import look_for_mends
 from .ranks import BAD, CHUNK, Task, Verdict, examine, reason_of
 from .shrink import shrink
 from .wide import FEATURES, draw_wide, lacking, table_of, with_untreated
@@ -32,6 +33,8 @@ LEAST = (300, 20)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run as many programs as asked for; the exit status is 1 where one went wrong or too many were refused."""
     given = _parse(arguments)
+    if given.planted is not None:
+        look_for_mends(given.planted, tuple(given.search) if given.search else None)
     seeds = [given.replay] if given.replay is not None else range(given.seed, given.seed + given.count)
 
     def task_of(seed: int) -> Task:
@@ -45,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if given.print:
         print(script_of(task_of(seeds[0])[0]))
+    if given.count_only:
+        _count([draw_wide(seed, given.ranks)["features"] for seed in seeds])
+        return
     told = _Told(given, time.monotonic())
 
     def run(some: Sequence[int]) -> None:
@@ -68,6 +74,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(1 if told.bad or (not given.wide and told.kinds["refused"] > REFUSED * len(seeds)) else 0)
 
 
+def _count(drawn: Sequence[Sequence[str]]) -> None:
+    """Print how many programs have each feature and each pair."""
+    counts = Counter(itertools.chain.from_iterable(drawn))
+    both = Counter(pair for features in drawn for pair in itertools.combinations(features, 2))
+    print(table_of(counts, both))
+    few = lacking(counts, both, *LEAST)
+    print(f"features below {LEAST[0]}, pairs below {LEAST[1]}: {', '.join(few) or 'none'}")
+    if few:
+        sys.exit(1)
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.programs", description="Random programs against an oracle.")
     parser.add_argument("--count", type=int, default=200, help="how many programs")
@@ -82,6 +99,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--wide",
         action="store_true",
         help="add features: options, places, treatments, ranks; count them and their pairs",
+    )
+    parser.add_argument("--count-only", action="store_true", help="with --wide: count features and pairs, run nothing")
+    parser.add_argument(
+        "--planted", nargs="?", const="", metavar="NAME", help="take mends back, and run the programs that find them"
+    )
+    parser.add_argument(
+        "--search", nargs=2, type=int, metavar=("FIRST", "COUNT"), help="with --planted: seeds to look for finders in"
     )
     parser.add_argument("--faults", action="store_true", help="add steps with gradients that are not finite")
     parser.add_argument("--replay", type=int, help="run the program of one seed")

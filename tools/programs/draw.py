@@ -403,7 +403,7 @@ def is_valid(spec: Mapping[str, Any]) -> bool:
             has_grads &= not (op["to_none"])
             if op["to_none"]:
                 is_waiting, has_summed = False, False
-        elif (kind in ("clip", "norm", "step") and is_waiting) or (kind == "resume" and has_grads):
+        elif (kind in ("clip", "norm", "step") and is_waiting) or (kind in ("resume", "detach") and has_grads):
             return False
     return any(op["op"] == "step" for op in spec["ops"])
 

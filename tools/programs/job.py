@@ -17,6 +17,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import os
 import shutil
 from abc import ABC, abstractmethod
@@ -33,9 +34,12 @@ from torch.optim import Optimizer
 
 import zeroshard as zs
 from tools.settled import settled
+from zeroshard.core import engine
+from zeroshard.core import guard as guards
 from zeroshard.update import background
+from zeroshard.wire.comm import Comm
 
-from .blocks import IDS
+from .blocks import IDS, Fickle
 from .draw import FILES
 from .write import compiled, path_of
 
@@ -51,6 +55,8 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OWN_RATE = 0.05
 """The learning rate of ignored parameters, in plain SGD."""
+_MEETINGS = itertools.count()
+"""Numbers of the files by which ranks meet; equal on all ranks, which take part in all meetings."""
 UNHEARD = ("capturable", "differentiable", "fused")
 DEFAULT_BUFFERS = getattr(zs.Settings, "buffers", "own")
 
@@ -95,6 +101,9 @@ class Job(ABC):
     @abstractmethod
     def detach(self, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
         """Make the model and its optimizers plain again, and start over with the same objects."""
+
+    def check_copies(self) -> None:  # noqa: B027 (one process has no copies)
+        """Compare the copies of the state that ranks have."""
 
     @abstractmethod
     def no_sync(self, axis: Literal["all", "replicate"] = "all") -> contextlib.AbstractContextManager[Any]:
@@ -246,7 +255,8 @@ class Oracle(Job):
         self._at, self._held = 0, dict[int, list[tuple[Tensor, Tensor | None]]]()
         self._processes = processes
         self._buffers = Buffers(options.get("buffers", DEFAULT_BUFFERS), processes)
-        self.loss_scale = 1.0
+        self.loss_scale, self._has_overflowed = 1.0, False
+        """With a loss scale, sums are looked at before user code may hide an infinity by clipping."""
 
     def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
         self.model, self.optimizers = build()
@@ -258,7 +268,8 @@ class Oracle(Job):
             _make_own(values, process)
         self._show(0)
         self._skip_at_steps()
-        self._buffers.watch(self.model)
+        self._buffers.watch(self.model, self.model)
+        self._follow_at_steps()
         return self.model, self.optimizers
 
     def _skip_at_steps(self) -> None:
@@ -267,12 +278,33 @@ class Oracle(Job):
             for optimizer in self.optimizers:
                 optimizer.step = functools.partial(self._step, optimizer.step)  # type: ignore[method-assign]
 
-    def _step(self, step: Callable[[], Any]) -> None:
+    def _follow_at_steps(self) -> None:
+        """Let buffers follow before each update."""
+        for optimizer in self.optimizers if self._buffers.by_name() else ():
+            optimizer.step = functools.partial(self._step_after, optimizer.step)  # type: ignore[method-assign]
+
+    def _step_after(self, step: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
+        if closure is None:
+            self._buffers.step()
+            return step()
+
+        def computed() -> Any:
+            returned = closure()
+            self._buffers.step()
+            return returned
+
+        return step(computed)
+
+    def _step(self, step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            returned = closure() if closure is not None else None
         is_finite = all(bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None)
-        if is_finite:
+        has_overflowed, self._has_overflowed = self._has_overflowed, False
+        if is_finite and not has_overflowed:
             step()
         elif self.options.get("loss_scale") == "dynamic":
             self.loss_scale /= 2.0
+        return returned
 
     def each_own(self) -> Iterator[tuple[int, float]]:
         for process in range(self._processes if self.own else 0):
@@ -304,6 +336,7 @@ class Oracle(Job):
         for process in range(self._processes):
             of_process = [loss for at, loss in enumerate(losses) if at % self.world % self._processes == process]
             super().backward(of_process, retain_graph=retain_graph)
+        self._buffers.note_backward()
 
     def detach(self, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
         self._buffers.restart(self._processes, is_new=False)
@@ -313,6 +346,7 @@ class Oracle(Job):
         return self._buffers.unequal()
 
     def finish(self) -> dict[str, Any]:
+        self._buffers.meet()
         for process in range(self._processes):
             self._buffers.show(process)
             for name, value in self._buffers.by_name():
@@ -320,7 +354,8 @@ class Oracle(Job):
         return super().finish()
 
     def gathered(self, *, writeback: bool = False, states: bool = False) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+        self._buffers.meet()
+        return self._buffers.replaced() if writeback else contextlib.nullcontext()
 
     def grad_norm(self, p: float) -> Tensor:
         return nn.utils.get_total_norm([q.grad for q in self.shared(self.model.parameters()) if q.grad is not None], p)
@@ -330,9 +365,13 @@ class Oracle(Job):
 class Buffers:
     """The buffers of the oracle's model as each process has them.
 
+    Buffers are due after a forward in training mode with gradients and after a backward, both outside `no_sync()`. They
+    follow before the next forward, at a step, and where values are read or saved; after forwards alone only if the last
+    step changed any.
+
     Args:
-        rule: what a forward with gradients does to the buffers that it changed on any process: "rank 0" (all take those
-            of the first), "mean" (all take the mean, and of integers the first's), "own" (nothing).
+        rule: what processes do with them: "rank 0" (all take those of the first), "mean" (all take the mean, and of
+            integers the first's), "own" (nothing).
         processes: how many there are.
     """
 
@@ -342,21 +381,21 @@ class Buffers:
         self._names: list[str] = []
         self._sets: list[list[Tensor]] = []
         self._starts: list[Tensor] = []
-        self._before: list[tuple[int, int]] = []
-        self._changed: set[int] = set()
-        self._at, self._forwards, self._is_unequal = 0, 0, False
+        self._equal: list[list[Tensor]] = []
+        """Values of each process when they last followed."""
+        self._modes: nn.Module
+        self._at, self._forwards = 0, 0
+        self._is_unequal = self._is_due = self._is_told = self._is_calm = False
 
-    def watch(self, model: nn.Module) -> None:
-        """Take over a model that is about to train."""
-        self._places = _buffers_of(model)
+    def watch(self, model: nn.Module, modes: nn.Module) -> None:
+        """Take over a model that is about to train; the program changes the mode of `modes`."""
+        self._places, self._modes = _buffers_of(model), modes
         names = {id(module): name for name, module in model.named_modules()}
         self._names = [f"{names[id(module)]}.{name}" for module, name in self._places]
         self._starts = [value.clone() for value in self._values()]
-        self._sets = [[value.clone() for value in self._starts] for _ in range(self._processes)]
-        self._put(0)
+        self._begin_equal(self._starts)
         if self._places:
-            model.register_forward_pre_hook(self._begin)
-            model.register_forward_hook(self._end)
+            model.register_forward_pre_hook(lambda *_: self._begin_forward())
 
     def show(self, process: int) -> None:
         """Put the buffers of a process in place."""
@@ -370,14 +409,15 @@ class Buffers:
 
     def restart(self, processes: int, *, is_new: bool) -> None:
         """Begin with the first process's on each; a new model has its own of those that no checkpoint holds."""
+        self.meet()
         self.show(0)
         values = self._values()
         if is_new:
             kept = [name not in module._non_persistent_buffers_set for module, name in self._places]
             values = [now if is_kept else old for now, is_kept, old in zip(values, kept, self._starts, strict=True)]
-        self._processes, self._forwards, self._changed = processes, 0, set()
-        self._sets = [[value.clone() for value in values] for _ in range(processes)]
-        self._put(0)
+        self._processes, self._forwards = processes, 0
+        self._is_due = self._is_told = self._is_calm = False
+        self._begin_equal(values)
 
     @contextlib.contextmanager
     def unequal(self) -> Iterator[None]:
@@ -386,6 +426,64 @@ class Buffers:
         yield
         self._is_unequal = False
 
+    def note_backward(self) -> None:
+        """Note that ranks have met at the end of a backward."""
+        if not self._is_unequal:
+            self._is_due = self._is_told = True
+
+    def step(self) -> None:
+        """Let buffers follow at a step."""
+        if self._is_due and (self._is_told or not self._is_calm):
+            self._is_calm = not self._follow()
+
+    def meet(self) -> None:
+        """Let buffers follow where ranks meet."""
+        self.step()
+
+    def replace(self) -> None:
+        """Give all processes the first one's, by any rule."""
+        self.show(0)
+        self._begin_equal(self._values())
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Give all processes the first one's at the end."""
+        yield
+        self.replace()
+
+    def _begin_forward(self) -> None:
+        if self._forwards % self._processes == 0:
+            if self._is_due and (self._is_told or not self._is_calm):
+                self._follow()
+            if torch.is_grad_enabled() and self._modes.training and not self._is_unequal:
+                self._is_due, self._is_told = True, False
+        self._forwards += 1
+
+    @torch.inference_mode(mode=False)
+    def _follow(self) -> bool:
+        """Have all processes take the same values; tell whether any had changed."""
+        self._is_due = self._is_told = False
+        if self._rule == "own" or not self._places or self._processes == 1:
+            return False
+        self._sets[self._at] = self._values()
+        pairs = zip(self._sets, self._equal, strict=True)
+        is_changed = any(not torch.equal(*both) for one in pairs for both in zip(*one, strict=True))
+        is_changed |= any(module.training for module, name in self._places if name == "running_mean")
+        for at, values in enumerate(zip(*self._sets, strict=True)):
+            is_averaged = self._rule == "mean" and values[0].is_floating_point()
+            value = torch.stack(values).mean(0) if is_averaged else values[0]
+            for of_process in self._sets:
+                of_process[at] = value.clone()
+        self._equal = [[value.clone() for value in of_process] for of_process in self._sets]
+        self._put(self._at)
+        return is_changed
+
+    @torch.inference_mode(mode=False)
+    def _begin_equal(self, values: Sequence[Tensor]) -> None:
+        self._sets = [[value.clone() for value in values] for _ in range(self._processes)]
+        self._equal = [[value.clone() for value in values] for _ in range(self._processes)]
+        self._put(0)
+
     def _values(self) -> list[Tensor]:
         return [module._buffers[name] for module, name in self._places]  # type: ignore[misc]
 
@@ -393,26 +491,6 @@ class Buffers:
         self._at = process
         for (module, name), value in zip(self._places, self._sets[process] if self._sets else [], strict=True):
             module._buffers[name] = value
-
-    def _begin(self, *_: Any) -> None:
-        self._before = [(id(value), value._version) for value in self._values()]
-
-    def _end(self, *_: Any) -> None:
-        if not torch.is_grad_enabled() or self._is_unequal or self._rule == "own":
-            return
-        now = [(id(value), value._version) for value in self._values()]
-        self._changed |= {at for at, both in enumerate(zip(now, self._before, strict=True)) if both[0] != both[1]}
-        self._forwards += 1
-        if self._forwards == self._processes:
-            self._sets[self._at] = self._values()
-            for at in self._changed:
-                values = [of_process[at] for of_process in self._sets]
-                is_averaged = self._rule == "mean" and values[0].is_floating_point()
-                value = torch.stack(values).mean(0) if is_averaged else values[0]
-                for of_process in self._sets:
-                    of_process[at] = value.clone()
-            self._put(self._at)
-            self._forwards, self._changed = 0, set()
 
 
 @final
@@ -439,8 +517,7 @@ class RoundedOracle(Oracle):
         super().__init__(key, world, options, processes)
         self._nudges = torch.Generator().manual_seed(nudge) if nudge else None
         self._low = torch.float16 if options["precision"] == "fp16" else torch.bfloat16
-        start = options.get("loss_scale", 1.0)
-        self.loss_scale = 65536.0 if start == "dynamic" else float(start)
+        self._begin_scale()
         self._divide()
         self._twins: list[tuple[nn.Parameter, nn.Parameter]] = []
 
@@ -466,13 +543,26 @@ class RoundedOracle(Oracle):
 
         def forward(x: Tensor, *given: Any, **named: Any) -> tuple[Tensor, list[Tensor]]:
             self._round()
+            for mine, its in zip(self.model.modules(), twin.modules(), strict=True):
+                its.training = mine.training
+                if isinstance(mine, Fickle):
+                    vars(its)["which"] = mine.which
             values, sides = twin(x.to(self._low) if x.is_floating_point() else x, *given, **named)
             return values.to(output), [side.to(output) for side in sides]
 
         self.model.forward = forward
         self._skip_at_steps()
-        self._buffers.watch(twin)
+        self._buffers.watch(twin, self.model)
+        self._follow_at_steps()
         return self.model, self.optimizers
+
+    def _begin_scale(self) -> None:
+        start = self.options.get("loss_scale", 1.0)
+        self.loss_scale = 65536.0 if start == "dynamic" else float(start)
+
+    def detach(self, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
+        self._begin_scale()  # no checkpoint takes it along
+        return super().detach(**options)
 
     def _divide(self) -> None:
         self.weight = _rank_weight(self.options, self.world, self._processes)
@@ -493,6 +583,7 @@ class RoundedOracle(Oracle):
             if self._nudges is not None:
                 grad *= 1.0 + 2.0**-23 * torch.randint(-1, 2, grad.shape, generator=self._nudges)
             master.grad = grad if master.grad is None else master.grad + grad
+            self._has_overflowed |= "loss_scale" in self.options and not bool(master.grad.isfinite().all())
             rounded.grad = None
 
         return add
@@ -509,6 +600,7 @@ class RoundedOracle(Oracle):
     @contextlib.contextmanager
     def gathered(self, *, writeback: bool = False, states: bool = False) -> Iterator[None]:
         """Show rounded parameters; a master whose rounded value the program changes becomes that value."""
+        self._buffers.meet()
         masters = [master.detach().clone() for master, _ in self._twins]
         with torch.no_grad():
             for master, rounded in self._twins:
@@ -519,6 +611,8 @@ class RoundedOracle(Oracle):
                 now = master.to(rounded.dtype)
                 is_changed = now != before.to(rounded.dtype)
                 master.copy_(torch.where(is_changed, now.float(), before) if writeback else before)
+        if writeback:
+            self._buffers.replace()
 
 
 @final
@@ -528,6 +622,7 @@ class Sharded(Job):
     Args:
         folder: for checkpoints, the same on every rank.
         resumes: whether `resume` does what it says; without, the program goes on undisturbed.
+        on_device: whether gradients are checked as on a device, whose flags the host reads later.
     """
 
     has_faults = True
@@ -542,12 +637,12 @@ class Sharded(Job):
         *,
         resumes: bool = True,
         tensor: int = 1,
+        on_device: bool = False,
     ) -> None:
         super().__init__(key, world, options)
-        self.dtype, self._resumes, self._tensor = dtype, resumes, tensor
+        self.dtype, self._resumes, self._tensor, self._on_device = dtype, resumes, tensor, on_device
         self._folder = folder
         self._zero: zs.Zero | None = None
-        self._meetings = 0
         self.paths: list[Path] = []
         """Checkpoints that were written."""
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -592,7 +687,7 @@ class Sharded(Job):
             # A program may resume at another stage.
             options.pop("parameters", None)
         # Also on a CPU, where nothing computes meanwhile: what may go wrong is the same.
-        with patch.object(background, "is_worthwhile", lambda device: True):
+        with patch.object(background, "is_worthwhile", lambda device: True), _flags_on(self._on_device):
             self._zero = zs.shard(self.model, self.optimizers, **settled({"watchdog_s": WATCHDOG_S, **options}))
 
     def resume(self, build: Build, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
@@ -625,13 +720,11 @@ class Sharded(Job):
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
-        self._meetings += 1
+        # The file is the store of the process group until the next meeting, also in the programs that follow.
+        meeting = self._folder / f"meeting-{next(_MEETINGS)}"
         if self._rank < ranks:
-            meeting = self._folder / f"meeting-{self.key}-{self._meetings}"
             dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=self._rank, world_size=ranks)
             dist.barrier()
-            if self._rank == 0:
-                meeting.unlink(missing_ok=True)  # a pair's other program meets there, too
         os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         self._divide(ranks)
 
@@ -653,10 +746,17 @@ class Sharded(Job):
             yield self.ranks[0], OWN_RATE
 
     def finish(self) -> dict[str, Any]:
-        for module, name in _buffers_of(self.model) if self.ranks else ():
+        if not self.ranks:
+            return {"notes": self.notes}
+        found = super().finish()
+        for module, name in _buffers_of(self.model):
             place = next(at for at, one in self.model.named_modules() if one is module)
             self.note(self.ranks[0], f"buffer {place}.{name}", module._buffers[name])
-        return super().finish() if self.ranks else {"notes": self.notes}
+        return found
+
+    def check_copies(self) -> None:
+        if self._zero is not None:
+            self._zero.check_copies()
 
     def no_sync(self, axis: Literal["all", "replicate"] = "all") -> contextlib.AbstractContextManager[Any]:
         return self._zero.no_sync(axis) if self._zero is not None else contextlib.nullcontext()
@@ -670,6 +770,33 @@ class Sharded(Job):
         return self._zero.grad_norm(p) if self._zero is not None else torch.zeros(())
 
 
+@contextlib.contextmanager
+def _flags_on(on_device: bool) -> Iterator[None]:
+    """Have what is sharded inside check gradients by flags on a device, of which the host sees the last values.
+
+    Kernels on the host that do not wait for a flag read what was there before: zero.
+    """
+    if not on_device:
+        yield
+        return
+
+    def guard_of(comm: Comm, *, updates_on_host: bool) -> guards.Guard:
+        guard = guards.DeviceGuard(comm, updates_on_host=updates_on_host)
+        arm = guard.arm
+
+        def arm_early(optimizer: Optimizer, masters: Sequence[Tensor]) -> list[Tensor]:
+            fresh = arm(optimizer, masters)
+            if updates_on_host and isinstance(flag := getattr(optimizer, "found_inf", None), Tensor):
+                flag.zero_()
+            return fresh
+
+        guard.arm = arm_early  # type: ignore[method-assign]
+        return guard
+
+    with patch.object(engine, "guard_of", guard_of):
+        yield
+
+
 def run_sharded(spec: Mapping[str, Any], place: Path) -> dict[str, Any]:
     """Run a program through zeroshard on this rank and return what it noted."""
     _build, program = compiled(spec)
@@ -681,6 +808,7 @@ def run_sharded(spec: Mapping[str, Any], place: Path) -> dict[str, Any]:
         place,
         resumes=spec.get("resumes", True),
         tensor=spec.get("tensor", 1),
+        on_device=spec.get("on_device", False),
     )
     job.rows = spec.get("rows", ROWS)
     try:

@@ -52,7 +52,7 @@ LOSSY = {"compress-bf16": 0.02, "compress-fp8": 0.2, "compress-int8": 0.1}
 """What treatments that round activations may change, relative to 1 + |expected|."""
 AS_TORCH = ("If capturable=True", "a leaf Variable that requires grad", "_foreach ops don't support autograd")
 """What plain torch says on the CPU of two options that are for other devices or for other parameters."""
-ARGUMENT = re.compile(r"ValueError: \w+=|ValueError: Offload\(")
+ARGUMENT = re.compile(r"ValueError: \w+=|ValueError: Offload\(|RuntimeError: The recomputation of ")
 """Errors that name an argument, which are alike on all ranks."""
 NUDGES = 8
 BAD = ("wrong", "bits", "error", "hang", "crash", "invalid")

@@ -33,6 +33,7 @@ SIMPLEST = {
     "by": "all",
     "to_none": True,
     "of": "",
+    "closure": False,
 }
 GREEDY = 8
 """Smaller programs that are tried at once."""
@@ -92,6 +93,7 @@ def _smaller(spec: Spec) -> Iterator[Spec]:
         "output",
         "buffers",
         "offload",
+        "activations",
     ):
         if name in options:
             gone = {name, "fp32", "output"} if name == "precision" else {name}
@@ -164,6 +166,8 @@ def _without_block(spec: Spec, at: int) -> Spec:
             less["recomputed"] = numbers(op["recomputed"])
         if op.get("of"):
             less["of"] = moved(op["of"])
+        if (changed := less.pop("changes", at)) != at:
+            less["changes"] = changed - (changed > at)
         return less
 
     options = dict(spec["options"])

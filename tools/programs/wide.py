@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-import zeroshard as zs
-
 from .draw import FILES, draw, is_valid, on_ranks
+from .write import inside
 
 __all__ = ["APART", "FEATURES", "draw_wide", "excluded", "lacking", "table_of", "with_untreated"]
 
@@ -52,6 +51,10 @@ APART: Final[Mapping[frozenset[str], str]] = MappingProxyType(
         frozenset({"partition", "other ranks"}): "no checkpoint with an axis for tensors yet",
         frozenset({"partition", "resume"}): "no checkpoint with an axis for tensors yet",
         frozenset({"compress", "lossy"}): "one code at a time",
+        frozenset({"recomputed otherwise", "lossy"}): "rounded inputs: not compared",
+        frozenset({"buffers of rank 0", "own buffers"}): "one rule at a time",
+        frozenset({"buffers of rank 0", "means of buffers"}): "one rule at a time",
+        frozenset({"own buffers", "means of buffers"}): "one rule at a time",
     }
 )
 """Pairs of features that no program has, and why."""
@@ -131,11 +134,14 @@ class Feature:
 
 
 def _block_of(*kinds: str) -> Callable[[random.Random, Spec], Spec | None]:
-    """Return a feature that replaces a block, which no other part of the program names."""
+    """Return a feature that replaces a block of which no other part of the program names an inner module."""
 
     def add(r: random.Random, spec: Spec) -> Spec | None:
         bound = {at for pair in spec["shared"] + spec["ties"] for at in pair}
-        bound |= {int(name.partition(":")[0]) for name in _named(spec) if name.partition(":")[0].isdigit()}
+        options = spec["options"]
+        own = [*options.get("ignored", ()), *options.get("fp32", ())]
+        own += [name.partition(":")[0] for name in options.get("units", ()) if ":" in name]
+        bound |= {int(name) for name in (one.partition(":")[0] for one in own) if name.isdigit()}
         free = [at for at, kind in enumerate(spec["blocks"]) if at not in bound and kind not in NEW_BLOCKS]
         if not free:
             return None
@@ -150,14 +156,7 @@ def _block_of(*kinds: str) -> Callable[[random.Random, Spec], Spec | None]:
     return add
 
 
-NEW_BLOCKS: Final = frozenset({"Gru", "Lstm", "Rnn", "Norms", "Modes", "Buffers"})
-
-
-def _named(spec: Spec) -> set[str]:
-    """Return the parts that options and operations name."""
-    options = spec["options"]
-    named = {op["of"] for op in spec["ops"] if op.get("of")}
-    return named | {*spec["frozen"], *options.get("units", ()), *options.get("ignored", ()), *options.get("fp32", ())}
+NEW_BLOCKS: Final = frozenset({"Gru", "Lstm", "Rnn", "Norms", "Modes", "Buffers", "Fickle"})
 
 
 def _with_buffers(*kinds: str) -> Callable[[random.Random, Spec], Spec | None]:
@@ -170,14 +169,26 @@ def _with_buffers(*kinds: str) -> Callable[[random.Random, Spec], Spec | None]:
             return None
         if wider["world"] > wider["processes"]:
             wider = on_ranks(wider, wider["processes"])
-        if HAS_BUFFERS and "buffers" not in wider["options"]:
-            wider["options"]["buffers"] = r.choice(["rank 0", "rank 0", "own", "mean"])
+        if "Modes" in wider["blocks"]:
+            # torch's backward of a norm in eval mode reads statistics, which a second forward would change.
+            wider["ops"] = [
+                op | {"forwards": 1, "backward": "together", "paths": [[*dict.fromkeys(path)] for path in op["paths"]]}
+                if op["op"] == "train"
+                else op
+                for op in wider["ops"]
+            ]
         return wider | {"has_buffers": True}
 
     return add
 
 
-HAS_BUFFERS: Final = any(field.name == "buffers" for field in dataclasses.fields(zs.Settings))
+def _rule(buffers: str) -> Callable[[random.Random, Spec], Spec | None]:
+    """Return a feature that says what becomes of buffers that forwards change."""
+
+    def add(r: random.Random, spec: Spec) -> Spec | None:
+        return spec | {"options": spec["options"] | {"buffers": buffers}} if "has_buffers" in spec else None
+
+    return add
 
 
 def _modes(r: random.Random, spec: Spec) -> Spec | None:
@@ -402,8 +413,72 @@ def _other_ranks(r: random.Random, spec: Spec) -> Spec | None:
 
 
 def _detached(r: random.Random, spec: Spec) -> Spec | None:
-    """Take the model out, plain, and shard the same objects again."""
-    return _again("detach", spec, _changed(r, spec)) if hasattr(zs.Zero, "detach") else None
+    """Take the model out, plain, and shard the same objects again: anywhere between two steps, or at the end."""
+    if r.random() < 0.3:
+        return _again("detach", spec, _changed(r, spec))
+    ops = spec["ops"]
+    cleared = [at + 1 for at, op in enumerate(ops[:-1]) if op["op"] == "zero" and op["to_none"]]
+    options = _changed(r, spec)
+    if not cleared:
+        return None
+    at = r.choice(cleared)
+    if any(op["op"] == "resume" for op in ops[at:]) and "stage" in options:
+        del options["stage"]  # a resume may name a place for the state that this stage has not
+    return spec | {"ops": [*ops[:at], {"op": "detach", "options": options}, *ops[at:]]}
+
+
+def _kept(r: random.Random, spec: Spec) -> Spec | None:
+    """Keep the gradients of a step for the next one."""
+    ops = spec["ops"]
+    after = ("train", "step", "clip", "norm", "look", "read", "rate")
+    cleared = [at for at, op in enumerate(ops[:-1]) if op["op"] == "zero" and ops[at + 1]["op"] in after]
+    cleared = [at for at in cleared if at and ops[at - 1]["op"] == "step"]
+    if not cleared:
+        return None
+    at = r.choice(cleared)
+    return spec | {"ops": [*ops[:at], *ops[at + 1 :]]}
+
+
+def _copies(r: random.Random, spec: Spec) -> Spec | None:
+    """Compare the copies of the state after some steps."""
+    ops: list[Spec] = []
+    for op in spec["ops"]:
+        ops.append(op)
+        if op["op"] == "step" and r.random() < 0.6:
+            ops.append({"op": "copies"})
+    return spec | {"ops": ops} if len(ops) > len(spec["ops"]) else None
+
+
+def _closure(r: random.Random, spec: Spec) -> Spec | None:
+    """Give steps the micro-batch before them as a closure."""
+    steps = [at for at, op in enumerate(spec["ops"]) if op["op"] == "step" and inside(spec, at)]
+    if not steps:
+        return None
+    chosen = {r.choice(steps), *(at for at in steps if r.random() < 0.6)}
+    return spec | {"ops": [op | {"closure": True} if at in chosen else op for at, op in enumerate(spec["ops"])]}
+
+
+def _on_device(r: random.Random, spec: Spec) -> Spec | None:
+    """Check gradients by flags on a device, which the host reads later."""
+    return spec | {"on_device": True}
+
+
+def _fickle(r: random.Random, spec: Spec) -> Spec | None:
+    """Recompute a module that has changed since its forward, in one micro-batch: to be refused, and never trained."""
+    wider = _block_of("Fickle")(r, spec)
+    if wider is None:
+        return None
+    at = wider["blocks"].index("Fickle")
+    trained = [place for place, op in enumerate(wider["ops"]) if op["op"] == "train" and "bad" not in op]
+    place = r.choice(trained)
+    op, world = wider["ops"][place], wider["world"]
+    # On all ranks, then and before: a rank that raises alone in a backward leaves the others waiting.
+    for each in trained:
+        wider["ops"][each]["paths"] = [wider["ops"][each]["paths"][0]] * wider["world"]
+    path = [*(one for one in op["paths"][0] if one != at), at]
+    wider["ops"][place] = op | {"paths": [path] * world, "choices": [op["choices"][0]] * world, "changes": at}
+    chain = wider["options"].get("activations", "").split("+")
+    return wider if any(one.startswith("recompute") for one in chain) else _treated("recompute")(r, wider)
 
 
 FEATURES: Final[Mapping[str, Feature]] = MappingProxyType(
@@ -411,6 +486,9 @@ FEATURES: Final[Mapping[str, Feature]] = MappingProxyType(
         "recurrent": Feature(0.3, _block_of("Gru", "Lstm", "Rnn")),
         "batch norm": Feature(0.3, _with_buffers("Norms", "Modes")),
         "buffers": Feature(0.25, _with_buffers("Buffers")),
+        "buffers of rank 0": Feature(0.36, _rule("rank 0")),
+        "own buffers": Feature(0.5, _rule("own")),
+        "means of buffers": Feature(1.0, _rule("mean")),
         "default dtype": Feature(0.25, _default_dtype),
         "fp16": Feature(0.3, _fp16),
         "whole matrices": Feature(0.2, _whole),
@@ -420,7 +498,7 @@ FEATURES: Final[Mapping[str, Feature]] = MappingProxyType(
         "fused": Feature(0.3, _option("fused")),
         "maximize": Feature(0.3, _option("maximize")),
         "capturable": Feature(0.1, _option("capturable")),
-        "differentiable": Feature(0.06, _option("differentiable")),
+        "differentiable": Feature(0.12, _option("differentiable")),
         "states in files": Feature(0.15, _in_files),
         "states on the host": Feature(0.3, _on_host),
         "parameters elsewhere": Feature(0.25, _parameters_elsewhere),
@@ -429,11 +507,16 @@ FEATURES: Final[Mapping[str, Feature]] = MappingProxyType(
         "lossy": Feature(0.15, _lossy),
         "activations offloaded": Feature(0.3, _treated("offload")),
         "partition": Feature(0.2, _partition),
+        "recomputed otherwise": Feature(0.14, _fickle),
+        "flags on a device": Feature(0.25, _on_device),
         "skipped, kept": Feature(0.35, _skipped),
         "modes": Feature(0.35, _modes),
         "resume": Feature(0.3, _resumed),
         "other ranks": Feature(0.25, _other_ranks),
         "detached": Feature(0.3, _detached),
+        "gradients kept": Feature(0.4, _kept),
+        "copies compared": Feature(0.3, _copies),
+        "closure": Feature(0.3, _closure),
     }
 )
 """In the order in which they are added."""

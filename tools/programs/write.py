@@ -7,7 +7,7 @@ script but for the calls on `job` (`job.py`).
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["code_of", "compiled", "path_of", "script_of"]
+__all__ = ["code_of", "compiled", "inside", "path_of", "script_of"]
 
 Spec = Mapping[str, Any]
 
@@ -93,9 +93,38 @@ def _module(spec: Spec, name: str, model: str = "net") -> str:
 
 def _program(spec: Spec) -> list[str]:
     lines = ["def program(job):", "    model, optimizers = job.start(build)"]
+    written: list[list[str]] = []
     for at, op in enumerate(spec["ops"]):
-        lines += [f"    {line}" for line in _WRITERS[op["op"]](spec, at, op)]
-    return lines
+        count = inside(spec, at) if op.get("closure") else 0
+        if count:
+            body = [line for some in written[-count:] for line in some]
+            del written[-count:]
+            written.append(_step_with(spec, op, body))
+        else:
+            written.append(_WRITERS[op["op"]](spec, at, op))
+    return [*lines, *(f"    {line}" for some in written for line in some)]
+
+
+def inside(spec: Spec, at: int) -> int:
+    """Return how many operations before a step its closure has: a micro-batch and what looks at its gradients."""
+    ops, first = spec["ops"], at - 1
+    while first >= 0 and ops[first]["op"] in ("clip", "norm"):
+        first -= 1
+    return at - first if first >= 0 and ops[first]["op"] == "train" and ops[first]["sync"] == "yes" else 0
+
+
+def _step_with(spec: Spec, op: Spec, body: Sequence[str]) -> list[str]:
+    first, *others = op["which"]
+    own = ["job.step_own()"] if "ignored" in spec["options"] else []
+    return [
+        "def closure():",
+        *(f"    {line}" for line in body),
+        "    job.note_grads()",
+        f"    return torch.tensor({float(op['key'])})",
+        f'job.note_all("returned", optimizers[{first}].step(closure))',
+        *(f"optimizers[{which}].step()" for which in others),
+        *own,
+    ]
 
 
 def _train(spec: Spec, at: int, op: Spec) -> list[str]:
@@ -107,6 +136,8 @@ def _train(spec: Spec, at: int, op: Spec) -> list[str]:
         calls.append(f"loss{part} = job.loss(model(job.data({key}, rank, {part}), {_call(op)}), rank{_badly(op)})")
     lines += [f"    {call}" for call in calls]
     losses = [f"loss{part}" for part in range(count)]
+    lines[1:1] = [f"    {line}" for line in _changed(spec, op, 0)]
+    lines += [f"    {line}" for line in _changed(spec, op, 1)]
     how = op["backward"]
     if how == "together" or (count == 1 and how != "retained"):
         lines.append(f"    ({' + '.join(losses)}).backward()")
@@ -117,21 +148,28 @@ def _train(spec: Spec, at: int, op: Spec) -> list[str]:
         order = losses if how == "in order" else losses[::-1]
         lines += [f"    {loss}.backward()" for loss in order]
     if spec.get("has_buffers"):
-        lines = _train_in_turn(op)
+        lines = _train_in_turn(spec, op)
     if op["sync"] != "yes":
         axis = '"replicate"' if op["sync"] == "replicate" else ""
         lines = [f"with job.no_sync({axis}):", *(f"    {line}" for line in lines)]
     return lines
 
 
-def _train_in_turn(op: Spec) -> list[str]:
+def _changed(spec: Spec, op: Spec, which: int) -> list[str]:
+    """Write what changes a module between its forward and its backward."""
+    return [f"{_module(spec, str(op['changes']), 'model')}.which = {which}"] if "changes" in op else []
+
+
+def _train_in_turn(spec: Spec, op: Spec) -> list[str]:
     """Write a micro-batch whose forwards all ranks run before the next ones, so that the oracle can equal buffers."""
     losses = [f"losses{part}" for part in range(op["forwards"])]
-    lines = [
+    lines = _changed(spec, op, 0)
+    lines += [
         f"{name} = [job.loss(model(job.data({op['key']}, rank, {part}), {_call(op)}), rank{_badly(op)}) "
         "for rank in job.ranks]"
         for part, name in enumerate(losses)
     ]
+    lines += _changed(spec, op, 1)
     both = f"job.backward({' + '.join(losses)})"
     if op["backward"] == "retained":
         return [*lines, *(f"job.backward({name}, retain_graph=True)" for name in losses), both]
@@ -253,6 +291,10 @@ def _resume(spec: Spec, at: int, op: Spec) -> list[str]:
     ]
 
 
+def _copies(spec: Spec, at: int, op: Spec) -> list[str]:
+    return ["job.check_copies()"]
+
+
 def _detach(spec: Spec, at: int, op: Spec) -> list[str]:
     return [
         f"model, optimizers = job.detach({', '.join(f'{name}={value!r}' for name, value in op['options'].items())})"
@@ -273,5 +315,6 @@ _WRITERS: Mapping[str, Callable[[Spec, int, Spec], list[str]]] = {
     "read": _read,
     "resume": _resume,
     "detach": _detach,
+    "copies": _copies,
     "mode": _mode,
 }

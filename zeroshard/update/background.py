@@ -152,6 +152,9 @@ class Early:
         """Raise on every rank if one could not make the update. Collective: all-reduce of 8 bytes, once an update."""
         self.end()
         if not self._is_agreed:
+            if (engine := self._engine()) is not None:
+                # What the last pass left to agree on comes first: a rank that requested something has done it already.
+                engine.order.catch_up()
             self._is_agreed, what = True, "whether states on the host were updated"
             if not self._comm.agree([int(not self._failure)], what)[0]:
                 texts = self._comm.texts(self._failure, "what failed")

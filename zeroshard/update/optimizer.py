@@ -34,6 +34,8 @@ from zeroshard.wire.comm import Pending
 __all__ = ["ShardedOptimizer", "Source", "cut_state", "is_cut", "keep_state"]
 
 Tensor = torch.Tensor
+COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
+"""States of torch's optimizers that are one number for all elements, also of a parameter that is one number."""
 
 
 class Source(Protocol):
@@ -351,7 +353,7 @@ def cut_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
     cut = {}
     for key, value in state.items():
         value = slot.form.part(value) if isinstance(value, Tensor) else value
-        if isinstance(value, Tensor) and key != "step" and tuple(value.shape) == bucket.places.shapes[index]:
+        if isinstance(value, Tensor) and key not in COUNTERS and tuple(value.shape) == bucket.places.shapes[index]:
             # The slice alone is moved to where it is kept: whole states may not fit there.
             room = bucket.room(index, key, value.dtype)
             value = room.copy_(bucket.places.flat(index, value)[first:last])

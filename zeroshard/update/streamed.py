@@ -219,7 +219,9 @@ class Chunk(Piece):
                 if is_cut(key, value, entry):
                     known = (key, value.dtype)
                     if known not in self._values:
-                        self._values[known] = self._memory(known)
+                        # New to this optimizer's parameters; those of another in between may have it.
+                        self._move(known, writes=False)
+                        self._wait()
                     if (place := self._values[known][here]).data_ptr() != value.data_ptr():
                         place.copy_(value)
                     kept[key] = slot.bucket.room(slot.index, key, value.dtype)
