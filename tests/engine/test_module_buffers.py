@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
+from zeroshard.testing import run_ranks
 
 from ..oracle import STAGES, assert_same, randn, run_cases
 
@@ -76,7 +77,7 @@ def make(how: Any, model: nn.Module, **options: Any) -> Made:
         ddp = nn.parallel.DistributedDataParallel(model)
         return Made(model, ddp, optimizer, ddp.no_sync)
     stage, shared_memory = how
-    settings = zs.Settings(shared_memory=shared_memory, watchdog_s=20.0, **options.pop("settings", {}))
+    settings = zs.Settings(**{"shared_memory": shared_memory, "watchdog_s": 20.0, **options.pop("settings", {})})
     zero = zs.shard(model, optimizer, stage=stage, settings=settings, **options)
     return Made(model, model, optimizer, zero.no_sync, zero)
 
@@ -96,7 +97,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return {name: one.detach().clone() for name, one in model.named_buffers()}
 
 
-def train(how: Any, kind: str, steps: int = 4, **options: Any) -> dict[str, Any]:
+def train(how: Any, kind: str, steps: int = 3, **options: Any) -> dict[str, Any]:
     """Train, and evaluate on one batch; DDP synchronizes buffers in the first forward after training."""
     rank = torch.distributed.get_rank()
     made = make(how, build(), **options)
@@ -117,18 +118,21 @@ def train(how: Any, kind: str, steps: int = 4, **options: Any) -> dict[str, Any]
 
 
 KINDS = ("one", "two forwards", "accumulated", "no_sync")
-HOWS = [(stage, shared) for stage in STAGES for shared in (True, False)]
+HOWS = [(stage, stage % 2 == 0) for stage in STAGES]
+"""Each stage once, and each transport twice; `OTHERS` are the other halves."""
+OTHERS = [(stage, not shared) for stage, shared in HOWS]
+HOWS_OF = dict(zip(KINDS, (HOWS, OTHERS, HOWS, OTHERS), strict=True))
 
 
 @functools.cache
 def trained() -> dict[tuple[Any, ...], list[Any]]:
-    return run_cases(train, 2, [(how, kind) for kind in KINDS for how in (DDP, *HOWS)], timeout_s=60.0)
+    return run_cases(train, 2, [(how, kind) for kind in KINDS for how in (DDP, *HOWS_OF[kind])], timeout_s=60.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_equals_ddps_on_every_rank(kind: str) -> None:
     expected = trained()[DDP, kind]
-    for how in HOWS:
+    for how in HOWS_OF[kind]:
         first, second = trained()[how, kind]
         assert_same(first["seen"], second["seen"], f"{how}, after each step")
         for found in (first, second):
@@ -141,29 +145,29 @@ def sent(how: Any, kind: str) -> tuple[list[int], list[int]]:
     found = []
     for norms in (True, False):
         made = make(how, build(norms))
-        for step in range(6):
-            made.model.train(step < 3)
+        for step in range(4):
+            made.model.train(step < 2)
             before = made.zero.traffic().sent_bytes.get("buffers", 0)
             losses(made, step, torch.distributed.get_rank(), kind)
             made.optimizer.step()
             made.optimizer.zero_grad()
             found.append(made.zero.traffic().sent_bytes.get("buffers", 0) - before)
-    return found[:6], found[6:]
+    return found[:4], found[4:]
 
 
 def test_a_message_has_what_changed_and_nothing_changed_sends_nothing() -> None:
-    cases = [(how, kind) for how in HOWS for kind in ("one", "no_sync")]
+    cases = [(how, kind) for kind in ("one", "no_sync") for how in (OTHERS if kind == "one" else HOWS)]
     a_step = 3 * (5 * 4 * WIDTH + 8 + 8 + 1)
     for (how, _), (first, second) in run_cases(sent, 2, cases, timeout_s=60.0).items():
-        assert all(nbytes <= a_step for nbytes in first[0][:3]), (how, first)
-        assert sum(first[0][:3]) > 0, (how, first)
-        assert first[0][3:] == [0, 0, 0], (how, first)
-        assert first[1] == [0] * 6, (how, first)
-        assert second == ([0] * 6, [0] * 6), (how, second)
+        assert all(nbytes <= a_step for nbytes in first[0][:2]), (how, first)
+        assert sum(first[0][:2]) > 0, (how, first)
+        assert first[0][2:] == [0, 0], (how, first)
+        assert first[1] == [0] * 4, (how, first)
+        assert second == ([0] * 4, [0] * 4), (how, second)
 
 
 def recomputed(stage: int) -> list[dict[str, Any]]:
-    return [train((stage, True), "no_sync", activations=one) for one in (None, "recompute")]
+    return [train((stage, True), "no_sync", 2, activations=one) for one in (None, "recompute")]
 
 
 def test_a_recomputation_changes_no_buffer() -> None:
@@ -209,7 +213,7 @@ def means(how: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def test_means_are_of_floating_point_buffers_alone() -> None:
-    for (how,), ranks in run_cases(means, 2, [(how,) for how in HOWS]).items():
+    for (how,), ranks in run_cases(means, 2, [(how,) for how in OTHERS]).items():
         (one, found), (other, second) = ranks
         expected = {k: (one[k] + other[k]) / 2 if one[k].is_floating_point() else one[k] for k in one}
         assert_same(expected, found, str(how))
@@ -234,24 +238,24 @@ def test_another_name_is_refused() -> None:
 
 
 def resumed(how: Any, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Train six steps; train three, save, load into another model, and train three more."""
+    """Train four steps; train two, save, load into another model, and train two more."""
     found, rank, path = [], torch.distributed.get_rank(), f"{folder}/{how}"
     for is_resumed in (False, True):
         made = make(how, build())
         if is_resumed:
             made.zero.load(path)
-        for step in range(3 * is_resumed, 6):
+        for step in range(2 * is_resumed, 4):
             losses(made, step, rank, "accumulated")
             made.optimizer.step()
             made.optimizer.zero_grad()
-            if step == 2 and not is_resumed:
+            if step == 1 and not is_resumed:
                 made.zero.save(path)
         found.append({**values(made.model), "evaluated": made.call(inputs(99, rank)).detach()})
     return found[0], found[1]
 
 
 def test_a_resume_is_bitwise(tmp_path: Path) -> None:
-    for case, ranks in run_cases(resumed, 2, [(how, str(tmp_path)) for how in HOWS[1:]], timeout_s=60.0).items():
+    for case, ranks in run_cases(resumed, 2, [(how, str(tmp_path)) for how in OTHERS], timeout_s=60.0).items():
         for expected, found in ranks:
             assert_same(expected, found, str(case))
 
@@ -356,7 +360,7 @@ def alone(how: Any) -> tuple[Any, ...]:
 
 
 def test_evaluation_on_one_rank_alone_sends_nothing() -> None:
-    cases = [(how,) for how in HOWS if how[0] < 3]
+    cases = [(how,) for how in OTHERS if how[0] < 3]
     for (how,), (first, second) in run_cases(alone, 2, cases, timeout_s=60.0).items():
         assert_same(first[0], second[0], str(how))
         assert first[1] == second[1] == 0, how
@@ -423,3 +427,69 @@ def test_each_place_of_the_tensor_axis_has_its_own() -> None:
         assert_same(ranks[:2], ranks[2:], str(case))
         assert not torch.equal(ranks[0]["mean"], ranks[1]["mean"])
         assert [len(one["own"]) for one in ranks] == [1, 2, 1, 2]
+
+
+class Expanded(nn.Module):
+    """A model with buffers of which several elements lie in one place, made by `expand()` in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2)
+        self.register_buffer("mean", torch.zeros(1).expand(4))
+        self.register_buffer("rows", torch.zeros(2, 1).expand(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean, self.rows = x.detach().mean().view(1).expand(4), x.detach()[:2, :1].expand(2, 3)
+        return self.linear(x)
+
+
+def expanded(how: Any, buffers: str, folder: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Return buffers before a step; after it, after values were written back, and after a load."""
+    made = make(how, Expanded(), settings={"buffers": buffers})
+    made.call(inputs(0, torch.distributed.get_rank())).square().mean().backward()
+    before = values(made.model)
+    made.optimizer.step()
+    found = [values(made.model)]
+    with made.zero.gathered(writeback=True):
+        pass
+    found.append(values(made.model))
+    made.zero.save(path := f"{folder}/{how}-{buffers}")
+    made.call(inputs(1, 0))
+    made.zero.load(path)
+    return before, [*found, values(made.model)]
+
+
+def test_expanded_buffers_follow_as_others(tmp_path: Path) -> None:
+    cases = [(how, buffers, str(tmp_path)) for how in ((0, True), (3, False)) for buffers in ("rank 0", "mean")]
+    for case, ((one, first), (other, second)) in run_cases(expanded, 2, cases).items():
+        expected = one if case[1] == "rank 0" else {name: (one[name] + other[name]) / 2 for name in one}
+        assert_same([expected] * 3, first, str(case))
+        assert_same([expected] * 3, second, str(case))
+
+
+def one_rank_alone(how: Any, is_gathered: bool) -> str:
+    """Run a training forward on one rank alone; at stage 3 its beginning is a place where ranks meet."""
+    made, rank = make(how, build(), settings={"watchdog_s": 2.0}), torch.distributed.get_rank()
+    losses(made, 0, rank, "one")
+    made.optimizer.step()
+    try:
+        if rank == 1:
+            made.call(inputs(1, rank))
+        if is_gathered:
+            with made.zero.gathered():
+                pass
+        losses(made, 2, rank, "one")
+        made.optimizer.step()
+    except zs.RankMismatchError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(("how", "is_gathered"), [((1, True), True), ((2, False), False), ((3, False), True)])
+def test_a_training_forward_on_one_rank_alone_is_named(how: Any, is_gathered: bool) -> None:
+    place = "the beginning of a training forward"
+    if how[0] < 3:
+        place = "after a training forward of a model with buffers (every rank makes one, or none"
+    for text in run_ranks(one_rank_alone, 2, how, is_gathered):
+        assert place in text
+        assert is_gathered == ("Ranks are at different places" in text), text

@@ -43,6 +43,7 @@ from zeroshard.table.errors import CheckpointError
 from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.whole.masters import follow_masters
 from zeroshard.whole.owned import like_parameter
+from zeroshard.wire.comm import unexpanded
 
 __all__ = ["Content", "Loaded", "load", "read_content", "to_rows"]
 
@@ -184,10 +185,11 @@ def _copy_model(items: Sequence[Item], source: Source) -> None:
     """Read this rank's elements of each parameter, and whole buffers, into place."""
     for item in items:
         assert isinstance(item.value, Tensor), f"{item.spec.name} is not on every rank"
-        flat = item.value.reshape(-1)
-        _read(source.specs[item.spec.name], item.spec, item.held, source.fill, flat)
-        if not item.value.is_contiguous():
-            item.value.copy_(flat.view(item.value.shape))
+        value = item.value if item.value.is_contiguous() else item.value.contiguous()
+        _read(source.specs[item.spec.name], item.spec, item.held, source.fill, value.reshape(-1))
+        if value is not item.value:
+            strides = item.value.stride()
+            unexpanded(item.value, strides).copy_(unexpanded(value, strides))
 
 
 def _wanted(

@@ -30,7 +30,7 @@ from zeroshard.core.votes import Votes
 from zeroshard.setup.request import Described
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import foreach_copy_, local_of, version_of
-from zeroshard.wire.comm import Comm
+from zeroshard.wire.comm import Comm, unexpanded
 
 __all__ = ["follow_buffers"]
 
@@ -40,6 +40,8 @@ STATISTICS = "running_mean"
 NEUTRAL = 1 << 40
 """More than any number of a rank."""
 WHAT = "the buffers that forwards changed"
+TRAINED = "a training forward of a model with buffers (every rank makes one, or none; eval() and no_sync() are free)"
+"""Where a rank waits for others after a forward that some may not have made."""
 
 
 def follow_buffers(described: Described, comm: Comm, votes: Votes) -> Followed:
@@ -139,14 +141,14 @@ class Following:
     def begin_forward(self, *, is_followed: bool) -> None:
         """See `Followed`."""
         if self._is_due and (self._is_told or not self._is_calm):
-            self._follow("a forward that follows a forward of a model with buffers")
+            self._follow(f"a forward after {TRAINED}")
         if is_followed:
             self._is_due, self._is_told = True, False
 
     def settle(self) -> None:
         """See `Followed`."""
         if self._is_due and (self._is_told or not self._is_calm):
-            self._is_calm = not self._follow("a step of a model with buffers")
+            self._is_calm = not self._follow(f"a step after {TRAINED}")
 
     def _follow(self, place: str) -> bool:
         """Take the values of the first rank, and return whether there were changes.
@@ -200,8 +202,8 @@ class Following:
             values = [row[start : start + one.nbytes].view(one.dtype).view(one.shape) for row in rows]
             start += one.nbytes
             targets, sources = by_dtype.setdefault(one.dtype, ([], []))
-            targets.append(self._target(place, one))
-            sources.append(values[0] if len(rows) == 1 else _mean(values))
+            targets.append(unexpanded(self._target(place, one), one.stride()))
+            sources.append(unexpanded(values[0] if len(rows) == 1 else _mean(values), one.stride()))
         for targets, sources in by_dtype.values():
             foreach_copy_(targets, sources)
 
@@ -242,7 +244,10 @@ class Following:
 
     def _shape(self, place: int) -> tuple[object, ...]:
         found = self._buffer(place)
-        return () if found is None else (tuple(found.shape), str(found.dtype), found.device.type)
+        if found is None:
+            return ()
+        is_expanded = any(size > 1 and not stride for size, stride in zip(found.shape, found.stride(), strict=True))
+        return tuple(found.shape), f"{found.dtype}{', expanded' * is_expanded}", found.device.type
 
     def _raise_unequal(self, name: str, place: int) -> None:
         texts = self._comm.texts(str(self._shape(place)), "the shape of a buffer")

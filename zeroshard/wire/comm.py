@@ -32,6 +32,7 @@ __all__ = [
     "Vote",
     "gather_across_ranks",
     "mean_across_ranks",
+    "unexpanded",
 ]
 
 Tensor = torch.Tensor
@@ -327,3 +328,11 @@ def mean_across_ranks(tensor: Tensor) -> Tensor:
     for row in rows[1:]:
         total += row
     return total / len(rows)
+
+
+def unexpanded(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return one of the elements that lie in one place of a tensor of these strides, as `expand()` makes it."""
+    for dim, stride in enumerate(strides):
+        if not stride:
+            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    return tensor

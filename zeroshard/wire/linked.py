@@ -15,7 +15,7 @@ import torch.distributed as dist
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Wire
 from zeroshard.wire.codec import Codec
-from zeroshard.wire.comm import Channel, Comm, Pending, Tag, Vote
+from zeroshard.wire.comm import Channel, Comm, Pending, Tag, Vote, unexpanded
 from zeroshard.wire.links import CONTROL, PART, Links
 from zeroshard.wire.memory import Memory
 
@@ -125,7 +125,7 @@ class LinkedComm(Comm):
         first, name = (self.mesh.data_ranks[0], PART) if is_part else (0, self._name)
         self.run(tensor, lambda group: dist.broadcast(raw, first, group=group, async_op=True), what, name)
         if data.data_ptr() != tensor.data_ptr():
-            tensor.copy_(data)
+            unexpanded(tensor, tensor.stride()).copy_(unexpanded(data, tensor.stride()))
         self.sent_bytes[kind] += raw.nbytes if self.mesh.rank == first else 0
 
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
