@@ -81,7 +81,7 @@ def test_a_resnet_keeps_fewer_bytes() -> None:
 
 def test_a_gpt_keeps_fewer_bytes() -> None:
     ratio, saved = ratio_of(build_gpt(4, 128), gpt_batch(0, 0, 128), "compress")
-    assert ratio > 1.75
+    assert ratio > 1.6
     # Without deriving the square its values would be kept a second time.
     root = saved["nonzero"][1]
     before, after = (sum(pair[side] for pair in saved.values()) for side in (0, 1))

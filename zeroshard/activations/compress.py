@@ -11,8 +11,7 @@ Note: choice of encodings
     - a ReLU's result that other nodes also read: a mask and the nonzero values, stored once, if this is smaller by a
       fifth; the square and casts of the result are derived from these values;
     - a max pool: nothing of its input, since the gradient follows from the indices, and one byte per index;
-    - booleans: one bit per element; on a CPU also factors with one value besides zero, as from dropout;
-    - a copy of attention's result with dimensions swapped: nothing, on a CPU, after a check for equality;
+    - booleans: one bit per element;
     - views that keep much larger, otherwise unused memory alive: their own elements;
     - other tensors: unchanged, or rounded on request. Rounding applies to inputs of products, convolutions, norms and
       point-wise functions whose gradient error is bounded, and to inputs of recomputed modules, from 1,024 elements
@@ -42,7 +41,6 @@ from zeroshard.activations.compress_codes import (
     Copied,
     Derived,
     Nonzero,
-    Swapped,
     Whole,
     count_nonzero,
     flat_of,
@@ -54,7 +52,7 @@ from zeroshard.activations.compress_codes import (
     window_of,
 )
 from zeroshard.activations.compress_rounded import Rounded, RoundedTo, round_to
-from zeroshard.describe.saved_nodes import Need, Origin, Rearranged, Use, Uses
+from zeroshard.describe.saved_nodes import Need, Use, Uses
 from zeroshard.torch_private import storage_of, users_of_storage, version_of
 from zeroshard.tree import find
 
@@ -120,10 +118,9 @@ class _Known:
 
     def __init__(self, memories: Iterable[_Memory]) -> None:
         # These references keep other objects from getting the same identity.
-        pairs = ((one.held.value, (one, memory)) for memory in memories for one in memory.ones)
-        self.originals = {id(tensor): (tensor, *rest) for tensor, rest in pairs}
-        origins = (one.use.origin for _, one, _ in self.originals.values() if one.use is not None)
-        self.roots = {origin.root for origin in origins if isinstance(origin, Origin) and origin.steps}
+        self._originals = [one.held.value for memory in memories for one in memory.ones]
+        origins = [one.use.origin for memory in memories for one in memory.ones if one.use is not None]
+        self.roots = {origin.root for origin in origins if origin is not None and origin.steps}
         """Tensors whose elements are needed to derive others."""
         self.sources: dict[int, tuple[Nonzero | Whole, tuple[Any, ...]]] = {}
 
@@ -208,9 +205,8 @@ class Compress(Link):
             memory.code = (
                 self._encode_places(memory, rest)
                 or self._encode_signs(rest, known)
-                or self._encode_copy(memory, rest, known)
                 or self._encode_nonzero(memory, rest, known, place)
-                or self._encode_two_valued(memory, rest)
+                or self._encode_booleans(memory, rest)
                 or self._encode_views(memory, rest)
                 or self._round(memory, rest)
                 or "kept"
@@ -249,7 +245,7 @@ class Compress(Link):
 
     def _encode_nonzero(self, memory: _Memory, rest: Sequence[_One], known: _Known, place: Any) -> str:
         """Keep the nonzero values of a ReLU's result once, or derive a tensor from kept values."""
-        origins = [one.use.origin for one in rest if one.use is not None and isinstance(one.use.origin, Origin)]
+        origins = [one.use.origin for one in rest if one.use is not None and one.use.origin is not None]
         region = memory.region() if origins else None
         if region is None or not region.is_floating_point() or any(one.need.kind in _SIGNS[1:] for one in rest):
             return ""
@@ -271,29 +267,9 @@ class Compress(Link):
         self, rest: Sequence[_One], source: Nonzero | Whole, steps: tuple[Any, ...], known: _Known, name: str
     ) -> str:
         known.note(rest, source, steps)
-        # The bits are sufficient for a ReLU, and faster to restore, unless the values contain -0.0.
-        has_signs = isinstance(source, Nonzero) and not steps and _is_read_freely(source.values)
-        has_signs = has_signs and not bool(torch.signbit(source.values).any())
         for one in rest:
-            form, dtype = form_of(one.held.value), one.held.value.dtype
-            if has_signs and one.need.kind == "nonzero" and isinstance(source, Nonzero):
-                _put(self, one, Bits(source.packed, dtype, form, 0.0, 1.0))
-            else:
-                _put(self, one, Derived(source, steps, form))
+            _put(self, one, Derived(source, steps, form_of(one.held.value)))
         return name
-
-    def _encode_copy(self, memory: _Memory, rest: Sequence[_One], known: _Known) -> str:
-        """Keep nothing of a copy, if equality can be checked without waiting for a device."""
-        origin = rest[0].use.origin if rest[0].use is not None else None
-        if len(rest) > 1 or not isinstance(origin, Rearranged) or origin.root not in known.originals:
-            return ""
-        tensor: Tensor = rest[0].held.value
-        root, one, source = known.originals[origin.root]
-        if memory.is_shared or source.is_shared or not is_compact(tensor) or not _is_read_freely(tensor):
-            return ""
-        if not torch.equal(flat_of(tensor), root.transpose(*origin.dims).contiguous().view(-1)):
-            return ""
-        return _put(self, rest[0], Swapped(one.held.value, origin.dims, form_of(tensor)))
 
     def _compact(self, flat: Tensor, place: tuple[int, int]) -> Nonzero | None:
         mask = pattern_of(flat)
@@ -311,26 +287,15 @@ class Compress(Link):
         self._awaited.append((place, awaited))
         return Nonzero(pack_bits(mask), nonzero_values(flat, mask, room), numel, awaited) if pays else None
 
-    def _encode_two_valued(self, memory: _Memory, rest: Sequence[_One]) -> str:
-        """Keep one bit per element of booleans; on a CPU also of factors without gradient with one value besides 0."""
+    def _encode_booleans(self, memory: _Memory, rest: Sequence[_One]) -> str:
+        """Keep one bit per element of booleans."""
         region = memory.region()
-        if memory.is_shared or region is None:
+        if memory.is_shared or region is None or region.dtype is not torch.bool:
             return ""
-        flat, high = flat_of(region), 1.0
-        if flat.dtype is not torch.bool:
-            is_factor = all(
-                one.use is not None and one.use.node == "MulBackward0" and not one.use.has_edge for one in rest
-            )
-            if not is_factor or not _is_read_freely(flat) or not flat.is_floating_point():
-                return ""
-            found = _other_value(flat)
-            if found is None:
-                return ""
-            high = found
-        packed = pack_bits(pattern_of(flat) if flat.dtype is not torch.bool else flat)
+        packed = pack_bits(flat_of(region))
         for one in rest:
-            _put(self, one, Bits(packed, flat.dtype, form_of(one.held.value), 0.0, high))
-        return "two-valued"
+            _put(self, one, Bits(packed, torch.bool, form_of(one.held.value), 0.0, 1.0))
+        return "booleans"
 
     def _encode_views(self, memory: _Memory, rest: Sequence[_One]) -> str:
         """Keep only the elements of views."""
@@ -387,16 +352,6 @@ def _post(count: Tensor) -> Tensor:
     """Send a count to the host; the host reads -1 until the count arrives."""
     posted = torch.full((), -1, dtype=torch.int64, pin_memory=count.device.type == "cuda", device="cpu")
     return posted.copy_(count, non_blocking=True)
-
-
-def _other_value(flat: Tensor) -> float | None:
-    """Return the only value besides +0.0; None if there are others."""
-    for part in (flat[:256], flat):
-        high = part.max()
-        if not bool(((part == high) | (part == 0)).all()) or not bool(high > 0):
-            return None
-    is_negative_zero = torch.signbit(flat).any()
-    return None if bool(is_negative_zero) else float(high)
 
 
 def _count(memories: Iterable[_Memory]) -> dict[str, tuple[int, int]]:

@@ -33,7 +33,6 @@ __all__ = [
     "Derived",
     "Form",
     "Nonzero",
-    "Swapped",
     "Whole",
     "Window",
     "count_nonzero",
@@ -327,25 +326,6 @@ class Derived(Code):
     def restore(self) -> Tensor:
         """Return the tensor."""
         return self.form.spread(self.source.flat(self.steps))
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Swapped(Code):
-    """A contiguous copy of another tensor with two dimensions swapped.
-
-    Args:
-        source: the other tensor, or its encoding.
-    """
-
-    source: Tensor | Code
-    dims: tuple[int, int]
-    form: Form
-
-    def restore(self) -> Tensor:
-        """Return the tensor."""
-        source = self.source.restore() if isinstance(self.source, Code) else self.source
-        return self.form.spread(source.transpose(*self.dims).contiguous().view(-1))
 
 
 @final

@@ -20,7 +20,7 @@ import torch
 from zeroshard.torch_private import edge_of, nodes_before, note_visit, saved_by, setting_of
 from zeroshard.tree import find
 
-__all__ = ["Need", "Origin", "Packed", "Rearranged", "Use", "Uses"]
+__all__ = ["Need", "Origin", "Packed", "Use", "Uses"]
 
 Tensor = torch.Tensor
 
@@ -114,25 +114,12 @@ class Origin:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Rearranged:
-    """The tensor of which another tensor seems to be a contiguous copy with two dimensions swapped.
-
-    Args:
-        root: identifies the tensor as a node saved it.
-    """
-
-    root: int
-    dims: tuple[int, int]
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class Use:
     """A tensor that a node saved.
 
     Args:
         node: the name of the node, and the name of the tensor in the node.
-        origin: the origin of the tensor, if it is derived from the result of a ReLU, or is a copy of another tensor.
+        origin: the origin of the tensor, if it is derived from the result of a ReLU.
         has_edge: whether the tensor needs a gradient, so that the graph computed it.
         can_round: whether errors of the tensor cause bounded errors of gradients.
     """
@@ -140,7 +127,7 @@ class Use:
     node: str
     place: str
     need: Need
-    origin: Origin | Rearranged | None = None
+    origin: Origin | None = None
     has_edge: bool = True
     can_round: bool = False
 
@@ -214,12 +201,10 @@ def _use(node: Any, name: str, place: str, tensor: Tensor) -> Use:
     return Use(name, place, _VALUES, _origin(made_by, tensor.dtype), made_by is not None, can_round)
 
 
-def _origin(node: Any, dtype: torch.dtype) -> Origin | Rearranged | None:
-    """Return the ReLU result that a node's output is derived from, or the tensor that it is a copy of."""
+def _origin(node: Any, dtype: torch.dtype) -> Origin | None:
+    """Return the ReLU result that a node's output is derived from."""
     steps: tuple[Any, ...] = ()
     node = _behind_views(node)
-    if node is not None and node.name() == "CloneBackward0":
-        return _copied(edge_of(node, 0))
     if node is not None and node.name() == "ToCopyBackward0":
         steps, node = (dtype,), _behind_views(edge_of(node, 0))
     if node is None:
@@ -229,17 +214,6 @@ def _origin(node: Any, dtype: torch.dtype) -> Origin | Rearranged | None:
     if not _is_square(node) or (root := _root(node, "self")) is None:
         return None
     return Origin(root, ("square", *steps))
-
-
-def _copied(node: Any) -> Rearranged | None:
-    """Return the copied tensor, if it is the saved result of attention, as after `transpose().reshape()`."""
-    if node is None or node.name() != "TransposeBackward0" or (maker := edge_of(node, 0)) is None:
-        return None
-    root = _root(maker, "output") if maker.name() in _ATTENTION else None
-    dims = [setting_of(node, name) for name in ("dim0", "dim1")]
-    # Negative numbers are returned as unsigned.
-    first, second = (dim - 2**64 if dim >= 2**63 else dim for dim in dims)
-    return Rearranged(root, (first, second)) if root is not None else None
 
 
 def _is_square(node: Any) -> bool:

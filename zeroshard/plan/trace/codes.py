@@ -4,8 +4,8 @@ Owns a reimplementation of `activations/compress.py` for tensors without values.
 first.
 
 Note: what depends on values
-    A trace cannot know the fraction of zeros in a ReLU's results, or whether a factor has only one nonzero value. Such
-    a tensor counts as uncompressed, which is an upper bound (`has_bounds`).
+    A trace cannot know the fraction of zeros in a ReLU's results. Such a tensor counts as uncompressed, which is an
+    upper bound (`has_bounds`).
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from zeroshard.describe.saved_nodes import Need, Origin, Rearranged, Use, Uses
+from zeroshard.describe.saved_nodes import Need, Use, Uses
 from zeroshard.plan.trace.kept import Held, Link
 from zeroshard.torch_private import storage_of, users_of_storage, version_of
 
@@ -114,18 +114,6 @@ class _Derived(_Code):
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Swapped(_Code):
-    source: Any
-    dims: tuple[int, int]
-    form: _Form
-
-    def restore(self) -> Tensor:
-        source = self.source.restore() if isinstance(self.source, _Code) else self.source
-        return self.form.spread(source.transpose(*self.dims).contiguous().view(-1))
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class _Copied(_Code):
     values: Tensor
     form: _Form
@@ -208,20 +196,21 @@ class Compresses(Link):
         self._uses.forget_dead()
         for memory in memories.values():
             memory.measure()
-        ones = [(one, memory) for memory in memories.values() for one in memory.ones]
-        originals = {id(one.held.value): (one.held.value, one, memory) for one, memory in ones}
-        origins = [one.use.origin for one, _ in ones if one.use is not None]
-        roots = {origin.root for origin in origins if isinstance(origin, Origin) and origin.steps}
+        ones = [one for memory in memories.values() for one in memory.ones]
+        originals = [one.held.value for one in ones]  # no other tensor gets their identities
+        origins = [one.use.origin for one in ones if one.use is not None]
+        roots = {origin.root for origin in origins if origin is not None and origin.steps}
         sources: dict[int, tuple[_Nonzero | Tensor, tuple[Any, ...]]] = {}
         with torch.no_grad():
             for memory in memories.values():
-                self._encode(memory, originals, roots, sources)
+                self._encode(memory, roots, sources)
+        del originals
 
     def restore(self, value: Any) -> Any:
         """See `Link`."""
         return value.restore()
 
-    def _encode(self, memory: _Memory, originals: dict[int, Any], roots: set[Any], sources: dict[int, Any]) -> None:
+    def _encode(self, memory: _Memory, roots: set[Any], sources: dict[int, Any]) -> None:
         if any(one.need.kind == "opaque" for one in memory.ones):
             return
         for one in memory.ones:
@@ -233,9 +222,8 @@ class Compresses(Link):
         _ = (
             self._places(memory, rest)
             or (not any(id(one.held.value) in roots for one in rest) and self._signs(rest))
-            or self._copy(memory, rest, originals)
             or self._nonzero(memory, rest, sources)
-            or self._two_valued(memory, rest)
+            or self._booleans(memory, rest)
             or self._views(memory, rest)
             or self._round(memory, rest)
         )
@@ -260,20 +248,8 @@ class Compresses(Link):
             one.held.put(self, _Bits(_packed(mask), tensor.dtype, _form(tensor)))
         return True
 
-    def _copy(self, memory: _Memory, rest: Sequence[_One], originals: dict[int, Any]) -> bool:
-        origin = rest[0].use.origin if rest[0].use is not None else None
-        if len(rest) > 1 or not isinstance(origin, Rearranged) or origin.root not in originals:
-            return False
-        tensor: Tensor = rest[0].held.value
-        root, one, source = originals[origin.root]
-        if memory.is_shared or source.is_shared or not _is_compact(tensor):
-            return False
-        root.transpose(*origin.dims).contiguous()  # compared with the tensor
-        rest[0].held.put(self, _Swapped(one.held.value, origin.dims, _form(tensor)))
-        return True
-
     def _nonzero(self, memory: _Memory, rest: Sequence[_One], sources: dict[int, Any]) -> bool:
-        origins = [one.use.origin for one in rest if one.use is not None and isinstance(one.use.origin, Origin)]
+        origins = [one.use.origin for one in rest if one.use is not None and one.use.origin is not None]
         region = memory.region() if origins else None
         if region is None or not region.is_floating_point() or any(one.need.kind in _SIGNS[1:] for one in rest):
             return False
@@ -290,11 +266,8 @@ class Compresses(Link):
         self.has_bounds |= self._zeros is None
         if (code := self._compact(_flat(region))) is not None:
             for one in rest:
-                tensor, dtype = one.held.value, one.held.value.dtype
-                sources[id(tensor)] = code, ()
-                is_sign = one.need.kind == "nonzero"
-                form = _form(tensor)
-                one.held.put(self, _Bits(code.packed, dtype, form) if is_sign else _Derived(code, (), form))
+                sources[id(one.held.value)] = code, ()
+                one.held.put(self, _Derived(code, (), _form(one.held.value)))
             return True
         if not memory.is_shared and self._rest is None:
             for one in rest:
@@ -318,14 +291,9 @@ class Compresses(Link):
         del mask, places
         return _Nonzero(packed, values, flat.numel())
 
-    def _two_valued(self, memory: _Memory, rest: Sequence[_One]) -> bool:
+    def _booleans(self, memory: _Memory, rest: Sequence[_One]) -> bool:
         region = memory.region()
-        if memory.is_shared or region is None:
-            return False
-        if region.dtype is not torch.bool:
-            self.has_bounds |= all(
-                one.use is not None and one.use.node == "MulBackward0" and not one.use.has_edge for one in rest
-            )
+        if memory.is_shared or region is None or region.dtype is not torch.bool:
             return False
         packed = _packed(region)
         for one in rest:
