@@ -54,6 +54,7 @@ class Places:
 
     def __init__(self, folder: Path, rank: int, kill: Kill | None) -> None:
         self._file = os.open(folder / f"place-{rank}", os.O_RDWR | os.O_CREAT)
+        self._killed = folder / f"killed-{rank}"
         self._kill, self.phase, self.operations = kill, "", 0
         self.entered: dict[str, float] = {}
         for name in files.__all__:
@@ -66,7 +67,7 @@ class Places:
         self.entered.setdefault(phase, time.monotonic())
         kill = self._kill
         if is_first and kill is not None and not kill.operation and kill.phase == phase:
-            timer = threading.Timer(kill.after_s, die)
+            timer = threading.Timer(kill.after_s, self.die)
             timer.daemon = True
             timer.start()
 
@@ -80,13 +81,18 @@ class Places:
             if owner is files:
                 self.operations += 1
                 if self._kill is not None and self.operations == self._kill.operation:
-                    die()
+                    self.die()
             try:
                 return original(*args, **kwargs)
             finally:
                 self._write(self.phase)
 
         setattr(owner, name, watched)
+
+    def die(self) -> None:
+        """Note the time, and end this process as the kernel does when memory runs out."""
+        self._killed.write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _write(self, text: str) -> None:
         os.pwrite(self._file, text.encode().ljust(PLACE_BYTES)[:PLACE_BYTES], 0)
@@ -136,8 +142,21 @@ def path_of(step: int, rank: int) -> list[int]:
     return [block for block in range(3) if step % 4 and (step * (block + 1) + rank + block) % 2]
 
 
+def offload_of(root: Path, stage: int, to: str) -> zs.Offload | None:
+    """Return what lies elsewhere: states and, at stage 3, parameters; to "host", "files" or, for nothing, ""."""
+    if not to:
+        return None
+    return zs.Offload(parameters=float(stage == 3), to="host" if to == "host" else root)
+
+
 def train(
-    folder: str, stage: int, steps: int, kill: Kill, asynchronous: bool = False, has_paths: bool = False
+    folder: str,
+    stage: int,
+    steps: int,
+    kill: Kill,
+    asynchronous: bool = False,
+    has_paths: bool = False,
+    offload: str = "",
 ) -> list[float]:
     """Train to the end, or until the kill; return all losses. Runs on a rank, from the start of its process on."""
     root, rank = Path(folder), int(os.environ["RANK"])
@@ -147,7 +166,7 @@ def train(
     places.enter("join")
     zs.init(watchdog_s=WATCHDOG_S)
     places.enter("shard")
-    model, optimizer, zero = make(stage)
+    model, optimizer, zero = make(stage, offload=offload_of(root, stage, offload))
     if zero.mesh.world_size > 1:
         places.watch(zero._engine.comm.links, "wait", "wait")
     places.enter("load")
@@ -181,11 +200,6 @@ def train(
     (root / f"entered-{rank}").write_text(json.dumps(places.entered))
     (root / "operations").write_text(str(places.operations))
     return losses
-
-
-def die() -> None:
-    """End this process as the kernel does when memory runs out."""
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def note(root: Path, rank: int, committed: list[str]) -> None:

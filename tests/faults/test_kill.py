@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,12 +30,12 @@ def test_a_job_that_is_killed_ends_as_one_that_was_not(tmp_path: Path, world: in
     assert counts.kills >= 4 and counts.jobs > 0
 
 
-def forgets(folder: str, stage: int, steps: int, kill: job.Kill, *options: bool) -> list[float]:
+def forgets(folder: str, stage: int, steps: int, kill: job.Kill, *options: Any) -> list[float]:
     """The job with a planted bug: what goes on draws other dropout masks."""
     original = job.make
 
-    def make(stage: int) -> object:
-        made = original(stage)
+    def make(stage: int, **options: Any) -> Any:
+        made = original(stage, **options)
         load = made[2].load
         type(made[2]).load = lambda self, path: (load(path), job.seed(5))[0]
         return made
@@ -43,7 +44,7 @@ def forgets(folder: str, stage: int, steps: int, kill: job.Kill, *options: bool)
     return job.train(folder, stage, steps, kill, *options)
 
 
-def damages(folder: str, stage: int, steps: int, kill: job.Kill, *options: bool) -> list[float]:
+def damages(folder: str, stage: int, steps: int, kill: job.Kill, *options: Any) -> list[float]:
     """The job with a planted bug: the newest checkpoint is damaged after its commit."""
     rename = files.rename
 
@@ -61,9 +62,9 @@ def test_planted_bugs_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     def enough(counts: Counts) -> bool:
         return getattr(counts, found) > 0 or counts.kills >= 12
 
-    torture = Torture(tmp_path, key=3, worlds=[2], stages=[3], paths=[False])
+    torture = Torture(tmp_path, key=3, worlds=[2], stages=[3], paths=[False], offloads=[""])
     for asynchronous in (False, True):
-        torture._undisturbed(Kind(2, 3, asynchronous, False))
+        torture._undisturbed(Kind(2, 3, asynchronous, False, ""))
     monkeypatch.setattr("tests.faults.torture.train", planted)
     counts = torture.run(enough)
     assert getattr(counts, found) > 0, counts

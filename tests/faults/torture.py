@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -24,6 +25,8 @@ STEPS = 6
 TIMEOUT_S = 180.0
 KILLS_OF_A_JOB = 8
 GRACE_S = 1.0
+WITHOUT_WATCHDOG = ("before the start", "join", "shard")
+"""Phases in which others wait for a killed rank until their launcher ends them."""
 MOST_FAILED = 10
 
 
@@ -41,7 +44,8 @@ class Counts:
         lost: kills after which a checkpoint that was committed, and not removed as an old one, was gone or damaged.
         mismatched: jobs whose losses, parameters, states or counters are not those of the undisturbed one.
         failed: starts that ended with an error that was no kill.
-        problems: one line for each that is lost, mismatched or failed.
+        exits_s: of each kill that left survivors, the seconds until the last of them had ended by itself.
+        problems: one line for each that is lost, mismatched or failed, or whose survivors stayed too long.
     """
 
     kills: int = 0
@@ -53,6 +57,7 @@ class Counts:
     lost: int = 0
     mismatched: int = 0
     failed: int = 0
+    exits_s: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def __add__(self, other: "Counts") -> "Counts":
@@ -67,9 +72,11 @@ class Kind:
     stage: int
     asynchronous: bool
     has_paths: bool
+    offload: str
 
     def __str__(self) -> str:
         options = f"{'-asynchronous' if self.asynchronous else ''}{'-paths' if self.has_paths else ''}"
+        options += f"-offload-{self.offload}" if self.offload else ""
         return f"ranks-{self.world}-stage-{self.stage}{options}"
 
 
@@ -94,7 +101,9 @@ class Torture:
         worlds: rank counts to choose from.
         stages: stages to choose from.
         paths: whether ranks take different paths, to choose from.
+        offloads: memories of states and parameters to choose from, "" for the device's.
         part: which share of the kinds of jobs, and of how many: several processes divide them.
+        promised_s: seconds in which the survivors of a kill must have ended by themselves; None to end them at once.
 
     Jobs save at once or in the background, half of them each.
     """
@@ -107,15 +116,18 @@ class Torture:
         stages: Sequence[int] = (0, 1, 2, 3),
         paths: Sequence[bool] = (False, True),
         part: tuple[int, int] = (0, 1),
+        *,
+        offloads: Sequence[str] = ("", "host", "files"),
+        promised_s: float | None = None,
     ) -> None:
         self.counts = Counts()
-        kinds = [Kind(*each) for each in itertools.product(worlds, stages, (False, True), paths)]
+        kinds = [Kind(*each) for each in itertools.product(worlds, stages, (False, True), paths, offloads)]
         random.Random(key).shuffle(kinds)
         number, parts = part
         self._folder, self._draw = folder, random.Random(f"{key} {number}")
         self._kinds = kinds[number % len(kinds) :: parts]
         self._whole: dict[Kind, Whole] = {}
-        self._number = 0
+        self._number, self._promised_s = 0, promised_s
 
     def run(self, is_enough: Callable[[Counts], bool]) -> Counts:
         """Kill jobs until it is enough; the last one is run to its end. End early where start after start fails."""
@@ -167,17 +179,31 @@ class Torture:
 
     def _start(self, folder: Path, kind: Kind, kill: Kill) -> list[float] | None:
         """Start the job, or go on with it; return rank 0's losses, None where it was killed."""
-        args = (str(folder), kind.stage, STEPS, kill, kind.asynchronous, kind.has_paths)
+        args = (str(folder), kind.stage, STEPS, kill, kind.asynchronous, kind.has_paths, kind.offload)
+        grace_s = GRACE_S if self._promised_s is None else self._promised_s
         try:
             # Ranks join by themselves, so that they can be killed while they do; those that wait for one that was
             # killed are ended, as a launcher does.
-            return run_ranks(train, kind.world, *args, timeout_s=TIMEOUT_S, grace_s=GRACE_S, process_group=False)[0]
+            return run_ranks(train, kind.world, *args, timeout_s=TIMEOUT_S, grace_s=grace_s, process_group=False)[0]
         except RankFailure as failure:
             if not any(error.type_name == "SIGKILL" for error in failure.errors.values()):
                 told = "; ".join(f"rank {rank}: {error.message}" for rank, error in failure.errors.items())
                 self.counts.problems.append(f"{folder.name}: {told}")
                 raise
+            if self._promised_s is not None:
+                self._time_survivors(folder, kill, failure)
         return None
+
+    def _time_survivors(self, folder: Path, kill: Kill, failure: RankFailure) -> None:
+        """Record how long the survivors of a kill took to end."""
+        ended_s = time.time()
+        survivors = failure.errors.keys() - set(kill.ranks)
+        if not survivors or any(place_of(folder, rank).partition(":")[0] in WITHOUT_WATCHDOG for rank in kill.ranks):
+            return
+        self.counts.exits_s.append(ended_s - min(float((folder / f"killed-{rank}").read_text()) for rank in kill.ranks))
+        stayed = [rank for rank in survivors if failure.errors[rank].type_name == "TimeoutError"]
+        if stayed:
+            self.counts.problems.append(f"{folder.name}: ranks {stayed} were there {self._promised_s} s after the kill")
 
     def _look(self, folder: Path, kill: Kill) -> bool:
         """Count a kill, and look whether what was committed before it is still there."""
