@@ -16,9 +16,10 @@ from zeroshard.describe.rows import row_of
 from zeroshard.plan.machine.hardware import DEVICES
 from zeroshard.plan.named import PRECISIONS, specs_of
 from zeroshard.plan.step.film import Job, make_film
-from zeroshard.plan.step.turns import KINDS, Matrix, own, turns_of
+from zeroshard.plan.step.turns import KINDS, turns_of
 from zeroshard.table.bytes import Updates
 from zeroshard.table.spec import UnitSpec
+from zeroshard.table.whole import Matrix, own
 from zeroshard.table.wires import Native
 
 FP32 = PRECISIONS["fp32"]

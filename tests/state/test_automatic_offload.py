@@ -1,6 +1,7 @@
 """offload="auto": the least that must leave the device, chosen alike on all ranks, and said."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,18 @@ def test_only_what_does_not_fit_is_moved(bytes_per_parameter: float | None, stat
         assert kept(zero) <= bytes_per_parameter * NUMEL
     assert zero.residency.parameters.memory == "device"
     assert "offload='auto': " + ("zs.Offload(" if states else "nothing is offloaded") in zero.summary()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.SGD, torch.optim.AdamW])
+def test_states_count_as_their_optimizer_keeps_them(kind: type[torch.optim.Optimizer]) -> None:
+    def shard(**options: Any) -> zs.Zero:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+        return zs.shard(model, kind(model.parameters(), lr=0.1), stage=0, **options)  # type: ignore[call-arg]
+
+    needed = kept(shard())
+    for nbytes, is_moved in ((needed, False), (needed - 1, True)):
+        zero = shard(offload="auto", settings=zs.Settings(device_bytes=int(nbytes / STATES_PART)))
+        assert (zero.residency.states.memory == "host") is is_moved
 
 
 def test_parameters_follow_at_stage_3_where_states_are_not_enough(caplog: pytest.LogCaptureFixture) -> None:

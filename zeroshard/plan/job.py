@@ -20,13 +20,14 @@ from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.shape.tape import Parts, coarse, instructions
 from zeroshard.plan.shape.transformer import Kernels, Workload, cached_tapes
 from zeroshard.plan.step.film import Account, Call, Job, account_of
-from zeroshard.plan.step.turns import Turn, own, turns_of
+from zeroshard.plan.step.turns import Turn, turns_of
 from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
 from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats, UnitSpec, itemsize
 from zeroshard.table.stages import name_of_row
+from zeroshard.table.whole import own
 from zeroshard.table.wires import SHOWN_NUMEL, HostWire, Messages, Native, Silence, Wire
 
 __all__ = [

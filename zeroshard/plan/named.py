@@ -12,12 +12,12 @@ from typing import Final, final
 
 from zeroshard.describe.offload import with_apart
 from zeroshard.plan.shape.shapes import Parameters, Transformer
-from zeroshard.plan.step.turns import Matrix
 from zeroshard.table.bytes import Owned, Updates
 from zeroshard.table.cells import Residency
 from zeroshard.table.layout import plan_layout
 from zeroshard.table.owners import newton_schulz_cost
 from zeroshard.table.spec import BucketSpec, Formats, UnitSpec, itemsize
+from zeroshard.table.whole import Matrix
 
 __all__ = [
     "OPTIMIZERS",

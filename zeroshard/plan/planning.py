@@ -34,12 +34,13 @@ from zeroshard.plan.named import OPTIMIZERS, PRECISIONS
 from zeroshard.plan.result import Plan, RankClass
 from zeroshard.plan.shape.shapes import SHAPES, Transformer, read_config, shape_named
 from zeroshard.plan.step.film import Film, Job, calls_of, make_film, resident_bytes
-from zeroshard.plan.step.turns import owned_bytes, shown_ranks
+from zeroshard.plan.step.turns import shown_ranks
 from zeroshard.plan.trying import changes_of
 from zeroshard.table.activations import Compressed, Offloaded, Partitioned
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats, itemsize
+from zeroshard.table.whole import owned_bytes
 
 __all__ = ["make_plan", "plan_shape", "shape_of"]
 

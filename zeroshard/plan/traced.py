@@ -28,7 +28,7 @@ from zeroshard.plan.job import Options, wire_of
 from zeroshard.plan.named import kernel_bytes_of
 from zeroshard.plan.shape.tape import Instruction
 from zeroshard.plan.step.film import Job, Script
-from zeroshard.plan.step.turns import owned_bytes, shown_ranks
+from zeroshard.plan.step.turns import shown_ranks
 from zeroshard.plan.trace.codes import Compresses
 from zeroshard.plan.trace.events import Category, Event, Landed, Phase, Trace
 from zeroshard.plan.trace.fake import on_meta
@@ -42,6 +42,7 @@ from zeroshard.table.activations import PRODUCTS, Compressed, Offloaded, Partiti
 from zeroshard.table.bytes import Updates
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.spec import Formats
+from zeroshard.table.whole import owned_bytes
 from zeroshard.torch_private import local_of
 from zeroshard.tree import find, map_floating
 

@@ -1,7 +1,7 @@
 """The updates and states of a module's optimizers: by name as for a shape, or determined from the optimizers.
 
-Owns the conversion of an optimizer's groups into `table/bytes.py`. It must not know traces or steps. Read `owners.py`
-first.
+Owns the choice of the optimizers of a plan. It must not know traces or steps. `optim/updates.py` determines what an
+optimizer keeps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,12 @@ from torch import nn
 
 from zeroshard.describe.ignored import ignored_of
 from zeroshard.optim import Adafactor, Muon, muon_groups
-from zeroshard.optim.keeps import is_taken, state_cost, whole_bytes, whole_costs
-from zeroshard.optim.whole import Whole, whole_of
+from zeroshard.optim.updates import updates_of_optimizer
 from zeroshard.plan.job import Options
 from zeroshard.plan.named import OPTIMIZERS, updates_of
-from zeroshard.plan.step.turns import KINDS, Matrix, Turn, own, turns_of
+from zeroshard.plan.step.turns import Turn, turns_of
 from zeroshard.table.bytes import Updates
-from zeroshard.table.owners import newton_schulz_cost
-from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
+from zeroshard.table.spec import UnitSpec
 
 __all__ = ["name_of", "optimizers_of", "updates_and_turns"]
 
@@ -93,41 +91,12 @@ def updates_and_turns(
     places = {name: (b, index) for unit in units for b in unit.buckets for index, name in enumerate(b.names)}
     updates, turns = list[Updates](), list[list[Turn]]()
     for one in options.optimizers:
-        sliced, matrices = _entries(one, places, names)
-        owned = own(matrices, options.shard_ranks)
-        if (cost := state_cost(one)) is None and sliced:
+        found, matrices = updates_of_optimizer(one, lambda p: places.get(names[id(p)]), options.shard_ranks)
+        if found is None:
             raise ValueError(
                 f"optimizer=: the states of {type(one).__name__} cannot be determined by a trial step, because its "
                 "groups do not suffice to build it. Give the name of an optimizer with equal states, such as 'adamw'."
             )
-        updates.append(Updates(sliced, *(cost or (0, 0)), whole=owned))
-        turns.append(turns_of(matrices, owned, options.device))
+        updates.append(found)
+        turns.append(turns_of(matrices, found.whole, options.device))
     return updates, turns
-
-
-def _entries(
-    optimizer: Optimizer, places: Mapping[str, tuple[BucketSpec, int]], names: Mapping[int, str]
-) -> tuple[list[tuple[BucketSpec, int]], list[Matrix]]:
-    """Return an optimizer's updates on slices and its updates of whole tensors, in the order of its groups."""
-    whole, sliced, matrices = whole_of(optimizer), list[tuple[BucketSpec, int]](), list[Matrix]()
-    kept = {} if whole is None else whole_costs(optimizer, whole)
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            place = places.get(names[id(parameter)])
-            if place is None:
-                continue
-            if whole is None or not is_taken(whole, group, parameter):
-                sliced.append(place)
-                continue
-            bucket, shape = place[0], tuple(parameter.shape)
-            nbytes = whole_bytes(kept.get((number, len(shape)), ()), shape, itemsize(bucket.formats.state))
-            matrices.append(Matrix(*place, shape, float(whole.cost(shape)), *nbytes, _kind_of(optimizer, whole)))
-    return sliced, matrices
-
-
-def _kind_of(optimizer: Optimizer, whole: Whole) -> str:
-    """Return the kind of an optimizer's updates of whole tensors: a key of `KINDS`."""
-    kind = "adafactor" if isinstance(optimizer, torch.optim.Adafactor) else "other"
-    kind = "newton-schulz" if whole.cost is newton_schulz_cost else kind
-    assert kind in KINDS
-    return kind

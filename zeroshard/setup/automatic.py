@@ -16,10 +16,11 @@ from zeroshard.describe.offload import Offload, choices_for, least_of, row_with
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan
-from zeroshard.optim.keeps import state_cost
+from zeroshard.optim.updates import updates_of_optimizer
 from zeroshard.table.bytes import Updates, predict
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
+from zeroshard.table.spec import BucketSpec
 from zeroshard.table.wires import Messages, Silence
 from zeroshard.wire.comm import gather_across_ranks
 from zeroshard.wire.mesh import Mesh
@@ -29,7 +30,7 @@ __all__ = ["device_bytes", "free_bytes", "least_offload", "least_row"]
 STATES_PART: Final = 0.5
 """The fraction of the device for model states and buffers; the rest is for activations."""
 USUAL_COST: Final = (2, 4)
-"""The states assumed for an optimizer that is attached later: AdamW's."""
+"""The states assumed for an optimizer that is attached later, or whose states no trial step determines: AdamW's."""
 ELSEWHERE: Final = ("host", "file")
 MB: Final = 1e6
 
@@ -113,13 +114,22 @@ def _kept_bytes(
     units = describe_units(plans, row, precision, shard_size=mesh.shard_size, replicas=mesh.replicas, numel_of=numel_of)
     places = {name: (b, i) for u in units for b in u.buckets for i, name in enumerate(b.names)}
     names = {id(p): name for plan in plans for name, p in plan.parameters}
-    costs = [(state_cost(one) or USUAL_COST, one) for one in optimizers]
-    updates = [
-        Updates([places[names[id(p)]] for group in one.param_groups for p in group["params"]], *cost)
-        for cost, one in costs
-    ] or [Updates([*places.values()], *USUAL_COST)]
+
+    def place_of(parameter: nn.Parameter) -> tuple[BucketSpec, int]:
+        return places[names[id(parameter)]]
+
+    updates = [_updates_of(one, place_of, mesh.shard_size) for one in optimizers]
+    updates = updates or [Updates([*places.values()], *USUAL_COST)]
     wire = Silence() if mesh.shard_size * mesh.replicas == 1 else Messages()
     return sum(nbytes for name, nbytes in predict(units, updates, wire).items() if name not in ELSEWHERE)
+
+
+def _updates_of(
+    optimizer: torch.optim.Optimizer, place_of: Callable[[nn.Parameter], tuple[BucketSpec, int]], ranks: int
+) -> Updates:
+    """Return an optimizer's updates; those of AdamW where a trial step does not determine its states."""
+    found, _ = updates_of_optimizer(optimizer, place_of, ranks)
+    return found or Updates([place_of(p) for group in optimizer.param_groups for p in group["params"]], *USUAL_COST)
 
 
 def free_bytes(mesh: Mesh, settings: Settings, model: nn.Module) -> int | None:

@@ -15,12 +15,13 @@ from types import MappingProxyType
 from typing import Final, NamedTuple, final
 
 from zeroshard.plan.machine.hardware import Cost, Device
-from zeroshard.table.bytes import Owned, Updates
-from zeroshard.table.owners import plan_owners, plan_rounds
+from zeroshard.table.bytes import Owned
+from zeroshard.table.owners import plan_rounds
 from zeroshard.table.pool import Buffer
-from zeroshard.table.spec import BucketSpec, itemsize
+from zeroshard.table.spec import itemsize
+from zeroshard.table.whole import Matrix
 
-__all__ = ["Hands", "KINDS", "Matrix", "Turn", "own", "owned_bytes", "play", "shown_ranks", "turns_of"]
+__all__ = ["Hands", "KINDS", "Turn", "play", "shown_ranks", "turns_of"]
 
 Shape = tuple[int, ...]
 NEWTON_SCHULZ_STEPS: Final = 5
@@ -28,21 +29,6 @@ NARROW: Final = "bfloat16"
 """Dtype of the iterations of torch's Muon."""
 WIDE: Final = 4
 """Bytes of an element of updates outside the iterations."""
-
-
-class Matrix(NamedTuple):
-    """A parameter that an optimizer updates as a whole, and its place among the buckets.
-
-    `cost` balances owners; `kind` is a key of `KINDS`.
-    """
-
-    bucket: BucketSpec
-    place: int
-    shape: Shape
-    cost: float
-    state_bytes: int
-    counter_bytes: int
-    kind: str
 
 
 @final
@@ -133,31 +119,6 @@ class Turn:
         grad, value = map(itemsize, self.dtypes)
         given, owned = (numel - self.stays_numel for numel in self.numels)
         return given * (grad + value) + owned * value
-
-
-def own(matrices: Sequence[Matrix], ranks: int) -> list[Owned]:
-    """Return the matrices of one optimizer with their owners, as each rank computes them.
-
-    Args:
-        matrices: in the order of the optimizer's groups.
-        ranks: number of ranks of a replica of the state.
-    """
-    costs = [one.cost * one.bucket.is_trained for one in matrices]
-    numels = [one.bucket.layout.numels[one.place] for one in matrices]
-    owners = plan_owners(costs, numels, ranks)
-    return [
-        Owned(one.bucket, one.place, owner, one.state_bytes, one.counter_bytes)
-        for one, owner in zip(matrices, owners, strict=True)
-    ]
-
-
-def owned_bytes(updates: Sequence[Updates], ranks: int) -> list[int]:
-    """Return the bytes of matrices' states, including counters, for each rank of a replica."""
-    found = [0] * ranks
-    for one in (one for some in updates for one in some.whole if one.bucket.is_trained):
-        for rank in range(ranks) if one.bucket.updates_all else [one.owner]:
-            found[rank] += one.state_bytes + one.counter_bytes
-    return found
 
 
 def shown_ranks(ranks: int, owned: Sequence[int], most: int) -> list[tuple[str, int, int]]:
