@@ -63,3 +63,33 @@ def test_both_modes_in_one_forward(name: str) -> None:
 def test_both_modes_in_one_forward_cannot_be_recomputed(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"The recomputation of 'blocks\.1' \(Block\)"):
         trained(name, True)
+
+
+class Late(nn.Module):
+    """A unit whose second norm has its first forward at the second step, in a mode that the unit knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms, self.steps = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(2)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norms[int(self.steps > 0)](x).tanh()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["recompute", "recompute-rest"])
+def test_a_norm_may_be_used_late(name: str) -> None:
+    """Its statistics were not copied before, and its recomputation was refused, on the rank that took the path."""
+
+    def run(activations: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Late(), nn.Linear(WIDTH, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zs.shard(model, optimizer, stage=2, activations=activations, units=[Late])
+        for _ in range(3):
+            model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model[1].steps += 1
+        return [one.detach().clone() for one in (*model.parameters(), *model.buffers())]
+
+    assert all(map(torch.equal, run("keep"), run(name)))

@@ -134,6 +134,17 @@ class Outside(models.Block):
         return x[None] @ self.down.weight[:, :WIDTH]
 
 
+class Narrow(models.Block):
+    """Returns a view of a result, whose versions it shares."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.wide = nn.Linear(width, width + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(x)[:, : x.shape[1]]
+
+
 class Changed(nn.Module):
     """A block whose output is changed after it."""
 
@@ -150,6 +161,24 @@ class Changed(nn.Module):
 def test_a_result_that_is_changed_in_place_is_computed_again(kind: type[nn.Module], activations: str) -> None:
     expected = step(build(None, kind)[0], backwards=2)
     assert_equal(step(build(activations, kind)[0], backwards=2), expected)
+
+
+def scale_inputs(_: nn.Module, inputs: tuple[Tensor]) -> None:
+    inputs[0].mul_(0.8)
+
+
+@pytest.mark.parametrize("activations", ["recompute-rest+offload", "recompute-rest+compress+offload"])
+def test_a_result_that_is_changed_during_its_copy_is_computed_again(activations: str) -> None:
+    """The copy was refused, on the rank alone whose path had the change."""
+
+    def run(how: str | None) -> list[Tensor]:
+        model = models.build(lambda: nn.Sequential(nn.Linear(5, WIDTH), Narrow(WIDTH), nn.Linear(WIDTH, 1)))
+        if how is not None:
+            zs.shard(model, units=[Narrow], activations=how)
+        model[2].register_forward_pre_hook(scale_inputs)
+        return step(model, backwards=2)
+
+    assert_equal(run(activations), run(None))
 
 
 class Attending(models.Block):

@@ -95,9 +95,9 @@ def _smaller(spec: Spec) -> Iterator[Spec]:
         "offload",
         "activations",
     ):
-        if name in options:
-            gone = {name, "fp32", "output"} if name == "precision" else {name}
-            yield spec | {"options": {key: value for key, value in options.items() if key not in gone}}
+        # One that a program lacks may be in its pair, whose programs are cut alike.
+        gone = {name, "fp32", "output"} if name == "precision" else {name}
+        yield spec | {"options": {key: value for key, value in options.items() if key not in gone}}
     for unit in options.get("units") or []:
         yield spec | {"options": options | {"units": [one for one in options["units"] if one != unit]}}
     if spec["world"] > spec["processes"]:

@@ -14,12 +14,13 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
 
-from zeroshard.core.saved import Box, Treatment
+from zeroshard.core.saved import Box, ChangedInPlaceError, Treatment
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import local_of, storage_of, version_of
 from zeroshard.tree import find
@@ -113,8 +114,10 @@ class _Batch:
         for distance in (0, 1):
             batch = None if batch is None or batch._previous is None else batch._previous()
             for ref in batch._held if batch is not None else ():
+                # A tensor that changed in place raises when it is used, if it is.
                 if (one := ref()) is not None:
-                    one.advance(min(distance, len(one.steps) - 1))
+                    with suppress(ChangedInPlaceError):
+                        one.advance(min(distance, len(one.steps) - 1))
 
 
 @final

@@ -41,6 +41,7 @@ import torch
 from zeroshard.activations.bus import Bus, CudaBus, EmulatedBus, HostBuffer, HostPool, Transfer
 from zeroshard.activations.chain import Held, Link
 from zeroshard.activations.spans import Key, Place, Span, bytes_of, is_movable, key_of, place_of, spans_in
+from zeroshard.core.saved import ChangedInPlaceError
 from zeroshard.table.activations import Offloaded
 from zeroshard.torch_private import WeakStorage, call_after_backward, graph_task, local_of, version_of
 from zeroshard.tree import find, map_tensors
@@ -436,8 +437,8 @@ def _replaced(handles: Mapping[int, _Handle], tensor: Tensor) -> Any:
     return handles.get(id(tensor), tensor)
 
 
-def _changed(what: Any) -> RuntimeError:
-    return RuntimeError(
+def _changed(what: Any) -> ChangedInPlaceError:
+    return ChangedInPlaceError(
         "one of the variables needed for gradient computation has been modified by an inplace operation, before its "
         f"copy to the host: a {what.dtype} tensor of shape {tuple(what.shape)}. Clone the tensor before changing it."
     )

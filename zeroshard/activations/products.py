@@ -17,6 +17,7 @@ Note: unsafe aliases
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
@@ -24,7 +25,7 @@ import torch
 
 from zeroshard.activations.chain import Counted
 from zeroshard.core.hooks import Enter
-from zeroshard.core.saved import Box, SavedTensors
+from zeroshard.core.saved import Box, ChangedInPlaceError, SavedTensors
 from zeroshard.table.activations import PRODUCTS
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import (
@@ -102,8 +103,10 @@ class Products:
         boxes = find(kept, Box)
         if any(box.treatment is None and version_of(box.value) != box.version for box in boxes):
             return None
-        with torch.no_grad():
+        # A treatment may know more: a change while its copy ran.
+        with torch.no_grad(), suppress(ChangedInPlaceError):
             return map_tensors(kept, lambda box: self.saved.unpack(box).detach(), Box)
+        return None
 
 
 class _Within(DispatchMode):

@@ -7,8 +7,9 @@ Note: buffers that a forward changes
     the forward read, and what it writes is dropped, so that nothing is counted twice. A buffer that only is replaced
     needs no copy. Which ones are changed in place is known by their version after the first forward of a module in its
     training modes, for which all are copied; batch norm's kernels leave the version alone, so that a change of one
-    buffer counts for all buffers of its module (`num_batches_tracked` tells of the others). A later forward that
-    changes other buffers than those before is an error in its recomputation, since the values before are gone.
+    buffer counts for all buffers of its module (`num_batches_tracked` tells of the others). The statistics of torch's
+    norms in training mode are copied in each forward: a path that a rank takes late may be their first. A later forward
+    that changes other buffers than those before is an error in its recomputation, since the values before are gone.
 Note: generators
     All attributes of all modules are looked at when there are more or fewer of them than at the forward before. Any
     other forward looks again at those attributes alone that held a generator or None then. A generator that replaces
@@ -18,7 +19,7 @@ Note: generators
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import NoneType
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -29,6 +30,12 @@ __all__ = ["Kept", "Surroundings"]
 
 Tensor = torch.Tensor
 
+NORMS: Final = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""Modules of torch with statistics that each forward in training mode changes."""
+
 
 @final
 class Surroundings:
@@ -36,8 +43,9 @@ class Surroundings:
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = dict(module.named_modules())
+        self._norms = {name for name, one in self._modules.items() if isinstance(one, NORMS) and one._buffers}
         self._changed: dict[tuple[bool, ...], set[str]] = {}
-        """Names of modules that change buffers in place, by the training modes of all modules in a forward."""
+        """Names of modules that may change buffers in place, by the training modes of all modules in a forward."""
         self._attributes = [vars(one) for one in self._modules.values()]
         self._places: list[tuple[Mapping[str, Any], str]] = []
         self._count = -1
@@ -59,7 +67,9 @@ class Surroundings:
 
     def note(self, kept: "Kept") -> None:
         """Record which buffers a finished forward changed."""
-        self._changed.setdefault(kept.modes, set()).update(kept.settle())
+        if kept.modes not in self._changed:
+            self._changed[kept.modes] = {name for name in self._norms if self._modules[name].training}
+        self._changed[kept.modes] |= kept.settle()
 
 
 @final

@@ -30,9 +30,13 @@ from zeroshard.torch_private import (
     version_of,
 )
 
-__all__ = ["Box", "SavedTensors", "Treatment"]
+__all__ = ["Box", "ChangedInPlaceError", "SavedTensors", "Treatment"]
 
 Tensor = torch.Tensor
+
+
+class ChangedInPlaceError(RuntimeError):
+    """A saved tensor was changed in place after the forward pass saved it."""
 
 
 @dataclass(slots=True)
@@ -81,7 +85,11 @@ class Treatment(ABC):
 
     @abstractmethod
     def restore(self, box: Box) -> Tensor:
-        """Return the tensor that autograd saved, with the same bits; may be called again."""
+        """Return the tensor that autograd saved, with the same bits; may be called again.
+
+        Raises:
+            ChangedInPlaceError: the tensor changed before the treatment had it.
+        """
 
 
 class SavedTensors:
@@ -161,7 +169,7 @@ class SavedTensors:
             )
         if treatment is None and version_of(packed.value) != packed.version:
             where = f" of '{packed.bucket.spec.name}'" if is_of_bucket else ""
-            raise RuntimeError(
+            raise ChangedInPlaceError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"a {packed.value.dtype} tensor{where} of shape {tuple(packed.value.shape)} is at version "
                 f"{version_of(packed.value)}; the forward pass saved version {packed.version}. Clone it before "
