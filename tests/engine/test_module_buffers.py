@@ -339,6 +339,28 @@ def test_norms_that_begin_to_train_later_follow() -> None:
         assert not torch.equal(first[1]["0.stored_mean"], first[2]["0.stored_mean"])
 
 
+def trained_before(how: Any) -> list[dict[str, Tensor]]:
+    """Train within `no_sync()`, evaluate with a backward that meets, and once more in another mode than its forward."""
+    made = make(how, build())
+    found = []
+    for is_apart in (True, False):
+        with made.no_sync() if is_apart else contextlib.nullcontext():
+            loss = made.call(inputs(int(is_apart), torch.distributed.get_rank())).square().mean()
+            made.model.eval()
+            loss.backward()
+        made.call(inputs(2, 0)).square().mean().backward()
+        made.optimizer.step()
+        found.append(values(made.model))
+        made.model.train()
+    return found
+
+
+def test_norms_that_trained_before_the_vote_follow() -> None:
+    """A vote in evaluation mode took running statistics for unchanged, so that ranks kept their own."""
+    for (how,), (first, second) in run_cases(trained_before, 2, [(how,) for how in HOWS], timeout_s=60.0).items():
+        assert_same(first, second, str(how))
+
+
 def alone(how: Any) -> tuple[Any, ...]:
     """Evaluate on one rank alone in each step; return all buffers, and the bytes that evaluation sent."""
     made, rank = make(how, build()), torch.distributed.get_rank()

@@ -9,7 +9,8 @@ Note: DistributedDataParallel's values, earlier
     read them.
 Note: which buffers
     A change is another object or another version. The kernels of batch norms leave versions alone, so the buffers of a
-    module in training mode that has statistics count as changed. A module with other names for its statistics is found
+    module that has statistics count as changed if it is, or was at a forward, in training mode, or if one of them has
+    another version. A module with other names for its statistics is found
     at the end of its first backward in training mode, where values are compared. The vote at the end of each backward
     has the digest of this rank's changes: if all digests are equal, so are the changes; otherwise ranks compare them
     one by one. The values are sent at the step, or at the next forward, which then reads the vote. Between two forwards
@@ -82,6 +83,9 @@ class Following:
         """A weak reference to each buffer, and its version, when ranks had equal values."""
         self._silent = {place for place, (_, module, _) in enumerate(places) if STATISTICS in module._buffers}
         """Buffers that training changes without another version."""
+        self._modules = {module for _, module, _ in places}
+        self._trained: set[nn.Module] = set()
+        """Modules with buffers that were in training mode at a forward since ranks had equal values."""
         self._first = {
             place: one.detach().clone()
             for place in range(len(places))
@@ -142,6 +146,7 @@ class Following:
         """See `Followed`."""
         if self._is_due and (self._is_told or not self._is_calm):
             self._follow(f"a forward after {TRAINED}")
+        self._trained.update(module for module in self._modules if module.training)
         if is_followed:
             self._is_due, self._is_told = True, False
 
@@ -171,6 +176,7 @@ class Following:
                 if chosen:
                     self._send(chosen, is_mean=is_mean)
         self._accept(changed)
+        self._trained.clear()
         return bool(changed)
 
     def _send(self, buffers: Sequence[tuple[int, Tensor]], *, is_mean: bool) -> None:
@@ -212,19 +218,25 @@ class Following:
         return buffer.data if place in self._silent else buffer
 
     def _find_changed(self) -> Iterator[int]:
+        self._trained.update(module for module in self._modules if module.training)
         self._compare_values()
-        for place, ((_, module, _), (seen, version)) in enumerate(zip(self._places, self._seen, strict=True)):
-            now = self._buffer(place)
-            if now is None:
-                continue
-            if (module.training and place in self._silent) or now is not seen() or _version(now) != version:
+        counted = {place for place in range(len(self._places)) if self._is_counted(place)}
+        changing = self._trained | {self._places[place][1] for place in counted}
+        for place, (_, module, _) in enumerate(self._places):
+            is_silent = place in self._silent and module in changing
+            if place in counted or (is_silent and self._buffer(place) is not None):
                 yield place
+
+    def _is_counted(self, place: int) -> bool:
+        """Return whether a buffer is another object, or has another version, than when ranks had equal values."""
+        now, (seen, version) = self._buffer(place), self._seen[place]
+        return now is not None and (now is not seen() or _version(now) != version)
 
     def _compare_values(self) -> None:
         """Find buffers that changed without another version. The host waits for the device, once for each buffer."""
-        for place in [place for place in self._first if self._places[place][1].training]:
-            (seen, version), now, first = self._seen[place], self._buffer(place), self._first.pop(place)
-            if now is not None and now is seen() and _version(now) == version and not torch.equal(now, first):
+        for place in [place for place in self._first if self._places[place][1] in self._trained]:
+            now, first = self._buffer(place), self._first.pop(place)
+            if now is not None and not self._is_counted(place) and not torch.equal(now, first):
                 self._silent.add(place)
 
     def _accept(self, places: Iterable[int]) -> None:
