@@ -163,6 +163,11 @@ def not_a_module() -> None:
     shard([nn.Linear(2, 2)])  # type: ignore[arg-type]
 
 
+def differentiable() -> None:
+    model = models.build(models.Stack)
+    shard(model, torch.optim.AdamW(model.parameters(), differentiable=True))
+
+
 def not_an_optimizer() -> None:
     model = models.build(models.Stack)
     zs.shard(model, 1e-3)  # type: ignore[arg-type]
@@ -196,6 +201,7 @@ AT_SHARD: dict[str, tuple[Callable[[], None], tuple[type[Exception], ...], list[
     "unit kind": (unit_of_a_wrong_kind, (TypeError,), ["units", "3"]),
     "forward method": (unknown_forward_method, (ValueError, AttributeError), ["generate"]),
     "no module": (not_a_module, (TypeError,), ["Module", "list"]),
+    "differentiable": (differentiable, (ValueError,), ["AdamW", "autograd", "leaves"]),
     "no optimizer": (not_an_optimizer, (TypeError,), ["Optimizer", "float"]),
 }
 

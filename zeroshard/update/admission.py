@@ -42,8 +42,8 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
     """Raise if an optimizer cannot be sharded at any stage.
 
     Raises:
-        ValueError: its step evaluates a closure, it supports only sparse gradients, or it changes parameters between
-            steps.
+        ValueError: its step evaluates a closure, it supports only sparse gradients, it runs under autograd, or it
+            changes parameters between steps.
     """
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -53,6 +53,12 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(
             f"{name} supports only sparse gradients, but the gradients of a sharded model are dense after their "
             "reduction. Use torch.optim.Adam, which works with nn.Embedding(sparse=True), too."
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        # Each rank would find out at its own step, some of them in the background, while the others wait.
+        raise ValueError(
+            f"differentiable=True of {name}: its step runs under autograd, where torch refuses to change parameters, "
+            "which are leaves. Leave differentiable=True out."
         )
     if _swaps(optimizer):
         raise ValueError(
