@@ -59,6 +59,7 @@ __all__ = [
     "is_inside_functional_call",
     "is_inside_reentrant_checkpoint",
     "is_inside_transform",
+    "recompute_to_the_end",
     "is_profiling",
     "keep_first",
     "keep_last",
@@ -513,6 +514,16 @@ def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the innermost pair of saved-tensor hooks that autograd runs here."""
     found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
+
+
+def recompute_to_the_end(pack: Callable[..., Any]) -> None:
+    """Have torch.utils.checkpoint recompute a forward as a whole, not only as far as its last saved tensor.
+
+    Args:
+        pack: its hook around that forward, from `innermost_hooks`.
+    """
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    cells["frame"].cell_contents.early_stop = False
 
 
 def is_inside_transform() -> bool:

@@ -163,3 +163,43 @@ def test_a_recomputation_that_differs_on_a_device_without_a_step_is_known_before
             optimizer.step()
             model(torch.randn(4, WIDTH)).sum().backward()
             optimizer.step()
+
+
+class Path(Block):
+    """Saves less where `is_short`, and then computes with another mask."""
+
+    is_short = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_short:
+            x = torch.tanh(self.second(torch.tanh(x)))
+        return x + torch.tanh(self.first(x) * (torch.arange(WIDTH) % 2 == self.mark))
+
+
+def less(is_frozen: bool) -> str:
+    """Train, then have a forward save less, and change the mask before its backward. Runs on a rank."""
+    model, optimizer, _ = start(Path, 2, "recompute", False)
+    for step in range(3):
+        if step == 2:
+            model[0].requires_grad_(not is_frozen)
+            for block in model:
+                block.is_short = not is_frozen
+                block.second.requires_grad_(not is_frozen)
+        loss = model(torch.randn(4, WIDTH)).square().mean()
+        try:
+            model[1].mark = int(step == 2)
+            loss.backward()
+        except RuntimeError as error:
+            return f"{step} {error}"
+        model[1].mark = 0
+        optimizer.step()
+        optimizer.zero_grad()
+    return ""
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_forward_that_saves_less_than_those_before_is_compared(is_frozen: bool) -> None:
+    """Its last saved tensor has a lower number than those that were summed, and was not looked at."""
+    for text in run_ranks(less, 1, is_frozen, timeout_s=TIMEOUT_S):
+        assert text.startswith("2 "), text
+        assert "gave other outputs than its forward" in text

@@ -282,12 +282,14 @@ def _resume(spec: Spec, at: int, op: Spec) -> list[str]:
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     return [
         "frozen = [p.requires_grad for p in model.parameters()]",
-        "modes = [module.training for module in model.modules()]",
+        "modes = [(module.training, getattr(module, 'which', None)) for module in model.modules()]",
         f"model, optimizers = job.resume(build{given})",
         "for p, flag in zip(model.parameters(), frozen):",
         "    p.requires_grad_(flag)",
-        "for module, mode in zip(model.modules(), modes):",
+        "for module, (mode, which) in zip(model.modules(), modes):",
         "    module.training = mode",
+        "    if which is not None:",
+        "        module.which = which  # of a block that changes between forward and recomputation",
     ]
 
 

@@ -293,8 +293,8 @@ class _Run:
             with self._trail.noted():
                 outputs = forward.plain(*args, **kwargs)
                 self._marked, self._node = self._mark(outputs)
-            self._trail.end()
-            self._sums = None if forward.is_compared else _sums_of(outputs)
+            is_short = self._trail.end()
+            self._sums = _sums_of(outputs) if is_short or not forward.is_compared else None
             return outputs
         args, kwargs = map_tensors(self._inputs, lambda one: one.read(), _Output)
         for output in find(self._inputs, _Output):

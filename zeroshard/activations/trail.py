@@ -7,7 +7,8 @@ Note: what is compared
     For each saved tensor in a bucket, its place there: another layer of the same shape is found without reading values.
     Of the last saved floating-point tensor and of the tensors saved after it, such as masks, a sum; and the states of
     torch's random numbers at that moment. The recomputation can still stop there. A tensor is known to be the last one
-    from earlier forwards of the module; the first forward sums all. On a device the host never waits for a sum: a flag
+    from earlier forwards of the module; the first forward sums all. A forward that saves less than those before, because
+    parameters are frozen now or by another path, has no sum: its recomputation runs to its end, for its outputs. On a device the host never waits for a sum: a flag
     is read with the guard's (`Guard.suspect`).
 Note: changes in place
     Autograd refuses a saved tensor that was changed later, by its version; hooks turn this check off, so it is made
@@ -21,7 +22,7 @@ from typing import Any, final
 import torch
 
 from zeroshard.core.saved import SavedTensors
-from zeroshard.torch_private import innermost_hooks, local_of, version_of, without_modes
+from zeroshard.torch_private import innermost_hooks, local_of, recompute_to_the_end, version_of, without_modes
 
 __all__ = ["Trail", "Trails"]
 
@@ -74,10 +75,16 @@ class Trail:
         self._again: list[tuple[int, int] | None] = []
         """Their places."""
         self._last, self._random = -1, list[Tensor]()
+        self._seen = -1
+        """Of the floating-point tensors, the last one."""
+        self._pack: Any = None
+        """The hook of `torch.utils.checkpoint` in the forward."""
         self._sums: dict[int, Sum] = {}
 
     def noted(self) -> Hooks:
         """Return the hooks around the forward."""
+        hooks = innermost_hooks()
+        self._pack = hooks[0] if hooks is not None else None
         return self._around(self._note, self._places)
 
     def followed(self) -> Hooks:
@@ -86,11 +93,16 @@ class Trail:
         self._again = list[tuple[int, int] | None]()
         return self._around(self._compare, self._again)
 
-    def end(self) -> None:
-        """End the forward."""
-        if self._last >= 0:
-            least = self._trails.least
-            self._trails.least = self._last if least is None else min(least, self._last)
+    def end(self) -> bool:
+        """End the forward; return whether its outputs must be compared, since it saved too little for a sum."""
+        pack, self._pack, least = self._pack, None, self._trails.least
+        if self._seen < 0:
+            return False
+        self._trails.least = self._seen if least is None else min(least, self._seen)
+        if self._last >= 0 or not self._trails.is_exact:
+            return False
+        recompute_to_the_end(pack)
+        return True
 
     def _around(self, look: Callable[[int, Tensor], None], places: list[Any]) -> Hooks:
         found = innermost_hooks()
@@ -116,10 +128,12 @@ class Trail:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def _note(self, number: int, tensor: Tensor) -> None:
-        if number < (self._trails.least or 0) or self._places[number] is not None:
+        if self._places[number] is not None or (value := _summable(tensor)) is None:
             return
-        if (value := _summable(tensor)) is not None:
-            if value.is_floating_point():
+        is_floating = value.is_floating_point()
+        self._seen = number if is_floating else self._seen
+        if number >= (self._trails.least or 0):
+            if is_floating:
                 self._last, self._random, self._sums = number, _random_states(value), {}
             if self._trails.is_exact:
                 self._sums[number] = _sum_of(value)
