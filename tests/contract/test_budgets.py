@@ -23,7 +23,7 @@ ADDED = {
     "changes of gradients by optimizers": 17,
     "plans of frozen parameters": 12,
     "batch norm under treatments of activations": 16,
-    "what random programs of more features found": 4,
+    "what random programs of more features found": 10,
     "a backward after gathered() is refused": 16,
 }
 """Lines of the engine that features have added since the budgets were set."""
