@@ -52,12 +52,10 @@ LOSSY = {"compress-bf16": 0.02, "compress-fp8": 0.2, "compress-int8": 0.1}
 """What treatments that round activations may change, relative to 1 + |expected|."""
 AS_TORCH = (
     "If capturable=True",
-    "a leaf Variable that requires grad",
-    "_foreach ops don't support autograd",
     "Tensors of the same index must be on the same device and the same dtype",
 )
-"""What plain torch says on the CPU of options that are for other devices or for other parameters, and of Adagrad, whose
-sums have the default dtype that it was made under."""
+"""What plain torch says on the CPU of an option that is for other devices, and of Adagrad, whose sums have the default
+dtype that it was made under."""
 ARGUMENT = re.compile(r"ValueError: \w+=|ValueError: Offload\(|RuntimeError: The recomputation of ")
 """Errors that name an argument, which are alike on all ranks."""
 NUDGES = 8

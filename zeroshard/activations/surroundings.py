@@ -24,16 +24,13 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from zeroshard.torch_private import version_of, without_modes
+from zeroshard.torch_private import BatchNorm, version_of, without_modes
 
 __all__ = ["Kept", "Surroundings"]
 
 Tensor = torch.Tensor
 
-NORMS: Final = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
+NORMS: Final = (BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 """Modules of torch with statistics that each forward in training mode changes."""
 
 

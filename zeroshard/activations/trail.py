@@ -7,9 +7,9 @@ Note: what is compared
     For each saved tensor in a bucket, its place there: another layer of the same shape is found without reading values.
     Of the last saved floating-point tensor and of the tensors saved after it, such as masks, a sum; and the states of
     torch's random numbers at that moment. The recomputation can still stop there. A tensor is known to be the last one
-    from earlier forwards of the module; the first forward sums all. A forward that saves less than those before, because
-    parameters are frozen now or by another path, has no sum: its recomputation runs to its end, for its outputs. On a device the host never waits for a sum: a flag
-    is read with the guard's (`Guard.suspect`).
+    from earlier forwards of the module; the first forward sums all. A forward that saves less than those before,
+    because parameters are frozen now or by another path, has no sum: its recomputation runs to its end, for its
+    outputs. On a device the host never waits for a sum: a flag is read with the guard's (`Guard.suspect`).
 Note: changes in place
     Autograd refuses a saved tensor that was changed later, by its version; hooks turn this check off, so it is made
     here for recomputed tensors. `core/saved.py` checks those of buckets.
@@ -29,6 +29,8 @@ __all__ = ["Trail", "Trails"]
 Tensor = torch.Tensor
 Hooks = AbstractContextManager[Any]
 
+Pair = tuple[Callable[..., Any], Callable[..., Any]]
+"""Hooks that pack and unpack a saved tensor."""
 Sum = Tensor | float
 """A number in host memory, or a tensor on a device."""
 
@@ -75,39 +77,35 @@ class Trail:
         self._again: list[tuple[int, int] | None] = []
         """Their places."""
         self._last, self._random = -1, list[Tensor]()
-        self._seen = -1
-        """Of the floating-point tensors, the last one."""
         self._pack: Any = None
         """The hook of `torch.utils.checkpoint` in the forward."""
         self._sums: dict[int, Sum] = {}
 
     def noted(self) -> Hooks:
         """Return the hooks around the forward."""
-        hooks = innermost_hooks()
-        self._pack = hooks[0] if hooks is not None else None
-        return self._around(self._note, self._places)
+        hooks = _checkpoints_hooks()
+        self._pack = hooks[0]
+        return self._around(hooks, self._note, self._places)
 
     def followed(self) -> Hooks:
         """Return the hooks around a recomputation."""
         self._versions.clear()
         self._again = list[tuple[int, int] | None]()
-        return self._around(self._compare, self._again)
+        return self._around(_checkpoints_hooks(), self._compare, self._again)
 
     def end(self) -> bool:
         """End the forward; return whether its outputs must be compared, since it saved too little for a sum."""
         pack, self._pack, least = self._pack, None, self._trails.least
-        if self._seen < 0:
+        if self._last < 0:
             return False
-        self._trails.least = self._seen if least is None else min(least, self._seen)
-        if self._last >= 0 or not self._trails.is_exact:
+        self._trails.least = self._last if least is None else min(least, self._last)
+        if self._last in self._sums or not self._trails.is_exact:
             return False
         recompute_to_the_end(pack)
         return True
 
-    def _around(self, look: Callable[[int, Tensor], None], places: list[Any]) -> Hooks:
-        found = innermost_hooks()
-        assert found is not None, "torch.utils.checkpoint has set its hooks"
-        inner_pack, inner_unpack = found
+    def _around(self, inner: Pair, look: Callable[[int, Tensor], None], places: list[Any]) -> Hooks:
+        inner_pack, inner_unpack = inner
         versions, place_of = self._versions, self._trails.saved.place_of
         known = self._places
 
@@ -130,13 +128,13 @@ class Trail:
     def _note(self, number: int, tensor: Tensor) -> None:
         if self._places[number] is not None or (value := _summable(tensor)) is None:
             return
-        is_floating = value.is_floating_point()
-        self._seen = number if is_floating else self._seen
-        if number >= (self._trails.least or 0):
-            if is_floating:
-                self._last, self._random, self._sums = number, _random_states(value), {}
-            if self._trails.is_exact:
-                self._sums[number] = _sum_of(value)
+        is_summed = number >= (self._trails.least or 0)
+        if value.is_floating_point():
+            self._last = number
+            if is_summed:
+                self._random, self._sums = _random_states(value), {}
+        if is_summed and self._trails.is_exact:
+            self._sums[number] = _sum_of(value)
 
     def _compare(self, number: int, tensor: Tensor) -> None:
         self._versions.append(version_of(tensor))
@@ -150,6 +148,13 @@ class Trail:
             raise self._trails.differs("drew other random numbers than its forward")
         if number in self._sums:
             self._trails.suspect(_differ(self._sums[number], _sum_of(value)))
+
+
+def _checkpoints_hooks() -> Pair:
+    """Return the hooks that torch.utils.checkpoint has set."""
+    found = innermost_hooks()
+    assert found is not None, "torch.utils.checkpoint has set its hooks"
+    return found
 
 
 def _changed(tensor: Tensor, version: int) -> RuntimeError:

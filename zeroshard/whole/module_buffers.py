@@ -10,12 +10,12 @@ Note: DistributedDataParallel's values, earlier
 Note: which buffers
     A change is another object or another version. The kernels of batch norms leave versions alone, so the buffers of a
     module that has statistics count as changed if it is, or was at a forward, in training mode, or if one of them has
-    another version. A module with other names for its statistics is found
-    at the end of its first backward in training mode, where values are compared. The vote at the end of each backward
-    has the digest of this rank's changes: if all digests are equal, so are the changes; otherwise ranks compare them
-    one by one. The values are sent at the step, or at the next forward, which then reads the vote. Between two forwards
-    without a backward there is no vote, so ranks meet for one, except after a step that sent nothing: then the values
-    follow at the next step. What user code changes between a backward and the step follows at the next step.
+    another version. A module with other names for its statistics is found at the end of its first backward in training
+    mode, where values are compared. The vote at the end of each backward has the digest of this rank's changes: if all
+    digests are equal, so are the changes; otherwise ranks compare them one by one. The values are sent at the step, or
+    at the next forward, which then reads the vote. Between two forwards without a backward there is no vote, so ranks
+    meet for one, except after a step that sent nothing: then the values follow at the next step. What user code changes
+    between a backward and the step follows at the next step.
 """
 
 import weakref
@@ -146,7 +146,7 @@ class Following:
         """See `Followed`."""
         if self._is_due and (self._is_told or not self._is_calm):
             self._follow(f"a forward after {TRAINED}")
-        self._trained.update(module for module in self._modules if module.training)
+        self._note_modes()
         if is_followed:
             self._is_due, self._is_told = True, False
 
@@ -217,8 +217,11 @@ class Following:
         """Return the tensor to write to: without a new version for statistics, which no backward after them reads."""
         return buffer.data if place in self._silent else buffer
 
-    def _find_changed(self) -> Iterator[int]:
+    def _note_modes(self) -> None:
         self._trained.update(module for module in self._modules if module.training)
+
+    def _find_changed(self) -> Iterator[int]:
+        self._note_modes()
         self._compare_values()
         counted = {place for place in range(len(self._places)) if self._is_counted(place)}
         changing = self._trained | {self._places[place][1] for place in counted}
