@@ -129,6 +129,18 @@ def test_a_thousand_ranks_make_at_most_a_hundred_requests_a_second() -> None:
     assert 0 < found <= MOST_A_SECOND
 
 
+def test_a_rank_that_ends_while_its_thread_looks_leads_no_host() -> None:
+    ranks = Ranks(30.0, 2)
+    status, pages = ranks.statuses[0], ranks.statuses[0].pages
+    ranks.near[0].look()
+    assert status.leads
+    for one in ranks.statuses:
+        one.pages.write(f"end\n0 0 0 \n0.0\n{watchdog.ENDED}a step")
+    pages.write = lambda text: None  # the main thread wrote after the thread did
+    assert ranks.near[0].look() == ""
+    assert not status.leads
+
+
 @pytest.mark.product
 @pytest.mark.parametrize(
     ("heartbeat_s", "waits", "world"),

@@ -395,7 +395,8 @@ class _Near:
                 is_long = float(waited_s) > (status.beat_s / 2 if _words(text).startswith(WAITS[0]) else status.told_s)
                 hurries = hurries or is_long
                 status.answered_s = max(status.answered_s, float(answered_s))
-        status.leads, status.suspects = living[0] == status.rank, suspects
+        # None lives where all have ended: this rank may end while its thread is here.
+        status.leads, status.suspects = living[:1] == [status.rank], suspects
         status.is_in_hurry, status.has_news = hurries or bool(suspects), has_news
         if (suspects or has_news) and not status.known:
             status.wake.set()
