@@ -384,7 +384,7 @@ class Zero:
         try:
             row, is_known = self.residency, self._elementwise
             check_optimizers(self._model, [optimizer], row, is_known, is_final=False, ignored=self._ignored)
-            check_updates(self.residency, self._specs, [*self.optimizers, optimizer])
+            check_updates(row, self._specs, [*self.optimizers, optimizer], engine.mesh.device)
             reserve(self._apart, self._specs, [optimizer], is_first=False)
         except (TypeError, ValueError) as error:
             tell_refusal(engine.mesh, engine.comm, error)

@@ -221,7 +221,7 @@ class Leaving(models.Block):
 
 def test_other_products_in_a_recomputation_are_an_error() -> None:
     with pytest.raises(
-        RuntimeError, match=r"The recomputation of 'blocks\.2' runs aten\.mm\.default where its forward"
+        RuntimeError, match=r"\[rank 0/1\] The recomputation of 'blocks\.2' runs aten\.mm\.default where its forward"
     ):
         step(build("recompute-rest", Leaving)[0])
 

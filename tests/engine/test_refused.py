@@ -5,7 +5,9 @@ import copy
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from tests import models
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
 from tools.settled import settled
 from zeroshard.testing import run_ranks
+from zeroshard.update import background
 
 
 def shard(model: nn.Module, *optimizers: Optimizer, **options: Any) -> zs.Zero:
@@ -168,11 +171,22 @@ def differentiable() -> None:
     shard(model, torch.optim.AdamW(model.parameters(), differentiable=True))
 
 
+def capturable(**options: Any) -> None:
+    """Train: torch refuses it in a step, which may be one in the background, whose end each rank awaits elsewhere."""
+    model = models.build(models.Stack)
+    optimizer = torch.optim.NAdam(model.parameters(), capturable=True)
+    with patch.object(background, "is_worthwhile", lambda device: True):
+        shard(model, optimizer, **options)
+    for step in range(2):
+        step_once(model, optimizer, step)
+
+
 def not_an_optimizer() -> None:
     model = models.build(models.Stack)
     zs.shard(model, 1e-3)  # type: ignore[arg-type]
 
 
+CAPTURABLE = ["capturable=True of NAdam", "host", "Leave capturable=True out"]
 AT_SHARD: dict[str, tuple[Callable[[], None], tuple[type[Exception], ...], list[str]]] = {
     "not element-wise": (
         not_elementwise,
@@ -202,6 +216,14 @@ AT_SHARD: dict[str, tuple[Callable[[], None], tuple[type[Exception], ...], list[
     "forward method": (unknown_forward_method, (ValueError, AttributeError), ["generate"]),
     "no module": (not_a_module, (TypeError,), ["Module", "list"]),
     "differentiable": (differentiable, (ValueError,), ["AdamW", "autograd", "leaves"]),
+    "capturable": (partial(capturable, stage=2), (ValueError,), CAPTURABLE),
+    "capturable, by messages": (partial(capturable, stage=3, shared_memory=False), (ValueError,), CAPTURABLE),
+    "capturable, on the host": (partial(capturable, offload="states=1.0"), (ValueError,), CAPTURABLE),
+    "capturable, a part on the host": (
+        partial(capturable, offload="states=0.3", shared_memory=False),
+        (ValueError,),
+        CAPTURABLE,
+    ),
     "no optimizer": (not_an_optimizer, (TypeError,), ["Optimizer", "float"]),
 }
 

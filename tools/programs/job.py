@@ -832,11 +832,46 @@ def _options_of(spec: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def run_oracle(spec: Mapping[str, Any], nudge: int = 0) -> dict[str, Any]:
-    """Run a program in this process: in fp64, or as its bf16 rounds, which `nudge` has a part in."""
+def run_oracle(spec: Mapping[str, Any], nudge: int = 0, lossy: Sequence[str] = ()) -> dict[str, Any]:
+    """Run a program in this process: in fp64, or as its bf16 rounds, which `nudge` has a part in.
+
+    Args:
+        lossy: treatments that round activations. Backwards then read saved tensors that are off by up to the bounds of
+            these encodings, others for each nudge.
+    """
     given = spec["seed"], spec["world"], _options_of(spec), spec["processes"] // spec.get("tensor", 1)
     is_rounded = spec["options"].get("precision") in ("bf16", "fp16")
-    return _run(spec, RoundedOracle(*given, nudge) if is_rounded else Oracle(*given))
+    draw = torch.Generator().manual_seed(nudge)
+
+    def pack(tensor: Tensor) -> Tensor:
+        value = tensor.detach()
+        if value.numel() < ROUNDED_NUMEL or not value.is_floating_point():
+            return value  # all parameters are smaller, too
+        for name in lossy:
+            value = value + BOUNDS[name](value) * (
+                2.0 * torch.rand(value.shape, dtype=value.dtype, generator=draw) - 1.0
+            )
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one) if lossy else contextlib.nullcontext():
+        return _run(spec, RoundedOracle(*given, nudge) if is_rounded else Oracle(*given))
+
+
+def _bound_of_blocks(tensor: Tensor) -> Tensor:
+    """Return what int8 may be off by: a share of the greatest value among 128 elements."""
+    flat = tensor.flatten()
+    blocks = nn.functional.pad(flat, (0, -len(flat) % 128)).view(-1, 128)
+    greatest = blocks.abs().amax(1, keepdim=True).expand_as(blocks).flatten()
+    return greatest[: len(flat)].view_as(tensor) / 252.0
+
+
+ROUNDED_NUMEL = 1024
+BOUNDS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "compress-bf16": lambda tensor: tensor.abs() / 256.0,
+    "compress-fp8": lambda tensor: tensor.abs() / 16.0,
+    "compress-int8": _bound_of_blocks,
+}
+"""What lossy encodings may change, by element; see `zeroshard/activations/compress_rounded.py`."""
 
 
 def run_plain(spec: Mapping[str, Any]) -> dict[str, Any]:

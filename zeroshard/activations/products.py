@@ -141,7 +141,7 @@ class _Use(_Within):
     """Around a recomputation, which runs the same operations in the same order.
 
     Args:
-        enter: has the name of the module, for errors.
+        enter: has the names of the rank and the module, for errors.
     """
 
     def __init__(self, products: Products, results: list[_Result], enter: Enter) -> None:
@@ -160,7 +160,7 @@ class _Use(_Within):
         known = self._results[place] if place < len(self._results) else None
         if known is None or known.func is not func:
             raise RuntimeError(
-                f"The recomputation of '{self._enter.name}' runs {func} where its forward ran "
+                f"{self._enter.rank} The recomputation of '{self._enter.name}' runs {func} where its forward ran "
                 f"{known.func if known else 'no more products'}, so gradients would be wrong: it reads state that "
                 "changed in between. Exclude its unit from activations='recompute-rest'."
             )

@@ -86,10 +86,10 @@ class _Forward(Hook):
         is_rounded: bool,
     ) -> None:
         self.module, self.plain, self.segments = module, module.forward, segments
-        self.surroundings = Surroundings(module)
         self.is_compared = is_rounded
         """Whether outputs of a recomputation have been compared with those of its forward, or cannot be."""
         self.enter, self.leave = hooks
+        self.surroundings = Surroundings(module, f"{self.enter.rank} A forward of {self._shown}")
         self._saved = products.saved
         doubt = functools.partial(suspect, f"The recomputation of {self._shown}")
         self.trails = Trails(products.saved, not is_rounded, doubt, self.differs)
@@ -116,9 +116,9 @@ class _Forward(Hook):
             return self.plain(*args, **kwargs)
         if is_inside_transform():
             raise RuntimeError(
-                f"torch.vmap, or another transform of torch.func, over '{self.enter.name}', which is recomputed: its "
-                "recomputation would run in the backward, outside the transform. Batch its inputs without torch.vmap, "
-                "or exclude its unit from activations='recompute'."
+                f"{self.enter.rank} torch.vmap, or another transform of torch.func, over '{self.enter.name}', which is "
+                "recomputed: its recomputation would run in the backward, outside the transform. Batch its inputs "
+                "without torch.vmap, or exclude its unit from activations='recompute'."
             )
         run = _Run(
             self, ([*map(self._without_cache, args)], {k: self._without_cache(one) for k, one in kwargs.items()})
@@ -140,8 +140,8 @@ class _Forward(Hook):
             return value
         if value.get_seq_length():
             raise RuntimeError(
-                f"'{self.enter.name}' is recomputed, but received a {type(value).__name__} with contents, to which a "
-                "recomputation would add again. Disable the cache: model.config.use_cache = False."
+                f"{self.enter.rank} '{self.enter.name}' is recomputed, but received a {type(value).__name__} with "
+                "contents, to which a recomputation would add again. Disable the cache: model.config.use_cache = False."
             )
         return None
 
@@ -159,7 +159,7 @@ class _Forward(Hook):
 
     def differs(self, what: str) -> RuntimeError:
         """Return the error for a recomputation that is not the forward."""
-        return RuntimeError(f"The recomputation of {self._shown} {what}{BECAUSE}")
+        return RuntimeError(f"{self.enter.rank} The recomputation of {self._shown} {what}{BECAUSE}")
 
     @property
     def _shown(self) -> str:

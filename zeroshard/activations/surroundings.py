@@ -36,10 +36,14 @@ NORMS: Final = (BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm
 
 @final
 class Surroundings:
-    """The state of a module and its submodules that may differ between a forward and its recomputation."""
+    """The state of a module and its submodules that may differ between a forward and its recomputation.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._modules = dict(module.named_modules())
+    Args:
+        what: begins an error: a rank, and a forward of the module.
+    """
+
+    def __init__(self, module: nn.Module, what: str) -> None:
+        self._modules, self._what = dict(module.named_modules()), what
         self._norms = {name for name, one in self._modules.items() if isinstance(one, NORMS) and one._buffers}
         self._changed: dict[tuple[bool, ...], set[str]] = {}
         """Names of modules that may change buffers in place, by the training modes of all modules in a forward."""
@@ -50,7 +54,7 @@ class Surroundings:
     def keep(self) -> "Kept":
         """Record the state before a forward."""
         modes = tuple(module.training for module in self._modules.values())
-        return Kept(self._modules, modes, self._generators(), self._changed.get(modes))
+        return Kept(self._modules, self._what, modes, self._generators(), self._changed.get(modes))
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators that are attributes of the modules; see the note."""
@@ -75,6 +79,7 @@ class Kept:
 
     Args:
         modules: modules by name.
+        what: as of `Surroundings`.
         modes: whether each module is in training mode.
         generators: generators of the modules.
         changed: names of the modules whose buffers are copied; None for all.
@@ -83,11 +88,12 @@ class Kept:
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
+        what: str,
         modes: tuple[bool, ...],
         generators: Sequence[torch.Generator],
         changed: set[str] | None,
     ) -> None:
-        self._modules, self.modes = modules, modes
+        self._modules, self._what, self.modes = modules, what, modes
         self._generators = [(one, one.get_state()) for one in generators]
         self._buffers = {
             name: {key: (one, version_of(one)) for key, one in module._buffers.items() if one is not None}
@@ -126,8 +132,8 @@ class Kept:
         if self._lost is not None:
             names = ", ".join(self._lost._buffers)
             raise RuntimeError(
-                f"A forward changed buffers ({names}) of a {type(self._lost).__name__} in a recomputed module, which "
-                "no previous forward had changed, so their previous values are lost. Exclude this unit from "
+                f"{self._what}, which is recomputed, changed buffers ({names}) of a {type(self._lost).__name__} that "
+                "no previous forward had changed, so their previous values are lost. Exclude its unit from "
                 "activations='recompute', or let its first forward change them, too."
             )
         modes = tuple(module.training for module in self._modules.values())

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from zeroshard.core.saved import SavedTensors
 from zeroshard.torch_private import innermost_hooks, local_of, recompute_to_the_end, version_of, without_modes
@@ -107,7 +108,7 @@ class Trail:
     def _around(self, inner: Pair, look: Callable[[int, Tensor], None], places: list[Any]) -> Hooks:
         inner_pack, inner_unpack = inner
         versions, place_of = self._versions, self._trails.saved.place_of
-        known = self._places
+        known, differs = self._places, self._trails.differs
 
         # Called for each saved tensor. The graph references these functions, so notes must not reference them.
         def pack(tensor: Tensor) -> tuple[int, Any]:
@@ -118,7 +119,10 @@ class Trail:
 
         def unpack(packed: tuple[int, Any]) -> Tensor:
             number, value = packed
-            tensor: Tensor = inner_unpack(value)
+            try:
+                tensor: Tensor = inner_unpack(value)
+            except CheckpointError as error:
+                raise differs(f"saved other tensors than its forward ({f'{error}'.splitlines()[0]})") from error
             if number < len(versions) and known[number] is None and version_of(tensor) != versions[number]:
                 raise _changed(tensor, versions[number])
             return tensor

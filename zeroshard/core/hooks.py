@@ -81,6 +81,11 @@ class Enter(Eager):
         super().__init__()
         self._engine, self.name, self._units, self._own, self._added = engine, name, units, own, added
 
+    @property
+    def rank(self) -> str:
+        """The rank as errors name it, such as "[rank 0/2]"."""
+        return str(self._engine.mesh)
+
     def _run(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for one in self._own:
             if id(one.container.get(one.key)) != one.identity:

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from zeroshard.core.engine import Engine
+from zeroshard.core.guard import FUSED
 from zeroshard.optim.keeps import state_cost
 from zeroshard.setup.request import Described
 from zeroshard.store import file_calls
@@ -35,10 +36,10 @@ def make_apart(described: Described) -> tuple[Apart | None, Apart | None]:
 
     Raises:
         ValueError: a file cannot be created, the disk has too little space, or an optimizer's states cannot be updated
-            in pieces.
+            there.
     """
     row, made = described.row, dict[str, Apart]()
-    check_updates(row, described.units, described.optimizers)
+    check_updates(row, described.units, described.optimizers, described.mesh.device)
     for cell in (row.states, row.parameters):
         if cell.memory in MEMORIES and cell.memory not in made:
             made[cell.memory] = _make(described, cell)
@@ -102,12 +103,22 @@ def _room_of(bucket: BucketSpec, states: int, *, is_first: bool) -> int:
     return sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes)
 
 
-def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise where states in files cannot be updated in pieces.
+def check_updates(
+    row: Residency, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer], device: torch.device
+) -> None:
+    """Raise where states cannot be updated in the memory in which they lie.
+
+    Args:
+        device: the rank's.
 
     Raises:
-        ValueError: an optimizer that is not known to update each element by itself; masters that are rounded at random.
+        ValueError: an optimizer with states in files that is not known to update each element by itself; masters there
+            that are rounded at random; `capturable=True` where the host updates.
     """
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    if device.type == "cpu" or any(bucket.master_memory != "device" for bucket in buckets):
+        for optimizer in optimizers:
+            _check_capturable(optimizer, device)
     for optimizer in optimizers if row.states.memory == "file" else ():
         kind = type(optimizer)
         if not kind.__module__.startswith("torch.optim") or kind.__name__ not in ELEMENTWISE:
@@ -117,17 +128,29 @@ def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequenc
                 "alone. Use one of these, or offload='host'."
             )
     # From the row, not from this rank's slices: all ranks must decide alike, and a fraction may move none of them.
-    in_files = [
-        bucket
-        for unit in units
-        for bucket in unit.buckets
-        if "file" in (bucket.master_memory, bucket.row.parameters.memory)
-    ]
+    in_files = [one for one in buckets if "file" in (one.master_memory, one.row.parameters.memory)]
     if any(bucket.formats.state != bucket.formats.master for bucket in in_files):
         raise ValueError(
             "rounding='stochastic' widens all masters for an update, which those in files cannot be. Use "
             "torch.float32, or offload='host'."
         )
+
+
+def _check_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Raise where torch refuses an update on the host.
+
+    Each rank would find out at its own step, some of them in the background, while the others wait.
+    """
+    kind = type(optimizer)
+    for group in optimizer.param_groups if kind.__module__.startswith("torch.optim") else ():
+        # torch's fused kernels run on a host, too; `update/kernels.py` chooses them for a device's states on the host.
+        is_free = device.type != "cpu" and kind in FUSED and group["fused"] is None and group["foreach"] is None
+        if group.get("capturable") and not group.get("fused") and not is_free:
+            raise ValueError(
+                f"capturable=True of {kind.__name__}: torch supports it on devices, and the host updates "
+                f"{'parameters on a CPU' if device.type == 'cpu' else 'states in its memory (offload=)'}. "
+                "Leave capturable=True out."
+            )
 
 
 def source_of(engine: Engine, apart: Apart | None, home: Apart | None, sharded: ShardedOptimizer) -> Source | None:

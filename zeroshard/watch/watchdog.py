@@ -375,7 +375,8 @@ class _Near:
             self._heard, status.answered_s = {}, now_s
         self._last_s, self._beat = now_s, self._beat + 1
         status.marks.look(now_s)
-        status.pages.write(status.page(self._beat))
+        if not status.stop.is_set():  # the last page of this rank says that it has ended
+            status.pages.write(status.page(self._beat))
         living, has_news, hurries, suspects = [], False, False, {}
         for rank in status.pages.near:
             text = status.pages.read(rank)
@@ -395,7 +396,7 @@ class _Near:
                 is_long = float(waited_s) > (status.beat_s / 2 if _words(text).startswith(WAITS[0]) else status.told_s)
                 hurries = hurries or is_long
                 status.answered_s = max(status.answered_s, float(answered_s))
-        # None lives where all have ended: this rank may end while its thread is here.
+        # This rank may have ended since its page was written: on a busy machine its end does not wait for this thread.
         status.leads, status.suspects = living[:1] == [status.rank], suspects
         status.is_in_hurry, status.has_news = hurries or bool(suspects), has_news
         if (suspects or has_news) and not status.known:
