@@ -28,7 +28,8 @@ Note: hints
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -95,9 +96,8 @@ class Engine(Ending):
         self.guard = guard_of(comm, updates_on_host=memories != {"device"})
         self.unread: Callable[[], None] | None = None
         """Reads whether the last update was skipped, and acts on it; None if the host knows."""
-        self.end_update: Callable[[], None] | None = None
-        """Waits for the update in the background, and resets itself, or refuses who asks where updates run in the
-        backward; None without such an update."""
+        self._await_update: Callable[[], None] = lambda: None
+        """Waits for the update in the background."""
         self._frames: list[Frame] = []
         self._forwards: list[Hashable] = []
         self._used: set[int] = set()
@@ -129,14 +129,63 @@ class Engine(Ending):
         Raises:
             RuntimeError: gradients were not finite, without a loss scale; nothing was changed.
         """
-        if self.end_update is not None:
-            self.end_update()
+        self._await_update()
         self._read_answer()
+
+    def begin_update(self, *, is_skipped: bool) -> None:
+        """Begin the update of an optimizer's step; slices of a skipped one have no gradients."""
+        self.is_skipping = is_skipped
+
+    def end_update(self) -> bool:
+        """End the update, and return whether it was skipped."""
+        was_skipped, self.is_skipping = self.is_skipping, False
+        return was_skipped
+
+    def note_update(self, updated: Iterable[Slot], unread: Callable[[], None] | None) -> None:
+        """Record an update.
+
+        Args:
+            updated: the parameters whose gradients were applied.
+            unread: reads whether the device skipped it, and acts on it; None if the host knows.
+        """
+        self.assigned.difference_update(updated)
+        self.unread = unread
+
+    def continue_update(self, wait: Callable[[], None], check: Callable[[], None]) -> None:
+        """Let an update continue in the background.
+
+        Args:
+            wait: waits for it.
+            check: raises on all ranks if it failed on one; see `Order.check_update`.
+        """
+        self._await_update, self.order.check_update = wait, check
 
     def _read_answer(self) -> None:
         if self.unread is not None:
             read, self.unread = self.unread, None
             read()
+
+    @contextmanager
+    def let_read(self, *, writeback: bool, states: bool) -> Iterator[None]:
+        """Let code inside read full parameters, and change them (`writeback`), without passes."""
+        self.gathered = Gathered(writeback, states)
+        try:
+            yield
+        finally:
+            self.gathered = None
+
+    @contextmanager
+    def reducing_over(self, scope: Scope) -> Iterator[None]:
+        """Reduce the gradients of backwards inside over these ranks at most."""
+        before, self.scope = self.scope, min(self.scope, scope)
+        try:
+            yield
+        finally:
+            self.scope = before
+
+    def move_states(self, *, is_away: bool) -> None:
+        """Record that the states were moved away from the device, which prevents updates, or back."""
+        self.has_moved_states = is_away
 
     # -- forward ----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 
 from zeroshard.core.engine import Engine
 from zeroshard.optim.keeps import state_cost
+from zeroshard.optim.whole import whole_of
 from zeroshard.setup.request import Described
 from zeroshard.store import file_calls
 from zeroshard.store.apart import Apart
@@ -18,9 +19,10 @@ from zeroshard.store.disk import BLOCK_BYTES
 from zeroshard.table.cells import Cell, Residency
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.update import background
-from zeroshard.update.admission import ELEMENTWISE
-from zeroshard.update.optimizer import ShardedOptimizer, Source
-from zeroshard.update.streamed import Streams
+from zeroshard.update.admission import ELEMENTWISE, is_elementwise
+from zeroshard.update.exchange import Exchange
+from zeroshard.update.pieces import AtOnce, Source
+from zeroshard.update.streamed import Files, Streams
 from zeroshard.wire.transports import MEMORIES
 
 __all__ = ["check_updates", "make_apart", "reserve", "source_of"]
@@ -109,12 +111,11 @@ def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequenc
         ValueError: an optimizer that is not known to update each element by itself; masters that are rounded at random.
     """
     for optimizer in optimizers if row.states.memory == "file" else ():
-        kind = type(optimizer)
-        if not kind.__module__.startswith("torch.optim") or kind.__name__ not in ELEMENTWISE:
+        if not is_elementwise(optimizer):
             raise ValueError(
-                f"{kind.__name__} cannot keep its states in files: they are updated in pieces of parameters, and which "
-                f"of its states go with which elements is known of {', '.join(sorted(ELEMENTWISE))} of torch.optim "
-                "alone. Use one of these, or offload='host'."
+                f"{type(optimizer).__name__} cannot keep its states in files: they are updated in pieces of "
+                "parameters, and which of its states go with which elements is known of "
+                f"{', '.join(sorted(ELEMENTWISE))} of torch.optim alone. Use one of these, or offload='host'."
             )
     # From the row, not from this rank's slices: all ranks must decide alike, and a fraction may move none of them.
     in_files = [
@@ -130,18 +131,25 @@ def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequenc
         )
 
 
-def source_of(engine: Engine, apart: Apart | None, home: Apart | None, sharded: ShardedOptimizer) -> Source | None:
-    """Return what updates an optimizer's entries in files, or in the background; None where `step()` does it all.
+def source_of(
+    engine: Engine,
+    apart: Apart | None,
+    home: Apart | None,
+    optimizer: torch.optim.Optimizer,
+    cost: tuple[int, ...] | None,
+) -> Source:
+    """Return where the pieces of an optimizer's updates come from; its groups hold the model's parameters.
 
     Args:
         apart: the memory of states.
         home: the memory of parameters.
+        cost: what the optimizer keeps; see `state_cost`.
     """
     apart = home if apart is None and home is not None and home.disk is not None else apart
-    if apart is None:
-        return None
-    if apart.disk is None:
-        has_time = background.is_worthwhile(engine.mesh.device) and background.may_be_early(sharded.optimizer)
-        return background.Early(engine) if has_time and sharded.exchange is None else None
-    states = sharded.state_cost[0] if sharded.state_cost is not None else 0
-    return Streams(engine, apart.disk, states, apart.cell.staging_bytes)
+    files = None if apart is None or apart.disk is None else Files(engine, apart.disk)
+    if (whole := whole_of(optimizer)) is not None:
+        return Exchange(engine, optimizer, whole, files)
+    if apart is not None and files is not None:
+        return Streams(files, optimizer, 0 if cost is None else cost[0], apart.cell.staging_bytes)
+    has_time = apart is not None and background.is_worthwhile(engine.mesh.device)
+    return background.Background(engine, optimizer) if has_time and is_elementwise(optimizer) else AtOnce()
