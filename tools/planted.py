@@ -394,7 +394,7 @@ ENGINE = (
     Bug(
         "a sum is read while it is under way",
         "core/unit.py",
-        "            is_ready = pending.wait()",
+        "            is_ready = one.pending.wait()",
         "            is_ready = True",
         f"{_ENGINE}/test_accumulation.py::test_accumulation[each_backward_reduces-2]",
     ),
@@ -585,8 +585,8 @@ ENGINE = (
     Bug(
         "deferred sums are made twice",
         "core/unit.py",
-        "scope = min(grads.scope, self._scope)",
-        "scope = self._scope",
+        "scope = min(grads.scope, self.scope)",
+        "scope = self.scope",
         f"{_COPIES}::test_sums_over_copies_can_wait_for_the_last_micro_batch[2]",
     ),
     Bug(
