@@ -394,7 +394,7 @@ ENGINE = (
     Bug(
         "a sum is read while it is under way",
         "core/unit.py",
-        "            is_ready = one.pending.wait()",
+        "            is_ready = pending.wait()",
         "            is_ready = True",
         f"{_ENGINE}/test_accumulation.py::test_accumulation[each_backward_reduces-2]",
     ),

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -43,8 +43,7 @@ _is_trained = attrgetter("requires_grad")
 
 
 @final
-@dataclass(frozen=True)
-class Summed:
+class Summed(NamedTuple):
     """The sum of one bucket's gradients under way.
 
     Args:
@@ -65,16 +64,13 @@ class Reduction:
     """The reduction of one unit under way; `Unit.start_reduction` launches it.
 
     Args:
-        number: of the pass, for tags.
         scope: the ranks over which gradients are summed.
-        what: describes it, for errors.
+        where: the communicator, the number of the pass, and a text for errors.
     """
 
     unit: "Unit"
-    comm: Comm
-    number: int
     scope: Scope
-    what: str
+    where: tuple[Comm, int, str]
     sums: Sequence[Summed]
 
     def finish(self) -> list[Pending] | None:
@@ -83,14 +79,12 @@ class Reduction:
         Returns None if a rank was not ready; the gradients are then local again.
         """
         tails: list[Pending] | None = []
-        unit, where = self.unit, (self.comm, self.number, self.what)
-        for one in self.sums:
-            bucket, grads, local, own = one.bucket, one.grads, one.local, one.own
-            is_ready = one.pending.wait()
+        for bucket, grads, local, own, pending in self.sums:
+            is_ready = pending.wait()
             # Sums within this replica are added to the held sums, and the total is summed over replicas.
             scope = min(grads.scope, self.scope)
             if scope is Scope.ALL:
-                is_ready = unit.reduce_copies(bucket, own, *where, is_ready=is_ready)
+                is_ready = self.unit.reduce_copies(bucket, own, *self.where, is_ready=is_ready)
             if local is None or tails is None or not is_ready:
                 tails = None
                 if local is not None:
@@ -98,7 +92,7 @@ class Reduction:
                 continue
             grads.scope = scope
             grads.add_reduced(local, own)
-            tails += unit.complete_sum(bucket, grads, own, *where)
+            tails += self.unit.complete_sum(bucket, grads, own, *self.where)
         return tails
 
 
@@ -287,7 +281,7 @@ class Unit:
             own = grads.place_of_sum(local) if local else grads.own_shard()
             full, tag = local.full if local else None, Tag(number, bucket.number, what)
             sums.append(Summed(bucket, grads, local, own, comm.reduce(full, own, bucket.codec, scale, tag)))
-        return Reduction(self, comm, number, scope, what, sums)
+        return Reduction(self, scope, (comm, number, what), sums)
 
     def has_landed(self) -> list[bool]:
         """Return for each parameter whether a gradient arrived since ranks last agreed on used parameters."""
