@@ -1,7 +1,7 @@
 """Offload of activations to host memory between forward and backward.
 
 Owns the choice of tensors, the time of their return, and the bytes on the device meanwhile. It must not know the
-copies (`bus.py`, which read first) or the encodings of other links.
+copies (`store/bus.py`, which read first) or the encodings of other links.
 
 Note: the way of a unit's tensors
     After the forward of a unit, `treat` begins the copy of its tensors to the host, and keeps the tensors until the end
