@@ -15,8 +15,8 @@ import torch
 import zeroshard as zs
 import zeroshard.activations
 from benchmarks.peaks import measure_peak
-from zeroshard.activations.bus import EmulatedBus, VirtualClock
 from zeroshard.activations.offloaded import Offload
+from zeroshard.store.bus import EmulatedBus, VirtualClock
 from zeroshard.table.activations import Offloaded
 from zeroshard.train.models.gpt import GPT, GPTConfig
 

@@ -248,9 +248,9 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
     adam = functional.adam  # torch.optim hides its modules
     zeros, begin, update_unit, wait_unit = (
         HostApart.zeros,
-        background._Run.begin,
-        background._Run._update,
-        background.Early._wait_for,
+        background.Run.begin,
+        background.Run._update,
+        background.Background._wait_for,
     )
 
     start = Late.start
@@ -318,14 +318,14 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
         run.moments = {"begun": machine.now_s}
         begin(run, *args)
 
-    def update_late(run: Any, unit: int, entries: Any) -> None:
+    def update_late(run: Any, piece: Any) -> None:
         machine.follow_to(run.moments["begun"])
-        update_unit(run, unit, entries)
-        run.moments[unit] = machine.now_s
+        update_unit(run, piece)
+        run.moments[piece] = machine.now_s
 
-    def wait_late(one: background.Early, run: Any, future: Any) -> None:
+    def wait_late(one: background.Background, run: Any, future: Any) -> None:
         wait_unit(one, run, future)
-        machine.follow_to(run.moments[run._units[run.futures.index(future)][0]])
+        machine.follow_to(run.moments[run.pieces[run.futures.index(future)]])
 
     with ExitStack() as stack:
         stack.callback(machine.close)
@@ -348,9 +348,9 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
         stack.enter_context(patch.object(devices, "mark_on", lambda device: machine.mark()))
         stack.enter_context(patch.object(Late, "start", start_late))
         stack.enter_context(patch.object(background, "is_worthwhile", lambda device: True))
-        stack.enter_context(patch.object(background._Run, "begin", begin_run))
-        stack.enter_context(patch.object(background._Run, "_update", update_late))
-        stack.enter_context(patch.object(background.Early, "_wait_for", wait_late))
+        stack.enter_context(patch.object(background.Run, "begin", begin_run))
+        stack.enter_context(patch.object(background.Run, "_update", update_late))
+        stack.enter_context(patch.object(background.Background, "_wait_for", wait_late))
         yield machine
 
 

@@ -399,11 +399,12 @@ class Zero:
         self._chosen += choose_kernels(self._engine.guard, optimizer, self._engine.undo)
         whole = whole_of(optimizer)
         costs = {} if whole is None else whole_costs(optimizer, whole)
-        self._sharded.append(ShardedOptimizer(self._engine, optimizer, len(self._sharded), state_cost(optimizer)))
+        number, cost = len(self._sharded), state_cost(optimizer)
+        source = source_of(self._engine, self._apart, self._home, optimizer, cost)
+        self._sharded.append(ShardedOptimizer(self._engine, optimizer, number, source, cost))
         open_states(self._engine, self._sharded[-1])
         self._sharded[-1].whole_costs = costs
         give_sums(self._engine, optimizer)
-        self._sharded[-1].source = source_of(self._engine, self._apart, self._home, self._sharded[-1])
         if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
             self._engine.undo.keep(optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step))
 
@@ -486,12 +487,8 @@ class Zero:
                 f"{self.mesh} no_sync('replicate') was entered after a backward that summed gradients over all "
                 "replicas. Enter it for all micro-batches of a step but the last, or clear the gradients first."
             )
-        before = engine.scope
-        engine.scope = min(before, Scope.COPY if axis == "replicate" else Scope.RANK)
-        try:
+        with engine.reducing_over(Scope.COPY if axis == "replicate" else Scope.RANK):
             yield
-        finally:
-            engine.scope = before
 
     def grad_norm(self, p: float = 2.0) -> torch.Tensor:
         """Return the p-norm of all gradients of the model as a 0-d tensor, equal on all ranks.

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 import zeroshard as zs
 from tests import models
 from tests.engine.test_guard import Trained, differences, memory_of
-from tests.engine.test_offload_early import in_background
+from tests.engine.test_offload_background import in_background
 from tests.oracle import STAGES, WATCHDOG_S, Run, Script, assert_matches, run_cases
 from tests.rotation import third
 

@@ -307,7 +307,7 @@ def nobody_is_served_at_the_end(patch: pytest.MonkeyPatch) -> None:
     end: Any = order_module.Order._end
 
     def end_at_once(self: Any, pass_: Any, told: Any) -> None:
-        end(self, pass_, told and replace(told, request=order_module.NOTHING))
+        end(self, pass_, told and replace(told, request=None))
 
     patch.setattr(order_module.Order, "_end", end_at_once)
 
@@ -322,7 +322,7 @@ def planted_in_order(right: str, wrong: str) -> Callable[[pytest.MonkeyPatch], N
 norms_are_always_sure = planted_in_order(
     "is_sure = not self._comm.is_on_host and all(pass_.is_sure for pass_ in self._ended)", "is_sure = True"
 )
-nothing_is_left_over = planted_in_order("NOTHING if left is None else", "NOTHING if True else")
+nothing_is_left_over = planted_in_order("None if left is None else", "None if True else")
 passes_begin_unread = planted_in_order(
     "            self.catch_up()\n            # A rank may run local", "            # A rank may run local"
 )

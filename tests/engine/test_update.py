@@ -1,6 +1,7 @@
 """An update in pieces is one update: hooks, schedulers, scalers and errors see a step as torch makes it."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from tests import models
-from zeroshard.update.optimizer import ShardedOptimizer
-from zeroshard.update.pieces import Piece, Resident, update_in_pieces
+from zeroshard import handle
+from zeroshard.update.pieces import Piece, Resident, Source, update_in_pieces
 
 LOG: list[str] = []
 
@@ -41,11 +42,22 @@ def pieces_of(optimizer: torch.optim.Optimizer, count: int) -> Iterator[Piece]:
     return (Logged(str(place), [entries[place::count] for entries in groups]) for place in range(count))
 
 
+class InPieces(Source):
+    """A source of three pieces."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @contextmanager
+    def update(self) -> Iterator[Iterator[Piece]]:
+        yield pieces_of(self.optimizer, 3)
+
+
 @pytest.fixture(autouse=True)
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have each sharded optimizer update in three pieces."""
     LOG.clear()
-    monkeypatch.setattr(ShardedOptimizer, "_pieces", lambda self: pieces_of(self.optimizer, 3))
+    monkeypatch.setattr(handle, "source_of", lambda engine, apart, home, optimizer, cost: InPieces(optimizer))
 
 
 class Extended(torch.optim.AdamW):
@@ -205,7 +217,7 @@ def test_an_optimizer_without_an_engine_can_be_updated_in_pieces() -> None:
         if optimizer is pieced[1]:
             groups = [group["params"] for group in optimizer.param_groups]
             cut = [Resident([groups[0], []]), Resident([[], groups[1]])]
-            update_in_pieces(optimizer, cut)()
+            update_in_pieces(optimizer, nullcontext(cut))()
             assert [group["params"] for group in optimizer.param_groups] == groups
         else:
             optimizer.step()
@@ -217,6 +229,6 @@ def test_a_step_of_no_piece_updates_nothing() -> None:
     model, optimizer = build()
     models.stack_loss(model, 0, 0).backward()
     before = [p.tolist() for p in model.parameters()]
-    update_in_pieces(optimizer, [])
+    update_in_pieces(optimizer, nullcontext([]))
     optimizer.step()
     assert before == [p.tolist() for p in model.parameters()]

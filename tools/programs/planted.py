@@ -90,9 +90,12 @@ MENDS = (
     Mend(
         "what an optimizer adds to its gradients stays, in the background and in pieces",
         (
-            ("update/background.py", "held.to(entry.dtype)", "held.to(entry.dtype, copy=True)"),
+            (
+                "update/pieces.py",
+                "(self.entry.device, self.entry.dtype)",
+                "(self.entry.device, self.entry.dtype, copy=True)",
+            ),
             ("update/pieces.py", "if left is not None and (left", "if False and (left"),
-            ("update/streamed.py", "(entry.device, entry.dtype)", "(entry.device, entry.dtype, copy=True)"),
         ),
         5001450,
         ("nesterov", "foreach", "gradients kept", _ELSEWHERE),

@@ -80,9 +80,9 @@ def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str) 
 def _owned(one: ShardedOptimizer) -> str:
     """Describe the distribution of an optimizer's whole matrices over ranks; "" if there are none."""
     whole = [master for master in one.masters if slot_of(master).updater is not None]
-    if not whole or one.exchange is None:
+    if not whole:
         return ""
-    loads = one.exchange.loads
+    loads = one.source.loads
     mean = sum(loads) / len(loads)
     busiest = f"; the busiest of {len(loads)} ranks has {max(loads) / mean:.2f} of the mean cost" if mean else ""
     return f"updated whole by {type(one.optimizer).__name__}: {len(whole)} parameters{busiest}"

@@ -1,7 +1,7 @@
 """Offload of activations to host memory between forward and backward.
 
 Owns the choice of tensors, the time of their return, and the bytes on the device meanwhile. It must not know the
-copies (`bus.py`, which read first) or the encodings of other links.
+copies (`store/bus.py`, which read first) or the encodings of other links.
 
 Note: the way of a unit's tensors
     After the forward of a unit, `treat` begins the copy of its tensors to the host, and keeps the tensors until the end
@@ -38,10 +38,10 @@ from typing import Any, final
 
 import torch
 
-from zeroshard.activations.bus import Bus, CudaBus, EmulatedBus, HostBuffer, HostPool, Transfer
 from zeroshard.activations.chain import Held, Link
 from zeroshard.activations.spans import Key, Place, Span, bytes_of, is_movable, key_of, place_of, spans_in
 from zeroshard.core.saved import ChangedInPlaceError
+from zeroshard.store.bus import Bus, CudaBus, EmulatedBus, HostBuffer, HostPool, Transfer
 from zeroshard.table.activations import Offloaded
 from zeroshard.torch_private import WeakStorage, call_after_backward, graph_task, local_of, version_of
 from zeroshard.tree import find, map_tensors

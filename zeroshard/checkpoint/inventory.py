@@ -106,8 +106,7 @@ def state_items(
     """
     items, first_copy = [], engine.mesh.rows("shard")[0].tolist()
     for (number, one), of_owners in zip(enumerate(optimizers), owned, strict=True):
-        if one.source is not None:
-            one.source.check()
+        one.source.check()
         for master in one.masters:
             slot = slot_of(master)
             if slot.updater is not None:

@@ -19,23 +19,21 @@ Note: threads
     A model that uses several devices (for example, with a loss on the CPU) has hooks called from several threads. All
     ranks follow one sequence of actions, so hooks are serialized: `alone`. A thread that waits for a collective blocks
     the others, whose requests come later in the sequence anyway.
-Note: hints
-    Hooks on the gradients of a unit's outputs and inputs signal the begin and end of its backward. They are hints: a
-    loss from inside a unit, or an in-place change of a returned view, bypasses them. Correctness does not depend on
-    them: unpacking a saved tensor gathers its unit, and the end of the pass releases and reduces the other units.
 """
 
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 
 from zeroshard.core.dtypes import LossScale
-from zeroshard.core.frames import Frame, Gathered
+from zeroshard.core.frames import Frame, Frames, Gathered
 from zeroshard.core.guard import guard_of
+from zeroshard.core.hints import hint_begin, hint_end
 from zeroshard.core.norms import LocalNorms, total_norms
 from zeroshard.core.order import Order
 from zeroshard.core.passes import Pass
@@ -48,7 +46,6 @@ from zeroshard.devices import Lane, alone
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import call_after_backward, graph_task, is_inside_reentrant_checkpoint, set_slot, slot_grad
-from zeroshard.tree import find
 from zeroshard.wire.comm import Comm, Tag
 from zeroshard.wire.mesh import Mesh, slice_of
 
@@ -95,27 +92,24 @@ class Engine(Ending):
         self.guard = guard_of(comm, updates_on_host=memories != {"device"})
         self.unread: Callable[[], None] | None = None
         """Reads whether the last update was skipped, and acts on it; None if the host knows."""
-        self.end_update: Callable[[], None] | None = None
-        """Waits for the update in the background, and resets itself, or refuses who asks where updates run in the
-        backward; None without such an update."""
-        self._frames: list[Frame] = []
+        self._await_update: Callable[[], None] = lambda: None
+        """Waits for the update in the background."""
+        self._frames = Frames(units)
         self._forwards: list[Hashable] = []
         self._used: set[int] = set()
         self._task = -1
-        self._norms: dict[tuple[float, torch.dtype | None], Tensor] = {}
-        self.gradients_changed = self._norms.clear
-        self._local_norms, self._norms_version = LocalNorms(()), 0
+        self._norms = LocalNorms(())
         self.copy = slice_of(mesh.along("shard", "tensor"))
         """The ranks whose parts form the full gradients."""
         buckets = [(unit.number, bucket) for unit in units for bucket in unit.buckets]
-        self.saved = SavedTensors(buckets, self._need_in_backward, treatment, self._unit_under_way)
+        self.saved = SavedTensors(buckets, self._need_in_backward, treatment, self._frames.unit_under_way)
 
     def take_slots(self, slots: Iterable[Slot]) -> None:
         """Register the slots of parameters, in registration order, and connect them with this engine."""
         for place, slot in enumerate(slots):
             slot.owner, slot.place = weakref.ref(self), place
             self.slots[slot.name] = slot
-        self._local_norms = LocalNorms([*self.slots.values()])
+        self._norms = LocalNorms([*self.slots.values()])
 
     def use_loss_scale(self, loss_scale: LossScale) -> None:
         """Multiply the gradients of the model's outputs by a loss scale, and skip steps that overflow."""
@@ -129,14 +123,63 @@ class Engine(Ending):
         Raises:
             RuntimeError: gradients were not finite, without a loss scale; nothing was changed.
         """
-        if self.end_update is not None:
-            self.end_update()
+        self._await_update()
         self._read_answer()
+
+    def begin_update(self, *, is_skipped: bool) -> None:
+        """Begin the update of an optimizer's step; slices of a skipped one have no gradients."""
+        self.is_skipping = is_skipped
+
+    def end_update(self) -> bool:
+        """End the update, and return whether it was skipped."""
+        was_skipped, self.is_skipping = self.is_skipping, False
+        return was_skipped
+
+    def note_update(self, updated: Iterable[Slot], unread: Callable[[], None] | None) -> None:
+        """Record an update.
+
+        Args:
+            updated: the parameters whose gradients were applied.
+            unread: reads whether the device skipped it, and acts on it; None if the host knows.
+        """
+        self.assigned.difference_update(updated)
+        self.unread = unread
+
+    def continue_update(self, wait: Callable[[], None], check: Callable[[], None]) -> None:
+        """Let an update continue in the background.
+
+        Args:
+            wait: waits for it.
+            check: raises on all ranks if it failed on one; see `Order.check_update`.
+        """
+        self._await_update, self.order.check_update = wait, check
 
     def _read_answer(self) -> None:
         if self.unread is not None:
             read, self.unread = self.unread, None
             read()
+
+    @contextmanager
+    def let_read(self, *, writeback: bool, states: bool) -> Iterator[None]:
+        """Let code inside read full parameters, and change them (`writeback`), without passes."""
+        self.gathered = Gathered(writeback, states)
+        try:
+            yield
+        finally:
+            self.gathered = None
+
+    @contextmanager
+    def reducing_over(self, scope: Scope) -> Iterator[None]:
+        """Reduce the gradients of backwards inside over these ranks at most."""
+        before, self.scope = self.scope, min(self.scope, scope)
+        try:
+            yield
+        finally:
+            self.scope = before
+
+    def move_states(self, *, is_away: bool) -> None:
+        """Record that the states were moved away from the device, which prevents updates, or back."""
+        self.has_moved_states = is_away
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -146,7 +189,7 @@ class Engine(Ending):
         if self.gathered is not None:
             return
         is_recompute, has_grad = graph_task() != -1, torch.is_grad_enabled()
-        if not self._running() and not is_recompute:
+        if not self._frames.running() and not is_recompute:
             self.lane.begin(f"the forward of {type(module).__name__}")
             # When gathered, units wait for their own part of an update in the background.
             self._read_answer()
@@ -160,12 +203,12 @@ class Engine(Ending):
         frame = Frame(module, units, is_recompute, sys.exception(), has_grad)
         if is_recompute:
             self._enter_backward()
-        elif not self._frames:
+        elif not self._frames.open:
             self._open_forward(frame, name)
         else:
             self.lane.check(f"the forward of '{name}'")
-        self._frames.append(frame)
-        between, self._frames[0].between = self._frames[0].between, None
+        self._frames.open.append(frame)
+        between, self._frames.open[0].between = self._frames.open[0].between, None
         if between is not None and between not in units:
             self.order.leave(between)
         for number in units:
@@ -177,43 +220,32 @@ class Engine(Ending):
                 self.units[number].is_recomputed = True
         elif has_grad:
             self._note_use(units)
-            self._hint_end(units, inputs)
+            targets = _besides_root(units)
+            if targets and hint_end(inputs, lambda: self._end_units(targets)):
+                for number in targets:
+                    self.units[number].has_end_hint = True
 
     @alone
     def exit(self, module: torch.nn.Module, outputs: Any) -> None:
         """End a module's forward: release its units, and end the pass in the outermost module."""
-        if self.gathered is not None or not self._running() or self._frames[-1].module is not module:
+        frames = self._frames
+        if self.gathered is not None or not frames.running() or frames.open[-1].module is not module:
             return
-        frame = self._undo()
+        frame = frames.undo()
         if frame.is_recompute or sys.exception() is not frame.exception:
             # A recomputation saved plain aliases, so the unit stays gathered until its backward ends. Ranks may also
             # fail alone, so nothing is communicated after an exception; the next entry completes the pass.
             return
         for number in frame.taken:
-            if not self.units[number].users and self.units[number].blocks and self._frames:
-                self._frames[0].between = number
+            if not self.units[number].users and self.units[number].blocks and frames.open:
+                frames.open[0].between = number
             elif not self.units[number].users:
                 self.order.leave(number)
-        self.saved.treat(frame.units[-1] if frame.units else self._unit_under_way(), outputs)
-        if frame.has_grad:
-            self._hint_begin(frame.units, outputs)
-        if not self._frames:
+        self.saved.treat(frame.units[-1] if frame.units else frames.unit_under_way(), outputs)
+        if frame.has_grad and (targets := _besides_root(frame.units)):
+            hint_begin(outputs, lambda: self._begin_units(targets))
+        if not frames.open:
             self.order.close()
-
-    def _undo(self) -> Frame:
-        """Undo the local effects of the last entry."""
-        frame = self._frames.pop()
-        for number in frame.taken:
-            self.units[number].users -= 1
-        if frame.saved is not None:
-            frame.saved.__exit__(None, None, None)
-        return frame
-
-    def _running(self) -> list[Frame]:
-        """Return the entered modules; undo entries of calls that ended without hooks, as by a KeyboardInterrupt."""
-        while self._frames and not self._frames[-1].call.is_running():
-            self._undo()
-        return self._frames
 
     def _open_forward(self, frame: Frame, name: str) -> None:
         kind = "training" if frame.has_grad else "no-grad"
@@ -232,10 +264,6 @@ class Engine(Ending):
                 "backward. Use torch.autograd.grad, or enter `with zero.gathered():` around them, on every rank."
             ) from error
         self.order.open("forward", key, place=place if self.is_sharded else "", holds=frame.has_grad)
-
-    def _unit_under_way(self) -> int:
-        """Return the unit of the innermost running module."""
-        return next((frame.units[-1] for frame in reversed(self._frames) if frame.units), ROOT)
 
     def _note_use(self, units: tuple[int, ...]) -> None:
         for number in units:
@@ -265,8 +293,8 @@ class Engine(Ending):
     def _complete(self) -> None:
         """Complete passes that an exception interrupted."""
         if self.order.current is not None:
-            while self._frames:
-                self._undo()
+            while self._frames.open:
+                self._frames.undo()
             self.saved.forget()
             self._close(self.order.current)
 
@@ -280,7 +308,7 @@ class Engine(Ending):
                 self._forwards, self._used = [], set()
                 for unit in self.units:
                     unit.end_backward()
-            self.gradients_changed()
+            self._norms.forget()
 
     @alone
     def demand(self, number: int) -> bool:
@@ -301,7 +329,7 @@ class Engine(Ending):
     @property
     def _is_in_forward(self) -> bool:
         """Whether a forward pass is open; a backward inside a forward belongs to it, and reduces nothing."""
-        return bool(self._running()) and self.order.current is not None and self.order.current.phase == "forward"
+        return bool(self._frames.running()) and self.order.current is not None and self.order.current.phase == "forward"
 
     def _enter_backward(self) -> None:
         """Open a backward pass at the first event in it."""
@@ -365,7 +393,7 @@ class Engine(Ending):
                 f"'{slot.name}' from its graph. Use torch.autograd.grad(..., create_graph=True), and call backward() "
                 "on a value computed from its results."
             )
-        if self._frames and self._is_in_forward:
+        if self._frames.open and self._is_in_forward:
             raise RuntimeError(
                 f"{self.mesh} backward() reached '{slot.name}' inside the forward of a sharded model. Use "
                 "torch.autograd.grad there, which does not touch parameters' gradients, or call backward() after the "
@@ -385,40 +413,18 @@ class Engine(Ending):
             if self.is_sharded and is_trained_whole and not unit.has_end_hint and not unit.is_recomputed:
                 self.order.leave(unit.number)
 
-    def _hint_begin(self, units: tuple[int, ...], outputs: Any) -> None:
-        targets = tuple(number for number in units if number != ROOT)
-        if not targets:
-            return
-
-        def begin(grad: Tensor) -> None:
-            for number in targets:
-                self._need_in_backward(number)
-
-        for tensor in find(outputs, Tensor):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(begin)
-
-    def _hint_end(self, units: tuple[int, ...], inputs: Any) -> None:
-        targets = tuple(number for number in units if number != ROOT)
-        tensors = [t for t in find(inputs, Tensor) if t.requires_grad and t.grad_fn is not None] if targets else []
-        if not tensors:
-            return
-        has_fired = False
-
-        def end(grad: Tensor) -> None:
-            nonlocal has_fired
-            if not has_fired and not self._is_in_forward:
-                has_fired = True
-                self._end_unit(targets)
-
-        for number in targets:
-            self.units[number].has_end_hint = True
-        for tensor in tensors:
-            tensor.register_hook(end)
+    def _begin_units(self, units: tuple[int, ...]) -> None:
+        for number in units:
+            self._need_in_backward(number)
 
     @alone
-    def _end_unit(self, units: tuple[int, ...]) -> None:
-        """Release units whose backward is over: autograd runs nodes of later calls first, so none remain."""
+    def _end_units(self, units: tuple[int, ...]) -> bool:
+        """Release units whose backward is over: autograd runs nodes of later calls first, so none remain.
+
+        Returns: whether the hint counts; a backward inside a forward ends nothing.
+        """
+        if self._is_in_forward:
+            return False
         self._enter_backward()
         for number in units:
             unit = self.units[number]
@@ -427,6 +433,7 @@ class Engine(Ending):
                 if unit.landed and not unit.has_all_landed() and unit.is_complete():
                     self.order.land(number)
                 self.order.leave(number)
+        return True
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -437,7 +444,7 @@ class Engine(Ending):
         # An update in the background uses its gradients until it ends.
         (self._read_answer if is_forgotten else self.learn)()
         self.catch_up()
-        self.gradients_changed()
+        self._norms.forget()
 
     def norms(self, p: float, dtype: torch.dtype | None = None) -> Tensor:
         """Return read-only (parameters,) fp64: the p-norm of the full gradient of each parameter, in order.
@@ -453,23 +460,18 @@ class Engine(Ending):
             call.
         """
         self.leave_passes("A norm of gradients")
-        # Full gradients are plain tensors that clipping changes without a hook; torch counts the changes.
-        if self._local_norms.count_changes() != self._norms_version:
-            self.gradients_changed()
-        if (known := self._norms.get((p, dtype))) is not None:
+        if (known := self._norms.known(p, dtype)) is not None:
             return known
         self.check_reduced("A norm")
         if p <= 0:
             # For orders that are not additive, missing gradients must not count as zeros.
             self.catch_up()
         self.answer(f"a {p:g}-norm of gradients in {dtype or 'their dtypes'}")
-        local = self._local_norms.of(p, dtype, is_behind=self.order.is_behind)
+        local = self._norms.of(p, dtype, is_behind=self.order.is_behind)
         # Replicas have equal sums, so only the ranks of one replica count.
         rows = self.comm.collect(local, f"a {p:g}-norm of gradients")[self.copy]
-        self._norms[p, dtype] = total = total_norms(rows, p)
-        # Counted here, because `answer` may have reduced late requests of other ranks.
-        self._norms_version = self._local_norms.count_changes()
-        return total
+        # Kept at the end, because `answer` may have reduced late requests of other ranks.
+        return self._norms.keep(p, dtype, total_norms(rows, p))
 
     def check_reduced(self, what: str) -> None:
         """Raise if gradients of `no_sync` passes wait for a reduction."""
@@ -489,3 +491,7 @@ class Engine(Ending):
         self.order.barrier(f"the whole gradient of '{slot.name}'")
         tag = Tag(self.order.next_number(), slot.bucket.number, f"the gradient of '{slot.name}'")
         return slot.form.whole(slot.bucket.whole_gradient(slot.index, self.comm, tag))
+
+
+def _besides_root(units: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(number for number in units if number != ROOT)

@@ -33,11 +33,29 @@ class LocalNorms:
         self._slots, self._count = [slot for slot in slots if slot.is_own], len(slots)
         self._buckets = {id(slot.bucket): slot.bucket for slot in slots}.values()
         self._device = slots[0].bucket.device if slots else None
+        self._known: dict[tuple[float, torch.dtype | None], Tensor] = {}
+        """The norms of all ranks, by order and dtype, since gradients last changed."""
+        self._version = 0
         self._made: tuple[Any, Tensor, list[Tensor]] = None, torch.empty(0, device="cpu"), []
         """For a selection of parameters: its key, a buffer (parameters,), and the buffer's indices of each dtype."""
 
-    def count_changes(self) -> int:
-        """Return the number of in-place changes to gradients; torch counts those of clipping on plain tensors."""
+    def known(self, p: float, dtype: torch.dtype | None) -> Tensor | None:
+        """Return norms that were kept; None after gradients have changed."""
+        # Full gradients are plain tensors that clipping changes without a hook; torch counts the changes.
+        if self._count_changes() != self._version:
+            self.forget()
+        return self._known.get((p, dtype))
+
+    def keep(self, p: float, dtype: torch.dtype | None, total: Tensor) -> Tensor:
+        """Keep the norms of all ranks until gradients change, and return them."""
+        self._known[p, dtype], self._version = total, self._count_changes()
+        return total
+
+    def forget(self) -> None:
+        """Drop what was kept: gradients change."""
+        self._known.clear()
+
+    def _count_changes(self) -> int:
         return sum(version_of(one) for bucket in self._buckets for one in bucket.grads.tensors())
 
     def of(self, p: float, dtype: torch.dtype | None, *, is_behind: bool = False) -> Tensor:

@@ -6,9 +6,9 @@ actions into calls on units and events of the trace. It must not know hooks, par
 
 Note: rounds
     Each pass ends with a vote (`core/votes.py`). A rank that follows the record to the end of the pass requests
-    nothing. A rank that needs a unit outside the record posts the vote earlier, with its request as a number, and reads
-    the minimum. Numbers of gathers are smaller than numbers of reductions. All ranks serve the smallest request
-    together and vote again in rounds, until no rank has a request.
+    nothing. A rank that needs a unit outside the record posts the vote earlier, with its request (`Ask`), and reads the
+    smallest request of all ranks. Gathers come before reductions. All ranks serve that request together and vote again
+    in rounds, until no rank has one.
 Note: leaving the record
     A rank that needs a unit outside the record first issues the rest of the record, so that no rank waits for it, and
     then requests the unit in rounds. The other ranks follow the record to its end and serve the requests when they read
@@ -40,7 +40,7 @@ from zeroshard.core.history import History
 from zeroshard.core.passes import Pass, Phase
 from zeroshard.core.states import Scope
 from zeroshard.core.unit import Reduction, Unit
-from zeroshard.core.votes import NOTHING, Told, Votes
+from zeroshard.core.votes import Ask, Told, Votes
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.schedule import WINDOW, Action, Record, Schedule
 from zeroshard.torch_private import NoFunctionTransforms, is_profiling, profiled
@@ -201,7 +201,7 @@ class Order:
             return
         pass_.is_sure = not pass_.asks and self._is_complete(pass_)
         left = next(self._left_over(pass_), None)
-        request = NOTHING if left is None else pass_.number_of("reduce", left, len(self._units), is_again=False)
+        request = None if left is None else pass_.ask_for("reduce", left, is_again=False)
         self.votes.post(pass_.end, partial(self._end, pass_), pass_.payload, request)
         has_late_sums = pass_.waiting or any(unit.is_deferred for unit in self._units)
         if pass_.phase == "forward" or pass_.asks or has_late_sums:
@@ -228,7 +228,7 @@ class Order:
         self._ended.remove(pass_)
         before, self.current = self.current, pass_
         try:
-            if told is None or told.request != NOTHING:
+            if told is None or told.request is not None:
                 told = self._serve_all(pass_, told)
             # A rank that was not ready may have no gradients, and no request; all ranks are closing here. Where sums
             # stay within copies, another copy may have had its sum before, so the record knows nothing of this one.
@@ -247,15 +247,15 @@ class Order:
     def _serve_all(self, pass_: Pass, told: Told | None) -> Told:
         """Vote in rounds until no rank has a request, and return the result of the last vote."""
         self._has_made_rounds = True
-        if told is not None:
+        if told is not None and told.request is not None:
             pass_.has_asked = True
             if pass_.relied_on:
-                kind, unit, _ = pass_.meaning_of(told.request, len(self._units))
+                kind, unit = pass_.meaning_of(told.request)
                 self.votes.early = f"{pass_.relied_on} before the {kind} of {self._units[unit]} in {pass_}"
             self._serve(told.request)
         for unit in self._left_over(pass_):
             self._ask("reduce", unit, False)
-        while (last := self._round(pass_, NOTHING, pass_.end)).request != NOTHING:
+        while (last := self._round(pass_, None, pass_.end)).request is not None:
             self._serve(last.request)
         return last
 
@@ -382,15 +382,14 @@ class Order:
     def _ask(self, kind: Literal["gather", "reduce"], unit: int, is_again: bool) -> None:
         """Serve requests of all ranks, smallest first, until this rank's request is served."""
         pass_ = self._open_pass()
-        number = pass_.number_of(kind, unit, len(self._units), is_again=is_again)
+        ask = pass_.ask_for(kind, unit, is_again=is_again)
         what = f"{kind} of {self._units[unit]} in {pass_}"
-        while True:
-            low = self._round(pass_, number, what).request
-            self._serve(low, is_own=low // 2 == number // 2)
-            if low // 2 == number // 2:
-                return
+        first: Ask | None = None
+        while first is None or not first.is_same(ask):
+            if (first := self._round(pass_, ask, what).request) is not None:
+                self._serve(first, is_own=first.is_same(ask))
 
-    def _round(self, pass_: Pass, request: int, what: str) -> Told:
+    def _round(self, pass_: Pass, request: Ask | None, what: str) -> Told:
         # Replicas exchange sums when a reduction is finished: no rank may wait here for such a rank.
         self._finish_all()
         if pass_.has_asked:
@@ -398,11 +397,11 @@ class Order:
         pass_.has_asked = True
         return self.votes.meet(pass_.end, pass_.payload, request, what)
 
-    def _serve(self, number: int, *, is_own: bool = False) -> None:
-        """Execute the request with this number, together with all ranks."""
+    def _serve(self, ask: Ask, *, is_own: bool = False) -> None:
+        """Execute a request, together with all ranks."""
         pass_ = self._open_pass()
-        kind, unit, is_again = pass_.meaning_of(number, len(self._units))
-        pass_.agreed.append((kind, unit, is_again))
+        kind, unit = pass_.meaning_of(ask)
+        pass_.agreed.append((kind, unit, not ask.is_new))
         if kind == "reduce":
             self._do([("reduce", unit)])
         elif is_own or unit in pass_.schedule.whole:

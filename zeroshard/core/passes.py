@@ -1,10 +1,6 @@
 """The state of one pass: its kind, its requests, and the payload of its final vote.
 
 Owns the state of a pass. It knows units only by number, and not how ranks agree (`core/order.py`).
-
-Note: requests
-    In rounds, a request for a unit is a number; numbers of gathers are smaller than numbers of reductions. All ranks
-    serve the smallest number, and derive its meaning from the number and the pass.
 """
 
 import zlib
@@ -13,11 +9,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from zeroshard.core.states import Scope
+from zeroshard.core.votes import Ask
 from zeroshard.table.schedule import ROOT, Mark, Record, Request, Schedule, hoist
 
 __all__ = ["Pass", "Phase"]
 
 Phase = Literal["forward", "backward"]
+LAST_PLACE = 1 << 30
+"""More than the number of units."""
 
 
 @dataclass
@@ -67,22 +66,22 @@ class Pass:
         """The payload of the final vote: facts of this rank, as one number."""
         return zlib.crc32(bytes(self.used), self.checksum) ^ self.buffers
 
-    def number_of(self, kind: Literal["gather", "reduce"], unit: int, count: int, *, is_again: bool) -> int:
-        """Return the number of a request.
+    def ask_for(self, kind: Literal["gather", "reduce"], unit: int, *, is_again: bool) -> Ask:
+        """Return a request in rounds.
 
         Args:
-            count: number of units of the model.
             is_again: whether the unit was released too early.
         """
-        # The root comes first in both directions, because it is needed throughout.
-        place = unit if self.phase == "forward" or unit == ROOT else count - unit
-        return 2 * (place + (count if kind == "reduce" else 0)) + (not is_again)
+        return Ask(kind == "reduce", self._place_of(unit), not is_again)
 
-    def meaning_of(self, number: int, count: int) -> tuple[Literal["gather", "reduce"], int, bool]:
-        """Return the kind, the unit and `is_again` of the request with a number."""
-        place = number // 2 % count
-        unit = place if self.phase == "forward" or place == ROOT else count - place
-        return "gather" if number // 2 < count else "reduce", unit, number % 2 == 0
+    def meaning_of(self, ask: Ask) -> tuple[Literal["gather", "reduce"], int]:
+        """Return the kind and the unit of a request."""
+        return "reduce" if ask.is_reduction else "gather", self._place_of(ask.place)
+
+    def _place_of(self, unit: int) -> int:
+        """Return the place of a unit among requests, or the unit at a place."""
+        # The root comes first in both directions, because it is needed throughout.
+        return unit if self.phase == "forward" or unit == ROOT else LAST_PLACE - unit
 
     def next_record(self, record: Record) -> Record:
         """Return the record for the next pass of this kind, with agreed requests, equal on all ranks."""

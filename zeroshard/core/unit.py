@@ -9,7 +9,7 @@ Note: the life of a unit at stage 3
     3. `wait`: the values have arrived; the parameters change to the readable class. Modules compute.
     4. `release`: frees the memory, and restores the raising class.
     5. In backward, the same again, while gradients arrive in each bucket, local to this rank.
-    6. `Reduction`, and with the next unit's reduction or at the end of the pass (at once in shared memory),
+    6. `start_reduction`, and with the next unit's reduction or at the end of the pass (at once in shared memory),
         `Reduction.finish`: adds this rank's shard of the sum to the held gradients.
 Note: one sum a pass
     The bits of a sum depend on the order of its additions. So each unit is reduced once per pass, when the gradients of
@@ -18,10 +18,10 @@ Note: one sum a pass
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -43,28 +43,35 @@ _is_trained = attrgetter("requires_grad")
 
 
 @final
-class Reduction:
-    """The reduction of one unit under way.
+class Summed(NamedTuple):
+    """The sum of one bucket's gradients under way.
 
     Args:
-        is_ready: whether this rank's gradients are complete.
+        local: this rank's gradients; None if it was not ready.
+        own: the place of this rank's shard of the sum.
     """
 
-    def __init__(self, unit: "Unit", comm: Comm, number: int, where: str, scope: Scope, *, is_ready: bool) -> None:
-        self.unit, self._comm, self._number, self._scope = unit, comm, number, scope
-        self._what = f"the reduction of {unit} in {where}"
-        self._pending: list[tuple[Bucket, FlatGradients, Local | None, Tensor, Pending]] = []
-        for bucket in unit.reducible():
-            if (grads := bucket.flat) is None:
-                bucket.grads.hand_over()
-                bucket.grads.scope = min(bucket.grads.scope, scope)
-                unit.note_overflow(bucket.grads.tensors())
-                continue
-            local = grads.take_local(comm.mesh.replicas) if is_ready else None
-            scale = unit.scale if comm.mesh.replicas == 1 else 1.0
-            own = grads.place_of_sum(local) if local else grads.own_shard()
-            full, tag = local.full if local else None, Tag(number, bucket.number, self._what)
-            self._pending.append((bucket, grads, local, own, comm.reduce(full, own, bucket.codec, scale, tag)))
+    bucket: Bucket
+    grads: FlatGradients
+    local: Local | None
+    own: Tensor
+    pending: Pending
+
+
+@final
+@dataclass(frozen=True)
+class Reduction:
+    """The reduction of one unit under way; `Unit.start_reduction` launches it.
+
+    Args:
+        scope: the ranks over which gradients are summed.
+        where: the communicator, the number of the pass, and a text for errors.
+    """
+
+    unit: "Unit"
+    scope: Scope
+    where: tuple[Comm, int, str]
+    sums: Sequence[Summed]
 
     def finish(self) -> list[Pending] | None:
         """Add the sums to the held gradients, and return the gathers of sums that every rank needs in full.
@@ -72,13 +79,12 @@ class Reduction:
         Returns None if a rank was not ready; the gradients are then local again.
         """
         tails: list[Pending] | None = []
-        for bucket, grads, local, own, pending in self._pending:
+        for bucket, grads, local, own, pending in self.sums:
             is_ready = pending.wait()
             # Sums within this replica are added to the held sums, and the total is summed over replicas.
-            scope = min(grads.scope, self._scope)
+            scope = min(grads.scope, self.scope)
             if scope is Scope.ALL:
-                unit = self.unit
-                is_ready = unit.reduce_copies(bucket, own, self._comm, self._number, self._what, is_ready=is_ready)
+                is_ready = self.unit.reduce_copies(bucket, own, *self.where, is_ready=is_ready)
             if local is None or tails is None or not is_ready:
                 tails = None
                 if local is not None:
@@ -86,7 +92,7 @@ class Reduction:
                 continue
             grads.scope = scope
             grads.add_reduced(local, own)
-            tails += self.unit.complete_sum(bucket, grads, own, self._comm, self._number, self._what)
+            tails += self.unit.complete_sum(bucket, grads, own, *self.where)
         return tails
 
 
@@ -258,8 +264,24 @@ class Unit:
         return sum(b.layout.full_numel * b.dtypes.grad.itemsize for b in self.reducible())
 
     def start_reduction(self, comm: Comm, number: int, where: str, scope: Scope, *, is_ready: bool) -> Reduction:
-        """Start to sum its gradients over ranks."""
-        return Reduction(self, comm, number, where, scope, is_ready=is_ready)
+        """Start to sum its gradients over ranks.
+
+        Args:
+            is_ready: whether this rank's gradients are complete.
+        """
+        what, sums = f"the reduction of {self} in {where}", list[Summed]()
+        for bucket in self.reducible():
+            if (grads := bucket.flat) is None:
+                bucket.grads.hand_over()
+                bucket.grads.scope = min(bucket.grads.scope, scope)
+                self.note_overflow(bucket.grads.tensors())
+                continue
+            local = grads.take_local(comm.mesh.replicas) if is_ready else None
+            scale = self.scale if comm.mesh.replicas == 1 else 1.0
+            own = grads.place_of_sum(local) if local else grads.own_shard()
+            full, tag = local.full if local else None, Tag(number, bucket.number, what)
+            sums.append(Summed(bucket, grads, local, own, comm.reduce(full, own, bucket.codec, scale, tag)))
+        return Reduction(self, scope, (comm, number, what), sums)
 
     def has_landed(self) -> list[bool]:
         """Return for each parameter whether a gradient arrived since ranks last agreed on used parameters."""

@@ -18,15 +18,40 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.wire.comm import MOST_UNREAD, Channel, Comm, Vote
 
-__all__ = ["NOTHING", "Told", "Votes"]
+__all__ = ["Ask", "Told", "Votes"]
 
-NOTHING = 1 << 40
-"""The number for no request; requests have smaller numbers."""
+_NOTHING = 1 << 40
+"""The number for no request in a vote; requests have smaller numbers."""
+
+
+@final
+class Ask(NamedTuple):
+    """A request in rounds. All ranks serve the smallest of all ranks' requests first."""
+
+    is_reduction: bool
+    place: int
+    """The place of its unit in the order of the pass, below 2**31."""
+    is_new: bool
+    """Whether it is no repetition: False if the unit was released too early."""
+
+    def is_same(self, other: "Ask") -> bool:
+        """Return whether both are for the same kind and unit, so that one action serves both."""
+        return self[:2] == other[:2]
+
+    @property
+    def number(self) -> int:
+        """A number with the same order, for a vote."""
+        return self.is_reduction << 32 | self.place << 1 | self.is_new
+
+
+def ask_of(number: int) -> Ask | None:
+    """Return the request with a number of a vote; None for no request."""
+    return None if number == _NOTHING else Ask(bool(number >> 32), (number & 0xFFFFFFFF) >> 1, bool(number & 1))
 
 
 @final
@@ -34,7 +59,7 @@ NOTHING = 1 << 40
 class Told:
     """The result of a vote: the smallest request, and the minimum and maximum payload."""
 
-    request: int
+    request: Ask | None
     least: int
     greatest: int
 
@@ -56,7 +81,12 @@ class Votes:
         comm.call_before_waits(lambda: read() if (read := catch_up()) else None)
 
     def post(
-        self, place: str, then: Then = lambda told: None, payload: int = 0, request: int = NOTHING, what: str = ""
+        self,
+        place: str,
+        then: Then = lambda told: None,
+        payload: int = 0,
+        request: Ask | None = None,
+        what: str = "",
     ) -> None:
         """Post that this rank is at `place`; `read` will call `then` with the result.
 
@@ -88,14 +118,14 @@ class Votes:
         finally:
             self._is_reading = False
 
-    def meet(self, place: str, payload: int = 0, request: int = NOTHING, what: str = "") -> Told:
+    def meet(self, place: str, payload: int = 0, request: Ask | None = None, what: str = "") -> Told:
         """Post a vote and wait for its result; earlier votes are read first."""
         told: list[Told] = []
         self.post(place, told.append, payload, request, what)
         self.read()
         return told[0]
 
-    def round(self, place: str, payload: int = 0, request: int = NOTHING, what: str = "") -> Told:
+    def round(self, place: str, payload: int = 0, request: Ask | None = None, what: str = "") -> Told:
         """Post this rank's request after a vote with a request, and wait for the result."""
         vote = self._comm.post(_numbers(place, payload, request), what or place, Channel.ROUNDS)
         return self._told(vote.read(), what or place)
@@ -121,10 +151,10 @@ class Votes:
                 "same passes, norms and steps in the same order, and call save(), load() and gathered(). Code for "
                 "rank 0 only belongs in `for _ in zero.on_first_rank():`, instead of `if rank == 0:`."
             )
-        return Told(request, least, -greatest)
+        return Told(ask_of(request), least, -greatest)
 
 
-def _numbers(place: str, payload: int, request: int) -> list[int]:
+def _numbers(place: str, payload: int, request: Ask | None) -> list[int]:
     """Return the numbers of a vote, in a form whose minima over ranks give minimum and maximum of each."""
     number = zlib.crc32(place.encode())
-    return [request, number, -number, payload, -payload]
+    return [_NOTHING if request is None else request.number, number, -number, payload, -payload]

@@ -96,7 +96,7 @@ class Probe:
         self._time(engine, Engine.landed, HOOKS, lambda param: self._name(slot_of(param).unit), before=self._land)
         for method in (Engine.demand, Engine._need_in_backward):
             self._time(engine, method, HOOKS, self._name)
-        self._time(engine, Engine._end_unit, HOOKS, lambda numbers: self._name(numbers[0]))
+        self._time(engine, Engine._end_units, HOOKS, lambda numbers: self._name(numbers[0]))
         for ends in (Engine._complete, Engine._end_backward):
             self._time(engine, ends, HOOKS)
         self._time(engine, Engine.norms, OPTIMIZER)

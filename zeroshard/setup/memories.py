@@ -11,8 +11,9 @@ import torch
 
 from zeroshard.core.engine import Engine
 from zeroshard.core.guard import FUSED
-from zeroshard.describe.offload import ELEMENTWISE, check_in_files
+from zeroshard.describe.offload import check_in_files
 from zeroshard.optim.keeps import state_cost
+from zeroshard.optim.whole import whole_of
 from zeroshard.setup.request import Described
 from zeroshard.store import file_calls
 from zeroshard.store.apart import Apart
@@ -20,8 +21,10 @@ from zeroshard.store.disk import BLOCK_BYTES
 from zeroshard.table.cells import Cell, Residency
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.update import background
-from zeroshard.update.optimizer import ShardedOptimizer, Source
-from zeroshard.update.streamed import Streams
+from zeroshard.update.admission import is_elementwise
+from zeroshard.update.exchange import Exchange
+from zeroshard.update.pieces import AtOnce, Source
+from zeroshard.update.streamed import Files, Streams
 from zeroshard.wire.transports import MEMORIES
 
 __all__ = ["check_updates", "make_apart", "reserve", "source_of"]
@@ -120,9 +123,7 @@ def check_updates(
         for optimizer in optimizers:
             _check_capturable(optimizer, device)
     for optimizer in optimizers if row.states.memory == "file" else ():
-        kind = type(optimizer)
-        is_elementwise = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
-        check_in_files(kind.__name__, is_elementwise=is_elementwise)
+        check_in_files(type(optimizer).__name__, is_elementwise=is_elementwise(optimizer))
     # From the row, not from this rank's slices: all ranks must decide alike, and a fraction may move none of them.
     in_files = [one for one in buckets if "file" in (one.master_memory, one.row.parameters.memory)]
     if any(bucket.formats.state != bucket.formats.master for bucket in in_files):
@@ -149,18 +150,25 @@ def _check_capturable(optimizer: torch.optim.Optimizer, device: torch.device) ->
             )
 
 
-def source_of(engine: Engine, apart: Apart | None, home: Apart | None, sharded: ShardedOptimizer) -> Source | None:
-    """Return what updates an optimizer's entries in files, or in the background; None where `step()` does it all.
+def source_of(
+    engine: Engine,
+    apart: Apart | None,
+    home: Apart | None,
+    optimizer: torch.optim.Optimizer,
+    cost: tuple[int, ...] | None,
+) -> Source:
+    """Return where the pieces of an optimizer's updates come from; its groups hold the model's parameters.
 
     Args:
         apart: the memory of states.
         home: the memory of parameters.
+        cost: what the optimizer keeps; see `state_cost`.
     """
     apart = home if apart is None and home is not None and home.disk is not None else apart
-    if apart is None:
-        return None
-    if apart.disk is None:
-        has_time = background.is_worthwhile(engine.mesh.device) and background.may_be_early(sharded.optimizer)
-        return background.Early(engine) if has_time and sharded.exchange is None else None
-    states = sharded.state_cost[0] if sharded.state_cost is not None else 0
-    return Streams(engine, apart.disk, states, apart.cell.staging_bytes)
+    files = None if apart is None or apart.disk is None else Files(engine, apart.disk)
+    if (whole := whole_of(optimizer)) is not None:
+        return Exchange(engine, optimizer, whole, files)
+    if apart is not None and files is not None:
+        return Streams(files, optimizer, 0 if cost is None else cost[0], apart.cell.staging_bytes)
+    has_time = apart is not None and background.is_worthwhile(engine.mesh.device)
+    return background.Background(engine, optimizer) if has_time and is_elementwise(optimizer) else AtOnce()

@@ -7,7 +7,7 @@ Owns the list of torch's element-wise optimizers and the trials of other optimiz
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +18,7 @@ from zeroshard.optim.keeps import NOT_OPTIONS, is_taken, rebuild
 from zeroshard.optim.whole import Whole
 from zeroshard.update.pieces import Resident, update_in_pieces
 
-__all__ = ["ELEMENTWISE", "admit", "admit_whole", "refuse"]
+__all__ = ["ELEMENTWISE", "admit", "admit_whole", "is_elementwise", "refuse"]
 
 Tensor = torch.Tensor
 
@@ -33,6 +33,12 @@ PLAIN: Mapping[str, Any] = MappingProxyType({"dtype": torch.float32, "device": "
 """Of tensors of trials, whatever torch's defaults are."""
 
 Options = Mapping[str, Any]
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is known to update each element by itself, whenever it is asked."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
 
 
 def refuse(optimizer: torch.optim.Optimizer) -> None:
@@ -187,7 +193,7 @@ def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[tuple[Options, int
         for place, part in enumerate(parts):
             part.grad = torch.sin(torch.arange(float(part.numel()), **PLAIN) * (step + 1) + place).view_as(part)
         cuts = [[[p for p in group["params"] if p is part] for group in groups] for part in parts]
-        put_back = update_in_pieces(fresh, [Resident(cut) for cut in cuts]) if is_in_turn else None
+        put_back = update_in_pieces(fresh, nullcontext([Resident(cut) for cut in cuts])) if is_in_turn else None
         fresh.step()
         if put_back is not None:
             put_back()

@@ -27,8 +27,9 @@ import logging
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -38,97 +39,83 @@ from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import METADATA, MasterSlice, name_of, part_of
 from zeroshard.core.slot import Slot, slot_of
-from zeroshard.torch_private import NoSubclasses, body_of
+from zeroshard.torch_private import NoSubclasses
 from zeroshard.tree import find
-from zeroshard.update.admission import ELEMENTWISE
-from zeroshard.update.optimizer import ShardedOptimizer
-from zeroshard.update.pieces import Piece, Resident, keep_change
+from zeroshard.update.pieces import Lent, Piece, Resident, Source, update_in_pieces
 from zeroshard.watch.process import end_with, is_child_of, wait_before_forks
 
-__all__ = ["Early", "Waiting", "is_worthwhile", "may_be_early", "twin_of"]
+__all__ = ["Background", "Waiting", "is_worthwhile"]
 
 Tensor = torch.Tensor
 
 
 def is_worthwhile(device: torch.device) -> bool:
-    """Tell whether there is a device that can compute meanwhile; tests replace this function."""
+    """Return whether there is a device that can compute meanwhile; tests replace this function."""
     return device.type != "cpu"
 
 
-def may_be_early(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether an optimizer is known to update each parameter by itself, whenever it is asked."""
-    kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
-
-
 @final
-class Early:
-    """What begins an update in the background, and ends it: `ShardedOptimizer.source`."""
+class Background(Source):
+    """Updates in a thread of what has its states and gradients on the host, and at once of the rest."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._where = weakref.ref(engine), str(engine.mesh)
-        self._is_alone = engine.mesh.world_size == 1
-        self._comm, self._device = engine.comm, engine.mesh.device
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+        self._engine, self._optimizer = engine, optimizer
         self._pool: ThreadPoolExecutor | None = None
-        self._run: _Run | None = None
+        self._run: Run | None = None
+        """The update that has not ended."""
         self._failure = ""
         """Of this rank, or, once all have told one another, of all."""
         self._is_agreed = True
+        """Whether ranks know of one another how the last update ended."""
 
-    # -- what the optimizer asks (`Source`) -----------------------------------------------------------------------
-
-    @property
-    def has_failed(self) -> bool:
-        """See `Source`: an exception before the thread began is the optimizer's own."""
-        return False
-
-    def begin(self) -> None:
-        """See `Source`: what reads states has waited."""
-
-    def check(self) -> None:
-        """See `Source`. Collective: where an update has ended since ranks last agreed, as `_agree`."""
-        self._agree()
-
-    def pieces(self, sharded: ShardedOptimizer) -> Iterator[Piece]:
-        """Begin the update in the background; yield what is updated now."""
+    @contextmanager
+    def update(self) -> Iterator[Iterable[Piece]]:
+        """See `Source`. The thread begins when everything else is updated."""
         self._raise()
-        optimizer = sharded.optimizer
-        groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
+        optimizer = self._optimizer
         # GradScaler changes its numbers in place once step() has returned.
         is_scaled = getattr(optimizer, "grad_scale", None) is not None or hasattr(optimizer, "found_inf")
-        late = [[master for master in group if is_scaled or not _is_early(slot_of(master))] for group in groups]
-        early = [[master for master in group if not is_scaled and _is_early(slot_of(master))] for group in groups]
-        self._run = _Run(optimizer, early) if any(early) else None
-        if any(late):
-            yield Resident(late)
-
-    def agree(self, sharded: ShardedOptimizer) -> None:
-        """See `Source`: let the thread begin, once nothing else is updated."""
-        engine, run = self._engine(), self._run
-        assert engine is not None, "its optimizer is making a step"
-        # On every rank, also where it has nothing to update.
-        self._is_agreed, engine.order.check_update = False, self._agree
+        now, later = (
+            [
+                [master for master in group["params"] if (not is_scaled and _may_wait(slot_of(master))) is is_later]
+                for group in optimizer.param_groups
+            ]
+            for is_later in (False, True)
+        )
+        run = Run(optimizer, later) if any(later) else None
+        yield [Resident(now)] if any(now) else []
+        # On every rank, also where the thread has nothing to update.
+        self._is_agreed = False
+        self._engine.continue_update(self.end, self.check)
         if run is not None:
             wait_before_forks(self)
-            self._pool = self._pool or ThreadPoolExecutor(1, "zeroshard-update", devices.begin_thread, (self._device,))
+            self._pool = self._pool or ThreadPoolExecutor(
+                1, "zeroshard-update", devices.begin_thread, (self._engine.mesh.device,)
+            )
+            self._run = run
             run.begin(self._pool, self._wait_for)
-            engine.end_update = self.end
             run.hide(weakref.WeakMethod(self.end))
-
-    # -- the end --------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
         """Wait for all of the update, and put everything in its place."""
-        if (run := self._run) is None:
-            return
-        run.wait()  # one that is interrupted is awaited again
-        run.show()
-        self._run = None
-        if (engine := self._engine()) is not None:
-            engine.end_update = None
-        self._note(run)
-        if self._is_alone:
-            self._raise()
+        if (run := self._run) is not None:
+            run.wait()  # one that is interrupted is awaited again
+            run.show()
+            self._run = None
+            self._note(run)
+
+    def check(self) -> None:
+        """See `Source`. Collective: all-reduce of 8 bytes, once an update; every rank must call."""
+        self.end()
+        if not self._is_agreed:
+            # What the last pass left to agree on comes first: a rank that requested something has done it already.
+            self._engine.order.catch_up()
+            self._is_agreed, comm, what = True, self._engine.comm, "whether states on the host were updated"
+            if not comm.agree([int(not self._failure)], what)[0]:
+                texts = comm.texts(self._failure, "what failed")
+                rank = next(rank for rank, text in enumerate(texts) if text)
+                self._failure = f"rank {rank}: {texts[rank]}"  # the same text on all ranks
+        self._raise()
 
     def before_fork(self) -> None:
         """Wait, and let the thread go: a child would have none."""
@@ -136,43 +123,70 @@ class Early:
             wait(self._run.futures)
         self._pool = None
 
-    def _wait_for(self, run: "_Run", future: "Future[None]") -> None:
+    def _wait_for(self, run: "Run", future: "Future[None]") -> None:
         """Wait for the update of one unit."""
         wait([future])
         self._note(run)
-        if self._is_alone:
-            self._raise()
 
-    def _note(self, run: "_Run") -> None:
+    def _note(self, run: "Run") -> None:
+        """Note what failed; a rank alone raises here."""
         if run.error is not None and not self._failure:
             self._failure = f"{type(run.error).__name__}: {run.error}"
             atexit.unregister(run.end_with_error)
-
-    def _agree(self) -> None:
-        """Raise on every rank if one could not make the update. Collective: all-reduce of 8 bytes, once an update."""
-        self.end()
-        if not self._is_agreed:
-            if (engine := self._engine()) is not None:
-                # What the last pass left to agree on comes first: a rank that requested something has done it already.
-                engine.order.catch_up()
-            self._is_agreed, what = True, "whether states on the host were updated"
-            if not self._comm.agree([int(not self._failure)], what)[0]:
-                texts = self._comm.texts(self._failure, "what failed")
-                rank = next(rank for rank, text in enumerate(texts) if text)
-                self._failure = f"rank {rank}: {texts[rank]}"  # the same text on all ranks
-        self._raise()
+        if self._engine.mesh.world_size == 1:
+            self._raise()
 
     def _raise(self) -> None:
         if self._failure:
             raise RuntimeError(
-                f"{self._where} The update of states on the host failed after optimizer.step() had returned "
+                f"{self._engine.mesh} The update of states on the host failed after optimizer.step() had returned "
                 f"({self._failure}). States and parameters of that step may be torn, so they are not used any more: "
                 "load a checkpoint into a new run."
             )
 
 
+def _may_wait(slot: Slot) -> bool:
+    """Return whether a parameter is gathered for use, and has states, and a gradient of its own, on the host."""
+    spec = slot.bucket.spec
+    is_there = slot.index < min(spec.apart, spec.apart_gradients)
+    return is_there and spec.is_gathered and slot.updater is None and not slot.bucket.dtypes.is_stochastic
+
+
 @final
-class _Run:
+class UnitPiece(Piece):
+    """What the thread updates of one unit.
+
+    Args:
+        unit: its number.
+        count: the number of groups.
+    """
+
+    def __init__(self, unit: int, count: int) -> None:
+        self.unit = unit
+        self.lent: list[list[Lent]] = [[] for _ in range(count)]
+        """The entries of each group."""
+        self.buckets: dict[int, Bucket] = {}
+        """By number."""
+
+    def entries(self) -> Sequence[list[Tensor]]:
+        """See `Piece`: gradients of another dtype are converted in the thread."""
+        return [[one.begin() for one in group] for group in self.lent]
+
+    def finish(self) -> None:
+        """Round masters into parameters on the host; the program does it for those on the device."""
+        for one in (one for group in self.lent for one in group):
+            one.end()
+        for bucket in self.buckets.values():
+            bucket.follow_apart(is_on_device=False)
+
+    def close(self) -> None:
+        """Drop the gradients."""
+        for one in (one for group in self.lent for one in group):
+            one.entry.grad = None
+
+
+@final
+class Run:
     """One update in the background.
 
     Args:
@@ -186,64 +200,43 @@ class _Run:
         self.error: BaseException | None = None
         self.futures: list[Future[None]] = []
         self._masters = [master for group in groups for master in group]
-        self._entries: list[tuple[Tensor, Tensor]] = []
-        """The slices that have a gradient, and what stands for each in the thread."""
-        self._buckets: dict[int, dict[int, Bucket]] = {}
-        """By unit and by number."""
-        by_unit: dict[int, list[list[Tensor]]] = {}
+        pieces: dict[int, UnitPiece] = {}
         for number, group in enumerate(groups):
             for master in group:
                 slot = slot_of(master)
-                self._buckets.setdefault(slot.unit, {})[slot.bucket.number] = slot.bucket
-                of_unit = by_unit.setdefault(slot.unit, [[] for _ in groups])
+                piece = pieces.setdefault(slot.unit, UnitPiece(slot.unit, len(groups)))
+                piece.buckets[slot.bucket.number] = slot.bucket
                 if slot.has_grad:
-                    of_unit[number].append(self._entry(master, slot))
-        self._units = sorted(by_unit.items())
+                    piece.lent[number].append(self._lend(master, slot))
+        self.pieces = [piece for _, piece in sorted(pieces.items())]
+        """In the order of units."""
 
-    def _entry(self, master: Tensor, slot: Slot) -> Tensor:
+    def _lend(self, master: Tensor, slot: Slot) -> Lent:
         """Return what stands for a slice in the thread, with its gradient and states of now."""
-        entry = torch.nn.Parameter(slot.bucket.master(slot.index))
-        grad = part_of(slot).as_subclass(Tensor)
-        # Another dtype than the slice's is converted in the thread.
-        entry.__dict__["_zeroshard_grad"] = grad
+        one = Lent(master, slot.bucket.master(slot.index), part_of(slot).as_subclass(Tensor))
         if (state := self._states.get(master)) is not None:
-            self._twin.state[entry] = state
-        self._entries.append((master, entry))
-        return entry
+            self._twin.state[one.entry] = state
+        return one
 
-    def begin(self, pool: ThreadPoolExecutor, wait_for: Any) -> None:
+    def begin(self, pool: ThreadPoolExecutor, wait_for: "Callable[[Run, Future[None]], None]") -> None:
         """Begin, and let each bucket know what to wait for."""
-        for unit, entries in self._units:
-            future = pool.submit(self._update, unit, entries)
+        for piece in self.pieces:
+            future = pool.submit(self._update, piece)
             self.futures.append(future)
-            for bucket in self._buckets[unit].values():
+            for bucket in piece.buckets.values():
                 bucket.updating = functools.partial(wait_for, self, future)
 
-    def _update(self, unit: int, entries: list[list[Tensor]]) -> None:
+    def _update(self, piece: UnitPiece) -> None:
         """Update a unit: in the thread."""
         if self.error is not None:
             return
         try:
-            grads: list[tuple[Tensor, Tensor]] = []
-            for group, some in zip(self._twin.param_groups, entries, strict=True):
-                for entry in some:
-                    held = entry.__dict__.pop("_zeroshard_grad")
-                    entry.grad = given = held.to(entry.dtype)
-                    grads.append((held, given))
-                group["params"] = some
             with torch.no_grad():
-                body_of(self._twin)()
-                for held, given in grads:
-                    keep_change(held, given, given)
-            for bucket in self._buckets[unit].values():
-                bucket.follow_apart(is_on_device=False)
+                update_in_pieces(self._twin, nullcontext([piece]))
         except BaseException as error:  # whatever it is, another thread must learn of it
             self.error = error
             logging.getLogger(__name__).error("an update in the background failed: %r", error)
             atexit.register(self.end_with_error)
-        finally:
-            for entry in (entry for some in entries for entry in some):
-                entry.grad = None
 
     def hide(self, end: "weakref.WeakMethod[Any]") -> None:
         """Have whoever asks for states or slices wait first."""
@@ -254,8 +247,8 @@ class _Run:
     def wait(self) -> None:
         """Wait for all units, and let parameters on the device follow."""
         wait(self.futures)
-        for buckets in self._buckets.values():
-            for bucket in buckets.values():
+        for piece in self.pieces:
+            for bucket in piece.buckets.values():
                 if bucket.updating is not None:
                     bucket.updating = None
                     bucket.follow_apart(is_on_device=True)
@@ -264,9 +257,9 @@ class _Run:
         """Put states and slices back."""
         for master in self._masters:
             master.__class__ = MasterSlice
-        for master, entry in self._entries:
-            if (state := self._twin.state.get(entry)) is not None:
-                self._states[master] = state
+        for one in (one for piece in self.pieces for group in piece.lent for one in group):
+            if (state := self._twin.state.get(one.entry)) is not None:
+                self._states[one.master] = state
         self._optimizer.state = self._states
 
     def end_with_error(self) -> None:
@@ -324,13 +317,6 @@ class Waiting(MutableMapping[Any, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._now().__reduce_ex__(protocol)
-
-
-def _is_early(slot: Slot) -> bool:
-    """Tell whether a parameter is gathered for use, and has states, and a gradient of its own, on the host."""
-    spec = slot.bucket.spec
-    is_there = slot.index < min(spec.apart, spec.apart_gradients)
-    return is_there and spec.is_gathered and slot.updater is None and not slot.bucket.dtypes.is_stochastic
 
 
 def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

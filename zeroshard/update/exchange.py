@@ -18,6 +18,7 @@ Note: the exchange
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -28,7 +29,8 @@ from zeroshard.core.slot import Slot, slot_of
 from zeroshard.optim.whole import Whole
 from zeroshard.table.owners import Round, plan_owners, plan_rounds
 from zeroshard.torch_private import NoSubclasses, foreach_copy_
-from zeroshard.update.pieces import Piece, Resident, keep_change
+from zeroshard.update.pieces import Lent, Piece, Resident, Source
+from zeroshard.update.streamed import Files
 from zeroshard.wire.comm import Pending, Tag
 
 __all__ = ["Exchange"]
@@ -43,23 +45,23 @@ KEPT_PLANS = 16
 
 
 @final
-class Exchange:
+class Exchange(Source):
     """The matrices that one optimizer updates whole, and their owners.
 
     Args:
         whole: the requirements of the optimizer.
+        files: the file of parameters between uses; None if they are in memory.
     """
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, whole: Whole) -> None:
-        self.engine, self.optimizer, self._whole = engine, optimizer, whole
-        self.loads = [0.0] * engine.mesh.shard_size
-        """The cost of the updates of each rank of a replica."""
-        self.digest = 0
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, whole: Whole, files: Files | None) -> None:
+        self.engine, self.optimizer, self._whole, self._files = engine, optimizer, whole, files
+        self.follows_in_files = files is not None
+        self.loads: list[float] = [0.0] * engine.mesh.shard_size
+        self._digest = 0
         """CRC-32 of the owners chosen so far; each rank computes the same choice."""
         self._rounds: dict[tuple[int, ...], list[Round]] = {}
-        self._lent: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
-        """Slices, the entries that hold their states during the update, the destinations of the entries' values and
-        gradients, and the gradients that entries were given."""
+        self._lent: list[Lent] = []
+        """The entries of the piece that is updated, which hold the states of their slices."""
 
     def plan(self, groups: Sequence[dict[str, Any]]) -> None:
         """Choose owners for parameters in new groups; parameters of other groups keep their owners and states."""
@@ -71,10 +73,25 @@ class Exchange:
         for slot, owner, cost in zip(slots, owners, costs, strict=True):
             slot.updater = owner
             self.loads[owner] += cost
-        self.digest = zlib.crc32(repr(owners).encode(), self.digest)
+        self._digest = zlib.crc32(repr(owners).encode(), self._digest)
+        self.choice = f" with owners {self._digest:08x}"
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces of an update, in the same order on all ranks; groups must hold their entries."""
+    @contextmanager
+    def update(self) -> Iterator[Iterable[Piece]]:
+        """See `Source`."""
+        with nullcontext() if self._files is None else self._files.written():
+            try:
+                yield self._pieces()
+            except BaseException:
+                self.take_back()
+                raise
+
+    def check(self) -> None:
+        """See `Source`."""
+        if self._files is not None:
+            self._files.check()
+
+    def _pieces(self) -> list[Piece]:
         groups = [group["params"] for group in self.optimizer.param_groups]
         plain = [[master for master in entries if slot_of(master).updater is None] for entries in groups]
         here, away = Placed(), dict[tuple[torch.dtype, torch.dtype], Placed]()
@@ -87,7 +104,7 @@ class Exchange:
         made += [_Shaped(self, here)] if here else []
         for masters in away.values():
             made += [_Routed(self, masters, turn, number) for number, turn in enumerate(self._turns(masters))]
-        return iter(made)
+        return made
 
     def _turns(self, masters: Placed) -> list[Round]:
         slots = [slot_of(master) for _, master in masters]
@@ -106,41 +123,28 @@ class Exchange:
                 and its gradient, of any dtype, on any device. Both are changed in place.
         """
         groups, state = [list[Tensor]() for _ in self.optimizer.param_groups], self.optimizer.state
-        for place, master, values, grad in lent:
+        for place, master, *flat in lent:
             places, index = slot_of(master).bucket.places, slot_of(master).index
             shape, strides = places.shapes[index], places.strides[index]
-            entry = torch.nn.Parameter(values.as_strided(shape, strides, values.storage_offset()))
-            held = grad.as_strided(shape, strides, grad.storage_offset())
-            entry.grad = given = held.to(values.device, values.dtype)
+            one = Lent(master, *(values.as_strided(shape, strides, values.storage_offset()) for values in flat))
+            groups[place].append(one.begin())
             if master in state:
-                state[entry] = _moved(state.pop(master), values.device)
-            self._lent.append((master, entry, values, held, given))
-            groups[place].append(entry)
+                state[one.entry] = _moved(state.pop(master), one.entry.device)
+            self._lent.append(one)
         return groups
 
     def take_back(self) -> list[Tensor]:
-        """Return states to slices, and write the new values; return the slices whose gradients were dropped."""
+        """Return states to slices, and keep the new values; return the slices whose gradients were dropped."""
         lent, self._lent, state = self._lent, [], self.optimizer.state
-        for master, entry, values, held, given in lent:
-            if entry in state:
-                state[master] = _moved(state.pop(entry), master.device)
-            if entry.data_ptr() != values.data_ptr():  # an optimizer may replace `.data`
-                slot = slot_of(master)
-                values.copy_(_flat(entry, slot.bucket.places.strides[slot.index]))
-            keep_change(held, given, entry.grad)
-        return [master for master, entry, *_ in lent if entry.grad is None]
+        for one in lent:
+            if one.entry in state:
+                state[one.master] = _moved(state.pop(one.entry), one.master.device)
+            one.end()
+        return [one.master for one in lent if one.entry.grad is None]
 
 
 def _shape_of(slot: Slot) -> tuple[int, ...]:
     return slot.bucket.places.shapes[slot.index]
-
-
-def _flat(entry: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return the elements of an entry in the parameter's memory order; user code may have replaced the entry's data."""
-    held = entry.detach()
-    if held.stride() != strides:
-        held = torch.empty_strided(held.shape, strides, dtype=held.dtype, device=held.device).copy_(held)
-    return held.as_strided((held.numel(),), (1,), held.storage_offset())
 
 
 def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:

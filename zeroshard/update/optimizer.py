@@ -10,8 +10,8 @@ Note: why slices of parameters, and not one flat tensor
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -24,38 +24,16 @@ from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
 from zeroshard.optim.packed import Packed, pack, unpack
-from zeroshard.optim.whole import whole_of
 from zeroshard.torch_private import Call, keep_first, keep_last
 from zeroshard.update.closures import Arguments, call_closure
-from zeroshard.update.exchange import Exchange
-from zeroshard.update.pieces import Piece, update_in_pieces
+from zeroshard.update.pieces import Source, update_in_pieces
 from zeroshard.wire.comm import Pending
 
-__all__ = ["ShardedOptimizer", "Source", "cut_state", "is_cut", "keep_state"]
+__all__ = ["ShardedOptimizer", "cut_state", "is_cut", "keep_state"]
 
 Tensor = torch.Tensor
 COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
 """States of torch's optimizers that are one number for all elements, also of a parameter that is one number."""
-
-
-class Source(Protocol):
-    """What brings entries that are not in memory, piece by piece."""
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a piece could not be brought or taken away; `agree` raises then."""
-
-    def check(self) -> None:
-        """Raise if states are lost."""
-
-    def begin(self) -> None:
-        """Begin a step, which reads states from now on."""
-
-    def pieces(self, sharded: "ShardedOptimizer") -> Iterable[Piece]:
-        """Return the parts of an update."""
-
-    def agree(self, sharded: "ShardedOptimizer") -> None:
-        """Raise on every rank if one could not bring or take away a piece. Collective: an all-reduce of 8 bytes."""
 
 
 @final
@@ -64,31 +42,32 @@ class ShardedOptimizer:
 
     Args:
         index: place among the model's optimizers; the same on every rank.
+        source: where the pieces of its updates come from.
         state_cost: what it keeps for each element, parameter and block, for predictions (`Updates`).
     """
 
     def __init__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, state_cost: tuple[int, ...] | None
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        source: Source,
+        state_cost: tuple[int, ...] | None,
     ) -> None:
-        self._engine, self.optimizer, self._index, self.state_cost = engine, optimizer, index, state_cost
+        self._engine, self.optimizer, self._index = engine, optimizer, index
+        self.source, self.state_cost = source, state_cost
         self.steps = 0
         """Steps so far, skipped ones included."""
         self.applied = 0
         """The number of backward passes whose gradients were applied or belong to an earlier step."""
         self._fresh: list[Tensor] = []
-        whole = whole_of(optimizer)
         self.whole_costs: Mapping[tuple[int, int], Sequence[Any]] = {}
         """For predictions: what it keeps for a parameter that it updates whole, by place of group and by dimensions."""
-        self.exchange = None if whole is None else Exchange(engine, optimizer, whole)
-        """Where parameters are updated whole."""
-        if self.exchange is not None:
-            self.exchange.plan(optimizer.param_groups)
+        source.plan(optimizer.param_groups)
         for group in optimizer.param_groups:
             self._cut(group)
         self._put_back: Callable[[], None] | None = None
         """What puts entries back that an update in pieces has taken out of their groups."""
-        self.source: Source | None = None
-        """What updates entries that are not in memory; None where all are."""
         self._call: Call | None = None
         """The running call of `step`. A class may call the step of the class that it extends, whose hooks run, too."""
         self._inner_steps = 0
@@ -131,8 +110,7 @@ class ShardedOptimizer:
                     "its own."
                 )
         _check_free(group["params"])
-        if self.exchange is not None:
-            self.exchange.plan([group])
+        self.source.plan([group])
         self._add_plain(group)
         self._cut(self.optimizer.param_groups[-1])
 
@@ -168,15 +146,12 @@ class ShardedOptimizer:
         """Agree on the update, and make it where the optimizer's own step does not."""
         self._engine.leave_passes("optimizer.step()")
         self._engine.check_reduced("optimizer.step()")
-        if self.source is not None:
-            self.source.begin()
         engine, guard, scale = self._engine, self._engine.guard, self._engine.loss_scale
         masters = self.masters
         # All ranks must stand at one place, so a schedule that differs between them is found here.
         rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))]
         place = f"step {self.steps} of optimizer {self._index} ({type(optimizer).__name__}, lr {rates})"
-        if self.exchange is not None:
-            place += f" with owners {self.exchange.digest:08x}"
+        place += self.source.choice
         is_voted = engine.order.settle(place, is_fine=lambda: guard.is_fine(optimizer, masters, scale))
         is_left = any(not unit.spec.is_whole and unit.presence is not Presence.RELEASED for unit in engine.units)
         assert not is_left, "a unit was left gathered"
@@ -186,25 +161,11 @@ class ShardedOptimizer:
             if guard.is_fatal(scale):
                 raise not_finite(engine.mesh, name, scale)
             guard.note_skipped(name, self.steps)
-        engine.is_skipping = is_stopped
+        engine.begin_update(is_skipped=is_stopped)
         self._widen()
-        self._fresh = [] if engine.is_skipping else guard.arm(optimizer, masters)
-        pieces = None if engine.is_skipping else self._pieces()
-        try:
-            self._put_back = None if pieces is None else update_in_pieces(optimizer, pieces)
-        except BaseException as error:
-            if self.exchange is not None:
-                self.exchange.take_back()
-            if self.source is None or not (isinstance(error, RuntimeError) and self.source.has_failed):
-                raise
-        if self.source is not None and not engine.is_skipping:
-            self.source.agree(self)
-
-    def _pieces(self) -> Iterable[Piece] | None:
-        """Return the parts in which the update is made; None for all at once, by torch's own call."""
-        if self.exchange is not None:
-            return self.exchange.pieces()
-        return None if self.source is None else self.source.pieces(self)
+        self._fresh = [] if is_stopped else guard.arm(optimizer, masters)
+        if not is_stopped:
+            self._put_back = update_in_pieces(optimizer, self.source.update())
 
     def put_back(self) -> None:
         """Put the entries back that an update in pieces has taken out of their groups."""
@@ -238,7 +199,7 @@ class ShardedOptimizer:
         self.steps += 1
         self._round()
         engine = self._engine
-        has_overflowed, engine.is_skipping = engine.is_skipping, False
+        has_overflowed = engine.end_update()
         answer = engine.guard.finish(optimizer)
         if answer is None:
             self._follow_scale(has_overflowed)
@@ -248,7 +209,7 @@ class ShardedOptimizer:
         touched = [slot_of(master) for master in self.masters]
         buckets = {id(slot.bucket): slot.bucket for slot in touched}
         for bucket in buckets.values():
-            bucket.follow_masters(is_apart_done=self.source is not None)
+            bucket.follow_masters(is_apart_done=self.source.follows_in_files)
         numbers = sorted({slot.unit for slot in touched if slot.bucket.spec.is_published})
         number = engine.order.next_number()
 
@@ -260,9 +221,7 @@ class ShardedOptimizer:
         for bucket in buckets.values():
             bucket.count_update()
         self.applied = engine.backwards
-        engine.assigned.difference_update(touched)
-        if answer is not None:
-            engine.unread = lambda: self._learn(answer)
+        engine.note_update(touched, None if answer is None else lambda: self._learn(answer))
 
     def _learn(self, answer: Answer) -> None:
         """Read whether the last update was skipped on the device, and make up for what followed it."""

@@ -1,7 +1,7 @@
 """An update in pieces: the body of the user's optimizer runs over subsets of its entries in turn.
 
-Owns the order of the work before, in and after each piece. It must not know which data pieces copy, or their source.
-Read `update/optimizer.py` with it.
+Owns what pieces and their sources are, the loop over pieces, and the parameters that stand for slices in it. It must
+not know where a source has its pieces from, or what they communicate. Read `update/optimizer.py` with it.
 
 Note: an update in pieces
     torch runs an optimizer's pre-hooks, then the body of its `step`, then its post-hooks. Our pre-hook, the last one,
@@ -10,17 +10,22 @@ Note: an update in pieces
     of a piece are copied during the update of the previous piece, and its results during the update of the next one.
     All ranks run pieces in the same order, since pieces may communicate. The body must treat each parameter separately,
     which admission tests (`update/admission.py`).
+Note: sources
+    Each optimizer has one source of pieces. `AtOnce` has none: torch's own call updates all entries. `Background`
+    (`background.py`) has a thread update states on the host after the step. `Streams` (`streamed.py`) reads states from
+    files and writes them back. `Exchange` (`exchange.py`) sends matrices to the ranks that update them whole.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import final
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, final
 
 import torch
 
 from zeroshard.torch_private import body_of, version_of
 
-__all__ = ["Piece", "Resident", "keep_change", "update_in_pieces"]
+__all__ = ["AtOnce", "Lent", "Piece", "Resident", "Source", "update_in_pieces"]
 
 Tensor = torch.Tensor
 
@@ -44,7 +49,7 @@ class Piece(ABC):
 
 @final
 class Resident(Piece):
-    """Entries on the device, which need no copies.
+    """Entries in the memory that kernels update, which need no copies.
 
     Args:
         groups: the entries of each group.
@@ -58,17 +63,56 @@ class Resident(Piece):
         return self._groups
 
 
-def update_in_pieces(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece]) -> Callable[[], None]:
+class Source(ABC):
+    """Where the pieces of an optimizer's updates come from."""
+
+    follows_in_files = False
+    """Whether its updates also round masters into parameters in files."""
+    choice = ""
+    """What ranks must have chosen alike before an update, for the text of their vote."""
+    loads: Sequence[float] = ()
+    """The cost of the updates of each rank of a replica; empty where no parameter has an owner."""
+
+    def plan(self, groups: Sequence[dict[str, Any]]) -> None:  # noqa: B027 (without owners nothing is planned)
+        """Prepare for new groups, which still hold the model's parameters."""
+
+    @abstractmethod
+    def update(self) -> AbstractContextManager[Iterable[Piece] | None]:
+        """Begin an update; on exit, end it. On entry, groups must hold their entries.
+
+        Returns: its pieces, in the same order on all ranks; None if torch's own call updates all entries.
+
+        Raises:
+            RuntimeError: on exit, on all ranks, if values could not be read or written on one.
+        """
+
+    def check(self) -> None:  # noqa: B027
+        """Raise on all ranks if states are lost. Collective: at most an all-reduce of 8 bytes."""
+
+
+@final
+class AtOnce(Source):
+    """All entries are in the memory that kernels update."""
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """See `Source`."""
+        yield
+
+
+def update_in_pieces(
+    optimizer: torch.optim.Optimizer, update: AbstractContextManager[Iterable[Piece] | None]
+) -> Callable[[], None]:
     """Run the body of an optimizer's step over each piece in turn, and leave its groups empty.
 
     After an exception, the groups have their original entries.
 
     Args:
-        pieces: created lazily, one ahead of the update.
+        update: gives the pieces, which are created lazily, one ahead of the update; see `Source.update`.
 
     Returns: a function that restores the entries.
     """
-    groups, body, queue = list(optimizer.param_groups), body_of(optimizer), iter(pieces)
+    groups = list(optimizer.param_groups)
     kept = [group["params"] for group in groups]
 
     def put_back() -> None:
@@ -76,18 +120,22 @@ def update_in_pieces(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece]) 
             group["params"] = entries
 
     try:
-        before, present = None, _next(queue)
-        while present is not None:
-            ahead = _next(queue)
-            for group, entries in zip(groups, present.entries(), strict=True):
-                group["params"] = entries
-            body()
-            present.finish()
+        with update as pieces:
+            if pieces is None:
+                return lambda: None
+            body, queue = body_of(optimizer), iter(pieces)
+            before, present = None, _next(queue)
+            while present is not None:
+                ahead = _next(queue)
+                for group, entries in zip(groups, present.entries(), strict=True):
+                    group["params"] = entries
+                body()
+                present.finish()
+                if before is not None:
+                    before.close()
+                before, present = present, ahead
             if before is not None:
                 before.close()
-            before, present = present, ahead
-        if before is not None:
-            before.close()
     except BaseException:
         put_back()
         raise
@@ -96,20 +144,38 @@ def update_in_pieces(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece]) 
     return put_back
 
 
-def keep_change(held: Tensor, given: Tensor, left: Tensor | None) -> None:
-    """Write what an optimizer has left as a gradient over the held one.
-
-    Args:
-        given: what the optimizer was given: the memory of `held`, or a converted copy.
-    """
-    is_copy = given.data_ptr() != held.data_ptr()
-    if left is not None and (left is not given or (is_copy and version_of(given))):
-        held.copy_(left)
-
-
 def _next(queue: Iterator[Piece]) -> Piece | None:
     """Start and return the next piece; None after the last."""
     piece = next(queue, None)
     if piece is not None:
         piece.start()
     return piece
+
+
+@final
+class Lent:
+    """A parameter that stands for a slice during the update of a piece.
+
+    Args:
+        master: the slice.
+        values: what the optimizer updates.
+        held: the gradient, of any dtype, on any device.
+    """
+
+    def __init__(self, master: Tensor, values: Tensor, held: Tensor) -> None:
+        self.master, self._values, self._held = master, values, held
+        self.entry = torch.nn.Parameter(values)
+
+    def begin(self) -> Tensor:
+        """Return the entry, with its gradient."""
+        self.entry.grad = self._given = self._held.to(self.entry.device, self.entry.dtype)
+        return self.entry
+
+    def end(self) -> None:
+        """Keep what the optimizer has left as values and as the gradient."""
+        if self.entry.data_ptr() != self._values.data_ptr():  # an optimizer may replace `.data`
+            self._values.copy_(self.entry.detach())
+        held, given, left = self._held, self._given, self.entry.grad
+        is_copy = given.data_ptr() != held.data_ptr()
+        if left is not None and (left is not given or (is_copy and version_of(given))):
+            held.copy_(left)

@@ -14,8 +14,10 @@ Note: three sets of buffers
     that used it was written, so memory does not grow with a model.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
@@ -27,10 +29,10 @@ from zeroshard.core.slot import slot_of
 from zeroshard.describe.offload import written_bytes
 from zeroshard.store.disk import BLOCK_BYTES, Disk, buffer_of
 from zeroshard.store.stored import StoredTensor, is_stored
-from zeroshard.update.optimizer import ShardedOptimizer, is_cut
-from zeroshard.update.pieces import Piece, Resident, keep_change
+from zeroshard.update.optimizer import is_cut
+from zeroshard.update.pieces import Lent, Piece, Resident, Source
 
-__all__ = ["Streams"]
+__all__ = ["Files", "Streams"]
 
 Tensor = torch.Tensor
 Key = tuple[Hashable, torch.dtype]
@@ -42,66 +44,108 @@ PARAMETERS: Final = "parameters"
 
 
 @final
-class Streams:
-    """What brings entries from a file: `ShardedOptimizer.source`.
+class Files:
+    """What ranks must write to their files in an update: all of them, or it is an error on all."""
+
+    def __init__(self, engine: Engine, disk: Disk) -> None:
+        self._engine, self.disk = engine, disk
+
+    def check(self) -> None:
+        """Raise if the file is lost."""
+        self.disk.check()
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """Raise on exit, on every rank, if the file of one failed.
+
+        Collective: an all-reduce of 8 bytes on exit; every rank must call.
+        """
+        try:
+            yield
+            self._follow()
+        except RuntimeError:
+            if not self.disk.failure:
+                raise
+        failure, comm = self.disk.failure, self._engine.comm
+        if not comm.agree([int(not failure)], "whether states in files were updated")[0]:
+            texts = comm.texts(str(failure), "what failed")
+            rank = next(rank for rank, text in enumerate(texts) if text)
+            self.disk.failure = f"rank {rank}: {texts[rank]}"  # the same text on all ranks
+            self.disk.check()
+
+    def _follow(self) -> None:
+        """Write parameters in the file whose masters are on the device."""
+        for bucket in (one for unit in self._engine.units for one in unit.buckets if one.has_states):
+            bucket.follow_here()
+
+
+@final
+class Streams(Source):
+    """Updates of what lies in a file, and at once of the rest.
 
     Args:
         per_element: states that the optimizer keeps for each element.
         staging_bytes: of all buffers together.
     """
 
-    def __init__(self, engine: Engine, disk: Disk, per_element: int, staging_bytes: int) -> None:
-        self._engine, self.disk = engine, disk
+    follows_in_files = True
+
+    def __init__(self, files: Files, optimizer: torch.optim.Optimizer, per_element: int, staging_bytes: int) -> None:
+        self._files, self.optimizer, self.disk = files, optimizer, files.disk
         self._set_bytes = staging_bytes // SETS
         self._per_element = per_element
         self._sets: list[dict[Hashable, Tensor]] = [{} for _ in range(SETS)]
         self._count = 0
+        """Chunks so far, which take the sets of buffers in turn."""
         self.moving: set[Future[Any]] = set()
         """Reads and writes under way."""
 
-    def begin(self) -> None:
-        """See `Source`: pieces are read one ahead."""
-
     def check(self) -> None:
         """See `Source`."""
-        self.disk.check()
+        self._files.check()
 
-    def pieces(self, sharded: ShardedOptimizer) -> Iterator[Piece]:
-        """Yield first what is in memory, then the rest in the order of units."""
+    @contextmanager
+    def update(self) -> Iterator[Iterable[Piece]]:
+        """See `Source`."""
         wait(self.moving)  # after an exception, whose pieces nobody closed
         self.moving.clear()
         self.disk.check()
-        groups = [group["params"] for group in sharded.optimizer.param_groups]
-        here = [[master for master in group if not _is_apart(master)] for group in groups]
+        with self._files.written():
+            yield self._pieces()
+
+    def _pieces(self) -> Iterator[Piece]:
+        """Yield first what is in memory, then the rest in the order of units."""
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        here = [[master for master in group if not _is_in_file(master)] for group in groups]
         if any(here):
             yield Resident(here)
-        by_bucket: dict[Bucket, dict[int, tuple[int, Tensor]]] = {}
+        by_bucket: dict[Bucket, list[tuple[int, Tensor]]] = {}
         for number, group in enumerate(groups):
             for master in group:
-                if _is_apart(master):
-                    slot = slot_of(master)
-                    by_bucket.setdefault(slot.bucket, {})[slot.index] = number, master
+                if _is_in_file(master):
+                    by_bucket.setdefault(slot_of(master).bucket, []).append((number, master))
         for bucket in sorted(by_bucket, key=lambda one: one.number):
-            yield from self._of_bucket(sharded, bucket, by_bucket[bucket])
+            yield from self._chunks(bucket, by_bucket[bucket])
 
-    def _of_bucket(self, sharded: ShardedOptimizer, bucket: Bucket, entries: dict[int, Any]) -> Iterator[Piece]:
+    def _chunks(self, bucket: Bucket, entries: Sequence[tuple[int, Tensor]]) -> Iterator[Piece]:
+        """Yield the stretches of a bucket's arrays with a gradient, each as long as a set of buffers."""
         each_bytes = bucket.dtypes.master.itemsize * (1 + self._per_element) + written_bytes(bucket.spec)
-        step = self._set_bytes // each_bytes // BLOCK_BYTES * BLOCK_BYTES
+        step = max(BLOCK_BYTES, self._set_bytes // each_bytes // BLOCK_BYTES * BLOCK_BYTES)
         first, stop = bucket.spec.apart_states
-        for start in range(0, stop - first, step := max(BLOCK_BYTES, step)):
+        for start in range(0, stop - first, step):
             end = min(start + step, stop - first)
             parts = []
-            for index, (number, master) in entries.items():
-                a, b = (place - first for place in bucket.master_range(index))
+            for number, master in entries:
+                a, b = (place - first for place in bucket.master_range(slot_of(master).index))
                 if max(a, start) < min(b, end):
                     parts.append(_Part(number, master, a, b, max(a, start), min(b, end)))
             if any(slot_of(part.master).has_grad for part in parts):
-                yield Chunk(self, sharded, bucket, (start, end), parts, self._count % SETS)
+                yield Chunk(self, bucket, (start, end), parts, self._count % SETS)
                 self._count += 1
 
-    def buffer(self, number: int, key: Hashable, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a buffer of a set for a state, or for masters, with any content."""
-        made, nbytes = self._sets[number].get(key), numel * dtype.itemsize
+    def buffer(self, number: int, key: Hashable, nbytes: int) -> Tensor:
+        """Return a buffer of a set, for masters, a state or parameters, with any content."""
+        made = self._sets[number].get(key)
         if made is None or made.numel() < nbytes:
             made = self._sets[number][key] = buffer_of(nbytes)
         return made
@@ -111,40 +155,24 @@ class Streams:
         """Bytes of all buffers."""
         return sum(buffer.numel() for one in self._sets for buffer in one.values())
 
-    @property
-    def has_failed(self) -> bool:
-        """See `Source`."""
-        return bool(self.disk.failure)
-
-    def agree(self, sharded: ShardedOptimizer) -> None:
-        """See `Source`."""
-        self._follow_here()
-        failure, comm = self.disk.failure, self._engine.comm
-        if comm.agree([int(not failure)], "whether states in files were updated")[0]:
-            return
-        sharded.put_back()
-        texts = comm.texts(str(failure), "what failed")
-        rank = next(rank for rank, text in enumerate(texts) if text)
-        self.disk.failure = f"rank {rank}: {texts[rank]}"  # the same text on all ranks
-        self.disk.check()
-
-    def _follow_here(self) -> None:
-        """Write parameters in the file whose masters are on the device."""
-        # The groups of the optimizer are empty between the pieces and the end of the step.
-        for bucket in (one for unit in self._engine.units for one in unit.buckets if one.has_states):
-            try:
-                bucket.follow_here()
-            except RuntimeError:
-                if not self.disk.failure:  # all ranks raise the failure of a disk
-                    raise
-
 
 @final
+@dataclass(frozen=True, eq=False)
 class _Part:
-    """A part of a parameter in a piece: elements [start, stop) of the bucket's arrays, of the slice [first, last)."""
+    """The part of a slice in a chunk.
 
-    def __init__(self, group: int, master: Tensor, first: int, last: int, start: int, stop: int) -> None:
-        self.group, self.master, self.first, self.last, self.start, self.stop = group, master, first, last, start, stop
+    Args:
+        group: the index of the slice's group.
+        first, last: the elements [first, last) of the bucket's arrays that the slice stands for.
+        start, stop: those of them in the chunk.
+    """
+
+    group: int
+    master: Tensor
+    first: int
+    last: int
+    start: int
+    stop: int
 
 
 @final
@@ -157,27 +185,20 @@ class Chunk(Piece):
     """
 
     def __init__(
-        self,
-        streams: Streams,
-        sharded: ShardedOptimizer,
-        bucket: Bucket,
-        bounds: tuple[int, int],
-        parts: Sequence[_Part],
-        number: int,
+        self, streams: Streams, bucket: Bucket, bounds: tuple[int, int], parts: Sequence[_Part], number: int
     ) -> None:
-        self._streams, self._sharded, self._bucket, self._parts = streams, sharded, bucket, parts
-        (self._start, self._stop), self._number = bounds, number
+        self._streams, self._bucket, self._parts, self._number = streams, bucket, parts, number
+        self._start, self._stop = bounds
         self._values: dict[Key | None, Tensor] = {}
         """The stretch in memory: of masters (None) and of states."""
-        self._entries: list[tuple[_Part, Tensor, Tensor, Tensor]] = []
-        """Parts, their entries, the held gradients and those that entries were given."""
+        self._lent: list[tuple[_Part, Lent]] = []
         self._moving: list[Future[Any]] = []
 
     def start(self) -> None:
         """Begin to read masters, and the states that there are."""
         keys: dict[Key, None] = {}
         for part in self._parts:
-            state = self._sharded.optimizer.state.get(part.master, {})
+            state = self._streams.optimizer.state.get(part.master, {})
             keys |= {(key, value.dtype): None for key, value in state.items() if is_cut(key, value, part.master)}
         for key in (None, *keys):
             self._move(key, writes=False)
@@ -185,85 +206,79 @@ class Chunk(Piece):
     def entries(self) -> Sequence[list[Tensor]]:
         """See `Piece`."""
         self._wait()
-        groups: list[list[Tensor]] = [[] for _ in self._sharded.optimizer.param_groups]
-        state = self._sharded.optimizer.state
+        groups: list[list[Tensor]] = [[] for _ in self._streams.optimizer.param_groups]
+        state = self._streams.optimizer.state
         for part in self._parts:
             if not (slot := slot_of(part.master)).has_grad:
                 continue
             here = slice(part.start - self._start, part.stop - self._start)
-            entry = torch.nn.Parameter(self._values[None][here])
             grad = part_of(slot).as_subclass(torch.Tensor)[part.start - part.first : part.stop - part.first]
-            entry.grad = given = grad.to(entry.device, entry.dtype)
+            one = Lent(part.master, self._values[None][here], grad)
             if before := state.get(part.master):
-                state[entry] = {
-                    key: self._values[key, value.dtype][here]
-                    if is_cut(key, value, part.master)
-                    else value.clone()
-                    if isinstance(value, Tensor)
-                    else value
-                    for key, value in before.items()
-                }
-            groups[part.group].append(entry)
-            self._entries.append((part, entry, grad, given))
+                state[one.entry] = {key: self._part_of(key, value, part.master, here) for key, value in before.items()}
+            groups[part.group].append(one.begin())
+            self._lent.append((part, one))
         return groups
+
+    def _part_of(self, key: str, value: Any, master: Tensor, here: slice) -> Any:
+        """Return a state of a slice for its part in this chunk: its elements, or a copy of what it is once."""
+        if is_cut(key, value, master):
+            return self._values[key, value.dtype][here]
+        return value.clone() if isinstance(value, Tensor) else value
 
     def finish(self) -> None:
         """Round the masters into the parameters, and begin to write what was updated."""
-        state = self._sharded.optimizer.state
-        for part, entry, held, given in self._entries:
-            keep_change(held, given, entry.grad)
-            here, slot = slice(part.start - self._start, part.stop - self._start), slot_of(part.master)
-            kept = {}
-            for key, value in state.pop(entry, {}).items():
-                kept[key] = value
-                if is_cut(key, value, entry):
-                    known = (key, value.dtype)
-                    if known not in self._values:
-                        # New to this optimizer's parameters; those of another in between may have it.
-                        self._move(known, writes=False)
-                        self._wait()
-                    if (place := self._values[known][here]).data_ptr() != value.data_ptr():
-                        place.copy_(value)
-                    kept[key] = slot.bucket.room(slot.index, key, value.dtype)
+        for part, one in self._lent:
+            one.end()
+            kept = self._keep(part, one.entry)
             if part.stop == part.last and kept:
-                state[part.master] = kept
-        self._entries = []
+                self._streams.optimizer.state[part.master] = kept
+        self._lent = []
         stored = self._bucket.follow_part(self._start, self._values[None])
         for key in self._values:
             self._move(key, writes=True)
         if stored is not None:
-            self._write(*stored)
+            target, values = stored
+            assert isinstance(target, StoredTensor), "a part in the file"
+            buffer = self._streams.buffer(self._number, PARAMETERS, target.nbytes)
+            buffer[: target.nbytes].view(target.dtype).copy_(values)
+            self._submit(target.array.put, target.start, target.start + len(target), buffer, writes=True)
+
+    def _keep(self, part: _Part, entry: Tensor) -> dict[str, Any]:
+        """Take what the optimizer has left as states of an entry; return the states of its slice."""
+        slot, here = slot_of(part.master), slice(part.start - self._start, part.stop - self._start)
+        kept = {}
+        for key, value in self._streams.optimizer.state.pop(entry, {}).items():
+            kept[key] = value
+            if is_cut(key, value, entry):
+                known = (key, value.dtype)
+                if known not in self._values:
+                    # New to this optimizer's parameters; those of another in between may have it.
+                    self._move(known, writes=False)
+                    self._wait()
+                if (place := self._values[known][here]).data_ptr() != value.data_ptr():
+                    place.copy_(value)
+                kept[key] = slot.bucket.room(slot.index, key, value.dtype)
+        return kept
 
     def close(self) -> None:
         """Wait until it is written."""
         self._wait()
         self._values = {}
 
-    def _memory(self, key: Key | None) -> Tensor:
-        dtype = self._bucket.dtypes.master if key is None else key[1]
-        numel = self._stop - self._start
-        buffer = self._streams.buffer(self._number, key, numel, dtype)
-        return buffer[: numel * dtype.itemsize].view(dtype)
-
     def _move(self, key: Key | None, *, writes: bool) -> None:
+        """Begin to read or write the stretch of masters, or of a state."""
         values = self._bucket.apart_values(*(key or ()))
         assert isinstance(values, StoredTensor), "what lies in memory is no piece"
-        if not writes:
-            self._values[key] = self._memory(key)
-        dtype = self._values[key].dtype
-        buffer = self._streams.buffer(self._number, key, self._stop - self._start, dtype)
-        move = self._streams.disk.submit(values.array.move, self._start, self._stop, buffer, writes)
-        self._streams.moving.add(move)
-        self._moving.append(move)
+        numel, dtype = self._stop - self._start, values.dtype
+        buffer = self._streams.buffer(self._number, key, numel * dtype.itemsize)
+        self._values[key] = buffer[: numel * dtype.itemsize].view(dtype)
+        self._submit(values.array.move, self._start, self._stop, buffer, writes=writes)
 
-    def _write(self, part: Tensor, values: Tensor) -> None:
-        """Begin to write new values of parameters in the file."""
-        assert isinstance(part, StoredTensor), "a part in the file"
-        buffer = self._streams.buffer(self._number, PARAMETERS, len(part), part.dtype)
-        buffer[: part.nbytes].view(part.dtype).copy_(values)
-        move = self._streams.disk.submit(part.array.put, part.start, part.start + len(part), buffer, True)
-        self._streams.moving.add(move)
-        self._moving.append(move)
+    def _submit(self, move: Any, start: int, stop: int, buffer: Tensor, *, writes: bool) -> None:
+        future = self._streams.disk.submit(move, start, stop, buffer, writes)
+        self._streams.moving.add(future)
+        self._moving.append(future)
 
     def _wait(self) -> None:
         moving, self._moving = self._moving, []
@@ -273,7 +288,7 @@ class Chunk(Piece):
             move.result()
 
 
-def _is_apart(master: Tensor) -> bool:
+def _is_in_file(master: Tensor) -> bool:
     slot = slot_of(master)
     # What has no elements needs no file, and frozen parameters lie with their masters.
     return slot.index < slot.bucket.spec.apart and master.numel() > 0 and is_stored(slot.bucket.apart_values())

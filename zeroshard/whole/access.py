@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from zeroshard.core.engine import Engine
-from zeroshard.core.frames import Gathered
 from zeroshard.core.slot import slot_of
 from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.whole.gathered import WholeStates, parameters_of
@@ -54,10 +53,9 @@ def _whole(engine: Engine, sharded: ShardedOptimizer, *, is_here: bool, writebac
         return
     engine.leave_passes("state_dict() of an optimizer")
     whole, has_finished = WholeStates(engine, sharded, parameters_of(engine)), False
-    engine.gathered = Gathered(writeback=writeback, states=True)
     try:
-        yield
+        with engine.let_read(writeback=writeback, states=True):
+            yield
         has_finished = True
     finally:
-        engine.gathered = None
         whole.contract(writeback=writeback and has_finished)

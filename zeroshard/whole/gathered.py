@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from zeroshard.core.engine import Engine
-from zeroshard.core.frames import Gathered
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.optim.packed import Packed, tensor_of, views_of
 from zeroshard.setup.takeover import spread
@@ -52,14 +51,13 @@ def gathered(
             unit.start_gather(engine.comm, number, "gathered()", kind="state")
             unit.wait()
     expanded = [WholeStates(engine, optimizer, parameters) for optimizer in optimizers if states]
-    engine.gathered = Gathered(writeback, states)
     before = _versions(parameters, expanded)
     has_finished = False
     try:
-        yield
+        with engine.let_read(writeback=writeback, states=states):
+            yield
         has_finished = True
     finally:
-        engine.gathered = None
         keeps, told = writeback and has_finished, ""
         try:
             if keeps:

@@ -26,7 +26,7 @@ def move_states_away(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> 
     _begin(engine, "offload_states()")
     if not engine.has_moved_states:
         _move(engine, optimizers, torch.device("cpu"))
-    engine.has_moved_states = True
+    engine.move_states(is_away=True)
 
 
 def move_states_back(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
@@ -34,7 +34,7 @@ def move_states_back(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> 
     _begin(engine, "reload_states()")
     if engine.has_moved_states:
         _move(engine, optimizers, engine.mesh.device)
-    engine.has_moved_states = False
+    engine.move_states(is_away=False)
 
 
 def _begin(engine: Engine, what: str) -> None:

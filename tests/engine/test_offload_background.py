@@ -35,26 +35,26 @@ OFFLOADS = (zs.Offload(), zs.Offload(parameters=1.0), zs.Offload(states=0.5, par
 @contextmanager
 def in_background(delay_s: float = 0.002) -> Iterator[list[int]]:
     """Update in the background; each unit's update begins late. Yields the units whose update is over."""
-    plain, ended = background._Run._update, list[int]()
+    plain, ended = background.Run._update, list[int]()
 
-    def update(self: Any, unit: int, entries: Any) -> None:
+    def update(self: Any, piece: Any) -> None:
         time.sleep(delay_s)
-        plain(self, unit, entries)
-        ended.append(unit)
+        plain(self, piece)
+        ended.append(piece.unit)
 
     with (
         patch.object(background, "is_worthwhile", lambda device: True),
-        patch.object(background._Run, "_update", update),
+        patch.object(background.Run, "_update", update),
     ):
         yield ended
 
 
-def train(name: str, is_early: bool) -> list[Any]:
+def train(name: str, is_later: bool) -> list[Any]:
     found = []
     for offload in OFFLOADS:
-        with in_background() if is_early else patch.object(background, "is_worthwhile", lambda device: False):
+        with in_background() if is_later else patch.object(background, "is_worthwhile", lambda device: False):
             run = runs.build(name, runs.fused, 3, offload=offload)
-            assert (run[2]._sharded[0].source is not None) is is_early
+            assert isinstance(run[2]._sharded[0].source, background.Background) is is_later
             found.append([runs.advance(name, run, range(4)), runs.state_of(run)])
             run[2].check_copies()
     return found
@@ -130,8 +130,8 @@ def test_who_does_not_goes_on() -> None:
     assert run_ranks(wait_for, 1, "a scheduler and zero_grad", process_group=False) == [(True, False)]
 
 
-def change_rates(is_early: bool) -> Any:
-    with in_background(0.01) if is_early else patch.object(background, "is_worthwhile", lambda device: False):
+def change_rates(is_later: bool) -> Any:
+    with in_background(0.01) if is_later else patch.object(background, "is_worthwhile", lambda device: False):
         run = _, optimizer, _ = build(0.4)
         rate = torch.tensor(0.01)
         optimizer.param_groups[0]["lr"] = rate
@@ -173,20 +173,20 @@ def test_each_unit_waits_for_its_own_update() -> None:
 
 def fail() -> list[str]:
     """Have the update fail on the last rank, as memory ends; return what is raised, by what is asked."""
-    plain, said = background._Run._update, []
+    plain, said = background.Run._update, []
 
-    def update(self: Any, unit: int, entries: Any) -> None:
-        if unit == 1 and runs.rank_of() == max(0, (dist.get_world_size() if dist.is_initialized() else 1) - 1):
-            with patch.object(background, "body_of", side_effect=MemoryError("no memory is left")):
-                plain(self, unit, entries)
+    def update(self: Any, piece: Any) -> None:
+        if piece.unit == 1 and runs.rank_of() == max(0, (dist.get_world_size() if dist.is_initialized() else 1) - 1):
+            with patch.object(background, "update_in_pieces", side_effect=MemoryError("no memory is left")):
+                plain(self, piece)
         else:
-            plain(self, unit, entries)
+            plain(self, piece)
 
     with patch.object(background, "is_worthwhile", lambda device: True):
         run = _, optimizer, zero = build()
         begin(run)
         optimizer.zero_grad()
-        with patch.object(background._Run, "_update", update):
+        with patch.object(background.Run, "_update", update):
             begin(run, 1)
             optimizer.zero_grad()
             for ask in (lambda: begin(run, 2), lambda: begin(run, 3), lambda: zero.save("/nowhere")):
@@ -209,19 +209,19 @@ def test_an_update_that_fails_is_one_error_on_all_ranks(world: int) -> None:
 
 def end_with_a_step(fails: bool) -> None:
     """End the interpreter while a model is updated."""
-    plain = background._Run._update
+    plain = background.Run._update
 
-    def update(self: Any, unit: int, entries: Any) -> None:
+    def update(self: Any, piece: Any) -> None:
         time.sleep(0.1)
         if fails:
-            with patch.object(background, "body_of", side_effect=MemoryError("no memory is left")):
-                plain(self, unit, entries)
+            with patch.object(background, "update_in_pieces", side_effect=MemoryError("no memory is left")):
+                plain(self, piece)
         else:
-            plain(self, unit, entries)
+            plain(self, piece)
 
     with (
         patch.object(background, "is_worthwhile", lambda device: True),
-        patch.object(background._Run, "_update", update),
+        patch.object(background.Run, "_update", update),
     ):
         begin(build())
     print("made")
@@ -230,7 +230,7 @@ def end_with_a_step(fails: bool) -> None:
 @pytest.mark.product
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_end_of_a_program_waits_and_tells_of_an_error(fails: bool) -> None:
-    code = f"from tests.engine import test_offload_early as t; t.end_with_a_step({fails})"
+    code = f"from tests.engine import test_offload_background as t; t.end_with_a_step({fails})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "made\n"
     assert done.returncode == int(fails), done.stderr
