@@ -14,7 +14,6 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from zeroshard.activations.bus import SMALL_BYTES
 from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.parameters import check_patterns
 from zeroshard.describe.precision import Precision, chosen_modules, formats_of_model
@@ -33,6 +32,7 @@ from zeroshard.plan.trace.splitting import check_split
 from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.plan.trace.treated import Treated
 from zeroshard.plan.updates import updates_and_turns
+from zeroshard.store.bus import SMALL_BYTES
 from zeroshard.table.bytes import Updates
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.spec import Formats

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.activations import treatment_of
-from zeroshard.activations.bus import Bus, Transfer
 from zeroshard.activations.compress import Compress
 from zeroshard.activations.offloaded import Offload
 from zeroshard.activations.partition import Axis, Partition
@@ -24,6 +23,7 @@ from zeroshard.describe.selection import recomputed_modules
 from zeroshard.describe.units import UnitPlan
 from zeroshard.plan.shape.tape import Exchange
 from zeroshard.plan.trace.recorder import Recorder
+from zeroshard.store.bus import Bus, Transfer
 from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
