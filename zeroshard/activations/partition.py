@@ -43,6 +43,23 @@ class _Part:
 
 
 @final
+class _Gather:
+    """A gather under way, of which a freed graph leaves the messages to `dropped`.
+
+    Args:
+        full: receives all parts.
+        dropped: gathers that nothing will read. Freeing the tensors of a message on its way would stop all messages
+            after it.
+    """
+
+    def __init__(self, value: _Part, full: Tensor, pending: Pending, dropped: list[Pending]) -> None:
+        self.value, self.full, self.pending, self._dropped = value, full, pending, dropped
+
+    def __del__(self) -> None:
+        self._dropped.append(self.pending)  # a second wait does nothing
+
+
+@final
 class Partition(Link):
     """Keeps 1/T of each input of a recomputed module, for the T ranks along the tensor axis."""
 
@@ -50,6 +67,7 @@ class Partition(Link):
         self._comm, self._ranks = comm, comm.mesh.tensor_ranks
         self._place = self._ranks.index(comm.mesh.rank)
         self._number = 0
+        self._dropped: list[Pending] = []
         self._compared: set[tuple[int, int, torch.Size, torch.dtype]] = set()
 
     def treat(self, held: Sequence[Held], unit: int, outputs: Any) -> None:
@@ -81,18 +99,19 @@ class Partition(Link):
             self._number += 1
             one.put(self, _Part(part, whole.shape, whole.stride(), self._number))
 
-    def start(self, value: Any) -> tuple[_Part, Tensor, Pending]:
+    def start(self, value: Any) -> _Gather:
         """Start a gather. Collective: all-gather along the tensor axis; each rank sends (T-1) parts."""
+        while self._dropped:
+            self._dropped.pop().wait()
         full = value.part.new_empty(len(self._ranks) * value.part.numel())
         full.view(len(self._ranks), -1)[self._place] = value.part
         tag = Tag(value.number, 0, f"the gather of a partitioned input of shape {tuple(value.size)}")
-        return value, full, self._comm.gather(full, tag, "activations", "tensor")
+        return _Gather(value, full, self._comm.gather(full, tag, "activations", "tensor"), self._dropped)
 
     def restore(self, started: Any) -> Tensor:
         """Return the whole."""
-        value, full, pending = started
-        pending.wait()
-        whole: Tensor = full.as_strided(value.size, value.strides)
+        started.pending.wait()
+        whole: Tensor = started.full.as_strided(started.value.size, started.value.strides)
         return whole
 
     def _compare(self, whole: Tensor, index: int, unit: int) -> None:
