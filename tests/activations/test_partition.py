@@ -238,3 +238,29 @@ def test_sequence_parallelism_keeps_and_sends_as_much() -> None:
         assert kept - INPUT_BYTES // 2 <= DEPTH * INPUT_BYTES // 2
         # A gather or a scatter sends half of what an all-reduce does: 11 here; 5 all-reduces and a gather there.
         assert parts_bytes == DEPTH * 11 * INPUT_BYTES
+
+
+def drop_a_loss(stage: int, shared: bool) -> list[Tensor]:
+    """Start gathers ahead for a forward before the one that is propagated, and free them. Runs on a rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(models.Block(WIDTH) for _ in range(2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
+    settings = zs.Settings(shared_memory=shared, watchdog_s=WATCHDOG_S)
+    options = {"stage": stage, "mesh": mesh, "activations": "recompute+partition", "units": [models.Block]}
+    zs.shard(model, optimizer, settings=settings, **options)
+    for step in range(4):
+        x = randn(BATCH * LENGTH, WIDTH, key=[step])
+        dropped = model(x).square().mean()
+        model(x).square().mean().backward()
+        del dropped
+        optimizer.step()
+        optimizer.zero_grad()
+    return [one.detach().clone() for one in model.parameters()]
+
+
+@pytest.mark.parametrize(("stage", "shared"), [(0, True), (2, False)])
+def test_a_graph_may_be_freed_before_it_reads_what_is_gathered_ahead(stage: int, shared: bool) -> None:
+    """A message whose tensors are freed on their way stops all messages after it: both ranks waited for a vote."""
+    first, second = run_ranks(drop_a_loss, 2, stage, shared, timeout_s=TIMEOUT_S)
+    assert all(map(torch.equal, first, second))

@@ -61,11 +61,31 @@ class _Part:
 
 
 @final
+class _Gather:
+    """A gather under way, of which a freed graph leaves the messages to `dropped`.
+
+    Args:
+        full: receives all parts.
+        dropped: gathers that nothing will read. Freeing the tensors of a message on its way would stop all messages
+            after it.
+    """
+
+    def __init__(
+        self, value: _Part, full: Tensor, wait: Callable[[], object], dropped: list[Callable[[], object]]
+    ) -> None:
+        self.value, self.full, self.wait, self._dropped = value, full, wait, dropped
+
+    def __del__(self) -> None:
+        self._dropped.append(self.wait)  # a second wait does nothing
+
+
+@final
 class Partition(Link):
     """Keeps 1/T of each input of a recomputed module, for the T ranks along the tensor axis."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis, self._number = axis, 0
+        self._dropped: list[Callable[[], object]] = []
         self._compared: set[tuple[int, int, torch.Size, torch.dtype]] = set()
 
     def treat(self, held: Sequence[Held], unit: int, outputs: Any) -> None:
@@ -97,18 +117,19 @@ class Partition(Link):
             self._number += 1
             one.put(self, _Part(part, whole.shape, whole.stride(), self._number))
 
-    def start(self, value: Any) -> tuple[_Part, Tensor, Callable[[], object]]:
+    def start(self, value: Any) -> _Gather:
         """Start a gather. Collective: all-gather along the tensor axis; each rank sends (T-1) parts."""
+        while self._dropped:
+            self._dropped.pop()()
         full = value.part.new_empty(self._axis.size * value.part.numel())
         full.view(self._axis.size, -1)[self._axis.place] = value.part
         what = f"the gather of a partitioned input of shape {tuple(value.size)}"
-        return value, full, self._axis.gather(full, value.number, "activations", what)
+        return _Gather(value, full, self._axis.gather(full, value.number, "activations", what), self._dropped)
 
     def restore(self, started: Any) -> Tensor:
         """Return the whole."""
-        value, full, wait = started
-        wait()
-        whole: Tensor = full.as_strided(value.size, value.strides)
+        started.wait()
+        whole: Tensor = started.full.as_strided(started.value.size, started.value.strides)
         return whole
 
     def _compare(self, whole: Tensor, index: int, unit: int) -> None:
