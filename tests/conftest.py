@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from .rotation import ROTATIONS, split
+from .rotation import ROTATIONS, RUNNING, split
 
 PRELOAD = ("pytest", "tests.warm")
 PRELOAD_OF_TRANSFORMERS = "tests.integrations.tiny"
@@ -60,6 +60,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tell loops inside the test what runs."""
+    RUNNING.rotation, RUNNING.case = item.config.option.rotation, item.nodeid
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,21 +1,71 @@
-"""Which cases of products `make test` runs: a third of each, and in every third the first and what finds planted bugs.
+"""What `make test` runs: a third of each product, and in every third the first case and what finds planted bugs.
 
-Owns the rule. A product is a test marked `product`: it checks one property for many worlds, stages, seeds or models,
-and starts processes for each. What each rotation leaves out the other two run, and `make test-all` runs everything.
+Owns the rule. What each rotation leaves out the other two run, and `make test-all` runs everything. There are three
+kinds of things that rotate:
+
+- cases of a test marked `product`, which checks one property for many worlds, stages, seeds or models, and starts
+  processes for each: the first case and a third of the others;
+- values of a loop inside a test, which are given to `third`: the first value and a third of the others;
+- a test or case marked `rotates`, which takes seconds and says little that other tests do not: it runs in one rotation.
+
+A test that finds a planted bug (`tools/planted.py`) runs as a whole in each rotation, its loops included.
 """
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import pytest
 
 from tools.planted import BUGS
 
+Value = TypeVar("Value")
+
 ROTATIONS = ("0", "1", "2", "all")
 
-
 NAMED = frozenset(bug.test for bug in BUGS)
-"""Cases that find a planted bug (`tools/planted.py`), among other tests."""
+"""Cases, tests and files that find a planted bug (`tools/planted.py`)."""
+
+
+def finds_a_bug(case: str) -> bool:
+    """Tell whether a planted bug names a case, its test or its file."""
+    return not NAMED.isdisjoint((case, case.partition("[")[0], case.partition("::")[0]))
+
+
+@dataclass
+class Running:
+    """What runs in this process, as `tests/conftest.py` says before each test; ranks are not told."""
+
+    rotation: str = "all"
+    case: str = ""
+
+
+RUNNING = Running()
+
+
+def is_whole() -> bool:
+    """Tell whether the running test runs as a whole."""
+    return RUNNING.rotation == "all" or finds_a_bug(RUNNING.case)
+
+
+def third(values: Iterable[Value]) -> list[Value]:
+    """Return what a loop of the running test has in this rotation: the first value, and a third of the others.
+
+    Which third depends on the test, so that each rotation has the second value of some. All values are returned where
+    everything runs, to a test that finds a planted bug, and to a rank, so that a test asks before it starts ranks.
+    """
+    values = list(values)
+    if is_whole():
+        return values
+    shift = zlib.crc32(RUNNING.case.encode())
+    return [value for place, value in enumerate(values) if place == 0 or (place + shift) % 3 == int(RUNNING.rotation)]
+
+
+def share(amount: float) -> float:
+    """Return what a test that runs for a time, or to a number, has of it in this rotation: a third, as for `third`."""
+    return amount if is_whole() else amount / 3
 
 
 def turn_of(number: int, sizes: Iterable[int]) -> int:
@@ -49,7 +99,12 @@ def split(items: Sequence[pytest.Item], rotation: str) -> tuple[list[pytest.Item
     for item in items:
         name = item.nodeid.partition("[")[0]
         number, counts[name] = counts[name], counts[name] + 1
-        is_first = number == 0 or item.nodeid in NAMED
-        is_always_run = is_first or rotation == "all" or item.get_closest_marker("product") is None
-        (kept if is_always_run or turn_of(number, sizes_of(item)) == int(rotation) else left_out).append(item)
+        if rotation == "all" or item.nodeid in NAMED:
+            is_kept = True
+        elif item.get_closest_marker("rotates") is not None:
+            is_kept = finds_a_bug(item.nodeid) or (zlib.crc32(name.encode()) + number) % 3 == int(rotation)
+        else:
+            is_alone = number == 0 or item.get_closest_marker("product") is None
+            is_kept = is_alone or turn_of(number, sizes_of(item)) == int(rotation)
+        (kept if is_kept else left_out).append(item)
     return kept, left_out

@@ -12,7 +12,7 @@ import pytest
 from tools.planted import BUGS
 
 from . import conftest
-from .rotation import turn_of
+from .rotation import NAMED, ROTATIONS, RUNNING, share, third, turn_of
 
 ROOT = Path(__file__).parents[1]
 PRODUCTS = """
@@ -29,6 +29,13 @@ def test_of_one_case(seed, kind): pass
 
 @pytest.mark.parametrize("text", ["a", "b", "c"])
 def test_table(text): pass
+
+@pytest.mark.rotates
+def test_slow(): pass
+
+@pytest.mark.rotates
+@pytest.mark.parametrize("seed", range(6))
+def test_slow_cases(seed): pass
 
 def test_alone(): pass
 """
@@ -58,7 +65,7 @@ def collected(*arguments: str) -> tuple[list[str], list[str]]:
 def products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Write a file with products and with tests that are none; return its path."""
     (tmp_path / "conftest.py").write_text(f"from {conftest.__name__} import *\n")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = product\n gpu\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = product\n rotates\n gpu\n")
     (tmp_path / "test_generated.py").write_text(PRODUCTS)
     monkeypatch.chdir(tmp_path)
     return str(tmp_path / "test_generated.py")
@@ -66,10 +73,10 @@ def products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_rotations_are_everything_together(products: str) -> None:
     everything, left_out = collected(products)
-    assert len(everything) == 12 + 1 + 3 + 1 and left_out == []
+    assert len(everything) == 12 + 1 + 3 + 1 + 6 + 1 and left_out == []
     assert collected(products, "--rotation", "all") == (everything, [])
     always = ["[0-0]", "::test_of_one_case", "::test_table", "::test_alone"]
-    runs = []
+    runs, slow = [], []
     for rotation in ("0", "1", "2"):
         kept, left_out = collected(products, "--rotation", rotation)
         assert sorted(kept + left_out) == sorted(everything)
@@ -79,9 +86,11 @@ def test_rotations_are_everything_together(products: str) -> None:
         assert {stage for stage, _ in cases} == set("0123") and {world for _, world in cases} == set("012")
         rotating = [name for name in kept if not any(text in name for text in always)]
         assert len(kept) == len(rotating) + 1 + 1 + 3 + 1
-        runs.append(rotating)
+        runs.append([name for name in rotating if "::test_slow" not in name])
+        slow.append([name for name in rotating if "::test_slow" in name])
     # Eleven cases rotate besides the first of the product, and each has one rotation.
     assert sorted(map(len, runs)) == [3, 4, 4] and len(set().union(*runs)) == 11
+    assert sorted(map(len, slow)) == [2, 2, 3] and len(set().union(*slow)) == 7
 
 
 def test_a_product_of_this_suite_rotates() -> None:
@@ -107,9 +116,37 @@ def test_a_rotation_has_all_rows_and_columns_of_a_product() -> None:
         assert {case % columns for case in cases} == set(range(columns)), (rows, columns, rotation)
 
 
+@pytest.mark.rotates
+def test_a_loop_has_its_first_value_and_a_third_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for case, count in itertools.product(["tests/a.py::one", "tests/a.py::two", "tests/a.py::three[1]"], range(12)):
+        monkeypatch.setattr(RUNNING, "case", case)
+        parts = []
+        for rotation in ROTATIONS:
+            monkeypatch.setattr(RUNNING, "rotation", rotation)
+            parts.append(third(range(count)))
+            assert parts[-1] == sorted(parts[-1]) and parts[-1][:1] == [*range(count)][:1]
+            assert share(9.0) == (9.0 if rotation == "all" else 3.0)
+        one, two, three, everything = parts
+        assert everything == [*range(count)] == sorted({*one, *two, *three})
+        # Of what is not the first, each value is in one rotation.
+        assert len(one) + len(two) + len(three) == count + 2 * (count > 0)
+
+
+def test_what_finds_a_planted_bug_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RUNNING, "rotation", "1")
+    for named in NAMED:
+        for case in (named, f"{named}[2]") if "[" not in named and "::" in named else (named,):
+            monkeypatch.setattr(RUNNING, "case", case)
+            assert third(range(9)) == [*range(9)] and share(9.0) == 9.0
+
+
+def test_a_test_is_told_what_runs(request: pytest.FixtureRequest) -> None:
+    assert (RUNNING.rotation, RUNNING.case) == (request.config.option.rotation, request.node.nodeid)
+
+
 def test_workers_report_what_is_left_out_as_deselected(products: str) -> None:
     command = [sys.executable, "-m", "pytest", products, "--rotation", "1", "-n", "2", "-p", "no:cacheprovider"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
     assert "rotation 1 of 0, 1, 2" in done.stdout
-    assert "10 passed, 7 deselected" in done.stdout, done.stdout
+    assert "13 passed, 11 deselected" in done.stdout, done.stdout

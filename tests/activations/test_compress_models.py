@@ -50,11 +50,13 @@ def script(build: Callable[[], nn.Module], batch: Callable[[int, int], tuple[Ten
         optimizer.zero_grad()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_gpt_trains_to_the_same_bits(world: int) -> None:
     assert_matches(functools.partial(script, build_gpt, gpt_batch), world, (0, 3), {"activations": "compress"})
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_resnet_trains_to_the_same_bits(world: int) -> None:
     assert_matches(

@@ -104,6 +104,7 @@ def count_runs(activations: Any, stage: int) -> list[int]:
     return [block.runs for block in model.blocks]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", [0, 3])
 def test_each_module_runs_once_more_and_no_other_does(stage: int) -> None:
     expected = {
@@ -141,6 +142,7 @@ def own_script(run: Run) -> None:
         run.optimizers[0].zero_grad()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("activations", ["recompute", "recompute-sqrt"])
 def test_recomputation_by_the_model_itself_goes_on_beside_it(activations: str) -> None:
     assert_matches(own_script, 2, STAGES, {"activations": activations})

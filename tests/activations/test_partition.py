@@ -155,6 +155,7 @@ def test_partition_changes_no_bit(other: str) -> None:
                 assert_same(expected.parameters, actual.parameters, where)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_bytes_kept_and_sent_are_those_of_the_paper(early_stop: bool) -> None:
     """Source: Rajbhandari et al. 2020, section 8: 12 messages a block without stopping early, 10 with it."""

@@ -14,6 +14,7 @@ from benchmarks.report import BEGIN, END, ratio_of_medians, write_tables
 from zeroshard.wire.board import is_supported
 
 
+@pytest.mark.rotates
 def test_a_run_compares_contestants_and_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--case tiny --only wire,ddp,zs-3,zs-3-wire,fsdp2-3 --steps 3 --warmup 1"
     assert run.main([*arguments.split(), "--output", str(tmp_path)]) == 0
@@ -46,6 +47,7 @@ def test_memory_is_counted_above_imports() -> None:
     assert 2e6 < rank["step_peak_bytes"] <= rank["peak_bytes"] < 100e6
 
 
+@pytest.mark.rotates
 def test_a_rank_that_fails_is_named_with_its_error() -> None:
     with pytest.raises(RuntimeError, match=r"\[rank 0/1\] ended with status 1(.|\n)*KeyError: 'nobody'"):
         launch(Job("time", "tiny", 1, ("nobody",), warmup=1, rounds=1), 1, {})
@@ -61,6 +63,7 @@ def test_the_gpu_script_starts_on_a_cpu(tmp_path: Path) -> None:
     assert result["optimizer"]["moved_bytes"] > 0
 
 
+@pytest.mark.rotates
 def test_the_gpu_script_treats_activations(tmp_path: Path) -> None:
     gpu.main(["--device", "cpu", "--only", "activations", "--output", str(tmp_path / "gpu.json")])
     (section,) = json.loads((tmp_path / "gpu.json").read_text())["sections"]
@@ -77,6 +80,7 @@ def test_the_gpu_script_asks_for_cuda(
     assert "no CUDA device here" in capsys.readouterr().err
 
 
+@pytest.mark.rotates
 def test_host_time_is_measured_beside_fsdp2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--blocks 2 --ranks 4 --rounds 2 --clip with --only".split()
     hosttime.main([*arguments, "zeroshard 3,FSDP2 3", "--output", str(tmp_path / "hosttime.json")])

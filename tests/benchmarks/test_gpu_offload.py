@@ -29,6 +29,7 @@ def test_the_script_asks_for_cuda(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "no CUDA device here" in capsys.readouterr().err
 
 
+@pytest.mark.rotates
 def test_a_size_that_no_entrant_holds_is_a_row_with_its_problem(tmp_path: Path) -> None:
     row = gpu_offload.run_apart("zeroshard, states", gpu_offload.SIZES["cpu"], -1, 1.0)
     assert "GPTConfig.depth must be at least 1" in row["problem"]

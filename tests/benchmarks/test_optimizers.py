@@ -61,6 +61,7 @@ def test_a_table_has_a_row_for_each_optimizer_and_number_of_steps() -> None:
     assert "old" not in page
 
 
+@pytest.mark.rotates
 def test_all_optimizers_of_the_job_are_compared() -> None:
     from zeroshard.train.optimizers import MAKERS
 

@@ -276,6 +276,7 @@ def test_exit_waits_for_a_save(tmp_path: Path) -> None:
     assert found.name == "step-1"
 
 
+@pytest.mark.rotates
 def test_exit_reports_a_failure_on_every_rank(tmp_path: Path) -> None:
     for status, error in run_program(tmp_path, "failure"):
         assert status == 1
@@ -283,6 +284,7 @@ def test_exit_reports_a_failure_on_every_rank(tmp_path: Path) -> None:
     assert visible(str(tmp_path)) == []
 
 
+@pytest.mark.rotates
 def test_exit_does_not_wait_for_the_dead(tmp_path: Path) -> None:
     (status, error), (killed, _) = run_program(tmp_path, "kill")
     assert (status, killed) == (1, -9)

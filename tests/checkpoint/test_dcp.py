@@ -94,6 +94,7 @@ def whole(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [2, 3])
 def test_fsdp2_loads_a_checkpoint(tmp_path: Path, world: int) -> None:
     expected = run_ranks(write, 2, str(tmp_path), timeout_s=TIMEOUT_S)[0]

@@ -43,6 +43,7 @@ def test_each_file_operation_of_a_save_may_fail(tmp_path: Path, culprit: int) ->
     assert all(f"failed on rank {culprit}: OSError: [Errno " in text for text in texts[0] if text)
 
 
+@pytest.mark.rotates
 def test_a_short_write_is_continued(tmp_path: Path) -> None:
     found = run_ranks(fail_each_operation_of_save, 2, str(tmp_path), 0, write_half, timeout_s=TIMEOUT_S)
     assert [text for rank in found for _, text in rank if text] == []

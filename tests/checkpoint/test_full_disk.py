@@ -22,6 +22,7 @@ def has_namespaces() -> bool:
         return False
 
 
+@pytest.mark.product
 @pytest.mark.skipif(not has_namespaces(), reason="needs unshare, and the kernel's leave to mount in a namespace")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_is_told_on_all_ranks(tmp_path: Path, asynchronous: bool) -> None:

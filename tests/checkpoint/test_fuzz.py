@@ -44,6 +44,7 @@ def test_the_same_seed_makes_the_same_inputs(tmp_path: Path) -> None:
     assert made[0] == made[1]
 
 
+@pytest.mark.rotates
 def test_bugs_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a limit that it rests on, an input is judged wrong: for its time, its memory, or its exception."""
     fuzzer = Fuzzer(tmp_path, 1)

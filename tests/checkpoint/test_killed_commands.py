@@ -57,6 +57,7 @@ print(json.dumps(states))
 """
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("command", ["import_folder", "export"])
 def test_a_killed_command_is_started_again(command: str, tmp_path: Path) -> None:
     checkpoint = small.write(tmp_path)
@@ -82,6 +83,7 @@ def test_a_killed_command_is_started_again(command: str, tmp_path: Path) -> None
     assert os.listdir(target.parent) == ["new"]
 
 
+@pytest.mark.rotates
 def test_what_a_running_command_writes_is_left_alone(tmp_path: Path) -> None:
     checkpoint = small.write(tmp_path)
     sleeper = subprocess.Popen(["sleep", "60"])

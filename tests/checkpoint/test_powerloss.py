@@ -12,6 +12,7 @@ from .powerloss import Operation, try_all
 STARTS = 6
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_no_loss_of_power_loses_what_is_committed(name: str, tmp_path: Path) -> None:
     """In every outcome that the model allows; `python -m tools.powerloss` starts the next run on each of them, too."""
@@ -50,6 +51,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_flush_that_is_missing_is_found(name: str, tmp_path: Path) -> None:
     operations = PLANTED[name](SCENARIOS["retention"].operations(tmp_path / "recorded"))

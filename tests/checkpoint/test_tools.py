@@ -54,6 +54,7 @@ def test_the_tools_need_no_torch(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
 
 
+@pytest.mark.rotates
 def test_an_import_of_torch_would_be_found(tmp_path: Path) -> None:
     done = run_without_torch(small.write(tmp_path), tmp_path / "exported", "from zeroshard.checkpoint import values")
     assert done.returncode == 1
@@ -100,6 +101,7 @@ def export_gpt2(folder: str) -> torch.Tensor:
         return model(torch.arange(9)[None]).logits
 
 
+@pytest.mark.rotates
 def test_transformers_reads_an_export_and_its_files_are_imported(tmp_path: Path) -> None:
     logits = run_ranks(export_gpt2, 2, str(tmp_path), timeout_s=TIMEOUT_S)[0]
     tiny_gpt2(3).config.save_pretrained(tmp_path)
@@ -140,6 +142,7 @@ def export_zoo(folder: str) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
+@pytest.mark.rotates
 def test_an_export_is_row_major_and_imports_into_other_strides(tmp_path: Path) -> None:
     """The convolution is channels-last in memory, and plain in the exported file."""
     expected = run_ranks(export_zoo, 3, str(tmp_path), timeout_s=TIMEOUT_S)[0]

@@ -123,6 +123,7 @@ def test_a_resumed_job_has_the_bits_of_one_that_was_not_interrupted(name: str, p
         assert_same(reference(name), after)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("first", "second"), [("some whole", "sliced"), ("sliced", "some whole")])
 def test_states_are_read_whole_that_were_cut_and_the_other_way(first: str, second: str, tmp_path: Path) -> None:
     on_ranks(2, save, first, 3, tmp_path / "step-2", False)

@@ -30,6 +30,7 @@ def test_a_model_on_the_cpu_is_moved_unit_by_unit() -> None:
     assert found["kept_bytes"] <= shards + found["buffer_bytes"] + SLACK_BYTES
 
 
+@pytest.mark.rotates
 def test_what_was_moved_trains_as_what_was_moved_by_hand() -> None:
     assert cuda.run(f"{WHERE}:values") == {
         "moved here": True,
@@ -63,6 +64,7 @@ def test_states_elsewhere_train_as_on_the_device() -> None:
         assert ([0, 1234] in one["waits"], [1234, 0] in one["waits"]) == (moves, moves), case
 
 
+@pytest.mark.rotates
 def test_step_counters_of_a_fused_update_go_to_the_device() -> None:
     assert cuda.run(f"{WHERE}:counters") == ["cuda:0"]
 

@@ -27,6 +27,7 @@ def test_a_pass_stays_on_one_stream_and_follows_the_last_one() -> None:
     assert re.search(r"RuntimeError: \[rank 0/4\] a part of the backward runs on another", found["inside, stage 2"])
 
 
+@pytest.mark.rotates
 def test_capture_of_a_cuda_graph_is_refused_by_name() -> None:
     found = cuda.run(f"{WHERE}:captures")
     assert found.pop("gathered") == "nothing was raised", "parameters keep their places there"
@@ -37,6 +38,7 @@ def test_capture_of_a_cuda_graph_is_refused_by_name() -> None:
     }
 
 
+@pytest.mark.rotates
 def test_modules_compiled_to_cuda_graphs_are_refused_by_name() -> None:
     found = cuda.run(f"{WHERE}:compiled")
     assert found.pop("without graphs") == "nothing was raised"

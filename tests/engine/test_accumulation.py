@@ -334,6 +334,7 @@ def grads_tell_the_truth(run: Run) -> None:
         run.record(after_zero=[p.grad is None for p in model.parameters()])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 3])
 def test_grad_has_the_global_shape_and_is_none_when_torchs_is(world: int) -> None:
     assert_matches(grads_tell_the_truth, world)
@@ -346,6 +347,7 @@ def norms_of_single_grads(run: Run) -> None:
     run.record(infinity=[p.grad.norm(float("inf")) for p in model.parameters()])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 3])
 def test_the_norm_of_one_grad_is_that_of_the_whole(world: int) -> None:
     assert_matches(norms_of_single_grads, world)

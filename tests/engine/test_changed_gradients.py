@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, Run, Sharded, assert_matches, assert_same, run_cases
+from tests.rotation import third
 from zeroshard.update import background
 
 STEPS = 5
@@ -159,6 +160,7 @@ def test_gradients_that_an_update_from_files_changes(tmp_path: Path) -> None:
     assert_matches(functools.partial(train_each, names=OF_FILES, offload=str(tmp_path)), 2, (1, 3))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_that_owners_change_where_each_rank_updates_all(world: int) -> None:
     assert_matches(functools.partial(train_each, names=OF_OWNERS, is_whole=True), world, (0, 3) if world == 1 else (0,))
@@ -213,4 +215,4 @@ def test_gradients_that_are_converted_for_an_update_keep_its_changes(tmp_path: P
     cases = [(0, None, sliced, False), (3, None, sliced, False), (3, "host", sliced, False)]
     cases += [(2, str(tmp_path), ("foreach",), False), (3, "in the background", ("foreach",), False)]
     cases += [(0, None, sliced, True)]
-    run_cases(converted, 2, cases)
+    run_cases(converted, 2, third(cases))

@@ -256,6 +256,7 @@ def change(model: nn.Module) -> None:
                 p.fill_(0.25)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_change_between_steps_is_not_undone(precision: str) -> None:
     for seen in run_ranks(between_steps, 2, precision, timeout_s=TIMEOUT_S):

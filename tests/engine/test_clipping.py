@@ -126,6 +126,7 @@ def clip_parts_both() -> tuple[list[Tensor], list[list[Tensor]]]:
     return clip_parts(Plain()), [clip_parts(Sharded(stage)) for stage in STAGES]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [2, 3])
 def test_parts_of_a_model_are_clipped_by_themselves(world: int) -> None:
     for plain, engine in run_ranks(clip_parts_both, world, timeout_s=TIMEOUT_S):
@@ -147,10 +148,11 @@ def not_finite(run: Run) -> None:
         run.record(error=str(error)[:40], is_finite=torch.isfinite(run.grad_norm()))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_rank_learns_of_a_norm_that_is_not_finite(world: int) -> None:
     for stages in assert_matches(not_finite_records, world):
-        for result in stages:
+        for result in stages.values():
             assert result["records"][0]["error"].startswith("The total norm"), result["records"]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from tests.rotation import third
 from zeroshard import torch_checks
 
 from ..oracle import STAGES, assert_same, run_cases
@@ -63,7 +64,7 @@ def train(value: Any, stage: int, name: str, shared_memory: bool, folder: str) -
 
 
 def test_defaults_change_no_bit(tmp_path: Path) -> None:
-    kinds = [(stage, name, stage in (0, 3)) for stage, name in zip(STAGES, OPTIMIZERS, strict=True)]
+    kinds = third([(stage, name, stage in (0, 3)) for stage, name in zip(STAGES, OPTIMIZERS, strict=True)][::-1])
     cases = [(value, *kind, str(tmp_path)) for kind in kinds for value in DEFAULTS]
     found = run_cases(train, 2, cases, timeout_s=60.0)
     for kind in kinds:

@@ -290,6 +290,7 @@ def norms() -> list[str]:
     return found
 
 
+@pytest.mark.rotates
 def test_every_norm_is_torchs_or_refused() -> None:
     for found in run_ranks(norms, 2, timeout_s=TIMEOUT_S):
         assert not found, "\n".join(found[:40])
@@ -357,6 +358,7 @@ def utilities_everywhere() -> list[str]:
     return found
 
 
+@pytest.mark.rotates
 def test_the_utilities_of_torch_do_what_they_do_on_whole_gradients() -> None:
     for found in run_ranks(utilities_everywhere, 2, timeout_s=TIMEOUT_S):
         assert not found, "\n".join(found[:40])

@@ -424,5 +424,5 @@ class Corrupting(nn.Module):
     "script", [step_between_forward_and_backward, saved_tensor_changed_in_place], ids=lambda script: script.__name__
 )
 def test_what_torch_refuses_is_refused(script: Callable[[Run], None]) -> None:
-    for result in assert_matches(script, 2)[0]:
+    for result in assert_matches(script, 2)[0].values():
         assert result["records"] == [{"is_error": True}]

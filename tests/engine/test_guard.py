@@ -385,6 +385,7 @@ def scalers_differ() -> list[str]:
     return wrong
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_users_grad_scaler_does_on_a_device_what_it_does_on_the_host(world_size: int) -> None:
     assert run_ranks(scalers_differ, world_size, timeout_s=TIMEOUT_S) == [[]] * world_size

@@ -263,6 +263,7 @@ def keep_upstream(stage: int) -> tuple[Tensor, Tensor]:
     return before, given
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_gradient_that_shares_memory_is_copied(stage: int) -> None:
     for before, after in run_ranks(keep_upstream, 2, stage, timeout_s=TIMEOUT_S):

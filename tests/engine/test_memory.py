@@ -155,6 +155,7 @@ def whole_units(stage: int) -> tuple[list[int], dict[str, int], dict[str, int], 
     return counts, memory.peak_bytes, memory.predicted_bytes, block_bytes
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [2, 4])
 def test_at_most_two_units_besides_the_root_are_whole(world: int) -> None:
     for counts, peak, predicted, block_bytes in run_ranks(whole_units, world, 3, timeout_s=TIMEOUT_S):
@@ -204,6 +205,7 @@ class Twice(models.Stack):
         return self.head(x)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_trace_shows_two_units_and_names_those_that_stay(world: int) -> None:
     for found in run_ranks(trace_counts, world, models.Stack, {}, timeout_s=TIMEOUT_S):
@@ -270,6 +272,7 @@ def unreduced(stage: int) -> list[dict[str, int]]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", [2, 3])
 def test_memory_shows_what_no_sync_keeps(stage: int) -> None:
     numel = sum(p.numel() for p in models.Even().parameters())
@@ -368,6 +371,7 @@ def pooled(options: dict[str, Any]) -> tuple[int, int, int]:
     return tuple(column["transient"] for column in columns)  # type: ignore[return-value]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [2, 3])
 def test_units_of_about_one_size_share_buffers(world: int) -> None:
     largest = BYTES * sum(p.numel() for p in models.EvenBlock(EVEN, EVEN + 32).parameters())

@@ -110,6 +110,7 @@ def break_off(what: str) -> list[Any]:
         return [*seen, *runs.advance("accumulates", run, range(2, 4)), runs.state_of(run)]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("what", ["an exception", "an evaluation", "a fork"])
 def test_copies_that_nobody_uses_disturb_nothing(what: str) -> None:
     expected, found = (run_ranks(break_off, 1, one, process_group=False)[0] for one in ("", what))

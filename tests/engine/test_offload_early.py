@@ -197,6 +197,7 @@ def fail() -> list[str]:
     return said
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_update_that_fails_is_one_error_on_all_ranks(world: int) -> None:
     for rank, said in enumerate(run_ranks(fail, world, process_group=world > 1)):
@@ -226,6 +227,7 @@ def end_with_a_step(fails: bool) -> None:
     print("made")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_end_of_a_program_waits_and_tells_of_an_error(fails: bool) -> None:
     code = f"from tests.engine import test_offload_early as t; t.end_with_a_step({fails})"
@@ -268,6 +270,7 @@ def save(folder: Path) -> Any:
     return saved, runs.state_of(plain)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_checkpoint_waits_for_the_update(world: int, tmp_path: Path) -> None:
     for saved, loaded in run_ranks(save, world, tmp_path, process_group=world > 1):

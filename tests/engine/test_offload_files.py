@@ -167,6 +167,7 @@ def test_a_failing_disk_is_one_error_on_all_ranks(tmp_path: Path, operation: str
         assert "resume from it" in said[1]  # a save of what is left is refused
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("failure", ["short", "EIO"])
 @pytest.mark.parametrize("states", [0.0, 1.0])
 def test_a_write_of_parameters_that_fails_is_one_error_on_all_ranks(
@@ -180,6 +181,7 @@ def test_a_write_of_parameters_that_fails_is_one_error_on_all_ranks(
         assert "resume from it" in said[0]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("failure", ["short", "EIO"])
 @pytest.mark.parametrize(("states", "number"), [(0.0, 3), (1.0, 9)])
 def test_a_read_of_parameters_that_fails_names_rank_folder_and_unit(
@@ -260,6 +262,7 @@ def refused_at_random(folder: str, column: str) -> str:
     return raised(lambda: zs.shard(model, adamw(model), offload=offload, precision=at_random))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("column", ["states", "parameters"])
 def test_a_rank_without_elements_refuses_what_the_others_refuse(tmp_path: Path, column: str) -> None:
     texts = run_ranks(refused_at_random, 3, str(tmp_path), column)
@@ -310,6 +313,7 @@ for step in range(start, 100000):
 """
 
 
+@pytest.mark.rotates
 def test_a_kill_leaves_the_last_checkpoint_and_no_file(tmp_path: Path) -> None:
     folder, scratch = tmp_path / "runs", tmp_path / "scratch"
     folder.mkdir()

@@ -106,6 +106,7 @@ def recompute(offload: zs.Offload | None) -> list[Any]:
     return seen
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2])
 def test_recomputed_tied_and_frozen_parameters_and_averages(world: int, tmp_path: Path) -> None:
     expected = run_ranks(recompute, world, None, process_group=world > 1)
@@ -144,6 +145,7 @@ def move(stage: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("world", "stage"), [(1, 2), (3, 1)])
 def test_checkpoints_are_ordinary_ones(world: int, stage: int) -> None:
     for found in run_ranks(move, world, stage, timeout_s=2 * TIMEOUT_S, process_group=world > 1):

@@ -219,6 +219,7 @@ def test_random_programs_end_right_or_with_one_error(part: int) -> None:
     assert min(counts.verdicts[f"one fails: {verdict}"] for verdict in ("right", "mismatch", "watchdog")) > 10
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("transport", ["messages", "host", "nccl"])
 def test_all_programs_of_two_ranks_and_two_units(transport: Any) -> None:
     counts = exhaust(Size(2, 2, transport), 1, lambda *_: None)
@@ -226,6 +227,7 @@ def test_all_programs_of_two_ranks_and_two_units(transport: Any) -> None:
     assert counts.programs > 250
 
 
+@pytest.mark.rotates
 def test_what_a_rank_does_depends_on_no_order_of_completions() -> None:
     program = train(3, 3, [(1, 2), (2, 1), (2,)], [(1,), (2, 1, 2), ()])
     first = run(program, crew())
@@ -237,6 +239,7 @@ def test_what_a_rank_does_depends_on_no_order_of_completions() -> None:
         assert [(rank.comm.sequence, rank.order.history.trace.events) for rank in other.ranks] == told
 
 
+@pytest.mark.rotates
 def test_first_steps_that_leave_one_state_have_the_same_second_steps() -> None:
     size = Size(2, 3, "messages")
     classes: dict[Any, list[Outcome]] = {}
@@ -326,6 +329,7 @@ passes_begin_unread = planted_in_order(
 steps_vote_once = planted_in_order("        if self._has_made_rounds:", "        if False:")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("plant", "told"),
     [

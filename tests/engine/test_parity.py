@@ -155,6 +155,7 @@ def train_with_units(how: str) -> dict[int, Any]:
     return results
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("how", "named"),
     [
@@ -198,6 +199,7 @@ def start_apart() -> dict[int, dict[str, Tensor]]:
     return results
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [2, 4])
 def test_parameters_start_equal_on_all_ranks(world: int) -> None:
     torch.manual_seed(100)

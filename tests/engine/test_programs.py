@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import zeroshard as zs
+from tests.rotation import third
 from tools.programs.draw import draw, draw_pair, with_faults, with_offload
 from tools.programs.job import run_oracle, run_plain
 from tools.programs.ranks import BAD, Task, examine, judge, work
@@ -27,21 +28,23 @@ WIDE = (417, 328, 640, 384, 325)
 
 @pytest.mark.timeout(600)
 def test_random_programs_equal_the_oracle_and_one_another() -> None:
-    seeds = range(PROGRAMS + PAIRS + FAULTY)
-    tasks = [(draw(seed, 2),) if seed < PROGRAMS else draw_pair(seed, 2) for seed in seeds[:-FAULTY]]
-    tasks += [(with_faults(draw(seed, 2)),) for seed in seeds[-FAULTY:]]
-    assert sum(op["op"] == "fault" for task in tasks[-FAULTY:] for op in task[0]["ops"]) > FAULTY
-    drawn = {name for task in tasks for name in task[0]["options"]}
+    every = range(PROGRAMS + PAIRS + FAULTY)
+    whole = [(draw(seed, 2),) if seed < PROGRAMS else draw_pair(seed, 2) for seed in every[:-FAULTY]]
+    whole += [(with_faults(draw(seed, 2)),) for seed in every[-FAULTY:]]
+    assert sum(op["op"] == "fault" for task in whole[-FAULTY:] for op in task[0]["ops"]) > FAULTY
+    drawn = {name for task in whole for name in task[0]["options"]}
     assert {"ignored", "fp32", "output", "parameters", "units"} <= drawn
-    verdicts = examine(tasks, 2)
+    seeds = third(every)
+    verdicts = examine([whole[seed] for seed in seeds], 2)
     bad = [(seed, one) for seed, one in zip(seeds, verdicts, strict=True) if one.kind in BAD]
     assert not bad, f"python -m tools.programs --replay {bad[0][0]}: {bad[0][1].kind} {bad[0][1].text}"
-    assert sum(one.kind == "refused" for one in verdicts) <= REFUSED * len(verdicts)
+    assert sum(one.kind == "refused" for one in verdicts) <= REFUSED * len(whole)
 
 
 def test_programs_with_states_and_parameters_elsewhere_equal_the_oracle() -> None:
-    verdicts = examine([(with_offload(draw(seed, 2)),) for seed in range(OFFLOADED)], 2)
-    wrong = [(seed, one.kind, one.text) for seed, one in enumerate(verdicts) if one.kind not in ("right", "diverging")]
+    seeds = third(range(OFFLOADED))
+    verdicts = zip(seeds, examine([(with_offload(draw(seed, 2)),) for seed in seeds], 2), strict=True)
+    wrong = [(seed, one.kind, one.text) for seed, one in verdicts if one.kind not in ("right", "diverging")]
     assert not wrong, f"python -m tools.programs --offload --replay {wrong[0][0]}"
 
 
@@ -56,9 +59,9 @@ def test_the_wider_drawing_has_each_feature_and_writes_python() -> None:
 
 
 def test_wider_programs_equal_the_oracle_and_their_twins_without_treatments() -> None:
-    specs = [draw_wide(seed, 2) for seed in WIDE]
-    verdicts = examine([with_untreated(spec) for spec in specs], 2)
-    wrong = [(seed, one.kind, one.text) for seed, one in zip(WIDE, verdicts, strict=True) if one.kind != "right"]
+    seeds = third(WIDE)
+    verdicts = examine([with_untreated(draw_wide(seed, 2)) for seed in seeds], 2)
+    wrong = [(seed, one.kind, one.text) for seed, one in zip(seeds, verdicts, strict=True) if one.kind != "right"]
     assert not wrong, f"python -m tools.programs --wide --replay {wrong[0][0]}"
 
 
@@ -70,6 +73,7 @@ def test_a_program_is_drawn_alike_from_its_seed_and_written_as_python(processes:
         compile(script_of(spec), "program", "exec")
 
 
+@pytest.mark.rotates
 def test_a_pair_never_takes_the_same_norm_at_stage_0_and_at_another() -> None:
     # Seed 4001018 resumes at stage 1 what began at stage 0, and clips by norm after that.
     for seed in (4001018, *range(4000000, 4000300)):
@@ -105,6 +109,7 @@ def test_a_bf16_program_is_compared_as_closely_as_fp32_sums_allow() -> None:
     assert judge([spec], [[found]]).kind == "wrong"
 
 
+@pytest.mark.rotates
 def test_rounding_is_no_difference_where_a_program_carries_it_as_far_in_plain_torch() -> None:
     # It diverges: losses of 1e5, parameters of 3e3, and 6e-4 between fp32 and fp64.
     spec = draw(1009014, 2)
@@ -155,12 +160,14 @@ def mark_fresh_memory(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
     work(tasks, folder)
 
 
+@pytest.mark.rotates
 @pytest.mark.timeout(300)
 def test_what_lies_between_parameters_is_never_read() -> None:
     verdicts = examine([(draw(seed, 2),) for seed in range(25)], 2, target=mark_fresh_memory)
     assert {one.kind for one in verdicts} == {"right"}
 
 
+@pytest.mark.product
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("target", [lose_later_sums, lose_late_gradients])
 def test_a_planted_bug_is_found_within_sixty_programs(target: Callable[..., None]) -> None:
@@ -177,14 +184,14 @@ def test_a_planted_bug_is_found_within_sixty_programs(target: Callable[..., None
 def test_random_programs_with_whole_matrices_equal_the_oracle_and_one_another() -> None:
     """Update with torch's Adafactor, whose parameters go to owners whole."""
     # torch's Adafactor divides by the elements of a parameter; this block has one without any.
-    seeds = [seed for seed in range(5000, 5000 + WHOLE_PROGRAMS) if "Bare" not in draw(seed, 2)["blocks"]]
+    seeds = [seed for seed in third(range(5000, 5000 + WHOLE_PROGRAMS)) if "Bare" not in draw(seed, 2)["blocks"]]
     tasks = []
     for spec in (draw(seed, 2) for seed in seeds):
         tasks.append((spec | {"optimizers": [_adafactor(one) for one in spec["optimizers"]]},))
     verdicts = examine(tasks, 2)
     bad = [(seed, one) for seed, one in zip(seeds, verdicts, strict=True) if one.kind in BAD]
     assert not bad, f"seed {bad[0][0]} with Adafactor: {bad[0][1].kind} {bad[0][1].text}"
-    assert sum(one.kind == "refused" for one in verdicts) <= 2 * REFUSED * len(verdicts)
+    assert sum(one.kind == "refused" for one in verdicts) <= 2 * REFUSED * WHOLE_PROGRAMS
 
 
 def _adafactor(one: dict[str, Any]) -> dict[str, Any]:
@@ -196,6 +203,7 @@ def test_a_norm_that_sums_late_gradients_is_asked_for_once() -> None:
     assert examine([(with_faults(draw(3000673, 2)),)], 2)[0].kind == "right"
 
 
+@pytest.mark.product
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("shared_memory", [False, True])
 def test_ranks_agree_on_the_units_they_used_before_they_agree_on_an_update_in_the_background(

@@ -88,6 +88,7 @@ def uneven() -> None:
     zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=2, settings=zs.Settings(watchdog_s=5))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("world_size", "words"), [(3, "must divide the 3 rank"), (2, "Use stage=0")])
 def test_replicas_that_leave_no_shards_are_refused(world_size: int, words: str) -> None:
     with pytest.raises(RankFailure, match=words):

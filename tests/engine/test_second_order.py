@@ -260,6 +260,7 @@ def test_right(script: Callable[[Run], None], shared_memory: bool) -> None:
     assert_matches(script, 2, STAGES, {"shared_memory": shared_memory})
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("options", [{}, {"parameters": "replicated"}], ids=["whole", "replicated"])
 def test_inner_steps_where_parameters_are_whole(options: dict[str, Any]) -> None:
     assert_matches(inner_steps_outside, 2, (3,) if options else (0, 1, 2), {"shared_memory": bool(options), **options})

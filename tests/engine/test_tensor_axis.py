@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zeroshard as zs
 from tests import oracle
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Casts, assert_same, randn, run_cases, single_run
+from tests.rotation import third
 from zeroshard.testing import RankFailure, run_ranks
 
 WORLD = 4
@@ -183,6 +184,7 @@ def tensor_first() -> list[Trained]:
     return [train("sgd", stage, ("tensor", "shard")) for stage in (2, 3)]
 
 
+@pytest.mark.rotates
 def test_axes_may_come_in_any_order() -> None:
     expected = alone("sgd")
     for rank, results in enumerate(run_ranks(tensor_first, WORLD, timeout_s=TIMEOUT_S)):
@@ -258,7 +260,7 @@ def test_gradients_with_a_pending_sum_are_summed_along_the_axis() -> None:
     for place in range(2):
         (model(randn(2, 6, WIDTH, key=(place,))).square().mean() / 2).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
-    for (stage,), by_rank in run_cases(pending_sums, WORLD, [(0,), (3,)], timeout_s=3 * TIMEOUT_S).items():
+    for (stage,), by_rank in run_cases(pending_sums, WORLD, third([(3,), (0,)]), timeout_s=3 * TIMEOUT_S).items():
         for actual in by_rank:
             assert_same(expected, actual, f"stage {stage}", relative=1e-6)
 
@@ -343,8 +345,9 @@ def overflow(stage: int) -> list[tuple[bool, bool, float]]:
     return seen
 
 
+@pytest.mark.rotates
 def test_an_overflow_on_any_rank_skips_the_step_on_all() -> None:
-    for stage, by_rank in run_cases(overflow, WORLD, [(0,), (3,)], timeout_s=3 * TIMEOUT_S).items():
+    for stage, by_rank in run_cases(overflow, WORLD, third([(3,), (0,)]), timeout_s=3 * TIMEOUT_S).items():
         assert by_rank == [[(True, True, 0.5)] * len(SPOILED_ON)] * WORLD, stage
 
 
@@ -374,6 +377,7 @@ def with_grad_scaler() -> list[list[tuple[float, bool]]]:
     return results
 
 
+@pytest.mark.rotates
 def test_the_users_grad_scaler_agrees_along_all_axes() -> None:
     for results in run_ranks(with_grad_scaler, WORLD, timeout_s=TIMEOUT_S):
         assert results == [[(1024.0, True), (512.0, False), (512.0, True)]] * 2
@@ -396,7 +400,7 @@ def not_a_number(stage: int, bad_rank: int) -> str:
 
 def test_a_gradient_that_is_no_number_on_one_rank_raises_on_all() -> None:
     cases = [(0, 1), (1, 2), (3, 3)]
-    for case, by_rank in run_cases(not_a_number, WORLD, cases, timeout_s=3 * TIMEOUT_S).items():
+    for case, by_rank in run_cases(not_a_number, WORLD, third(cases), timeout_s=3 * TIMEOUT_S).items():
         assert all("'blocks.1.up.weight'" in text for text in by_rank), case
 
 
@@ -461,6 +465,7 @@ def count_bytes() -> list[tuple[dict[str, int], dict[str, int], dict[str, int], 
     return results
 
 
+@pytest.mark.rotates
 def test_bytes_are_the_formulas_of_the_local_tensors() -> None:
     local = 3 * (32 * 32 + 2 * 32 * 32 // 2) * 4  # of each block two weights are split in halves and one is not
     n = 2  # ranks along "shard"
@@ -535,7 +540,7 @@ def convert(stage: int) -> None:
 
 
 def test_conversions_are_refused() -> None:
-    run_cases(convert, WORLD, [(2,), (3,)], timeout_s=3 * TIMEOUT_S)
+    run_cases(convert, WORLD, third([(3,), (2,)]), timeout_s=3 * TIMEOUT_S)
 
 
 def compiled(when: str) -> None:
@@ -556,7 +561,7 @@ def compiled(when: str) -> None:
 
 
 def test_compiling_split_parameters_is_refused() -> None:
-    run_cases(compiled, WORLD, [("before",), ("after",)], timeout_s=3 * TIMEOUT_S)
+    run_cases(compiled, WORLD, third([("before",), ("after",)]), timeout_s=3 * TIMEOUT_S)
 
 
 def state_round(stage: int) -> None:
@@ -616,7 +621,7 @@ def is_split(parameter: Tensor) -> bool:
 
 
 def test_whole_parameters_and_states_are_those_of_the_whole_model() -> None:
-    run_cases(state_round, WORLD, [(1,), (3,)], timeout_s=3 * TIMEOUT_S)
+    run_cases(state_round, WORLD, third([(3,), (1,)]), timeout_s=3 * TIMEOUT_S)
 
 
 def start_apart(stage: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -636,7 +641,7 @@ def test_all_ranks_start_with_the_values_of_rank_0() -> None:
     torch.manual_seed(0)
     model = Net()
     expected = {name: p.detach() for name, p in model.named_parameters()}, torch.randn(3)
-    for by_rank in run_cases(start_apart, WORLD, [(0,), (3,)], timeout_s=3 * TIMEOUT_S).values():
+    for by_rank in run_cases(start_apart, WORLD, third([(3,), (0,)]), timeout_s=3 * TIMEOUT_S).values():
         for actual in by_rank:
             assert_same(expected, actual)
 

@@ -243,6 +243,7 @@ def backwards_of_three_blocks(shared_memory: bool) -> list[list[str]]:
     ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_the_next_unit_is_on_its_way_before_the_last_one_is_reduced(shared_memory: bool) -> None:
     # What a step issues is compared with a prediction above, which knows the same record: this order is written down.

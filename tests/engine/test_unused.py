@@ -279,13 +279,11 @@ def test_ranks_that_use_different_units(script: Callable[[Run], None], world: in
 
 def test_the_routes_leave_some_parameters_unused() -> None:
     """The scripts above mean what they say: None where no rank used a parameter, and only there."""
-    stages = assert_matches(never_used_by_any_rank, 2)[0]
-    for result in stages:
+    for result in assert_matches(never_used_by_any_rank, 2)[0].values():
         unused = set(result["records"][0]["unused"])
         names = set(result["parameters"][0])
         assert unused == {n for n in names if n.startswith(("blocks.2", "blocks.3", "spare"))}
-    stages = assert_matches(one_block_on_one_rank_only, 2)[1]
-    for result in stages:
+    for result in assert_matches(one_block_on_one_rank_only, 2)[1].values():
         assert set(result["records"][0]["unused"]) == {"spare.weight", "spare.bias"}
 
 

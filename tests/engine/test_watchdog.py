@@ -149,6 +149,7 @@ def assert_named(result: tuple[str, str, float], rank: int, waits: tuple[str, ..
     assert any(word in text for word in waits), text
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("target", ONE_IDLES, ids=lambda target: target.__name__)
 def test_a_wait_for_an_idle_rank_ends_in_the_watchdogs_error(target: Callable[[], Any]) -> None:
     results = run_ranks(target, 2, timeout_s=TIMEOUT_S)
@@ -160,6 +161,7 @@ def test_a_wait_for_an_idle_rank_ends_in_the_watchdogs_error(target: Callable[[]
     assert seconds <= LIMIT_S, f"the late rank took {seconds:.1f} s: {text}"
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("target", ALL_GO_ON, ids=lambda target: target.__name__)
 def test_ranks_at_different_places_end_in_a_named_error(target: Callable[[], Any]) -> None:
     for rank, result in enumerate(run_ranks(target, 2, timeout_s=TIMEOUT_S)):
@@ -181,6 +183,7 @@ def test_a_rank_that_only_steps(stage: int) -> None:
         assert_named(result, rank, ("gather", "reduc", "forward", "backward", "step"))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gathered_entered_by_one_rank(stage: int) -> None:
     for rank, result in enumerate(run_ranks(gathered_on_one_rank, 2, stage, timeout_s=TIMEOUT_S)):

@@ -359,6 +359,7 @@ def test_torchs_own_optimizers_at_all_stages(script: Any, world: int) -> None:
     assert_matches(script, world, STAGES)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2])
 def test_parameters_without_elements_are_left_as_they_are(world: int) -> None:
     assert_matches(parameters_without_elements, world, STAGES)
@@ -370,6 +371,7 @@ def test_whole_matrices(script: Any, world: int) -> None:
     assert_matches(script, world)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("script", [muon, parameters_used_now_and_then])
 def test_messages_give_the_same_bits(script: Any) -> None:
     assert_matches(script, 3, options={"shared_memory": False})
@@ -389,6 +391,7 @@ def sums_of_two_copies(run: Run) -> None:
             run.record(loss=loss)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("options", [{"mesh": 2}, {"mesh": 2, "shared_memory": False}])
 def test_each_copy_makes_its_own_exchange(options: dict[str, Any]) -> None:
     assert_matches(sums_of_two_copies, 4, (1, 3), options)
@@ -464,6 +467,7 @@ def on_ranks(name: str, stage: int) -> list[float]:
     return losses
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_losses_of_200_steps_are_those_of_one_process(name: str) -> None:
     expected = on_whole_batches(name)
@@ -540,6 +544,7 @@ def held_in_two_bytes() -> list[bool]:
     return [all(map(torch.equal, found[0], one)) for one in found]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [2, 3])
 def test_masters_in_two_bytes_are_widened_for_their_owners(world: int) -> None:
     assert run_ranks(held_in_two_bytes, world) == [[True] * 4] * world
@@ -618,6 +623,7 @@ def owned(stage: int) -> tuple[list[int], list[int], list[type], int]:
     return places, [slot_of(entry).updater for entry in entries], [type(e) for e in entries], zero.mesh.rank
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", [1, 3])
 def test_states_are_on_owners_alone_and_groups_hold_slices(stage: int) -> None:
     results = run_ranks(owned, 3, stage)
@@ -678,6 +684,7 @@ def failing(shared_memory: bool, is_killed: bool) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_an_update_that_fails_on_one_rank_ends_all_with_its_name(shared_memory: bool) -> None:
     with pytest.raises(RankFailure) as failure:
@@ -689,6 +696,7 @@ def test_an_update_that_fails_on_one_rank_ends_all_with_its_name(shared_memory: 
         assert "rank 1: ArithmeticError: the update failed here" in errors[rank].message
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_rank_that_dies_at_an_update_is_named(shared_memory: bool) -> None:
     with pytest.raises(RankFailure) as failure:

@@ -33,6 +33,7 @@ RUNS = 1
 """Of each maker. The transport changes from run to run, and the first ones of the two makers differ in it."""
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("maker", ["user", "zeroshard"])
 def test_a_process_group_of_the_users_own_outlives_the_engine(tmp_path: Path, maker: str) -> None:
     for number in range(int(os.environ.get("ZEROSHARD_EXITS", RUNS))):

@@ -210,6 +210,7 @@ def end_as_main(act: Callable[[], None]) -> None:
     ctypes.pythonapi.Py_Exit(status)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_no_rank_notices_how_a_child_ends(shared_memory: bool) -> None:
     for statuses in run_ranks(outlive_children, 2, shared_memory, list(ENDS), timeout_s=200.0):

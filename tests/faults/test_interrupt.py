@@ -236,6 +236,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, switch: Switch,
     return float(loss.detach())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_wait_that_is_interrupted_is_made_again(shared_memory: bool) -> None:
     run_ranks(wait_twice, 2, shared_memory, timeout_s=TIMEOUT_S)

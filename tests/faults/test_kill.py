@@ -70,6 +70,7 @@ def test_planted_bugs_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert getattr(counts, found) > 0, counts
 
 
+@pytest.mark.rotates
 def test_the_tool_counts_and_writes(tmp_path: Path) -> None:
     output = tmp_path / "counts.json"
     command = ["-m", "tools.torture", "--kills", "1", "--ranks", "1", "--stages", "2", "--output", str(output)]

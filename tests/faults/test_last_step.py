@@ -66,23 +66,27 @@ def test_a_program_ends_with_the_error_of_its_last_step(ends: str, world: int) -
         assert error.count(text) == 1
 
 
+@pytest.mark.rotates
 def test_a_child_of_a_program_does_not_tell_its_error() -> None:
     ((status, _, error),) = run(1, "device", "forked")
     assert status == 1
     assert error.count("not finite") == 1
 
 
+@pytest.mark.rotates
 def test_an_error_that_was_caught_is_not_told_again() -> None:
     ((status, out, error),) = run(1, "device", "read")
     assert (status, out) == (0, "stepped\ncaught\n"), error
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("memory", "ends", "precision"), [("device", "well", "fp32"), ("device", "badly", "fp16")])
 def test_a_program_whose_last_step_is_none_of_an_error_ends_well(memory: str, ends: str, precision: str) -> None:
     ((status, out, error),) = run(1, memory, ends, precision)
     assert (status, out) == (0, "stepped\n"), error
 
 
+@pytest.mark.rotates
 def test_on_the_host_the_step_itself_raises() -> None:
     ((status, out, error),) = run(1, "host", "badly")
     assert (status, out) == (1, "")

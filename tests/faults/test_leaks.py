@@ -54,6 +54,7 @@ def shard_and_delete(stage: int, shared_memory: bool, cycles: int) -> tuple[dict
     return {**before, "hook": ""}, {**after, "is_left": sys.excepthook is not hook}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("stage", "shared_memory"), [(3, True), (1, False)])
 def test_nothing_is_left_of_models_that_are_gone(stage: int, shared_memory: bool) -> None:
     for before, after in run_ranks(shard_and_delete, 2, stage, shared_memory, CYCLES, timeout_s=120.0):

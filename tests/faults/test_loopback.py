@@ -95,6 +95,7 @@ def test_ranks_listen_on_loopback_alone(process_group: bool) -> None:
         assert all(map(is_loopback, rank | caller)), (rank, caller)
 
 
+@pytest.mark.rotates
 def test_a_launched_run_listens_on_loopback_alone(tmp_path: Path) -> None:
     command = [
         "train",

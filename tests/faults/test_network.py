@@ -96,6 +96,7 @@ def train_apart(folder: str, hosts: list[str], fault: str) -> int:
     return HOST_OF_RANK[rank]
 
 
+@pytest.mark.rotates
 def test_two_hosts_train(tmp_path: Path, hosts: list[str]) -> None:
     done = run_ranks(train_apart, WORLD, str(tmp_path), hosts, "nothing", process_group=False, timeout_s=40.0)
     assert done == list(HOST_OF_RANK)

@@ -225,6 +225,7 @@ def raise_beside_a_device(folder: str, culprit: int) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_ranks_whose_devices_hang_end_with_the_cause(tmp_path: Path, culprit: int) -> None:
     with pytest.raises(RankFailure) as failure:

@@ -95,6 +95,7 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path: Path, culprit: int, devi
         assert said.stat().st_mtime - began <= KILLED_S
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_a_rank_that_is_busy_is_left_alone(tmp_path: Path, device: str) -> None:
     assert run_ranks(train_until, WORLD, str(tmp_path), "busy", 1, device, timeout_s=30.0) == [None] * WORLD

@@ -39,6 +39,7 @@ def train_at_paces(factors: list[float], late: tuple[int, ...]) -> list[str]:
     return warned
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_whose_steps_take_long_is_named_once_by_rank_0(culprit: int) -> None:
     factors = [1.0, 1.0, 1.0]
@@ -49,11 +50,13 @@ def test_a_rank_whose_steps_take_long_is_named_once_by_rank_0(culprit: int) -> N
     assert warned[0][0].endswith("and 2 rank(s) wait for it.")
 
 
+@pytest.mark.rotates
 def test_of_two_ranks_the_slower_one_is_named() -> None:
     warned = run_ranks(train_at_paces, 2, [1.0, 5.0], (), timeout_s=60.0)
     assert [line.split(":")[0] for line in warned[0]] == ["rank 1 is slow"], warned
 
 
+@pytest.mark.rotates
 def test_equal_ranks_and_what_one_does_now_and_then_are_not_named() -> None:
     assert run_ranks(train_at_paces, WORLD, [2.0, 2.0, 2.0], (20, 40), timeout_s=60.0) == [[], [], []]
 

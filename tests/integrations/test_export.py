@@ -48,6 +48,7 @@ def train_adapter(folder: str) -> torch.Tensor:
         return tiny.logits(model, kind)
 
 
+@pytest.mark.rotates
 def test_peft_loads_an_exported_adapter(tmp_path: Path) -> None:
     said = run_ranks(train_adapter, WORLD, str(tmp_path), timeout_s=TIMEOUT_S)[0]
     kind = tiny.kinds()["llama"]

@@ -78,6 +78,7 @@ def without_waiting(job: Job) -> dict[str, Any]:
     return gpu_check.train_engine(job)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_engine_that_does_not_wait_is_found(stage: int) -> None:
     job = Job("cpu", stage, ranks=2)

@@ -45,6 +45,7 @@ def _run(program: str, folder: str) -> list[float]:
     return losses
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["nanogpt", "mingpt", "fsdp2"])
 def test_a_converted_loop_has_the_losses_of_the_original(name: str, tmp_path: Path) -> None:
     original, diff = (LOOPS / f"{name}.py").read_text(), diff_of(name)

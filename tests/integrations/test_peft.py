@@ -51,7 +51,7 @@ def train(run: Run, folder: str) -> None:
 def test_adapters_train_as_without_sharding_and_reload(tmp_path: Path) -> None:
     by_rank = assert_matches(functools.partial(train, folder=str(tmp_path)), WORLD, STAGES)
     kind = tiny.kinds()["llama"]
-    for stage, result in zip(STAGES, by_rank[0], strict=True):
+    for stage, result in by_rank[0].items():
         said = result["records"][-1]["logits"]
         plain = with_adapters()
         peft.set_peft_model_state_dict(plain, result["records"][-1]["adapters"])

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import zeroshard as zs
 from tests.oracle import STAGES, WATCHDOG_S, randint, run_cases, seed
+from tests.rotation import third
 
 from . import tiny
 
@@ -149,5 +150,5 @@ def wrap(stage: int) -> str:
 
 
 def test_ddp_around_a_sharded_model_is_refused() -> None:
-    for texts in run_cases(wrap, 2, [(stage,) for stage in STAGES]).values():
+    for texts in run_cases(wrap, 2, third([(stage,) for stage in STAGES[::-1]])).values():
         assert all("accelerator.prepare(optimizer, loader)" in text for text in texts), texts

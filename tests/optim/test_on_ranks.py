@@ -20,6 +20,7 @@ def lion(run: Run) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [2, 3])
 def test_lion_has_the_bits_of_data_parallelism(world: int) -> None:
     assert_matches(lion, world)

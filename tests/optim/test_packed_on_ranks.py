@@ -153,6 +153,7 @@ def read_beside(folder: str, wholes: list[dict[str, dict[str, Tensor]]]) -> floa
     return max(found)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 3])
 def test_other_ranks_quantize_anew_within_one_code(written: Any, world: int) -> None:
     folder, saved = written

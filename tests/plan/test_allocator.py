@@ -558,6 +558,7 @@ def shown(allocator: Allocator) -> list[tuple[int, int, object, str]]:
     return [(p.offset, p.num_bytes, p.key, p.state.value) for s in allocator.snapshot() for p in s.pieces]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("limits", ["none", "device", "split", "both"])
 @pytest.mark.parametrize("number", range(20))
 def test_all_rules_together_are_those_of_the_plain_model(number: int, limits: str) -> None:
@@ -578,6 +579,7 @@ def test_all_rules_together_are_those_of_the_plain_model(number: int, limits: st
             break
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("is_expandable", [False, True])
 @pytest.mark.parametrize("number", range(12))
 def test_what_holds_at_each_moment(number: int, is_expandable: bool) -> None:

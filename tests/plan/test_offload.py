@@ -13,6 +13,7 @@ import zeroshard as zs
 from tests import models
 from tests.engine import test_offload_files as runs
 from tests.oracle import STAGES_AT, WATCHDOG_S, run_cases
+from tests.rotation import third
 from zeroshard.plan.named import OPTIMIZERS, updates_of
 from zeroshard.plan.step.staging import buffer_bytes, file_staging_bytes
 
@@ -83,7 +84,7 @@ def plan_at(world: int, stage: int, states: float, parameters: float, place: str
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_resident_bytes_of_each_memory_are_those_of_a_run(world: int) -> None:
     cases = cases_at(world)
-    for case, by_rank in run_cases(hold, world, cases).items():
+    for case, by_rank in run_cases(hold, world, third(cases)).items():
         classes = [one for one in plan_at(world, *case).ranks for _ in range(one.count)]
         for rank, (held, planned) in enumerate(zip(by_rank, classes, strict=True)):
             said = {**planned.resident_bytes, **planned.elsewhere_bytes}

@@ -112,6 +112,7 @@ def both_at_all_stages(precision: str) -> list[tuple[list[dict[str, Tensor]], li
     return [(cycle(stage, precision), without_swaps(stage, precision)) for stage in STAGES]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_parameters_are_what_they_were(precision: str) -> None:
     for by_stage in run_ranks(both_at_all_stages, 2, precision, timeout_s=TIMEOUT_S):

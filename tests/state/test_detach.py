@@ -194,6 +194,7 @@ def like_always(kinds: list[str], cases: list[tuple[int, dict[str, Any]]], trans
         assert_same(ends[0], ends[1], f"{kind}, stage {stage}, {options}")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("transport", ["host", "messages"])
 def test_optimizers_with_whole_or_packed_states_continue(transport: str) -> None:
     run_ranks(like_always, 2, list(OPTIMIZERS), [(0, {}), (1, {}), (3, {})], transport)
@@ -214,6 +215,7 @@ def option_cases(folder: str) -> list[tuple[int, dict[str, Any]]]:
     ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2])
 def test_training_continues_under_each_option(world: int, tmp_path: Path) -> None:
     run_ranks(like_always, world, ["AdamW"], option_cases(str(tmp_path)), "host", process_group=world > 1)
@@ -264,6 +266,7 @@ def refusals(stage: int, transport: str) -> None:
             graph.backward()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_cannot_be_detached_is_refused_and_a_detached_handle_names_it(world: int) -> None:
     run_cases(refusals, world, [(stage, transport) for stage in STAGES for transport in ("host", "messages")])
@@ -398,6 +401,7 @@ def cycles(folder: str, transport: str) -> tuple[int, list[tuple[int, int, int, 
     return sum(p.nbytes for p in model.parameters()), seen
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2])
 def test_cycles_leave_no_memory_threads_or_descriptors(world: int, tmp_path: Path) -> None:
     for transport in ("host", "messages")[:world]:
@@ -464,6 +468,7 @@ def numbers(kind: type[torch.optim.Optimizer], stage: int, detaches: bool) -> di
     return values_of(model, optimizer)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
 def test_a_state_that_is_one_number_is_not_cut_with_a_parameter_that_is_one(kind: type[torch.optim.Optimizer]) -> None:
     found = run_cases(numbers, 2, [(kind, stage, detaches) for stage in (1, 3) for detaches in (False, True)])

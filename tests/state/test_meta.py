@@ -212,6 +212,7 @@ def train_from_meta(run: Run) -> None:
     train(run, isinstance(run, Sharded))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_optimizer_of_the_meta_model_trains_it(world: int) -> None:
     assert_matches(train_from_meta, world)
@@ -283,6 +284,7 @@ def most_alive_of_files(folder: str) -> tuple[int, int, int, int]:
     return peak, shards, max(unit.spec.full_bytes for unit in zero.units), model_bytes
 
 
+@pytest.mark.rotates
 def test_no_rank_holds_the_whole_model_where_transformers_joins_tensors_of_files(tmp_path: Path) -> None:
     seed(31)
     mixtral().save_pretrained(tmp_path)
@@ -312,6 +314,7 @@ def shard_loaded(kind: Callable[[], nn.Module], folder: str, slice_bytes: int) -
     return at_all_stages(kind, {"weights": folder})
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", [models.Stack, Picture])
 def test_weights_come_from_a_directory(kind: type[nn.Module], tmp_path: Path) -> None:
     expected = save(kind, tmp_path)

@@ -101,6 +101,7 @@ def test_matrices_that_come_later_go_where_there_is_less_to_do() -> None:
     assert plan_owners([1.0, 1.0], [1, 1], 3, [5.0, 0.0, 0.0]) in ([1, 2], [2, 1])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("seed", range(200))
 def test_no_plan_is_worse_than_the_longest_first_can_be(seed: int) -> None:
     draw = random.Random(seed)
@@ -116,6 +117,7 @@ def test_no_plan_is_worse_than_the_longest_first_can_be(seed: int) -> None:
     assert max(sums) <= (4 / 3) * max([sum(costs) / ranks, two, *costs]) * (1 + 1e-9)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("seed", range(50))
 def test_rounds_have_every_element_once(seed: int) -> None:
     draw = random.Random(seed)

@@ -328,6 +328,7 @@ def test_two_ranks_through_the_launcher(tmp_path):
         assert f"{of_rank['sent_bytes']['gather']:,}" in out
 
 
+@pytest.mark.rotates
 def test_torchruns_ranks_join(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zeroshard.cli"]
     run = _start(*torchrun, "train", *SMALL, "--steps", "2", "--ranks", "1", cwd=tmp_path)
@@ -393,6 +394,7 @@ def test_what_the_command_line_says_of_a_run_that_is_there(tmp_path, monkeypatch
         assert "Traceback" not in err
 
 
+@pytest.mark.rotates
 def test_signal_while_ranks_start_leaves_none(tmp_path):
     run = _start("-m", "zeroshard.cli", "train", *SMALL, "--steps", "100000", cwd=tmp_path)
     end_s = time.monotonic() + 60
@@ -407,6 +409,7 @@ def test_signal_while_ranks_start_leaves_none(tmp_path):
     assert not any(_is_running(rank) for rank in ranks)
 
 
+@pytest.mark.rotates
 def test_no_rank_outlives_its_launcher(tmp_path):
     run = _start("-m", "zeroshard.cli", "train", *SMALL, "--steps", "100000", cwd=tmp_path)
     _wait_for_steps(tmp_path / "runs" / "default", 2)
@@ -418,6 +421,7 @@ def test_no_rank_outlives_its_launcher(tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.rotates
 def test_death_of_one_rank_ends_the_others(tmp_path):
     run = _start("-m", "zeroshard.cli", "train", *SMALL, "--steps", "100000", cwd=tmp_path)
     _wait_for_steps(tmp_path / "runs" / "default", 2)
@@ -429,6 +433,7 @@ def test_death_of_one_rank_ends_the_others(tmp_path):
     assert not any(_is_running(rank) for rank in ranks)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("presses", [0, 1, 2])
 def test_a_rank_that_is_late_at_the_start(presses, tmp_path):
     """Rank 1 is stopped before it comes, and rank 0 waits: Ctrl-C ends all, and so does the death of rank 1."""

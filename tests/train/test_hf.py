@@ -191,6 +191,7 @@ def test_neither_embeddings_nor_heads_tied_to_them_decay(tmp_path):
     assert len(decayed) + len(list(language.undecayed())) == len(names)
 
 
+@pytest.mark.rotates
 def test_two_ranks_train_as_one_does(tmp_path):
     folder = _save(tmp_path)
     (two, other) = run_ranks(_train, 2, folder, ["run.ranks=2"])
@@ -232,6 +233,7 @@ def _train_in_parts(folder):
     return _train(folder, ["run.name=whole"]), dataclasses.asdict(train(config, _Nobody())), len(asked)
 
 
+@pytest.mark.rotates
 def test_dropout_draws_the_same_after_a_run_is_gone_on_with(tmp_path):
     for whole, parts, asked in run_ranks(_train_in_parts, 2, _save(tmp_path, "gpt2", has_weights=True)):
         assert (parts["resumed_at"], asked) == ([1], 1)

@@ -115,6 +115,7 @@ def test_a_run_can_be_profiled(tmp_path):
     assert not (tmp_path / "1" / "profile.json").exists()
 
 
+@pytest.mark.rotates
 def test_data_and_loss_do_not_depend_on_the_rank_count(tmp_path):
     (two, _) = run_ranks(_run, 2, str(tmp_path), ["run.ranks=2"])
     one = _run(tmp_path, ["run.ranks=1", "run.name=one"])
@@ -125,6 +126,7 @@ def test_data_and_loss_do_not_depend_on_the_rank_count(tmp_path):
     assert two["evals"] == one["evals"] == [2, 4]
 
 
+@pytest.mark.rotates
 def test_a_batch_that_the_ranks_do_not_divide(tmp_path):
     """Five windows on three ranks, then in micro-batches of one and two: the losses are those of one rank."""
     overrides = ["train.batch=5", "run.sample_bytes=0"]
@@ -139,6 +141,7 @@ def test_a_batch_that_the_ranks_do_not_divide(tmp_path):
         assert several["summary"]["bits_per_byte"] == pytest.approx(one["summary"]["bits_per_byte"], rel=1e-5)
 
 
+@pytest.mark.rotates
 def test_blocks_can_be_compiled(tmp_path, monkeypatch):
     compiled = []
     # torch's default would need a C++ compiler.
@@ -151,6 +154,7 @@ def test_blocks_can_be_compiled(tmp_path, monkeypatch):
     assert fast["losses"] == plain["losses"]
 
 
+@pytest.mark.rotates
 def test_accumulation_with_and_without_a_reduction_each_time(tmp_path):
     variants = [
         ["run.ranks=2", "train.batch=8"],
@@ -168,6 +172,7 @@ def test_accumulation_with_and_without_a_reduction_each_time(tmp_path):
             assert of_rank["predicted_sent_bytes"].items() <= of_rank["sent_bytes"].items()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_follows_fp32(precision, tmp_path):
     full, half = _run_several(tmp_path, [["run.ranks=1", f"train.precision={name}"] for name in ("fp32", precision)])
@@ -223,6 +228,7 @@ _HARMS = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_whose_folder_is_gone_says_so_on_all_ranks(ranks, tmp_path):
     cases = [("removed", 1), ("moved", 3), ("replaced", 2), ("removed", 4)]
@@ -259,6 +265,7 @@ def _train_otherwise(folder, overrides):
     return _run(folder, overrides if dist.get_rank() == 1 else [])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("override", "lines"),
     [
@@ -307,6 +314,7 @@ def test_files_of_a_run(tmp_path):
     assert len(summary["data"]["sha256"]) == 64
 
 
+@pytest.mark.rotates
 def test_two_runs_are_equal_bit_for_bit(tmp_path):
     first, second = _run_several(tmp_path, [["run.ranks=1"]] * 2)
     assert first["losses"] == second["losses"]

@@ -107,6 +107,7 @@ def _assert_same_end(one, other):
         assert first[key] == second[key], key
 
 
+@pytest.mark.rotates
 def test_a_run_in_parts_has_the_bits_of_one_that_was_not(tmp_path):
     settings = [["zero.stage=3"], ["zero.stage=1", "train.precision=bf16"], ["train.precision=fp16"]]
     run_ranks(_whole_and_in_parts, 2, str(tmp_path), settings)
@@ -124,6 +125,7 @@ def test_a_run_in_parts_has_the_bits_of_one_that_was_not(tmp_path):
             assert sent == of_rank["predicted_sent_bytes"]
 
 
+@pytest.mark.rotates
 def test_a_run_goes_on_at_any_rank_count_and_stage_on_the_same_curve(tmp_path):
     _run(tmp_path, "oracle", "train.clip=0")
     run_ranks(_run_named, 4, str(tmp_path), "run", ["zero.stage=3", "train.clip=0"], {"stop_after": 2})
@@ -257,6 +259,7 @@ def test_a_folder_is_for_one_process_at_a_time(tmp_path):
     check_folder(config)
 
 
+@pytest.mark.rotates
 def test_a_damaged_checkpoint_is_passed_over_and_set_aside(tmp_path):
     _run(tmp_path, "whole", "checkpoint.every_steps=2")
     _run(tmp_path, "run", "checkpoint.every_steps=2", stop_after=4)

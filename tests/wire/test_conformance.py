@@ -357,6 +357,7 @@ def wrong_sum(name: str) -> list[str]:
     return asked.wrong
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_transport_that_loses_a_part_is_found(name: str) -> None:
     assert all(run_ranks(wrong_sum, 2, name, timeout_s=TIMEOUT_S))

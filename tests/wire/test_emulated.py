@@ -198,6 +198,7 @@ def scaled(held: torch.dtype, wire: str, scale: float, value: float) -> float:
     return float(own[0])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("held", "wire", "scale", "value", "expected"),
     [
