@@ -204,3 +204,20 @@ def test_every_parameter_is_in_one_unit() -> None:
     held = [parameter for plan in plan_units(model, None) for _, parameter in plan.parameters]
     assert len(held) == len(set(held))
     assert set(held) == set(model.parameters())
+
+
+class Outside(nn.Module):
+    """Blocks, and a large and a small table beside them."""
+
+    def __init__(self, width: int, rows: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(rows, width), nn.Embedding(8, width)
+        self.blocks = nn.Sequential(*[Layer(width) for _ in range(6)])
+
+
+@pytest.mark.parametrize(("width", "rows"), [(64, 1000), (2048, 4096)], ids=["larger than a block", "above 16 MiB"])
+def test_a_large_parameter_outside_blocks_leaves_the_root(width: int, rows: int) -> None:
+    """As large as a block is enough in a small model, and 16 MiB in one of larger blocks."""
+    units = make_on_meta(lambda: Outside(width, rows))
+    place_of = {name: place for place, plan in enumerate(units) for name, _ in plan.parameters}
+    assert place_of["words.weight"] != place_of["places.weight"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.planted import BUGS, CHECKPOINT, ENGINE, PASSED, ROOT, STOPPED, Bug, look_for, plant, run_tests
+from tools.planted import BUGS, CHECKPOINT, ENGINE, PASSED, ROOMS, ROOT, STOPPED, Bug, look_for, plant, run_tests
 
 # Of files: a flush is dropped, a range ends one too early. Of the engine: an order, memory, a rank that waits for ever,
 # messages that are mixed up, what the plan's events would not tell. No two have the same test. The tool plants all.
@@ -38,7 +38,7 @@ def test_the_tests_with_their_parameters_are_there() -> None:
 
 
 def test_the_engine_is_covered() -> None:
-    assert len({bug.name for bug in BUGS}) == len(BUGS) == len(CHECKPOINT) + len(ENGINE)
+    assert len({bug.name for bug in BUGS}) == len(BUGS) == len(CHECKPOINT) + len(ENGINE) + len(ROOMS)
     assert {"flush() is removed", "hoist is removed"} <= {bug.name for bug in ENGINE}
     assert len(ENGINE) >= 15 and {bug.file.split("/")[0] for bug in ENGINE} == {
         "activations",
@@ -51,6 +51,7 @@ def test_the_engine_is_covered() -> None:
     }
 
 
+@pytest.mark.product
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", sorted(FAST))
 def test_a_planted_bug_is_found(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +60,7 @@ def test_a_planted_bug_is_found(name: str, tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out.startswith("found ")
 
 
+@pytest.mark.rotates
 def test_what_is_no_bug_is_not_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bug = next(bug for bug in BUGS if bug.name == "the commit is not flushed")
     assert not look_for(dataclasses.replace(bug, wrong=bug.right), tmp_path)["is_found"]
