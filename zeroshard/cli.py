@@ -1,8 +1,8 @@
 """The command line: training, plans, reports, tokenizers and checkpoints.
 
-Owns arguments and output. The commands themselves are in `zeroshard/train`, `zeroshard/plan`, `zeroshard/report` and
-`zeroshard/checkpoint`. Needs typer, rich and pydantic (the extra `zeroshard[cli]`), and names the extra if they are
-missing. Read `train` first, then `Terminal`.
+Owns arguments and errors. The commands themselves are in `zeroshard/train`, `zeroshard/plan`, `zeroshard/report` and
+`zeroshard/checkpoint`; `terminal.py` shows a training. Needs typer, rich and pydantic (the extra `zeroshard[cli]`), and
+names the extra if they are missing. Read `train` first.
 
 Note: untrusted text
     Control characters in names of files, folders and models, and in generated text, are printed as escapes, and such
@@ -12,23 +12,18 @@ Note: untrusted text
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, Self, final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import zeroshard
 from zeroshard.table.errors import printable
 from zeroshard.train.launch import StopSignal, follow_launcher, is_first_rank, joined_world_size, launch_ranks
-from zeroshard.train.metrics import EvalRecord, RankBytes, Start, StepRecord, Summary
 
 try:
     import pydantic  # noqa: F401
     import typer
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.table import Table
-    from rich.text import Text
+
+    from zeroshard.terminal import Terminal, progress_of_bytes
 except ModuleNotFoundError as error:
     _MISSING: str | None = error.name
 else:
@@ -37,16 +32,12 @@ else:
 if TYPE_CHECKING:
     from zeroshard.train.config import Config
 
-__all__ = ["Terminal", "main"]
+__all__ = ["main"]
 
-_COLUMNS: Final = ("states", "gradients", "parameters", "padding", "transient")
-_PLAIN_WIDTH: Final = 100
 _PROFILED_STEPS: Final = 3
 _DOCTOR_PATIENCE_S: Final = 10.0
 _MISTAKE: Final = 2
 """Exit status of an error in the user's input."""
-_KEPT_IN_SAMPLE: Final = "\n\t\u00a0\u200c\u200d"
-"""Unprintable characters that belong to text: ends of lines, tabs, spaces and joiners of writing systems."""
 
 
 def main() -> None:
@@ -144,9 +135,9 @@ def train(
 
             check_paths(resolved)
         if AUTO in (resolved.zero.stage, resolved.zero.offload):
-            from zeroshard.train.planned import choose_offload, choose_stage
+            from zeroshard.train.planned import choose_sharding
 
-            resolved = choose_offload(choose_stage(resolved))
+            resolved = choose_sharding(resolved)
     except ValueError as error:
         _fail(str(error))
     if dry_run:
@@ -294,7 +285,7 @@ def _checkpoint_commands() -> typer.Typer:
     """Return the checkpoint commands, which print through this module."""
     from zeroshard.checkpoint.checkpoint_commands import make_commands
 
-    return make_commands(print, lambda text: print(f"zeroshard: {text}", file=sys.stderr), _progress_of_bytes)
+    return make_commands(print, lambda text: print(f"zeroshard: {text}", file=sys.stderr), progress_of_bytes)
 
 
 def _add_plan(app: typer.Typer) -> None:
@@ -302,16 +293,6 @@ def _add_plan(app: typer.Typer) -> None:
     from zeroshard.plan.plan_commands import add_commands
 
     add_commands(app, _say, _fail)
-
-
-@contextmanager
-def _progress_of_bytes() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar in bytes on a terminal."""
-    console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("bytes", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _train(config: Config) -> NoReturn:
@@ -352,177 +333,10 @@ def _fail(message: str, status: int = _MISTAKE) -> NoReturn:
     sys.exit(status)
 
 
-@final
-class Terminal:
-    """A reporter for people: a banner, a progress bar or lines, evaluations, and closing tables.
-
-    As a context manager it restores the terminal on exit.
-
-    Args:
-        log_every: steps between lines if the output is not a terminal.
-        console: the output; standard output by default.
-    """
-
-    def __init__(self, *, log_every: int, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
-        if not self._console.is_terminal:
-            self._console.width = _PLAIN_WIDTH
-        self._log_every = log_every
-        self._steps = self._done = 0
-        self._train_s = 0.0
-        self._progress: Progress | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def started(self, start: Start) -> None:
-        """Print the banner, and start the progress bar on a terminal."""
-        self._steps = start.steps
-        self._done = start.done
-        facts = {"model": start.model, "mesh": start.mesh, "data": start.data, "files": f"{start.folder}/"}
-        if start.done:
-            facts["start"] = f"after step {start.done} of {start.steps}, from its checkpoint"
-        for label, fact in facts.items():
-            self._console.print(Text.assemble((f"{label:<6}", "bold"), f" {printable(fact)}"), soft_wrap=True)
-        table = Table(title="Residency", title_justify="left")
-        for heading in ("", *start.cells):
-            table.add_column(heading, justify="right" if heading else "left")
-        table.add_row(start.row, *start.cells.values())
-        for rank, predicted in enumerate(start.predicted_bytes):
-            held = [f"{predicted[cell]:,}" if cell in predicted else "" for cell in start.cells]
-            table.add_row(f"rank {rank}, predicted bytes", *held)
-        self._console.print(table)
-        if self._console.is_terminal:
-            self._progress = _make_progress(self._console)
-            self._progress.start()
-            self._progress.add_task("train", total=start.steps, completed=start.done, status="")
-
-    def stepped(self, record: StepRecord) -> None:
-        """Move the bar, or print a line every `log_every` steps."""
-        self._train_s += record.step_s
-        held_bytes = sum(record.resident_bytes.values())
-        status = f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s  {held_bytes / 1e6:.1f} MB/rank"
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=record.step, status=status)
-        elif record.step % self._log_every == 0 or record.step in (self._done + 1, self._steps):
-            left_s = self._train_s / (record.step - self._done) * (self._steps - record.step)
-            line = f"step {record.step:>5}/{self._steps}  {status}  {_minutes(left_s)} left"
-            self._console.print(line, soft_wrap=True)
-
-    def evaluated(self, record: EvalRecord) -> None:
-        """Print one evaluation."""
-        self._console.print(
-            f"[bold]eval[/bold] after step {record.step}: [bold]{record.bits_per_byte:.4f} bits per byte[/bold] on "
-            f"{record.scored_bytes:,} held-out bytes, {record.eval_s:.1f} s",
-            soft_wrap=True,
-        )
-
-    def saving(self, step: int) -> None:
-        """Print nothing yet."""
-
-    def saved(self, step: int, path: Path) -> None:
-        """Print the path of the checkpoint."""
-        self._console.print(Text.assemble(("saved", "bold"), printable(f" after step {step}: {path}")), soft_wrap=True)
-
-    def finished(self, summary: Summary) -> None:
-        """Print the sample and the closing tables."""
-        if self._progress is not None:
-            self._progress.stop()
-        if summary.sample:
-            self._console.rule("sample")
-            self._console.print(Text(printable(summary.sample, _KEPT_IN_SAMPLE)))
-            self._console.rule()
-        self._console.print(_memory_table(summary.ranks))
-        self._console.print(_traffic_table(summary.ranks))
-        if summary.plan:
-            self._console.print(_plan_table(summary.plan))
-        if summary.profile:
-            self._console.print(Text(printable(summary.profile)), soft_wrap=True)
-        self._console.print(_closing_line(summary), soft_wrap=True)
-
-
-def _make_progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(),
-        TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(),
-        console=console,
-    )
-
-
-def _memory_table(ranks: Sequence[RankBytes]) -> Table:
-    """Return a table of predicted and measured bytes in memory by rank."""
-    columns = [*_COLUMNS, *({"activations"} & ranks[0].peak_bytes.keys())]
-    table = _make_table("Bytes in memory (transient, activations: at most)", columns)
-    for rank, of_rank in enumerate(ranks):
-        at_most = {name: nbytes for name, nbytes in of_rank.peak_bytes.items() if name in ("transient", "activations")}
-        _add_pair(table, rank, of_rank.predicted_bytes, {**of_rank.resident_bytes, **at_most}, columns)
-    return table
-
-
-def _traffic_table(ranks: Sequence[RankBytes]) -> Table:
-    """Return a table of predicted and measured bytes sent in training steps, and of other bytes sent, by rank."""
-    kinds = tuple(dict.fromkeys((*ranks[0].predicted_sent_bytes, *ranks[0].sent_bytes)))
-    table = _make_table("Bytes sent in training steps", kinds)
-    for rank, of_rank in enumerate(ranks):
-        _add_pair(table, rank, of_rank.predicted_sent_bytes, of_rank.sent_bytes, kinds)
-        table.add_row("  outside steps", *(f"{of_rank.other_sent_bytes.get(kind, 0):,}" for kind in kinds))
-    return table
-
-
-def _plan_table(plan: Mapping[str, Any]) -> Table | Text:
-    """Return the plan of rank 0 beside its measurement, or the reason why it is missing."""
-    if "problem" in plan:
-        return Text(printable(f"no plan: {plan['problem']}"))
-    heads = {"step_s": "step, s", "tokens_per_s": "tokens/s", "peak_bytes": "allocated at most"}
-    columns = tuple(plan["measured"]["resident_bytes"])
-    table = _make_table("Plan of rank 0 beside its measurement, bytes between steps", (*columns, *heads.values()))
-    for name, values in (("predicted", plan["predicted"]), ("measured", plan["measured"])):
-        numbers = [values[key] for key in heads]
-        shown = ["-" if one is None else f"{one:,.3f}" if isinstance(one, float) else f"{one:,}" for one in numbers]
-        table.add_row(name, *(f"{values['resident_bytes'][column]:,}" for column in columns), *shown)
-    table.caption = printable("; ".join(plan["notes"])) or None
-    return table
-
-
-def _make_table(title: str, columns: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
-
-
-def _add_pair(
-    table: Table, rank: int, predicted: Mapping[str, int], measured: Mapping[str, int], columns: Iterable[str]
-) -> None:
-    """Add two rows for one rank: predicted ("-" if unpredictable) and measured."""
-    columns = tuple(columns)
-    table.add_row(f"rank {rank} predicted", *(f"{predicted[c]:,}" if c in predicted else "-" for c in columns))
-    table.add_row("  measured", *(f"{measured.get(c, 0):,}" for c in columns))
-
-
-def _closing_line(summary: Summary) -> str:
-    """Return the result of a run in one line."""
-    state = f"interrupted after {summary.steps} steps" if summary.is_interrupted else f"{summary.steps} steps"
-    bits = "not evaluated" if summary.bits_per_byte is None else f"{summary.bits_per_byte:.4f} bits per byte held out"
-    return f"[bold]{bits}[/bold], {state}, {summary.tokens_per_s:,.0f} tokens/s, {_minutes(summary.wall_s)} in all"
-
-
 def _complete_line(config: Config) -> str:
     """Return a line that says that the run is complete, and how to continue."""
     made = f"{config.folder} is complete: all {config.train.steps} steps are done"
     return f"{made}. Continue with more --steps, or start a new run with another --name."
-
-
-def _minutes(seconds: float) -> str:
-    """Write a duration as minutes:seconds."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from zeroshard.core.undo import DETACHED
 from zeroshard.core.unit import Unit
 from zeroshard.core.version import VERSION
 from zeroshard.describe.offload import OffloadLike
+from zeroshard.describe.optimizers import Optimizers
 from zeroshard.describe.parameters import ParametersLike
 from zeroshard.describe.precision import PrecisionLike
 from zeroshard.describe.treatments import ActivationsLike
@@ -44,7 +45,7 @@ from zeroshard.report.profile import Profile
 from zeroshard.setup.automatic import free_bytes
 from zeroshard.setup.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
 from zeroshard.setup.memories import check_updates, make_apart, reserve, source_of
-from zeroshard.setup.request import Described, Optimizers, Request, check_optimizers, describe, place_of
+from zeroshard.setup.request import Described, Request, check_optimizers, describe, place_of
 from zeroshard.setup.takeover import build, move_states
 from zeroshard.setup.wiring import wire
 from zeroshard.store.apart import Apart
@@ -137,7 +138,7 @@ def shard(
             initialized unit by unit, with the values that `model.apply(initializer)` gives in one process.
         optimizer: the optimizer or optimizers of the model. With None, pass the optimizer to `zero.attach()` later.
         stage: the ZeRO stage, 0 to 3; 3 by default. "auto" chooses the lowest stage whose model states and buffers take
-            at most half of the device's memory; `zs.plan(stage="auto")` also counts activations.
+            at most half of the device's free memory; `zs.plan(stage="auto")` also counts activations.
         residency: a `Residency`, or the name of a configuration of the ZeRO paper, "C1" to "C5"; replaces `stage`.
         activations: how the tensors that autograd saves are stored between forward and backward: a name such as
             "recompute" or "recompute+partition+offload" (docs/activations.md lists them), a cell such as

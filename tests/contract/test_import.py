@@ -20,7 +20,7 @@ HEAVY = (
     "pyarrow",
 )
 # What a module needs beside torch, numpy and safetensors, by layer; the others must do without any extra.
-NEED_EXTRAS = ("zeroshard.cli", "zeroshard.train", "zeroshard.integrations")
+NEED_EXTRAS = ("zeroshard.cli", "zeroshard.terminal", "zeroshard.train", "zeroshard.integrations")
 
 # What happens around `import zeroshard` in a fresh interpreter; `{planted}` stands after the import.
 PROGRAM = """

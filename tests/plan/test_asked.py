@@ -39,7 +39,8 @@ def planned(**asked: Any) -> zs.Plan:
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("value", [True, 2.0, "2", [8], float("nan")])
 def test_counts_are_integers(name: str, value: object) -> None:
-    with pytest.raises(TypeError, match=rf"^{name} must be an integer, got"):
+    said = f"{name} must be {'a DeviceMesh or a number of replicas; got' if name == 'mesh' else 'an integer, got'}"
+    with pytest.raises(TypeError, match=f"^{said}"):
         planned(**{name: value})
 
 
@@ -137,12 +138,10 @@ def test_copies_of_the_state_exchange_sums() -> None:
     sent = planned(mesh=replicas, stage=2, precision="fp32").film.sent_bytes
     shard_bytes = 4 * numel / 8 / (8 / replicas)
     assert sent["replicate all-reduce"] == pytest.approx(2 * shard_bytes * 3 / 4, rel=1e-3)
-    alone = planned(mesh=8, stage=2, precision="fp32").film.sent_bytes
-    assert alone == {"replicate all-reduce": pytest.approx(2 * 4 * numel / 8 * 7 / 8, rel=1e-3)}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mesh", "tensor"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (8, 2, 4), (8, 2, 2), (8, 1, 1)]
+    ("ranks", "mesh", "tensor"), [(1, 1, 1), (2, 1, 2), (4, 2, 1), (8, 2, 4), (8, 2, 2), (8, 1, 1)]
 )
 def test_classes_of_ranks_are_all_ranks(ranks: int, mesh: int, tensor: int) -> None:
     plan = planned(world_size=ranks, mesh=mesh, tensor=tensor)

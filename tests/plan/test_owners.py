@@ -156,8 +156,8 @@ def test_all_ranks_wait_for_the_slowest_owner() -> None:
     [
         ("gpt2", {"optimizer": "muon", "tensor": 2}, "optimizer='muon' needs whole matrices, and tensor=2 splits them"),
         ("gpt2", {"optimizer": [1]}, "optimizer= of a shape takes a name"),
-        (nn.Linear(4, 4), {"optimizer": 3}, "optimizer= takes a name, one of adamw"),
-        (nn.Linear(4, 4), {"optimizer": torch.optim.SGD(nn.Linear(4, 4).parameters())}, "that is not in the module"),
+        (nn.Linear(4, 4), {"optimizer": 3}, "optimizer must be a torch.optim.Optimizer or a list of them; got int"),
+        (nn.Linear(4, 4), {"optimizer": torch.optim.SGD(nn.Linear(4, 4).parameters())}, "is not in the model"),
     ],
 )
 def test_optimizers_that_cannot_be_planned_are_refused(model: Any, asked: dict[str, Any], said: str) -> None:

@@ -145,8 +145,12 @@ def test_a_config_file_is_read(tmp_path: Path) -> None:
     ("options", "error", "message"),
     [
         ({"world_size": 0}, ValueError, "world_size must be at least 1, got 0"),
-        ({"world_size": 8, "mesh": 3}, ValueError, "must be a multiple of tensor times mesh"),
-        ({"world_size": 8, "tensor": 3, "mesh": 1}, ValueError, "must be a multiple of tensor"),
+        ({"world_size": 8, "mesh": 3}, ValueError, r"mesh=3 replicas must divide the 8 rank"),
+        (
+            {"world_size": 8, "tensor": 3, "mesh": 1},
+            ValueError,
+            r"tensor=3 ranks times mesh=1 replicas must divide the 8",
+        ),
         ({"world_size": 64, "tensor": 64}, ValueError, "tensor=64 does not divide the 32 heads of llama-3-8b"),
         ({"world_size": 8, "device": "z1"}, ValueError, "device must be one of v100-32"),
         ({"world_size": 8, "precision": "int3"}, ValueError, "precision must be one of fp32"),

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.describe.asked import Asked, resolve
 from zeroshard.describe.precision import precision_of
-from zeroshard.describe.rows import rows_to_try
 from zeroshard.describe.units import plan_units
-from zeroshard.setup.automatic import STATES_PART, least_row
+from zeroshard.setup.automatic import STATES_PART, KeptBytes, choose_least
 from zeroshard.testing import run_ranks
 from zeroshard.train.config import load_config
-from zeroshard.train.planned import choose_stage, plan_run
+from zeroshard.train.planned import choose_sharding, plan_run
 from zeroshard.wire.mesh import Mesh
 
 WIDTH = 256
@@ -34,15 +34,9 @@ def test_the_least_stage_that_fits_is_chosen(bytes_per_parameter: float, stage: 
     numel = sum(parameter.numel() for parameter in one.parameters())
     mesh = Mesh(0, 4, 0, torch.device("cpu"))
     plans, optimizer = plan_units(one, None), torch.optim.AdamW(one.parameters())
-    row = least_row(
-        rows_to_try(None),
-        plans,
-        [optimizer],
-        precision_of("fp32"),
-        mesh,
-        nn.Parameter.numel,
-        int(bytes_per_parameter * numel / STATES_PART),
-    )
+    kept = KeptBytes(plans, [optimizer], precision_of("fp32"), mesh, nn.Parameter.numel)
+    resolved = resolve(Asked(stage="auto"), mesh.world_size)
+    row, _, _ = choose_least(resolved, kept, int(bytes_per_parameter * numel / STATES_PART))
     assert row == zs.row_of_stage(stage)
 
 
@@ -81,6 +75,6 @@ def test_a_plan_takes_the_least_stage_that_fits() -> None:
 
 def test_a_training_takes_the_least_stage_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = choose_stage(load_config(None, ["zero.stage=auto", "run.ranks=2"]))
+    config = choose_sharding(load_config(None, ["zero.stage=auto", "run.ranks=2"]))
     assert config.zero.stage == 0
     assert plan_run(config)[0].verdict == "fits"

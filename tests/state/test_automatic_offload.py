@@ -11,7 +11,7 @@ import zeroshard as zs
 from tests.oracle import run_cases
 from zeroshard.setup.automatic import STATES_PART
 from zeroshard.train.config import load_config
-from zeroshard.train.planned import choose_offload, choose_stage
+from zeroshard.train.planned import choose_sharding
 
 WIDTH, DEPTH = 64, 16
 NUMEL = DEPTH * WIDTH * WIDTH
@@ -91,5 +91,5 @@ def test_a_plan_moves_the_least_that_fits() -> None:
 
 def test_a_training_on_a_cpu_moves_nothing() -> None:
     config = load_config(None, ["zero.stage=auto", "zero.offload=auto", "run.ranks=2"])
-    resolved = choose_offload(choose_stage(config))
+    resolved = choose_sharding(config)
     assert resolved.zero.offload == "" and resolved.zero.stage in range(4)

@@ -15,7 +15,8 @@ from pydoc_data.topics import topics
 import pytest
 from rich.console import Console
 
-from zeroshard.cli import Terminal, main
+from zeroshard.cli import main
+from zeroshard.terminal import Terminal
 from zeroshard.train.config import load_config
 from zeroshard.train.launch import launch_ranks
 from zeroshard.train.metrics import EvalRecord, RankBytes, Start, StepRecord, Summary

@@ -9,15 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, replace
 from os import PathLike, fspath
 from types import MappingProxyType
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, TypeVar, final
 
 from zeroshard.table.cells import Cell, Elsewhere, Residency
 from zeroshard.table.spec import BucketSpec, Range, UnitSpec, itemsize
 
 __all__ = [
     "AUTO",
+    "ELEMENTWISE",
     "Offload",
     "OffloadLike",
+    "check_in_files",
     "choices_for",
     "least_of",
     "offload_of",
@@ -26,10 +28,15 @@ __all__ = [
     "written_bytes",
 ]
 
+Choice = TypeVar("Choice")
 AUTO = "auto"
 HOST: Final = "host"
 PARTS = 100
 """Number of fractions of a column that `offload="auto"` tries."""
+ELEMENTWISE = frozenset(
+    ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"]
+)
+"""Classes of torch.optim whose update of an element depends only on that element."""
 STAGING_BYTES = 16 << 20
 LEAST_STAGING_BYTES = 1 << 16
 
@@ -159,10 +166,13 @@ def choices_for(row: Residency) -> list[Offload | None]:
     return [None, *moved]
 
 
-def least_of(choices: Sequence[Offload | None], fits: Callable[[Offload | None], bool]) -> tuple[Offload | None, bool]:
-    """Return the first choice that fits, and True; the last choice, and False, if none fits.
+def least_of(choices: Sequence[Choice], fits: Callable[[Choice], bool | None]) -> tuple[Choice, bool]:
+    """Return the first choice that fits, and True; otherwise the last choice, and False.
 
     A binary search: each choice leaves no more on the device than the previous choice.
+
+    Args:
+        fits: returns whether a choice fits; None if neither it nor a later choice is wanted, which ends the search.
     """
     low, high = 0, len(choices) - 1
     if fits(choices[0]):
@@ -171,7 +181,10 @@ def least_of(choices: Sequence[Offload | None], fits: Callable[[Offload | None],
         return choices[high], False
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(choices[middle]) else (middle, high)
+        is_fitting = fits(choices[middle])
+        if is_fitting is None:
+            return choices[high], False
+        low, high = (low, middle) if is_fitting else (middle, high)
     return choices[high], True
 
 
@@ -242,6 +255,24 @@ def with_apart(units: Sequence[UnitSpec], row: Residency) -> tuple[UnitSpec, ...
         return replace(one, apart=states.get(one.number, moved), apart_parameters=moved)
 
     return tuple(replace(unit, buckets=tuple(map(with_apart, unit.buckets))) for unit in units)
+
+
+def check_in_files(name: str, *, is_elementwise: bool) -> None:
+    """Raise if the states of an optimizer cannot be in files.
+
+    Args:
+        name: name of the optimizer.
+        is_elementwise: whether it is of a class in `ELEMENTWISE`.
+
+    Raises:
+        ValueError: the optimizer is of another class.
+    """
+    if not is_elementwise:
+        raise ValueError(
+            f"{name} cannot keep its states in files: they are updated in pieces of parameters, and which of its "
+            f"states go with which elements is known of {', '.join(sorted(ELEMENTWISE))} of torch.optim alone. Use one "
+            "of these, or offload='host'."
+        )
 
 
 def written_bytes(bucket: BucketSpec) -> int:

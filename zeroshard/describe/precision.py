@@ -7,12 +7,12 @@ the edges of the model.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import Literal
 
 import torch
 from torch import nn
 
+from zeroshard.describe.precision_names import precision_name, refusal_of_precision
 from zeroshard.table.spec import CODECS, Formats
 from zeroshard.torch_private import BatchNorm
 
@@ -102,10 +102,7 @@ def _formats(*kinds: torch.dtype | str) -> Formats:
     return Formats(*(str(kind).removeprefix("torch.") for kind in kinds))
 
 
-_NAMES = MappingProxyType({"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"})
 PrecisionLike = str | torch.dtype | Precision | Mapping[str | type[nn.Module], str | torch.dtype | Precision]
-DTYPES = MappingProxyType({f"{prefix}{dtype}": name for prefix in ("", "torch.") for dtype, name in _NAMES.items()})
-"""Precisions by the names of dtypes, short and as torch writes them."""
 """Values of the argument `precision=`; in a mapping, "" is the model itself."""
 
 
@@ -128,10 +125,9 @@ def precision_of(choice: PrecisionLike) -> Precision:
         "bf16": Precision(param=torch.bfloat16),
         "fp16": Precision(param=torch.float16, loss_scale="dynamic"),
     }
-    choice = DTYPES.get(str(choice), choice)
-    if not isinstance(choice, str) or choice not in named:
-        raise ValueError(f"precision must be one of {', '.join(named)} or a zs.Precision; got {choice!r}.")
-    return named[choice]
+    if (name := precision_name(choice)) is None:
+        raise refusal_of_precision(choice)
+    return named[name]
 
 
 @dataclass(frozen=True)

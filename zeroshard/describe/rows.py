@@ -1,7 +1,7 @@
 """The arguments `stage=`, `residency=` and `activations=`, and the row of the residency table that follows from them.
 
-Owns their checks, with one text for each refusal, and the rows that `stage="auto"` tries. Imports no torch, because
-plans read the same arguments. `parameters.py` and `offload.py` change the row; `table/stages.py` has the rows.
+Owns their checks, with one text for each refusal. Imports no torch, because plans read the same arguments. `asked.py`
+resolves them with the others; `table/stages.py` has the rows.
 """
 
 from dataclasses import replace
@@ -9,9 +9,9 @@ from typing import Final, Literal
 
 from zeroshard.describe.treatments import ActivationsLike, activations_of
 from zeroshard.table.cells import Residency
-from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, STAGES, row_of_stage
+from zeroshard.table.stages import CONFIGURATIONS, DEFAULT_STAGE, row_of_stage
 
-__all__ = ["AUTO", "StageLike", "row_of", "rows_to_try"]
+__all__ = ["AUTO", "StageLike", "row_of"]
 
 AUTO: Final = "auto"
 """The value of `stage` that chooses the lowest stage that fits."""
@@ -43,8 +43,3 @@ def row_of(stage: StageLike, residency: Residency | str | None, activations: Act
     if any(residency.activations.chains):
         raise ValueError(f"Give activations= or a row that has them, not both; got {cell} and {residency}.")
     return replace(residency, activations=cell)
-
-
-def rows_to_try(activations: ActivationsLike) -> list[Residency]:
-    """Return the rows that stage "auto" tries, in order: the caller takes the first that fits, or the last."""
-    return [replace(row, activations=activations_of(activations)) for row in STAGES.values()]

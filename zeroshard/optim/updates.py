@@ -4,7 +4,8 @@ Owns the reading of an optimizer's groups. It must not know tensors' values, ste
 `account/accounting.py`. `keeps.py` determines states by trial steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import torch
 
@@ -12,12 +13,14 @@ from zeroshard.optim.keeps import is_taken, state_cost, whole_bytes, whole_costs
 from zeroshard.optim.whole import Whole, whole_of
 from zeroshard.table.bytes import Updates
 from zeroshard.table.owners import newton_schulz_cost
-from zeroshard.table.spec import BucketSpec, itemsize
+from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.whole import Matrix, own
 
-__all__ = ["updates_of_optimizer"]
+__all__ = ["updates_of_optimizer", "updates_of_optimizers"]
 
 Place = tuple[BucketSpec, int]
+USUAL_COST: Final = (2, 4)
+"""AdamW's states: elements for each element, and bytes of the counter of each parameter."""
 
 
 def updates_of_optimizer(
@@ -48,6 +51,25 @@ def updates_of_optimizer(
     if cost is None and sliced:
         return None, matrices
     return Updates(sliced, *(cost or (0, 0)), whole=own(matrices, ranks)), matrices
+
+
+def updates_of_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], units: Sequence[UnitSpec], names: Mapping[int, str], ranks: int
+) -> list[Updates]:
+    """Return what the optimizers of a model update and keep, before it is known exactly.
+
+    An optimizer whose states no trial step determines, or that is attached later, counts as AdamW.
+
+    Args:
+        names: names of the model's parameters, by identity.
+    """
+    places = {name: (b, index) for unit in units for b in unit.buckets for index, name in enumerate(b.names)}
+    found = []
+    for one in optimizers:
+        updates, _ = updates_of_optimizer(one, lambda p: places[names[id(p)]], ranks)
+        entries = [places[names[id(p)]] for group in one.param_groups for p in group["params"]]
+        found.append(updates or Updates(entries, *USUAL_COST))
+    return found or [Updates([*places.values()], *USUAL_COST)]
 
 
 def _kind_of(optimizer: torch.optim.Optimizer, whole: Whole) -> str:

@@ -8,11 +8,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Integral
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
 
-from zeroshard.describe.offload import Offload, row_with
+from zeroshard.describe.axes import axes_of, check_count
+from zeroshard.describe.offload import ELEMENTWISE, Offload, check_in_files, row_with
 from zeroshard.describe.parameters import check_patterns
 from zeroshard.plan.machine.hardware import Cost, Device
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, States, matrices_of, own_units, specs_of, updates_of
@@ -31,7 +31,6 @@ from zeroshard.table.whole import own
 from zeroshard.table.wires import SHOWN_NUMEL, HostWire, Messages, Native, Silence, Wire
 
 __all__ = [
-    "FILED",
     "Options",
     "Treatment",
     "activations_of_shape",
@@ -48,11 +47,8 @@ TOKEN_BYTES: Final = 8
 
 PLAIN_KERNELS: Final = Kernels()
 
-FILED: Final = (
-    *("adamw", "adam", "sgd", "momentum", "adagrad"),
-    *("adadelta", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop"),
-)
-"""Optimizers with support for states in files and updates after `step()`: torch's element-wise optimizers."""
+FILED: Final = frozenset(["momentum", *map(str.lower, ELEMENTWISE)])
+"""Optimizers with support for states in files and updates after `step()`."""
 
 COUNTS: Final = MappingProxyType(
     {
@@ -120,10 +116,7 @@ class Options:
     def __post_init__(self) -> None:
         # Caches are keyed by these numbers, and a numpy integer equals a Python integer.
         for name, asked in COUNTS.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral):
-                raise TypeError(f"{asked} must be an integer, got {value!r}.")
-            object.__setattr__(self, name, int(value))
+            object.__setattr__(self, name, check_count(asked, getattr(self, name)))
         if not isinstance(self.is_sequence_parallel, bool):
             raise TypeError(f"sequence_parallel must be True or False, got {self.is_sequence_parallel!r}.")
 
@@ -195,30 +188,16 @@ def check_options(options: Options) -> None:
     """Raise if no run can have these options.
 
     Raises:
-        ValueError: a count is below 1, ranks do not divide, or a name is unknown.
+        ValueError: ranks do not divide, or the optimizer does not support what is asked.
     """
-    for name, asked in COUNTS.items():
-        if getattr(options, name) < 1:
-            raise ValueError(f"{asked} must be at least 1, got {getattr(options, name)}.")
-    if options.world_size % (options.tensor * options.replicas):
-        raise ValueError(
-            f"world_size must be a multiple of tensor times mesh; got {options.world_size}, {options.tensor} and "
-            f"{options.replicas}."
-        )
-    if options.precision not in PRECISIONS and options.chosen_formats is None:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {options.precision!r}.")
-    if options.optimizer not in OPTIMIZERS and not options.optimizers:
-        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {options.optimizer!r}.")
+    axes_of(options.replicas, options.world_size, options.tensor)
     if options.states.whole is not None and options.tensor > 1:
         raise ValueError(
             f"optimizer={options.optimizer!r} needs whole matrices, and tensor={options.tensor} splits them. Use an "
             "element-wise optimizer, such as adamw, with tensor parallelism, or tensor=1."
         )
-    if options.placed_row.states.memory == "file" and not options.is_filed:
-        raise ValueError(
-            f"optimizer={options.optimizer!r} cannot keep its states in files; {', '.join(FILED)} can, and "
-            "offload='host' works for every optimizer."
-        )
+    if options.placed_row.states.memory == "file":
+        check_in_files(options.optimizer, is_elementwise=options.is_filed)
 
 
 class Treatment(NamedTuple):

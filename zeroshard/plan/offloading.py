@@ -1,39 +1,41 @@
-"""Offload in a search: which configurations are worth it, how much they move, and why one was chosen.
+"""Offload in a search: the configurations to try, the amount that each one moves, and the reason for the choice.
 
-Owns the choice. Must not know how a step is simulated, nor which configurations a search draws (`search.py`). Needs no
-torch.
+Owns the choice among configurations with offload. It must not know how a step is simulated, or which configurations a
+search draws (`search.py`). Needs no torch.
 
-Note: what is tried
-    Nothing is faster with offload than without, so the speed of a configuration bounds what offload can reach there.
-    Configurations are tried in the order of this bound, and no longer when the fastest plan so far reaches it. One that
-    would not fit if all that can move took no memory is not tried. Of the rest all states are moved first. If that
-    fits, the least offload of those that `offload="auto"` tries (`describe/offload.py`) is sought, as long as it may
-    become the fastest. At stage 3 that is repeated with all states and tenths of the parameters.
+Note: the order of trials
+    No configuration is faster with offload than without, so its speed without offload is an upper bound. The search
+    tries configurations by this bound, fastest first, and stops when the bound is not above the fastest plan so far.
+    It skips a configuration that would not fit even if everything that offload can move took no memory. For each of the
+    others it looks for the smallest offload that fits, with the choices and the binary search of `offload="auto"`
+    (`describe/offload.py`), and gives up when a choice that does not fit is already too slow. At stage 3 it looks a
+    second time: all states, and parameters in steps of a tenth.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from zeroshard.describe.offload import PARTS, Offload, choices_for
+from zeroshard.describe.offload import PARTS, choices_for, least_of
 from zeroshard.plan.job import Options, check_options, outside_bytes_of
-from zeroshard.plan.result import Plan, error_of, verdict_of
+from zeroshard.plan.result import Plan, verdict_of
 from zeroshard.plan.trying import Candidate
 from zeroshard.table.stages import row_of_stage
 
 __all__ = ["Chosen", "choose_offload"]
 
 MARGINS: Final = (0, 2, 5, 10, 20, 200)
-"""Choices by which an offload is raised until the whole plan, which counts what is reserved, fits."""
+"""Numbers of choices by which an offload grows until its full plan fits: full plans also count reserved memory."""
 TENTH: Final = PARTS // 10
-"""Choices between two parts of the parameters that are tried."""
+"""Number of choices in a tenth of the parameters."""
 
 
 class Chosen(NamedTuple):
-    """The fastest plan with offload; None where none is faster than what it is compared with.
+    """The fastest plan with offload; None if no offload is faster than the best plan without.
 
-    `reason` says why there is offload, and `tried` how many plans were simulated to find out.
+    Args:
+        reason: the reason for offload.
+        tried: number of simulated configurations.
     """
 
     candidate: Candidate | None
@@ -49,13 +51,14 @@ def choose_offload(
     simulate: Callable[[Options], Candidate],
     whole: Callable[[Options], Plan],
 ) -> Chosen:
-    """Return the fastest plan with offload, where nothing fits without, or where it is faster.
+    """Return the fastest plan with offload, if no plan fits without offload or if it is faster than these.
 
     Args:
-        candidates: of one number of ranks, without offload.
-        best: the fastest that fits without.
-        places: that something may be moved to, the first one that it fits in: "host" and folders.
-        simulate, whole: a configuration, quickly and wholly.
+        candidates: configurations without offload, all with the same number of ranks.
+        best: the fastest plan that fits without offload.
+        places: "host" and folders, in the order of trial; a configuration uses the first place in which it fits.
+        simulate: simulates a configuration with coarse units.
+        whole: plans a configuration in full.
     """
     found, candidate, fastest, tried = best, None, best.tokens_per_s if best is not None else 0.0, 0
 
@@ -88,9 +91,9 @@ def choose_offload(
 
 
 def _alike(options: Options) -> tuple[Options, bool]:
-    """Return what configurations have in common that come to the same.
+    """Return a key that is equal for configurations with the same result.
 
-    On one rank, rows differ only in whether parameters can be elsewhere.
+    On one rank, rows differ only in whether parameters can be offloaded.
     """
     row = options.row
     if options.shard_ranks * options.replicas == 1:
@@ -99,18 +102,9 @@ def _alike(options: Options) -> tuple[Options, bool]:
 
 
 def _may_fit(one: Candidate) -> bool:
-    """Tell whether a configuration does not fit as it is, and would if what can move took no memory."""
+    """Return whether a configuration does not fit, but would if everything that offload can move took no memory."""
     least_bytes = max(0, one.peak_bytes - one.movable_bytes)
     return one.verdict != "fits" and verdict_of(least_bytes, outside_bytes_of(one.options), one.options) == "fits"
-
-
-def _guess(low: int, high: int, low_bytes: int, fitting: Candidate) -> int:
-    """Return the choice between two others that is expected to fit, by the line between their peaks; 0 for none."""
-    options = fitting.options
-    room_bytes = (options.device.memory_bytes - outside_bytes_of(options)) / (1 + error_of(options)[1])
-    slope = (low_bytes - fitting.peak_bytes) / (high - low)
-    place = low + math.ceil((low_bytes - room_bytes) / slope) if slope > 0 else 0
-    return place if low < place < high else 0
 
 
 def _least(
@@ -120,40 +114,39 @@ def _least(
     simulate: Callable[[Options], Candidate],
     whole: Callable[[Options], Plan],
 ) -> tuple[Candidate, Plan] | None:
-    """Return the least offload of a configuration that fits; None if none does, or if it is not above `fastest`.
+    """Return the smallest offload of a configuration that fits; None if none fits and is faster than `fastest`.
 
     Args:
-        to: the place that something is moved to.
+        start: the configuration without offload, which does not fit.
+        to: "host" or a folder.
+        fastest: tokens per second of the fastest plan so far.
     """
-    options = start.options
-    choices = [one and dataclasses.replace(one, to=to) for one in choices_for(options.row)]
+    choices = [one and dataclasses.replace(one, to=to) for one in choices_for(start.options.row)]
 
-    def with_offload(offload: Offload | None) -> Options:
-        return dataclasses.replace(options, offload=offload)
+    def with_offload(place: int) -> Options:
+        return dataclasses.replace(start.options, offload=choices[min(place, len(choices) - 1)])
 
     try:
-        check_options(with_offload(choices[-1]))
-    except ValueError:  # states that cannot be in files
+        check_options(with_offload(len(choices)))
+    except ValueError:  # the optimizer does not support states in files
         return None
-    known = dict[int, Candidate]()
+    known = {0: start}
 
-    def fits(place: int) -> bool:
-        if place not in known:
-            known[place] = simulate(with_offload(choices[place]))
-        return known[place].verdict == "fits"
+    def fits(place: int) -> bool | None:
+        one = known[place] = known.get(place) or simulate(with_offload(place))
+        # More offload is not faster.
+        return True if one.verdict == "fits" else False if one.tokens_per_s > fastest else None
 
-    end = len(choices) - 1
-    known[0] = start
-    wanted = _first(fits, known, range(min(PARTS, end) + 1), fastest)
-    # With states on the host, new values of parameters there do not pass through the device, so a part of these may be
-    # faster than none. Hundredths of them may be less than the first slice.
-    wanted += _first(fits, known, range(PARTS, end + 1, TENTH), fastest) if end > PARTS else []
+    # All states and some parameters may be faster than all states alone, because the host then updates parameters where
+    # they are stored. A hundredth of the parameters may be less than the first slice, so these steps are tenths.
+    series = [range(min(PARTS + 1, len(choices))), range(PARTS + TENTH, len(choices), TENTH)]
+    wanted = {place for place, is_fitting in (least_of(places, fits) for places in series if places) if is_fitting}
     found: tuple[Candidate, Plan] | None = None
     for place in sorted(wanted, key=lambda place: -known[place].tokens_per_s):
         for margin in MARGINS:
             if known[place].tokens_per_s <= fastest:
                 break
-            plan = whole(with_offload(choices[min(place + margin, len(choices) - 1)]))
+            plan = whole(with_offload(place + margin))
             if plan.verdict == "fits":
                 one = dataclasses.replace(known[place], options=plan.asked, peak_bytes=plan.peak_bytes)
                 one = dataclasses.replace(one, step_s=plan.step_s, verdict="fits", reserved_bytes=plan.reserved_bytes)
@@ -161,29 +154,3 @@ def _least(
                 fastest = max(fastest, plan.tokens_per_s)
                 break
     return found
-
-
-def _first(
-    fits: Callable[[int], bool], known: Mapping[int, Candidate], places: Sequence[int], fastest: float
-) -> list[int]:
-    """Return the least of the choices that fits, but for the first; nothing if none does or can be above `fastest`.
-
-    Args:
-        known: what `fits` simulated.
-        places: of choices.
-    """
-    if not fits(places[-1]):
-        return []
-    if fits(places[1]):
-        return [places[1]]
-    low, high, is_guessed = 1, len(places) - 1, False
-    while high - low > 1:
-        one, other = known[places[low]], known[places[high]]
-        # More than at `low`, which does not fit, is not faster than that.
-        if one.tokens_per_s <= fastest:
-            return []
-        is_guessed = not is_guessed
-        middle = _guess(low, high, one.peak_bytes, other) if is_guessed else 0
-        middle = middle or (low + high) // 2
-        low, high = (low, middle) if fits(places[middle]) else (middle, high)
-    return [places[high]]

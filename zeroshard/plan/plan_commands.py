@@ -7,7 +7,7 @@ Plans of shapes work without torch.
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from zeroshard.plan.machine.hardware import DEVICES
 from zeroshard.plan.machine.profiles import device_for
@@ -91,7 +91,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
                 device=where,
                 batch=batch,
                 seq=seq,
-                stage=_stage(stage),
+                stage=int(stage) if stage is not None and stage.isdecimal() else stage,  # type: ignore[arg-type]
                 residency=residency,
                 activations=activations,
                 offload=offload,
@@ -123,19 +123,6 @@ def _places(asked: str | None) -> tuple[str, ...]:
     if asked == "none":
         return ()
     return ("host",) if asked is None or not asked.startswith("/") else ("host", asked)
-
-
-def _stage(asked: str | None) -> int | Literal["auto"] | None:
-    """Return a stage.
-
-    Raises:
-        ValueError: the text is neither a number nor "auto".
-    """
-    if asked is None or asked == "auto":
-        return "auto" if asked else None
-    if not asked.isdecimal():
-        raise ValueError(f"--stage takes 0 to 3, or auto; got {asked!r}.")
-    return int(asked)
 
 
 def _numbers(ranks: str) -> list[int]:

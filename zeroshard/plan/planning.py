@@ -12,9 +12,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from zeroshard.describe.offload import AUTO, Offload, OffloadLike, choices_for, least_of, offload_of
-from zeroshard.describe.parameters import ParametersLike, row_with_parameters
-from zeroshard.describe.rows import StageLike, row_of, rows_to_try
+from zeroshard.describe.asked import Asked, choose, resolve
+from zeroshard.describe.axes import check_count
+from zeroshard.describe.offload import Offload, OffloadLike
+from zeroshard.describe.parameters import ParametersLike
+from zeroshard.describe.rows import StageLike
 from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.plan.job import (
     Options,
@@ -42,7 +44,7 @@ from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats, itemsize
 from zeroshard.table.whole import owned_bytes
 
-__all__ = ["make_plan", "plan_shape", "shape_of"]
+__all__ = ["make_plan", "optimizers_named", "plan_shape", "shape_of"]
 
 PROCESS_BYTES: Final = 3 * 10**9
 """Of host memory: the interpreter and torch."""
@@ -65,7 +67,7 @@ def make_plan(
     activations: ActivationsLike = None,
     offload: OffloadLike = None,
     parameters: ParametersLike = None,
-    mesh: Any = 1,
+    mesh: Any = None,
     tensor: int = 1,
     sequence_parallel: bool = False,
     optimizer: Any = "adamw",
@@ -140,89 +142,79 @@ def make_plan(
     assert plan.verdict == "fits"
     ```
     """
-    asked = dict(locals())
-    row = row_of(stage, residency, activations)
-    if row is None:
-        return _least_plan(asked)
-    if offload == AUTO:
-        return _least_offload(row, asked)
     preset = device_named(device)
-    mesh, tensor = _axes_of(mesh, tensor, world_size)
+    sharing = Asked(
+        stage=stage,
+        residency=residency,
+        activations=activations,
+        offload=offload,
+        parameters=parameters,
+        precision=precision_for(preset) if precision is None else precision,
+        mesh=mesh,
+    )
+    counts = check_count("world_size", world_size), check_count("tensor", tensor)
+    resolved = resolve(sharing, counts[0], tensor=counts[1], precisions=PRECISIONS)
     model = _module_of(model)
     is_module = hasattr(model, "named_parameters")
     shape = None if is_module else shape_of(model)
-    name, optimizers = _optimizers_of(optimizer, model if is_module else None, ignored)
-    chosen = _precision_of(precision_for(preset) if precision is None else precision, shape)
+    name, optimizers = optimizers_named(optimizer, model if is_module else None, ignored)
+    chosen = _precision_of(resolved.precision, shape)
+    axes = dict(resolved.axes)
     options = Options(
         world_size=world_size,
         device=preset,
         batch=batch,
         sequence=seq if seq is not None else min(shape.sequence if shape is not None else 4096, 4096),
-        row=row_with_parameters(row, parameters),
+        row=resolved.rows[0],
         precision=chosen[0],
-        replicas=mesh,
-        tensor=tensor,
+        replicas=axes.get("replicate", 1),
+        tensor=axes.get("tensor", 1),
         is_sequence_parallel=sequence_parallel,
         optimizer=name,
         micro_batches=micro_batches,
         shared_memory=shared_memory,
         zeros=zeros,
         fused=fused,
-        offload=offload_of(offload),
+        offload=resolved.offload,
         optimizers=optimizers,
         chosen=chosen[1],
         chosen_formats=chosen[2],
         wire_bytes=wire_bytes,
     )
     check_options(options)
-    if shape is None and sequence_parallel:
-        raise ValueError("sequence_parallel=True is for shapes: modules have SequenceParallel() in parallelize=.")
-    if shape is None:
-        return plan_module(model, options, inputs, loss, units, reads, parallelize, ignored)
     given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}
     given |= {"ignored": ignored or None}
-    if others := [name for name, value in given.items() if value is not None]:
+    if shape is None and sequence_parallel:
+        raise ValueError("sequence_parallel=True is for shapes: modules have SequenceParallel() in parallelize=.")
+    if shape is not None and (others := [name for name, value in given.items() if value is not None]):
         raise TypeError(f"{', '.join(others)}: of modules only; {shape.name} is a shape.")
-    plan = plan_shape(shape, options)
-    return dataclasses.replace(plan, changes=changes_of(shape, plan, functools.partial(plan_shape, shape)))
-
-
-def _least_plan(asked: Mapping[str, Any]) -> Plan:
-    """Return the plan of the first row that fits; of the last row if none does."""
-    for row in rows_to_try(asked["activations"]):
-        plan = make_plan(**{**asked, "stage": None, "activations": None, "residency": row})
-        if plan.verdict == "fits":
-            break
-    return plan
-
-
-def _least_offload(row: Residency, asked: Mapping[str, Any]) -> Plan:
-    """Return the plan of the least offload that fits; of the most if none does.
-
-    Args:
-        row: the row of the arguments.
-    """
 
     @functools.cache
-    def plan(offload: Offload | None) -> Plan:
-        return make_plan(**{**asked, "offload": offload})
+    def plan(row: Residency, offload: Offload | None) -> Plan:
+        one = dataclasses.replace(options, row=row, offload=offload)
+        if shape is not None:
+            return plan_shape(shape, one)
+        return plan_module(model, one, inputs, loss, units, reads, parallelize, ignored)
 
-    if device_named(asked["device"]).is_cpu:  # device and host are one memory
-        return plan(None)
-    chosen, _ = least_of(choices_for(row), lambda offload: plan(offload).verdict == "fits")
-    return plan(chosen)
+    def fits(row: Residency, offload: Offload | None) -> bool:
+        return plan(row, offload).verdict == "fits"
+
+    found = plan(*choose(resolved, fits, shares_memory=preset.is_cpu)[:2])
+    if shape is None:
+        return found
+    return dataclasses.replace(found, changes=changes_of(shape, found, functools.partial(plan_shape, shape)))
 
 
 def _precision_of(asked: Any, shape: Transformer | None) -> tuple[str, Any, Formats | None]:
-    """Return the name of a precision; where it is none of a plan's, the precision itself and its formats.
+    """Return the name of a precision; for a precision without a name in plans, also the precision and its formats.
 
     Args:
-        shape: that is planned; None for a module.
+        shape: the planned shape; None for a module.
 
     Raises:
-        ValueError, TypeError: no precision; one of modules, for a shape.
+        ValueError, TypeError: the value is no precision, or names modules of a shape.
     """
-    if isinstance(asked, str) and (asked in PRECISIONS or shape is not None):
+    if isinstance(asked, str):
         return asked, None, None
     import torch  # the caller has it
 
@@ -235,47 +227,27 @@ def _precision_of(asked: Any, shape: Transformer | None) -> tuple[str, Any, Form
     return name, found, found.formats_of(torch.float32, is_kept=False)
 
 
-def _optimizers_of(asked: Any, model: Any, ignored: Sequence[object]) -> tuple[str, tuple[Any, ...]]:
-    """Return the name of what updates a model, and the optimizers of a module that say it themselves.
+def optimizers_named(asked: Any, model: Any = None, ignored: Sequence[object] = ()) -> tuple[str, tuple[Any, ...]]:
+    """Return the name of the optimizer of a plan, and the optimizers of a module that determine their states.
 
     Args:
         model: a module; None for a shape.
-        ignored: of the module.
+        ignored: as in `zs.shard`.
 
     Raises:
-        TypeError: neither a name nor optimizers; optimizers of a shape.
-        ValueError: optimizers of other parameters than the module's.
+        TypeError: the argument is neither a name nor optimizers, or is no name for a shape.
+        ValueError: the name is unknown, or the optimizers do not match the module.
     """
+    if isinstance(asked, str) and asked not in OPTIMIZERS:
+        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {asked!r}.")
     if model is None and not isinstance(asked, str):
         raise TypeError(f"optimizer= of a shape takes a name, one of {', '.join(OPTIMIZERS)}; got {asked!r}.")
     if model is None:
         return asked, ()
-    from zeroshard.plan.updates import name_of, optimizers_of  # torch is needed for modules only
+    from zeroshard.plan.updates import name_of, optimizers_for  # torch is needed for modules only
 
-    found = optimizers_of(asked, model, ignored)
+    found = optimizers_for(asked, model, ignored)
     return asked if isinstance(asked, str) else name_of(found), found
-
-
-def _axes_of(mesh: Any, tensor: int, world_size: int) -> tuple[int, int]:
-    """Return the copies of the state and the ranks along the tensor axis.
-
-    Raises:
-        ValueError: a DeviceMesh of other axes, or of other numbers of ranks.
-    """
-    names = getattr(mesh, "mesh_dim_names", mesh)
-    if names is mesh:
-        return mesh, tensor
-    known = ("replicate", "shard", "tensor")
-    if not names or not set(names) <= set(known):
-        raise ValueError(f"mesh= takes a DeviceMesh with axes called {', '.join(known)}; got {names}.")
-    sizes = dict(zip(names, mesh.shape, strict=True))
-    split_over = sizes.get("tensor", 1)
-    if mesh.size() != world_size or tensor not in (1, split_over):
-        raise ValueError(
-            f"mesh={sizes} has {mesh.size()} ranks, {split_over} of them along 'tensor', and plan() was given "
-            f"world_size={world_size}, tensor={tensor}. Give world_size={mesh.size()}, and leave tensor= out."
-        )
-    return sizes.get("replicate", 1), split_over
 
 
 def _module_of(model: Any) -> Any:

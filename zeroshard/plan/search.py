@@ -13,13 +13,14 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any, Final, final
 
+from zeroshard.describe.asked import Asked, resolve
 from zeroshard.describe.offload import Offload
-from zeroshard.describe.treatments import activations_of
 from zeroshard.plan.job import Options, check_options, check_shape, precision_for
 from zeroshard.plan.machine.hardware import Device, device_named
+from zeroshard.plan.named import PRECISIONS
 from zeroshard.plan.numbers import aligned, thinned
 from zeroshard.plan.offloading import choose_offload
-from zeroshard.plan.planning import plan_shape, shape_of
+from zeroshard.plan.planning import optimizers_named, plan_shape, shape_of
 from zeroshard.plan.result import Plan
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.trying import Candidate, candidate_of
@@ -114,16 +115,22 @@ def search(
     asked_sizes = list(world_size) if isinstance(world_size, Iterable) else [world_size]
     if not asked_sizes:
         raise ValueError("world_size must be a number of ranks, or several; got none.")
+    named = precision_for(preset) if precision is None else precision
+    resolved = [
+        resolve(Asked(stage=n, activations=one, precision=named), 1, precisions=PRECISIONS)
+        for n in stages
+        for one in activations
+    ]
     start = Options(
         world_size=asked_sizes[0],
         device=preset,
         sequence=seq if seq is not None else min(shape.sequence, 4096),
         row=row_of_stage(0),
-        precision=precision_for(preset) if precision is None else precision,
-        optimizer=optimizer,
+        precision=resolved[0].precision,
+        optimizer=optimizers_named(optimizer)[0],
     )
     sizes = [dataclasses.replace(start, world_size=one).world_size for one in asked_sizes]
-    rows = [dataclasses.replace(row_of_stage(n), activations=activations_of(a)) for n in stages for a in activations]
+    rows = [row for one in resolved for row in one.rows]
     asked = [
         options
         for ranks, row, batch, tensor in product(sizes, rows, batches, tensors)

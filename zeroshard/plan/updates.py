@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeroshard.describe.ignored import ignored_of
+from zeroshard.describe.optimizers import check_entries, optimizers_of
 from zeroshard.optim import Adafactor, Muon, muon_groups
 from zeroshard.optim.updates import updates_of_optimizer
 from zeroshard.plan.job import Options
@@ -19,13 +20,13 @@ from zeroshard.plan.step.turns import Turn, turns_of
 from zeroshard.table.bytes import Updates
 from zeroshard.table.spec import UnitSpec
 
-__all__ = ["name_of", "optimizers_of", "updates_and_turns"]
+__all__ = ["name_of", "optimizers_for", "updates_and_turns"]
 
 Optimizer = torch.optim.Optimizer
 OURS: Final = ("torch.optim", "zeroshard.optim")
 
 
-def optimizers_of(asked: Any, model: nn.Module, ignored: Sequence[object] = ()) -> tuple[Optimizer, ...]:
+def optimizers_for(asked: Any, model: nn.Module, ignored: Sequence[object] = ()) -> tuple[Optimizer, ...]:
     """Return the optimizers of a plan of a module; for a name, only if some matrices are updated as a whole.
 
     Args:
@@ -38,33 +39,12 @@ def optimizers_of(asked: Any, model: nn.Module, ignored: Sequence[object] = ()) 
     """
     if isinstance(asked, str):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not trained or asked not in OPTIMIZERS or OPTIMIZERS[asked].whole is None:
+        if not trained or OPTIMIZERS[asked].whole is None:
             return ()
         return (Muon(muon_groups(model)),) if asked == "muon" else (Adafactor(trained),)
-    given = tuple(asked) if isinstance(asked, Sequence) else (asked,)
-    left, seen = ignored_of(model, ignored), set[int]()
-    names = {id(parameter): name for name, parameter in model.named_parameters() if id(parameter) not in left}
-    for one in given:
-        if not isinstance(one, Optimizer):
-            raise TypeError(
-                f"optimizer= takes a name, one of {', '.join(OPTIMIZERS)}, or torch.optim optimizers of the module; "
-                f"got {type(one).__name__}."
-            )
-        for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
-            if id(parameter) not in names:
-                raise ValueError(
-                    f"optimizer=: {type(one).__name__} has a parameter of shape {tuple(parameter.shape)} that is not "
-                    "in the module, or ignored. Build the optimizer from the module that is passed to plan()."
-                )
-            if id(parameter) in seen:
-                raise ValueError(f"optimizer=: '{names[id(parameter)]}' has two entries; remove one of them.")
-            seen.add(id(parameter))
-    if missed := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in seen | left.keys()]:
-        raise ValueError(
-            f"optimizer=: {len(missed)} trainable parameter(s) are in no optimizer, '{missed[0]}' first. Add them to a "
-            "group, or freeze them with requires_grad_(False)."
-        )
-    return given
+    given = optimizers_of(asked)
+    check_entries(model, given, ignored_of(model, ignored), is_final=True)
+    return tuple(given)
 
 
 def name_of(optimizers: Sequence[Optimizer]) -> str:

@@ -1,71 +1,73 @@
-"""`"auto"` in `shard(stage=, offload=)`: the lowest row and the least offload that fit a device.
+"""`"auto"` in `shard(stage=, offload=)`: what fits a device, and the line that explains the choice.
 
-Owns the choices. Activations are unknown when a model is sharded, so model states and buffers may use half of the
-device; `zs.plan(stage="auto")` and `zs.plan(offload="auto")` also know activations, and use the whole plan.
+Owns the answer of `shard()` to what fits; `describe/asked.py` has the choice. Activations are unknown when a model is
+sharded, so model states and buffers may use half of the device; `zs.plan(stage="auto")` and `zs.plan(offload="auto")`
+also know activations, and use the whole plan.
 """
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, final
 
 import torch
 from torch import nn
 
 from zeroshard import devices
-from zeroshard.describe.offload import Offload, choices_for, least_of, row_with
+from zeroshard.describe.asked import Resolved, choose
+from zeroshard.describe.offload import Offload, row_with
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan
-from zeroshard.optim.updates import updates_of_optimizer
-from zeroshard.table.bytes import Updates, predict
+from zeroshard.optim.updates import updates_of_optimizers
+from zeroshard.table.bytes import predict
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
-from zeroshard.table.spec import BucketSpec
 from zeroshard.table.wires import Messages, Silence
 from zeroshard.wire.comm import gather_across_ranks
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["device_bytes", "free_bytes", "least_offload", "least_row"]
+__all__ = ["KeptBytes", "choose_least", "free_bytes"]
 
 STATES_PART: Final = 0.5
 """The fraction of the device for model states and buffers; the rest is for activations."""
-USUAL_COST: Final = (2, 4)
-"""The states assumed for an optimizer that is attached later, or whose states no trial step determines: AdamW's."""
 ELSEWHERE: Final = ("host", "file")
 MB: Final = 1e6
 
 
-def least_row(
-    rows: Sequence[Residency],
-    plans: Sequence[UnitPlan],
-    optimizers: Sequence[torch.optim.Optimizer],
-    precision: Precision,
-    mesh: Mesh,
-    numel_of: Callable[[nn.Parameter], int],
-    memory_bytes: int,
-) -> Residency:
-    """Return the first row whose model states and buffers fit half of a device; otherwise the last row.
+@final
+@dataclass(frozen=True)
+class KeptBytes:
+    """The bytes of model states and buffers on the device of the first rank, which has the least padding.
 
     Args:
-        memory_bytes: the memory of the device.
+        numel_of: returns the number of elements of a parameter on this rank.
     """
 
-    def fits(row: Residency) -> bool:
-        return _kept_bytes(row, plans, optimizers, precision, mesh, numel_of) <= STATES_PART * memory_bytes
+    plans: Sequence[UnitPlan]
+    optimizers: Sequence[torch.optim.Optimizer]
+    precision: Precision
+    mesh: Mesh
+    numel_of: Callable[[nn.Parameter], int]
 
-    return next(filter(fits, rows), rows[-1])
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank has no other rank to share states with."""
+        return self.mesh.shard_size * self.mesh.replicas == 1
+
+    def __call__(self, row: Residency, offload: Offload | None) -> int:
+        """Return the bytes with a row and an offload."""
+        mesh, moved = self.mesh, row_with(row, offload, is_alone=self.is_alone)
+        sizes = {"shard_size": mesh.shard_size, "replicas": mesh.replicas}
+        units = describe_units(self.plans, moved, self.precision, numel_of=self.numel_of, **sizes)
+        names = {id(p): name for plan in self.plans for name, p in plan.parameters}
+        updates = updates_of_optimizers(self.optimizers, units, names, mesh.shard_size)
+        wire = Silence() if self.is_alone else Messages()
+        return sum(nbytes for name, nbytes in predict(units, updates, wire).items() if name not in ELSEWHERE)
 
 
-def least_offload(
-    row: Residency,
-    plans: Sequence[UnitPlan],
-    optimizers: Sequence[torch.optim.Optimizer],
-    precision: Precision,
-    mesh: Mesh,
-    numel_of: Callable[[nn.Parameter], int],
-    room_bytes: int | None,
-) -> tuple[Offload | None, str]:
-    """Return the smallest offload that fits, and a line that explains the choice.
+def choose_least(resolved: Resolved, kept: KeptBytes, room_bytes: int | None) -> tuple[Residency, Offload | None, str]:
+    """Return the row and the offload of arguments, and a line that explains the choice of offload "auto".
 
     Args:
         room_bytes: device memory for this rank's values, equal on all ranks; None for no limit.
@@ -73,17 +75,16 @@ def least_offload(
     Raises:
         ValueError: model states and buffers exceed half of `room_bytes` even with full offload.
     """
+    free = room_bytes if room_bytes is not None else _host_bytes(kept.mesh)
+    most_bytes = int(STATES_PART * free)
+    row, chosen, is_fitting = choose(
+        resolved, lambda row, offload: kept(row, offload) <= most_bytes, shares_memory=room_bytes is None
+    )
+    if not resolved.is_least:
+        return row, chosen, ""
     if room_bytes is None:
-        return None, "offload='auto': nothing is offloaded, since device and host share one memory"
-    is_alone = mesh.shard_size * mesh.replicas == 1
-
-    def bytes_with(offload: Offload | None) -> int:
-        moved = row_with(row, offload, is_alone=is_alone)
-        return _kept_bytes(moved, plans, optimizers, precision, mesh, numel_of)
-
-    most_bytes = int(STATES_PART * room_bytes)
-    chosen, is_fitting = least_of(choices_for(row), lambda one: bytes_with(one) <= most_bytes)
-    all_bytes, kept_bytes = bytes_with(None), bytes_with(chosen)
+        return row, None, "offload='auto': nothing is offloaded, since device and host share one memory"
+    all_bytes, kept_bytes = kept(row, None), kept(row, chosen)
     room = f"{most_bytes / MB:,.1f} MB, half of the {room_bytes / MB:,.1f} MB free"
     if not is_fitting:
         remedy = "Use more ranks or precision='bf16'."
@@ -94,42 +95,14 @@ def least_offload(
             f"{kept_bytes / MB:,.1f} MB with full offload; they may use {room}. {remedy}"
         )
     if chosen is None:
-        return None, f"offload='auto': nothing is offloaded: {all_bytes / MB:,.1f} MB fit {room}"
+        return row, None, f"offload='auto': nothing is offloaded: {all_bytes / MB:,.1f} MB fit {room}"
     moved = f"states={chosen.states:g}" + f", parameters={chosen.parameters:g}" * bool(chosen.parameters)
-    return chosen, (
+    return (
+        row,
+        chosen,
         f"offload='auto': zs.Offload({moved}) leaves {kept_bytes / MB:,.1f} of {all_bytes / MB:,.1f} MB on the device, "
-        f"where model states may use {room}"
+        f"where model states may use {room}",
     )
-
-
-def _kept_bytes(
-    row: Residency,
-    plans: Sequence[UnitPlan],
-    optimizers: Sequence[torch.optim.Optimizer],
-    precision: Precision,
-    mesh: Mesh,
-    numel_of: Callable[[nn.Parameter], int],
-) -> int:
-    """Return the bytes of model states and buffers on the device of the first rank, which has the least padding."""
-    units = describe_units(plans, row, precision, shard_size=mesh.shard_size, replicas=mesh.replicas, numel_of=numel_of)
-    places = {name: (b, i) for u in units for b in u.buckets for i, name in enumerate(b.names)}
-    names = {id(p): name for plan in plans for name, p in plan.parameters}
-
-    def place_of(parameter: nn.Parameter) -> tuple[BucketSpec, int]:
-        return places[names[id(parameter)]]
-
-    updates = [_updates_of(one, place_of, mesh.shard_size) for one in optimizers]
-    updates = updates or [Updates([*places.values()], *USUAL_COST)]
-    wire = Silence() if mesh.shard_size * mesh.replicas == 1 else Messages()
-    return sum(nbytes for name, nbytes in predict(units, updates, wire).items() if name not in ELSEWHERE)
-
-
-def _updates_of(
-    optimizer: torch.optim.Optimizer, place_of: Callable[[nn.Parameter], tuple[BucketSpec, int]], ranks: int
-) -> Updates:
-    """Return an optimizer's updates; those of AdamW where a trial step does not determine its states."""
-    found, _ = updates_of_optimizer(optimizer, place_of, ranks)
-    return found or Updates([place_of(p) for group in optimizer.param_groups for p in group["params"]], *USUAL_COST)
 
 
 def free_bytes(mesh: Mesh, settings: Settings, model: nn.Module) -> int | None:
@@ -147,8 +120,6 @@ def free_bytes(mesh: Mesh, settings: Settings, model: nn.Module) -> int | None:
     return least if settings.device_bytes is None else min(least, settings.device_bytes)
 
 
-def device_bytes(mesh: Mesh) -> int:
-    """Return the memory of this rank's device; on a CPU, its part of host memory."""
-    if mesh.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(mesh.device).total_memory)
+def _host_bytes(mesh: Mesh) -> int:
+    """Return a rank's part of host memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // mesh.world_size

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from zeroshard.core.engine import Engine
+from zeroshard.describe.offload import ELEMENTWISE, check_in_files
 from zeroshard.optim.keeps import state_cost
 from zeroshard.setup.request import Described
 from zeroshard.store import file_calls
@@ -18,7 +19,6 @@ from zeroshard.store.disk import BLOCK_BYTES
 from zeroshard.table.cells import Cell, Residency
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.update import background
-from zeroshard.update.admission import ELEMENTWISE
 from zeroshard.update.optimizer import ShardedOptimizer, Source
 from zeroshard.update.streamed import Streams
 from zeroshard.wire.transports import MEMORIES
@@ -110,12 +110,8 @@ def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequenc
     """
     for optimizer in optimizers if row.states.memory == "file" else ():
         kind = type(optimizer)
-        if not kind.__module__.startswith("torch.optim") or kind.__name__ not in ELEMENTWISE:
-            raise ValueError(
-                f"{kind.__name__} cannot keep its states in files: they are updated in pieces of parameters, and which "
-                f"of its states go with which elements is known of {', '.join(sorted(ELEMENTWISE))} of torch.optim "
-                "alone. Use one of these, or offload='host'."
-            )
+        is_elementwise = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+        check_in_files(kind.__name__, is_elementwise=is_elementwise)
     # From the row, not from this rank's slices: all ranks must decide alike, and a fraction may move none of them.
     in_files = [
         bucket

@@ -18,20 +18,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.slot import Form
+from zeroshard.describe.asked import Asked, resolve
+from zeroshard.describe.axes import Axes
 from zeroshard.describe.ignored import ignored_of
-from zeroshard.describe.offload import AUTO as LEAST
-from zeroshard.describe.offload import OffloadLike, offload_of, row_with
-from zeroshard.describe.parameters import ParametersLike, check_patterns, row_with_parameters
+from zeroshard.describe.offload import OffloadLike, row_with
+from zeroshard.describe.optimizers import Optimizers, check_entries, optimizers_of
+from zeroshard.describe.parameters import ParametersLike, check_patterns
 from zeroshard.describe.precision import Chosen, Precision, PrecisionLike, chosen_modules, precision_of
-from zeroshard.describe.rows import StageLike, row_of, rows_to_try
+from zeroshard.describe.rows import StageLike
 from zeroshard.describe.selection import check_activations
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.join.start import check_seconds
 from zeroshard.optim.whole import whole_of
-from zeroshard.peers import ARGUMENTS
-from zeroshard.setup.automatic import device_bytes, least_offload, least_row
+from zeroshard.setup.automatic import KeptBytes, choose_least
 from zeroshard.setup.duplicate import owner_of
 from zeroshard.setup.graphs import refuse_graphs
 from zeroshard.table.cells import Residency
@@ -45,13 +46,9 @@ from zeroshard.wire.comm import Tag
 from zeroshard.wire.mesh import Mesh, backend_of
 from zeroshard.wire.transports import MEMORIES
 
-__all__ = ["Described", "Optimizers", "Request", "check_bucket_count", "check_optimizers", "describe", "place_of"]
+__all__ = ["Described", "Request", "check_bucket_count", "check_optimizers", "describe", "place_of"]
 
 FormsOf = Callable[[nn.Module, Mesh, bool], Mapping[int, Form]]
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-
-AXES = ("replicate", "shard", "tensor", "pipe")
-"""The names of axes of a mesh."""
 
 
 @final
@@ -74,7 +71,20 @@ class Request:
     weights: str | Path | InitFn | None = None
     settings: Settings = field(default_factory=Settings)
     room_bytes: int | None = None
-    """Device bytes that `offload="auto"` may use on each rank; None for no limit."""
+    """Device bytes that stage and offload "auto" may use on each rank; None for no limit."""
+
+    @property
+    def asked(self) -> Asked:
+        """The arguments that plans have, too."""
+        return Asked(
+            stage=self.stage,
+            residency=self.residency,
+            activations=self.activations,
+            offload=self.offload,
+            parameters=self.parameters,
+            precision=self.precision,
+            mesh=self.mesh,
+        )
 
 
 @final
@@ -137,10 +147,10 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     check_seconds(watchdog_s=settings.watchdog_s, heartbeat_s=settings.heartbeat_s)
     if type(settings.wire_bytes) is not int or settings.wire_bytes <= 0:
         raise ValueError(f"Settings(wire_bytes=) must be a number of bytes above 0; got {settings.wire_bytes!r}.")
-    precision, mesh = precision_of(request.precision), _lay_out(joined, request.mesh)
-    row = row_of(request.stage, request.residency, request.activations)
+    resolved = resolve(request.asked, joined.world_size)
+    precision, mesh = precision_of(resolved.precision), _lay_out(joined, resolved.axes, request.mesh)
     _check_reduction(request.reduction)
-    optimizers = _as_list(request.optimizer)
+    optimizers = optimizers_of(request.optimizer)
     if settings.non_finite not in ("raise", "skip"):
         raise ValueError(f"Settings(non_finite=) must be 'raise' or 'skip'; got {settings.non_finite!r}.")
     if settings.buffers not in ("rank 0", "own", "mean"):
@@ -157,16 +167,10 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     def numel_of(parameter: nn.Parameter) -> int:
         return forms[id(parameter)].part(parameter.detach()).numel()
 
-    if row is None:
-        rows = rows_to_try(request.activations)
-        row = least_row(rows, plans, optimizers, precision, mesh, numel_of, device_bytes(mesh))
-    row = row_with_parameters(row, request.parameters)
+    kept = KeptBytes(plans, optimizers, precision, mesh, numel_of)
+    row, offload, chosen = choose_least(resolved, kept, request.room_bytes)
     check_patterns(row, [plan.name for plan in plans])
-    if request.offload == LEAST:
-        offload, chosen = least_offload(row, plans, optimizers, precision, mesh, numel_of, request.room_bytes)
-    else:
-        offload, chosen = offload_of(request.offload), ""
-    row = row_with(row, offload, is_alone=mesh.shard_size * mesh.replicas == 1)
+    row = row_with(row, offload, is_alone=kept.is_alone)
     _check_memories(row)
     is_final = request.optimizer is not None
     check_optimizers(model, optimizers, row, settings.elementwise, is_final=is_final, ignored=ignored)
@@ -201,19 +205,6 @@ def _check_reduction(reduction: object) -> None:
     is_number = isinstance(reduction, int | float) and not isinstance(reduction, bool)
     if reduction not in ("mean", "sum") and not (is_number and 0 < reduction < math.inf):  # type: ignore[operator]
         raise ValueError(f"reduction must be 'mean', 'sum' or a divisor above 0; got {reduction!r}.")
-
-
-def _as_list(optimizers: object) -> list[torch.optim.Optimizer]:
-    if optimizers is None or isinstance(optimizers, torch.optim.Optimizer):
-        return [] if optimizers is None else [optimizers]
-    if isinstance(optimizers, Sequence):
-        return list(optimizers)
-    hint = ""
-    if isinstance(optimizers, Mapping):
-        hint = f" If these are settings of DeepSpeed: {ARGUMENTS['config']}."
-    raise TypeError(
-        f"optimizer must be a torch.optim.Optimizer or a list of them; got {type(optimizers).__name__}.{hint}"
-    )
 
 
 def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh, asked: Sequence[object]) -> None:
@@ -329,21 +320,12 @@ def _check_devices(model: nn.Module, mesh: Mesh, ignored: Collection[int]) -> No
         )
 
 
-def _lay_out(mesh: Mesh, wanted: DeviceMesh | int | None) -> Mesh:
+def _lay_out(mesh: Mesh, axes: Axes, wanted: DeviceMesh | int | None) -> Mesh:
     """Return the mesh with its axes.
 
     Raises:
-        ValueError: the axes do not match the ranks, or leave no ranks to shard over.
+        ValueError: torch split tensors over another kind of device than the rank's.
     """
-    if isinstance(wanted, DeviceMesh):
-        axes = _axes_of(wanted, mesh.world_size)
-    elif wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int)):
-        raise TypeError(f"mesh must be a DeviceMesh or a number of replicas; got {wanted!r}.")
-    else:
-        replicas = 1 if wanted is None else wanted
-        if replicas < 1 or mesh.world_size % replicas:
-            raise ValueError(f"mesh={replicas} replicas must divide the {mesh.world_size} rank(s).")
-        axes = (("replicate", replicas), ("shard", mesh.world_size // replicas))
     laid = dataclasses.replace(mesh, axes=axes)
     if isinstance(wanted, DeviceMesh) and len(laid.tensor_ranks) > 1 and wanted.device_type != mesh.device.type:
         raise ValueError(
@@ -351,34 +333,7 @@ def _lay_out(mesh: Mesh, wanted: DeviceMesh | int | None) -> Mesh:
             f"split over its axis 'tensor' stay on '{wanted.device_type}'. Create it with "
             f"init_device_mesh('{mesh.device.type}', ...) and parallelize the model there."
         )
-    if mesh.world_size > 1 and laid.shard_size == len(laid.tensor_ranks) == 1:
-        sizes = ", ".join(f"{name} {size}" for name, size in axes)
-        raise ValueError(
-            f"The axes ({sizes}) of {mesh.world_size} ranks leave one rank per replica, so nothing would be sharded. "
-            "Use stage=0 for plain data parallelism, or an axis 'shard' of two or more ranks."
-        )
     return laid
-
-
-def _axes_of(device_mesh: DeviceMesh, world_size: int) -> tuple[tuple[str, int], ...]:
-    names, sizes = device_mesh.mesh_dim_names or (), tuple(device_mesh.mesh.shape)
-    if not names or not set(names) <= set(AXES):
-        raise ValueError(
-            f"mesh= takes axes named {', '.join(AXES)}; got {names or 'no names'}. Create it with "
-            "init_device_mesh(device, sizes, mesh_dim_names=('shard', 'tensor'))."
-        )
-    if (ranks := device_mesh.mesh.flatten().tolist()) != list(range(world_size)):
-        raise ValueError(
-            f"mesh= must hold all {world_size} ranks of the run in order; got axes {names} of sizes {sizes} with ranks "
-            f"{ranks}. Pass the full result of init_device_mesh(), not a submesh."
-        )
-    axes = tuple(zip(names, sizes, strict=True))
-    if dict(axes).get("pipe", 1) > 1:
-        raise ValueError(
-            f"The axis 'pipe' has {dict(axes)['pipe']} ranks, but pipeline stages are not supported yet. Use the axes "
-            "replicate, shard and tensor."
-        )
-    return axes
 
 
 def check_optimizers(
@@ -396,54 +351,26 @@ def check_optimizers(
         ignored: the names of ignored parameters, by identity.
         is_final: False if another optimizer may follow (`zero.attach`), so that missing parameters are not an error.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
-    taken: dict[int, str] = {}
+    names = check_entries(model, optimizers, ignored, is_final=is_final)
     for optimizer in optimizers:
         kind = type(optimizer).__name__
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them; got {kind}.")
         refuse(optimizer)
-        if (whole := whole_of(optimizer)) is not None:
-            admit_whole(optimizer, whole, elementwise, is_cut=row.is_cut)
-        elif row.is_cut:
-            admit(optimizer, elementwise)
-        for number, group in enumerate(optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                if id(parameter) in ignored:
-                    raise ValueError(
-                        f"Parameter '{ignored[id(parameter)]}' is ignored (ignored=), and in {kind}, which zeroshard "
-                        "would have update shards. Give ignored parameters an optimizer of their own, and do not hand "
-                        "it over."
-                    )
-                if id(parameter) not in names:
-                    raise ValueError(
-                        f"Parameter {place} of group {number} of {kind}, shape {tuple(parameter.shape)}, is not in the "
-                        "model. Build the optimizer from model.parameters(), after all changes to the model."
-                    )
-                if id(parameter) in taken:
-                    raise ValueError(
-                        f"Parameter '{names[id(parameter)]}' is in {taken[id(parameter)]} and in {kind}; one must "
-                        "update it."
-                    )
-                taken[id(parameter)] = kind
-                if whole is not None and not 0 <= (cost := whole.cost(tuple(parameter.shape))) < math.inf:
-                    raise ValueError(
-                        f"The cost of '{names[id(parameter)]}' {tuple(parameter.shape)} in {kind} must be a number "
-                        f"from 0 on; got {cost!r}."
-                    )
-                if whole is not None and has_split([type(parameter)]):
-                    raise ValueError(
-                        f"{kind} needs whole matrices, and '{names[id(parameter)]}' is split over the axis 'tensor'. "
-                        "Use an element-wise optimizer, such as AdamW, with tensor parallelism, or no axis 'tensor'."
-                    )
-    if is_final:
-        known = taken.keys() | ignored.keys()
-        missed = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
-        if missed:
-            raise ValueError(
-                f"{len(missed)} trainable parameter(s) are in no optimizer, '{missed[0]}' first: gradients would be "
-                "reduced for nothing. Add them to a group, or freeze them with requires_grad_(False)."
-            )
+        if (whole := whole_of(optimizer)) is None:
+            if row.is_cut:
+                admit(optimizer, elementwise)
+            continue
+        admit_whole(optimizer, whole, elementwise, is_cut=row.is_cut)
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if not 0 <= (cost := whole.cost(tuple(parameter.shape))) < math.inf:
+                raise ValueError(
+                    f"The cost of '{names[id(parameter)]}' {tuple(parameter.shape)} in {kind} must be a number from 0 "
+                    f"on; got {cost!r}."
+                )
+            if has_split([type(parameter)]):
+                raise ValueError(
+                    f"{kind} needs whole matrices, and '{names[id(parameter)]}' is split over the axis 'tensor'. "
+                    "Use an element-wise optimizer, such as AdamW, with tensor parallelism, or no axis 'tensor'."
+                )
 
 
 def check_bucket_count(units: Sequence[UnitSpec]) -> None:

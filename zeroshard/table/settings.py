@@ -34,8 +34,8 @@ class Settings:
         buffers: what ranks do with the buffers that a forward with gradients changed, such as the statistics of batch
             norms: "rank 0" takes those of the first rank, as DistributedDataParallel does, "mean" their mean over the
             ranks (integers and bools are rank 0's), "own" leaves each rank its own.
-        device_bytes: bytes of device memory that `offload="auto"` may use on each rank; None for all free memory, and
-            on a CPU for any amount.
+        device_bytes: bytes of device memory that `stage="auto"` and `offload="auto"` may use on each rank; None for all
+            free memory, and on a CPU for a rank's part of host memory (`stage`) or any amount (`offload`).
 
     ```python
     import torch, zeroshard as zs

@@ -16,7 +16,7 @@ from zeroshard.train.models.gpt import GPT
 from zeroshard.train.text import open_source
 from zeroshard.train.tokenizer import load_tokenizer
 
-__all__ = ["choose_offload", "choose_stage", "compare_plan", "describe_plan", "describe_text", "plan_run"]
+__all__ = ["choose_sharding", "compare_plan", "describe_plan", "describe_text", "plan_run"]
 
 UNTIMED: Final = "no profile of this machine is stored, so time is not predicted; run `zeroshard doctor` to measure it"
 MB: Final = 1e6
@@ -48,13 +48,15 @@ def plan_run(config: Config) -> tuple[zs.Plan, bool]:
             model = GPT(replace(config.gpt, vocabulary=load_tokenizer(config.tokenizer).vocabulary))
             inputs = [torch.zeros((batch, config.model.context), dtype=torch.int64) for _ in range(2)]
     row: dict[str, Any] = {"stage": zero.stage, "activations": zero.activations}
+    if zero.residency:  # it replaces the default stage, not a choice
+        row = {"residency": zero.residency, "stage": zero.stage if zero.stage == AUTO else None}
     plan = zs.plan(
         model,
         world_size=config.run.ranks,
         device=device,
         batch=batch,
         seq=config.model.context,
-        **({"residency": zero.residency} if zero.residency else row),
+        **row,
         precision=train.precision,
         offload=zero.offload or None,
         micro_batches=train.accumulation,
@@ -65,24 +67,38 @@ def plan_run(config: Config) -> tuple[zs.Plan, bool]:
     return plan, is_timed
 
 
-def choose_stage(config: Config) -> Config:
-    """Return the settings with `zero.stage=auto` replaced by the lowest stage whose plan fits this machine.
+def choose_sharding(config: Config) -> Config:
+    """Return the settings with "auto" in `zero.stage` and `zero.offload` replaced by the choices of a plan.
 
-    All ranks choose the same stage, because a plan depends only on the settings and the host's memory.
+    The stage is the lowest whose plan fits this machine, the offload the smallest. All ranks choose alike, because a
+    plan depends only on the settings and the host's memory.
 
     Raises:
-        ValueError: the model cannot be planned.
+        ValueError: the model cannot be planned, or no offload fits.
     """
-    if config.zero.stage != AUTO:
+    zero = config.zero
+    automatic = [name for name in ("stage", "offload") if getattr(zero, name) == AUTO]
+    if not automatic:
         return config
-    # The offload is chosen for the stage, not the stage for the offload.
-    resident = {} if config.zero.offload != AUTO else {"offload": ""}
     try:
-        plan, _ = plan_run(config.model_copy(update={"zero": config.zero.model_copy(update=resident)}))
+        plan, _ = plan_run(config)
     except (TypeError, RuntimeError, ImportError, OSError) as error:
-        raise ValueError(f"zero.stage=auto: {str(error).splitlines()[0]} Give a stage.") from error
-    rows = {replace(zs.row_of_stage(n), activations=plan.asked.row.activations): n for n in range(4)}
-    return config.model_copy(update={"zero": config.zero.model_copy(update={"stage": rows[plan.asked.row]})})
+        names = ", ".join(f"zero.{name}=auto" for name in automatic)
+        raise ValueError(f"{names}: {str(error).splitlines()[0]} Give a value.") from error
+    found: dict[str, Any] = {}
+    if zero.stage == AUTO:
+        rows = {replace(zs.row_of_stage(n), activations=plan.asked.row.activations): n for n in range(4)}
+        found["stage"] = rows[plan.asked.row]
+    if zero.offload == AUTO:
+        chosen = plan.asked.offload
+        if chosen is not None and plan.verdict == "no":
+            raise ValueError(
+                f"zero.offload=auto: with {_text_of(chosen)} a rank needs {plan.total_bytes / MB:,.0f} MB of a device "
+                f"with {plan.asked.device.memory_bytes / MB:,.0f} MB, and a host {plan.host_bytes / MB:,.0f} of "
+                f"{plan.asked.device.host_bytes / MB:,.0f} MB. Use more ranks, stage 3, a smaller batch, or recompute."
+            )
+        found["offload"] = "" if chosen is None else _text_of(chosen)
+    return config.model_copy(update={"zero": zero.model_copy(update=found)})
 
 
 def describe_text(config: Config) -> str:
@@ -92,31 +108,6 @@ def describe_text(config: Config) -> str:
         return f"data: {source.name}, {sum(map(len, source.documents())):,} bytes"
     nbytes = sum(size for _, size in source.layout())
     return f"data: {source.name}, {nbytes:,} bytes in {len(source.files):,} file(s)"
-
-
-def choose_offload(config: Config) -> Config:
-    """Return the settings with `zero.offload=auto` replaced by the smallest offload whose plan fits this machine.
-
-    All ranks choose the same offload, as in `choose_stage`.
-
-    Raises:
-        ValueError: the model cannot be planned, or no offload fits.
-    """
-    if config.zero.offload != AUTO:
-        return config
-    try:
-        plan, _ = plan_run(config)
-    except (TypeError, RuntimeError, ImportError, OSError) as error:
-        raise ValueError(f"zero.offload=auto: {str(error).splitlines()[0]} Give an offload.") from error
-    chosen = plan.asked.offload
-    if chosen is not None and plan.verdict == "no":
-        raise ValueError(
-            f"zero.offload=auto: with {_text_of(chosen)} a rank needs {plan.total_bytes / MB:,.0f} MB of a device with "
-            f"{plan.asked.device.memory_bytes / MB:,.0f} MB, and a host {plan.host_bytes / MB:,.0f} of "
-            f"{plan.asked.device.host_bytes / MB:,.0f} MB. Use more ranks, stage 3, a smaller batch, or recompute."
-        )
-    text = "" if chosen is None else _text_of(chosen)
-    return config.model_copy(update={"zero": config.zero.model_copy(update={"offload": text})})
 
 
 def _text_of(offload: zs.Offload) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.describe.offload import ELEMENTWISE
 from zeroshard.optim.keeps import NOT_OPTIONS, is_taken, rebuild
 from zeroshard.optim.whole import Whole
 from zeroshard.update.pieces import Resident, update_in_pieces
@@ -21,10 +22,6 @@ __all__ = ["ELEMENTWISE", "admit", "admit_whole", "refuse"]
 
 Tensor = torch.Tensor
 
-ELEMENTWISE = frozenset(
-    ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"]
-)
-"""Classes of torch.optim whose update of an element depends only on that element."""
 SLICED = frozenset(["AdamW8bit", "Lamb", "Lion"])
 """Classes of zeroshard.optim that update slices, element-wise or with sums over ranks."""
 
