@@ -28,6 +28,8 @@ ADDED = {
 }
 """Lines of the engine that features have added since the budgets were set."""
 FILE_LINES = 350
+LONGER = (Path("plan/step/film.py"),)
+"""Files that are longer still: the film, which issue 27 has read table/step."""
 README_LINES = 150
 
 
@@ -63,9 +65,9 @@ def test_rooms_are_within_their_budget(rooms: tuple[str, ...]) -> None:
     assert over_budget(count(rooms), 10**9, BUDGETS[rooms] + added) == []
 
 
-def test_files_of_the_engine_are_short() -> None:
-    counts = count(CORE)
-    assert {Path("core/engine.py"), Path("wire/memory.py"), Path("core/order.py")} <= counts.keys()
+def test_files_are_short() -> None:
+    counts = {path: lines for path, lines in loc.count_tree(PACKAGE).items() if path not in LONGER}
+    assert {Path("core/engine.py"), Path("wire/memory.py"), Path("cli.py")} <= counts.keys()
     assert over_budget(counts, FILE_LINES, 10**9) == []
 
 

@@ -1,13 +1,15 @@
 """Imports point downwards only: the layers of docs/design.md."""
 
 import ast
+import re
 import sys
+from collections.abc import Collection
 
 import pytest
 
 import zeroshard
 
-from .source import Module, package_modules, plant
+from .source import REPOSITORY, Module, package_modules, plant
 
 # Bottom to top: a layer may import itself and what stands before it. "zeroshard" is the package's own `__init__`.
 LAYERS = (
@@ -42,6 +44,7 @@ LAYERS = (
     "zeroshard",
     "integrations",
     "train",
+    "terminal",
     "cli",
     "__main__",
 )
@@ -264,3 +267,50 @@ def test_a_planted_circle_is_found() -> None:
     (found,) = out_of_order((one, two, three))
     assert "slot imports zeroshard.core.engine, which comes after it" in found
     assert circles((one, two, three)) == ["zeroshard.core.engine", "zeroshard.core.slot", "zeroshard.core.unit"]
+
+
+# -- reach ------------------------------------------------------------------------------------------------------------
+
+ENTRIES = ("zeroshard", "zeroshard.cli", "zeroshard.__main__", "zeroshard.testing")
+"""Modules where programs start; imports that docs show are entries, too."""
+UNREACHED = {
+    "zeroshard.plan.trace.step_events": "a second reader of traces, which issue 27 replaces by table/step",
+    "zeroshard.plan.trace.uses": "the same",
+}
+"""Modules that only tests reach, each with the reason why it is not gone yet."""
+
+
+def names_in_docs() -> set[str]:
+    """Return the modules that imports in README.md and docs/ name."""
+    texts = [path.read_text() for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"))]
+    return {name for text in texts for name in re.findall(r"^ *(?:from|import) (zeroshard[.\w]*)", text, re.MULTILINE)}
+
+
+def unreached(modules: tuple[Module, ...], entries: Collection[str]) -> set[str]:
+    """Return the modules that no path of imports from the entries reaches, imports in functions included."""
+    known = {module.name: module for module in modules}
+    left, found = [name for name in entries if name in known], set[str]()
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            # An import of a module runs the packages around it.
+            parts = name.split(".")
+            left += [".".join(parts[:end]) for end in range(1, len(parts))]
+            left += [target for _, target in imports(known[name], frozenset(known)) if target in known]
+    return known.keys() - found
+
+
+def test_each_module_is_reached() -> None:
+    assert unreached(package_modules(), {*ENTRIES, *names_in_docs()}) == UNREACHED.keys()
+
+
+def test_a_planted_module_that_nothing_imports_is_found() -> None:
+    modules = (
+        plant("zeroshard", "def shard():\n    from zeroshard.core import engine"),
+        plant("zeroshard.core", ""),
+        plant("zeroshard.core.engine", ""),
+        plant("zeroshard.core.left", "from zeroshard.core import engine"),
+    )
+    assert unreached(modules, ENTRIES) == {"zeroshard.core.left"}
+    assert unreached(modules, {*ENTRIES, "zeroshard.core.left"}) == set()

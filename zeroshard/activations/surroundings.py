@@ -1,19 +1,22 @@
-"""The state that a recomputation must restore besides inputs: training mode, buffers, generators of modules.
+"""The state besides inputs that a recomputation must restore: training modes, buffers, and generators of modules.
 
-Owns the choice of the state that is kept for a call. It must not know what runs in between.
+Owns the choice of the state that is recorded for a forward. It must not know what runs between a forward and its
+recomputation.
 
 Note: buffers that a forward changes
-    Running statistics, the vectors of spectral norm and moving averages change in a forward. A recomputation reads what
-    the forward read, and what it writes is dropped, so that nothing is counted twice. A buffer that only is replaced
-    needs no copy. Which ones are changed in place is known by their version after the first forward of a module in its
-    training modes, for which all are copied; batch norm's kernels leave the version alone, so that a change of one
-    buffer counts for all buffers of its module (`num_batches_tracked` tells of the others). The statistics of torch's
-    norms in training mode are copied in each forward: a path that a rank takes late may be their first. A later forward
-    that changes other buffers than those before is an error in its recomputation, since the values before are gone.
+    A forward may change buffers: running statistics, the vectors of spectral norm, moving averages. Its recomputation
+    must read the values from before the forward, and must not keep its own changes, or they would count twice.
+    A buffer that the forward replaces by another tensor needs no copy: the old tensor still has the values. A buffer
+    that the forward changes in place needs a copy from before. To avoid copies of all buffers, the first forward in
+    each combination of training modes copies all of them, and records the modules whose buffers have a new version
+    afterwards; later forwards copy the buffers of these modules only. All buffers of a module count together, because
+    the kernels of batch norm do not increase the versions of running statistics, but `num_batches_tracked` has a new
+    version. Torch's norms in training mode are always copied, because a rank may first use one in a later forward.
+    If a later forward changes a buffer that was not copied, its recomputation raises an error: the old values are lost.
 Note: generators
-    All attributes of all modules are looked at when there are more or fewer of them than at the forward before. Any
-    other forward looks again at those attributes alone that held a generator or None then. A generator that replaces
-    something else later is not found.
+    A forward searches all attributes of all modules for generators if the number of attributes has changed since the
+    forward before. Otherwise it reads only the attributes that held a generator or None at the last search. A
+    generator that later replaces an attribute of another type is not found.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,6 +1,7 @@
-"""Configurations tried quickly: peak and time of a step with each unit summed up, and the neighbours of one.
+"""Quick simulations of configurations, and the changes that a plan suggests.
 
-Owns what a search and a plan's advice are made of. Needs no torch. Read `tape.coarse` first.
+Owns `Candidate`, the result of a simulation with coarse units, which a search and the advice of a plan compare. Needs
+no torch. Read `tape.coarse` first.
 """
 
 import dataclasses
@@ -19,21 +20,21 @@ from zeroshard.table.stages import STAGES
 __all__ = ["Candidate", "candidate_of", "changes_of"]
 
 MOVABLE: Final = ("parameters", "states", "padding")
-"""Columns that offload moves, or a part of them, beside gradients, which come and go in a step."""
+"""Columns that offload can move, in whole or in part, besides gradients, which exist only during a step."""
 MOST_CHANGES: Final = 5
-"""That are planned wholly, which takes as long as the plan itself."""
+"""Maximum number of changes that are planned in full; each takes as long as the plan itself."""
 
 
 @final
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration, and what it comes to.
+    """A configuration, with its memory and time.
 
     Args:
-        peak_bytes: allocated at most.
-        verdict: of what the allocator reserves, where that is known, else of what is allocated.
-        reserved_bytes: by the allocator, where this configuration was planned wholly; else None.
-        movable_bytes: on the device at most, of what offload may move.
+        peak_bytes: maximum allocated bytes.
+        verdict: whether `reserved_bytes` fit the device, or `peak_bytes` where reserved memory is unknown.
+        reserved_bytes: bytes that the allocator reserves; None if the configuration was not planned in full.
+        movable_bytes: maximum bytes on the device of the state that offload can move.
     """
 
     options: Options
@@ -45,12 +46,12 @@ class Candidate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Tokens per second over all ranks."""
         return self.options.tokens_per_step / self.step_s
 
 
 def candidate_of(shape: Transformer, options: Options) -> Candidate:
-    """Simulate a configuration with each unit summed up."""
+    """Simulate a configuration with coarse units: the instructions of each unit are combined."""
     job = job_of_shape(shape, options, is_coarse=True)
     film = make_film(job, is_settled=True)
     host_bytes = options.node_processes * film.host_peak_bytes
@@ -61,11 +62,11 @@ def candidate_of(shape: Transformer, options: Options) -> Candidate:
 
 
 def changes_of(shape: Transformer, plan: Plan, whole: Callable[[Options], Plan]) -> Sequence[Change]:
-    """Return the fastest changes of one option that lower memory, each with its price.
+    """Return the fastest changes of one option that need less memory than a plan, fastest first.
 
     Args:
-        plan: what is to be changed.
-        whole: plans options with all of their operations, and with the allocator.
+        plan: the plan to change.
+        whole: plans a configuration in full, with all operations and the allocator.
     """
     tried = list[tuple[str, Candidate]]()
     for what, changed in _neighbours(plan.asked):
@@ -86,7 +87,7 @@ def changes_of(shape: Transformer, plan: Plan, whole: Callable[[Options], Plan])
 
 
 def _neighbours(options: Options) -> Iterator[tuple[str, Options]]:
-    """Yield changes of one option."""
+    """Yield a description and the changed options for each possible change of one option."""
     row = options.row
     for number, other in STAGES.items():
         changed = dataclasses.replace(other, activations=row.activations)
