@@ -330,7 +330,7 @@ RULES: dict[Rule, frozenset[str]] = {
     ),
     torch_private: frozenset(["zeroshard.torch_private"]),
     environment: frozenset(["zeroshard.wire.mesh", "zeroshard.train.launch", "zeroshard.testing"]),
-    printing: frozenset(["zeroshard.cli"]),
+    printing: frozenset(["zeroshard.cli", "zeroshard.terminal"]),
     stage_numbers: frozenset(["zeroshard.table.stages"]),
     module_state: frozenset(),
     default_devices: frozenset(),

@@ -77,8 +77,7 @@ def resolve(asked: Asked, world_size: int, *, tensor: int = 1, precisions: Colle
             rows.append(one)
         except ValueError as error:  # another stage may allow what is asked beside it
             refusal = error
-    if not rows:
-        assert refusal is not None
+    if refusal is not None and not rows:
         raise refusal
     return Resolved(
         tuple(dict.fromkeys(rows)), offload, is_least, asked.precision if precision is None else precision, axes

@@ -31,9 +31,9 @@ def axes_of(asked: Any, world_size: int, tensor: int = 1) -> Axes:
     if axes is None:
         if asked is not None and (isinstance(asked, bool) or not isinstance(asked, Integral)):
             raise TypeError(f"mesh must be a DeviceMesh or a number of replicas; got {asked!r}.")
-        replicas, divided = 1 if asked is None else check_count("mesh", asked), f"mesh={asked} replicas"
+        replicas = 1 if asked is None else check_count("mesh", asked)
         if world_size % (replicas * tensor):
-            divided = divided if tensor == 1 else f"tensor={tensor} ranks times mesh={replicas} replicas"
+            divided = f"tensor={tensor} ranks times " * (tensor > 1) + f"mesh={replicas} replicas"
             raise ValueError(f"{divided} must divide the {world_size} rank(s).")
         axes = (("replicate", replicas), ("shard", world_size // (replicas * tensor)))
         axes += (("tensor", tensor),) if tensor > 1 else ()

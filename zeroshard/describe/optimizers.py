@@ -5,6 +5,7 @@ Owns the checks of an optimizer's entries, which plans and the engine share. It 
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -23,14 +24,14 @@ def optimizers_of(asked: object) -> list[Optimizer]:
     Raises:
         TypeError: the argument is neither an optimizer nor a list of them.
     """
-    asked = [] if asked is None else [asked] if isinstance(asked, Optimizer) else asked
-    if isinstance(asked, Sequence) and not isinstance(asked, str):
-        if wrong := [one for one in asked if not isinstance(one, Optimizer)]:
-            asked = wrong[0]
-        else:
-            return list(asked)
-    hint = f" If these are settings of DeepSpeed: {ARGUMENTS['config']}." if isinstance(asked, Mapping) else ""
-    raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them; got {type(asked).__name__}.{hint}")
+    several: Sequence[Any] = asked if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]
+    given = [] if asked is None else list(several)
+    for one in given:
+        if not isinstance(one, Optimizer):
+            hint = f" If these are settings of DeepSpeed: {ARGUMENTS['config']}." if isinstance(one, Mapping) else ""
+            kind = type(one).__name__
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them; got {kind}.{hint}")
+    return given
 
 
 def check_entries(

@@ -10,9 +10,8 @@ from types import MappingProxyType
 __all__ = ["NAMES", "precision_name", "refusal_of_precision"]
 
 NAMES = ("fp32", "bf16", "fp16")
-_SHORT = MappingProxyType({"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"})
-DTYPES = MappingProxyType({f"{prefix}{dtype}": name for prefix in ("", "torch.") for dtype, name in _SHORT.items()})
-"""Precisions by the names of dtypes, short and as torch writes them."""
+DTYPES = MappingProxyType({"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"})
+"""Precisions by the names of dtypes."""
 
 
 def precision_name(asked: object, names: Collection[str] = NAMES) -> str | None:
@@ -24,7 +23,7 @@ def precision_name(asked: object, names: Collection[str] = NAMES) -> str | None:
     Raises:
         ValueError: no precision has this name.
     """
-    name = DTYPES.get(str(asked), asked)
+    name = DTYPES.get(str(asked).removeprefix("torch."), asked)
     if not isinstance(name, str):
         return None
     if name not in names:

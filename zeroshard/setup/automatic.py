@@ -33,6 +33,7 @@ STATES_PART: Final = 0.5
 """The fraction of the device for model states and buffers; the rest is for activations."""
 ELSEWHERE: Final = ("host", "file")
 MB: Final = 1e6
+ONE_MEMORY: Final = "offload='auto': nothing is offloaded, since device and host share one memory"
 
 
 @final
@@ -80,10 +81,8 @@ def choose_least(resolved: Resolved, kept: KeptBytes, room_bytes: int | None) ->
     row, chosen, is_fitting = choose(
         resolved, lambda row, offload: kept(row, offload) <= most_bytes, shares_memory=room_bytes is None
     )
-    if not resolved.is_least:
-        return row, chosen, ""
-    if room_bytes is None:
-        return row, None, "offload='auto': nothing is offloaded, since device and host share one memory"
+    if not resolved.is_least or room_bytes is None:
+        return row, chosen, ONE_MEMORY * resolved.is_least
     all_bytes, kept_bytes = kept(row, None), kept(row, chosen)
     room = f"{most_bytes / MB:,.1f} MB, half of the {room_bytes / MB:,.1f} MB free"
     if not is_fitting:
@@ -97,12 +96,8 @@ def choose_least(resolved: Resolved, kept: KeptBytes, room_bytes: int | None) ->
     if chosen is None:
         return row, None, f"offload='auto': nothing is offloaded: {all_bytes / MB:,.1f} MB fit {room}"
     moved = f"states={chosen.states:g}" + f", parameters={chosen.parameters:g}" * bool(chosen.parameters)
-    return (
-        row,
-        chosen,
-        f"offload='auto': zs.Offload({moved}) leaves {kept_bytes / MB:,.1f} of {all_bytes / MB:,.1f} MB on the device, "
-        f"where model states may use {room}",
-    )
+    left = f"{kept_bytes / MB:,.1f} of {all_bytes / MB:,.1f} MB on the device, where model states may use {room}"
+    return row, chosen, f"offload='auto': zs.Offload({moved}) leaves {left}"
 
 
 def free_bytes(mesh: Mesh, settings: Settings, model: nn.Module) -> int | None:

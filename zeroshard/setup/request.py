@@ -76,15 +76,7 @@ class Request:
     @property
     def asked(self) -> Asked:
         """The arguments that plans have, too."""
-        return Asked(
-            stage=self.stage,
-            residency=self.residency,
-            activations=self.activations,
-            offload=self.offload,
-            parameters=self.parameters,
-            precision=self.precision,
-            mesh=self.mesh,
-        )
+        return Asked(**{one.name: getattr(self, one.name) for one in dataclasses.fields(Asked)})
 
 
 @final
@@ -167,12 +159,13 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     def numel_of(parameter: nn.Parameter) -> int:
         return forms[id(parameter)].part(parameter.detach()).numel()
 
+    is_final = request.optimizer is not None
+    check_entries(model, optimizers, ignored, is_final=is_final)  # before their states are counted
     kept = KeptBytes(plans, optimizers, precision, mesh, numel_of)
     row, offload, chosen = choose_least(resolved, kept, request.room_bytes)
     check_patterns(row, [plan.name for plan in plans])
     row = row_with(row, offload, is_alone=kept.is_alone)
     _check_memories(row)
-    is_final = request.optimizer is not None
     check_optimizers(model, optimizers, row, settings.elementwise, is_final=is_final, ignored=ignored)
     check_activations(row.activations, plans, len(mesh.tensor_ranks))
     units = describe_units(
