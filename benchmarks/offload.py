@@ -15,8 +15,9 @@ import torch
 import zeroshard as zs
 import zeroshard.activations
 from benchmarks.peaks import measure_peak
+from tools.virtual_clock import VirtualClock
 from zeroshard.activations.offloaded import Offload
-from zeroshard.store.bus import EmulatedBus, VirtualClock
+from zeroshard.store.bus import EmulatedBus
 from zeroshard.table.activations import Offloaded
 from zeroshard.train.models.gpt import GPT, GPTConfig
 

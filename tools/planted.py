@@ -670,7 +670,7 @@ ENGINE = (
     Bug(
         "masters are not rounded into parameters",
         "update/optimizer.py",
-        "bucket.follow_masters(is_apart_done=self.source.follows_in_files)",
+        "bucket.follow_masters(is_apart_done=self.source.disk is not None)",
         "pass",
         f"{_ENGINE}/test_precision.py::test_training_equals_a_single_process_that_casts_alike[bf16-2]",
     ),

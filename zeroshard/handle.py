@@ -400,7 +400,7 @@ class Zero:
         whole = whole_of(optimizer)
         costs = {} if whole is None else whole_costs(optimizer, whole)
         number, cost = len(self._sharded), state_cost(optimizer)
-        source = source_of(self._engine, self._apart, self._home, optimizer, cost)
+        source = source_of(self._engine, self._apart, self._home, optimizer, cost[0] if cost else 0)
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, number, source, cost))
         open_states(self._engine, self._sharded[-1])
         self._sharded[-1].whole_costs = costs

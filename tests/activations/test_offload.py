@@ -15,10 +15,11 @@ import zeroshard as zs
 import zeroshard.activations
 from tests import models
 from tests.oracle import STAGES, TIMEOUT_S
+from tools.virtual_clock import VirtualClock
 from zeroshard.activations.chain import Chained, Held, Link
 from zeroshard.activations.offloaded import Offload
 from zeroshard.activations.saved import Box, Treatment
-from zeroshard.store.bus import CudaBus, EmulatedBus, HostPool, RealClock, VirtualClock, rounded
+from zeroshard.store.bus import CudaBus, EmulatedBus, HostPool, RealClock, rounded
 from zeroshard.table.activations import Offloaded
 from zeroshard.table.trace import Ledger
 from zeroshard.testing import run_ranks

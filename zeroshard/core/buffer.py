@@ -239,11 +239,6 @@ class Bucket(Ending):
                 if is_stored(part):
                     part.copy_(masters)
 
-    def put_apart(self, masters: Tensor) -> Tensor:
-        """Replace offloaded masters and return the previous ones. The optimizer's entries are not changed."""
-        before, self._masters[0] = self._masters[0], masters
-        return before
-
     def follow_part(self, start: int, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Round updated offloaded masters, from element `start` on, into parameters.
 

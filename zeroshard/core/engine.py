@@ -32,7 +32,7 @@ import torch
 
 from zeroshard.activations.saved import Treatment
 from zeroshard.core.dtypes import LossScale
-from zeroshard.core.frames import Frame, Frames, Gathered
+from zeroshard.core.frames import Frame, Gathered
 from zeroshard.core.guard import guard_of
 from zeroshard.core.hints import hint_begin, hint_end
 from zeroshard.core.norms import LocalNorms, total_norms
@@ -95,7 +95,7 @@ class Engine(Ending):
         """Reads whether the last update was skipped, and acts on it; None if the host knows."""
         self._await_update: Callable[[], None] = lambda: None
         """Waits for the update in the background."""
-        self._frames = Frames(units)
+        self._frames: list[Frame] = []
         self._forwards: list[Hashable] = []
         self._used: set[int] = set()
         self._task = -1
@@ -103,7 +103,7 @@ class Engine(Ending):
         self.copy = slice_of(mesh.along("shard", "tensor"))
         """The ranks whose parts form the full gradients."""
         buckets = [(unit.number, bucket) for unit in units for bucket in unit.buckets]
-        self.saved = SavedTensors(buckets, self._need_in_backward, treatment, self._frames.unit_under_way)
+        self.saved = SavedTensors(buckets, self._need_in_backward, treatment, self._unit_under_way)
 
     def take_slots(self, slots: Iterable[Slot]) -> None:
         """Register the slots of parameters, in registration order, and connect them with this engine."""
@@ -190,7 +190,7 @@ class Engine(Ending):
         if self.gathered is not None:
             return
         is_recompute, has_grad = graph_task() != -1, torch.is_grad_enabled()
-        if not self._frames.running() and not is_recompute:
+        if not self._running() and not is_recompute:
             self.lane.begin(f"the forward of {type(module).__name__}")
             # When gathered, units wait for their own part of an update in the background.
             self._read_answer()
@@ -204,12 +204,12 @@ class Engine(Ending):
         frame = Frame(module, units, is_recompute, sys.exception(), has_grad)
         if is_recompute:
             self._enter_backward()
-        elif not self._frames.open:
+        elif not self._frames:
             self._open_forward(frame, name)
         else:
             self.lane.check(f"the forward of '{name}'")
-        self._frames.open.append(frame)
-        between, self._frames.open[0].between = self._frames.open[0].between, None
+        self._frames.append(frame)
+        between, self._frames[0].between = self._frames[0].between, None
         if between is not None and between not in units:
             self.order.leave(between)
         for number in units:
@@ -221,32 +221,44 @@ class Engine(Ending):
                 self.units[number].is_recomputed = True
         elif has_grad:
             self._note_use(units)
-            targets = _besides_root(units)
-            if targets and hint_end(inputs, lambda: self._end_units(targets)):
-                for number in targets:
-                    self.units[number].has_end_hint = True
+            for number in hint_end(inputs, units, self._end_units):
+                self.units[number].has_end_hint = True
 
     @alone
     def exit(self, module: torch.nn.Module, outputs: Any) -> None:
         """End a module's forward: release its units, and end the pass in the outermost module."""
-        frames = self._frames
-        if self.gathered is not None or not frames.running() or frames.open[-1].module is not module:
+        if self.gathered is not None or not self._running() or self._frames[-1].module is not module:
             return
-        frame = frames.undo()
+        frame = self._undo()
         if frame.is_recompute or sys.exception() is not frame.exception:
             # A recomputation saved plain aliases, so the unit stays gathered until its backward ends. Ranks may also
             # fail alone, so nothing is communicated after an exception; the next entry completes the pass.
             return
         for number in frame.taken:
-            if not self.units[number].users and self.units[number].blocks and frames.open:
-                frames.open[0].between = number
+            if not self.units[number].users and self.units[number].blocks and self._frames:
+                self._frames[0].between = number
             elif not self.units[number].users:
                 self.order.leave(number)
-        self.saved.treat(frame.units[-1] if frame.units else frames.unit_under_way(), outputs)
-        if frame.has_grad and (targets := _besides_root(frame.units)):
-            hint_begin(outputs, lambda: self._begin_units(targets))
-        if not frames.open:
+        self.saved.treat(frame.units[-1] if frame.units else self._unit_under_way(), outputs)
+        if frame.has_grad:
+            hint_begin(outputs, frame.units, self._need_in_backward)
+        if not self._frames:
             self.order.close()
+
+    def _undo(self) -> Frame:
+        """Undo the local effects of the last entry."""
+        frame = self._frames.pop()
+        for number in frame.taken:
+            self.units[number].users -= 1
+        if frame.saved is not None:
+            frame.saved.__exit__(None, None, None)
+        return frame
+
+    def _running(self) -> list[Frame]:
+        """Return the entered modules; undo entries of calls that ended without hooks, as by a KeyboardInterrupt."""
+        while self._frames and not self._frames[-1].call.is_running():
+            self._undo()
+        return self._frames
 
     def _open_forward(self, frame: Frame, name: str) -> None:
         kind = "training" if frame.has_grad else "no-grad"
@@ -265,6 +277,10 @@ class Engine(Ending):
                 "backward. Use torch.autograd.grad, or enter `with zero.gathered():` around them, on every rank."
             ) from error
         self.order.open("forward", key, place=place if self.is_sharded else "", holds=frame.has_grad)
+
+    def _unit_under_way(self) -> int:
+        """Return the unit of the innermost running module."""
+        return next((frame.units[-1] for frame in reversed(self._frames) if frame.units), ROOT)
 
     def _note_use(self, units: tuple[int, ...]) -> None:
         for number in units:
@@ -294,8 +310,8 @@ class Engine(Ending):
     def _complete(self) -> None:
         """Complete passes that an exception interrupted."""
         if self.order.current is not None:
-            while self._frames.open:
-                self._frames.undo()
+            while self._frames:
+                self._undo()
             self.saved.forget()
             self._close(self.order.current)
 
@@ -330,7 +346,7 @@ class Engine(Ending):
     @property
     def _is_in_forward(self) -> bool:
         """Whether a forward pass is open; a backward inside a forward belongs to it, and reduces nothing."""
-        return bool(self._frames.running()) and self.order.current is not None and self.order.current.phase == "forward"
+        return bool(self._running()) and self.order.current is not None and self.order.current.phase == "forward"
 
     def _enter_backward(self) -> None:
         """Open a backward pass at the first event in it."""
@@ -394,7 +410,7 @@ class Engine(Ending):
                 f"'{slot.name}' from its graph. Use torch.autograd.grad(..., create_graph=True), and call backward() "
                 "on a value computed from its results."
             )
-        if self._frames.open and self._is_in_forward:
+        if self._frames and self._is_in_forward:
             raise RuntimeError(
                 f"{self.mesh} backward() reached '{slot.name}' inside the forward of a sharded model. Use "
                 "torch.autograd.grad there, which does not touch parameters' gradients, or call backward() after the "
@@ -413,10 +429,6 @@ class Engine(Ending):
             is_trained_whole = unit.landed == len(unit.parameters)
             if self.is_sharded and is_trained_whole and not unit.has_end_hint and not unit.is_recomputed:
                 self.order.leave(unit.number)
-
-    def _begin_units(self, units: tuple[int, ...]) -> None:
-        for number in units:
-            self._need_in_backward(number)
 
     @alone
     def _end_units(self, units: tuple[int, ...]) -> bool:
@@ -492,7 +504,3 @@ class Engine(Ending):
         self.order.barrier(f"the whole gradient of '{slot.name}'")
         tag = Tag(self.order.next_number(), slot.bucket.number, f"the gradient of '{slot.name}'")
         return slot.form.whole(slot.bucket.whole_gradient(slot.index, self.comm, tag))
-
-
-def _besides_root(units: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(number for number in units if number != ROOT)

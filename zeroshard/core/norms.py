@@ -35,20 +35,20 @@ class LocalNorms:
         self._device = slots[0].bucket.device if slots else None
         self._known: dict[tuple[float, torch.dtype | None], Tensor] = {}
         """The norms of all ranks, by order and dtype, since gradients last changed."""
-        self._version = 0
+        self._counted = 0
         self._made: tuple[Any, Tensor, list[Tensor]] = None, torch.empty(0, device="cpu"), []
         """For a selection of parameters: its key, a buffer (parameters,), and the buffer's indices of each dtype."""
 
     def known(self, p: float, dtype: torch.dtype | None) -> Tensor | None:
         """Return norms that were kept; None after gradients have changed."""
         # Full gradients are plain tensors that clipping changes without a hook; torch counts the changes.
-        if self._count_changes() != self._version:
+        if self._count_changes() != self._counted:
             self.forget()
         return self._known.get((p, dtype))
 
     def keep(self, p: float, dtype: torch.dtype | None, total: Tensor) -> Tensor:
         """Keep the norms of all ranks until gradients change, and return them."""
-        self._known[p, dtype], self._version = total, self._count_changes()
+        self._known[p, dtype], self._counted = total, self._count_changes()
         return total
 
     def forget(self) -> None:

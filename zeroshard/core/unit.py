@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 
@@ -40,22 +40,8 @@ __all__ = ["Reduction", "Unit"]
 
 Tensor = torch.Tensor
 _is_trained = attrgetter("requires_grad")
-
-
-@final
-class Summed(NamedTuple):
-    """The sum of one bucket's gradients under way.
-
-    Args:
-        local: this rank's gradients; None if it was not ready.
-        own: the place of this rank's shard of the sum.
-    """
-
-    bucket: Bucket
-    grads: FlatGradients
-    local: Local | None
-    own: Tensor
-    pending: Pending
+Summed = tuple[Bucket, FlatGradients, Local | None, Tensor, Pending]
+"""A bucket, its gradients, this rank's (None if it was not ready), the place of its shard of the sum, and the sum."""
 
 
 @final
@@ -280,7 +266,7 @@ class Unit:
             scale = self.scale if comm.mesh.replicas == 1 else 1.0
             own = grads.place_of_sum(local) if local else grads.own_shard()
             full, tag = local.full if local else None, Tag(number, bucket.number, what)
-            sums.append(Summed(bucket, grads, local, own, comm.reduce(full, own, bucket.codec, scale, tag)))
+            sums.append((bucket, grads, local, own, comm.reduce(full, own, bucket.codec, scale, tag)))
         return Reduction(self, scope, (comm, number, what), sums)
 
     def has_landed(self) -> list[bool]:

@@ -81,12 +81,7 @@ class Votes:
         comm.call_before_waits(lambda: read() if (read := catch_up()) else None)
 
     def post(
-        self,
-        place: str,
-        then: Then = lambda told: None,
-        payload: int = 0,
-        request: Ask | None = None,
-        what: str = "",
+        self, place: str, then: Then = lambda told: None, payload: int = 0, request: Ask | None = None, what: str = ""
     ) -> None:
         """Post that this rank is at `place`; `read` will call `then` with the result.
 

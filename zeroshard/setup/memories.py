@@ -151,24 +151,20 @@ def _check_capturable(optimizer: torch.optim.Optimizer, device: torch.device) ->
 
 
 def source_of(
-    engine: Engine,
-    apart: Apart | None,
-    home: Apart | None,
-    optimizer: torch.optim.Optimizer,
-    cost: tuple[int, ...] | None,
+    engine: Engine, apart: Apart | None, home: Apart | None, optimizer: torch.optim.Optimizer, per_element: int
 ) -> Source:
     """Return where the pieces of an optimizer's updates come from; its groups hold the model's parameters.
 
     Args:
         apart: the memory of states.
         home: the memory of parameters.
-        cost: what the optimizer keeps; see `state_cost`.
+        per_element: states that the optimizer keeps for each element.
     """
     apart = home if apart is None and home is not None and home.disk is not None else apart
     files = None if apart is None or apart.disk is None else Files(engine, apart.disk)
     if (whole := whole_of(optimizer)) is not None:
         return Exchange(engine, optimizer, whole, files)
     if apart is not None and files is not None:
-        return Streams(files, optimizer, 0 if cost is None else cost[0], apart.cell.staging_bytes)
+        return Streams(files, optimizer, per_element, apart.cell.staging_bytes)
     has_time = apart is not None and background.is_worthwhile(engine.mesh.device)
     return background.Background(engine, optimizer) if has_time and is_elementwise(optimizer) else AtOnce()

@@ -12,14 +12,13 @@ Note: order of transfers
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 import numpy as np
 import torch
 
-__all__ = ["Bus", "Clock", "CudaBus", "EmulatedBus", "HostBuffer", "HostPool", "RealClock", "Transfer", "VirtualClock"]
+__all__ = ["Bus", "Clock", "CudaBus", "EmulatedBus", "HostBuffer", "HostPool", "RealClock", "Transfer"]
 
 Tensor = torch.Tensor
 Lane = Literal["out", "back"]
@@ -196,27 +195,6 @@ class RealClock(Clock):
         """Sleep."""
         if (rest := time_s - self.now()) > 0:
             time.sleep(rest)
-
-
-@final
-class VirtualClock(Clock):
-    """A virtual time that waits advance without sleeping.
-
-    Args:
-        compute: returns the duration of the computation so far, to which waits are added.
-    """
-
-    def __init__(self, compute: Callable[[], float] = lambda: 0.0) -> None:
-        self._compute = compute
-        self.waited_s = 0.0
-
-    def now(self) -> float:
-        """Return the time."""
-        return self._compute() + self.waited_s
-
-    def wait_until(self, time_s: float) -> None:
-        """Move on."""
-        self.waited_s += max(0.0, time_s - self.now())
 
 
 @dataclass(slots=True, eq=False)

@@ -97,9 +97,8 @@ def admit(
         ValueError: the update is not element-wise, or the trial failed.
     """
     cls = type(optimizer)
-    known = ELEMENTWISE if cls.__module__.startswith("torch.optim") else SLICED
-    is_ours = cls.__module__.startswith(("torch.optim", "zeroshard.optim"))
-    if elementwise or (is_ours and cls.__name__ in known):
+    is_sliced = cls.__module__.startswith("zeroshard.optim") and cls.__name__ in SLICED
+    if elementwise or is_elementwise(optimizer) or is_sliced:
         return
     remedy = (
         "Use one of "

@@ -26,7 +26,7 @@ import functools
 import logging
 import os
 import weakref
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
@@ -59,7 +59,7 @@ class Background(Source):
     """Updates in a thread of what has its states and gradients on the host, and at once of the rest."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-        self._engine, self._optimizer = engine, optimizer
+        self._engine, self._optimizer, self._device = engine, optimizer, engine.mesh.device
         self._pool: ThreadPoolExecutor | None = None
         self._run: Run | None = None
         """The update that has not ended."""
@@ -75,13 +75,9 @@ class Background(Source):
         optimizer = self._optimizer
         # GradScaler changes its numbers in place once step() has returned.
         is_scaled = getattr(optimizer, "grad_scale", None) is not None or hasattr(optimizer, "found_inf")
-        now, later = (
-            [
-                [master for master in group["params"] if (not is_scaled and _may_wait(slot_of(master))) is is_later]
-                for group in optimizer.param_groups
-            ]
-            for is_later in (False, True)
-        )
+        groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
+        now = [[master for master in group if is_scaled or not _may_wait(slot_of(master))] for group in groups]
+        later = [[master for master in group if not is_scaled and _may_wait(slot_of(master))] for group in groups]
         run = Run(optimizer, later) if any(later) else None
         yield [Resident(now)] if any(now) else []
         # On every rank, also where the thread has nothing to update.
@@ -89,9 +85,7 @@ class Background(Source):
         self._engine.continue_update(self.end, self.check)
         if run is not None:
             wait_before_forks(self)
-            self._pool = self._pool or ThreadPoolExecutor(
-                1, "zeroshard-update", devices.begin_thread, (self._engine.mesh.device,)
-            )
+            self._pool = self._pool or ThreadPoolExecutor(1, "zeroshard-update", devices.begin_thread, (self._device,))
             self._run = run
             run.begin(self._pool, self._wait_for)
             run.hide(weakref.WeakMethod(self.end))
@@ -173,16 +167,12 @@ class UnitPiece(Piece):
         return [[one.begin() for one in group] for group in self.lent]
 
     def finish(self) -> None:
-        """Round masters into parameters on the host; the program does it for those on the device."""
+        """Round masters into parameters on the host; the program rounds into those on the device."""
         for one in (one for group in self.lent for one in group):
             one.end()
+            one.entry.grad = None
         for bucket in self.buckets.values():
             bucket.follow_apart(is_on_device=False)
-
-    def close(self) -> None:
-        """Drop the gradients."""
-        for one in (one for group in self.lent for one in group):
-            one.entry.grad = None
 
 
 @final
@@ -195,8 +185,7 @@ class Run:
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> None:
         self._optimizer, self._states = optimizer, optimizer.state
-        self._process = os.getpid()
-        self._twin = twin_of(optimizer)
+        self._twin, self._process = twin_of(optimizer), os.getpid()
         self.error: BaseException | None = None
         self.futures: list[Future[None]] = []
         self._masters = [master for group in groups for master in group]
@@ -284,7 +273,7 @@ class WaitingSlice(MasterSlice):
 
 
 @final
-class Waiting(MutableMapping[Any, Any]):
+class Waiting(UserDict[Any, Any]):
     """The states of an optimizer while they are updated in the background: whoever asks for them waits first.
 
     Args:
@@ -295,28 +284,18 @@ class Waiting(MutableMapping[Any, Any]):
     def __init__(self, states: MutableMapping[Any, Any], end: "weakref.WeakMethod[Any]") -> None:
         self._states, self._end = states, end
 
-    def _now(self) -> MutableMapping[Any, Any]:
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """The states, once they are updated."""
         if (end := self._end()) is not None:
             end()
         return self._states
 
     def __getitem__(self, key: Any) -> Any:
-        return self._now()[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._now()[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._now()[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._now())
-
-    def __len__(self) -> int:
-        return len(self._now())
+        return self.data[key]  # of a parameter without states, makes them
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._now().__reduce_ex__(protocol)
+        return self.data.__reduce_ex__(protocol)
 
 
 def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -55,7 +55,7 @@ class Exchange(Source):
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, whole: Whole, files: Files | None) -> None:
         self.engine, self.optimizer, self._whole, self._files = engine, optimizer, whole, files
-        self.follows_in_files = files is not None
+        self.disk = None if files is None else files.disk
         self.loads: list[float] = [0.0] * engine.mesh.shard_size
         self._digest = 0
         """CRC-32 of the owners chosen so far; each rank computes the same choice."""
@@ -85,11 +85,6 @@ class Exchange(Source):
             except BaseException:
                 self.take_back()
                 raise
-
-    def check(self) -> None:
-        """See `Source`."""
-        if self._files is not None:
-            self._files.check()
 
     def _pieces(self) -> list[Piece]:
         groups = [group["params"] for group in self.optimizer.param_groups]

@@ -32,6 +32,7 @@ from zeroshard.wire.comm import Pending
 __all__ = ["ShardedOptimizer", "cut_state", "is_cut", "keep_state"]
 
 Tensor = torch.Tensor
+Cost = tuple[int, ...]
 COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
 """States of torch's optimizers that are one number for all elements, also of a parameter that is one number."""
 
@@ -47,12 +48,7 @@ class ShardedOptimizer:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        optimizer: torch.optim.Optimizer,
-        index: int,
-        source: Source,
-        state_cost: tuple[int, ...] | None,
+        self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, source: Source, state_cost: Cost | None
     ) -> None:
         self._engine, self.optimizer, self._index = engine, optimizer, index
         self.source, self.state_cost = source, state_cost
@@ -209,7 +205,7 @@ class ShardedOptimizer:
         touched = [slot_of(master) for master in self.masters]
         buckets = {id(slot.bucket): slot.bucket for slot in touched}
         for bucket in buckets.values():
-            bucket.follow_masters(is_apart_done=self.source.follows_in_files)
+            bucket.follow_masters(is_apart_done=self.source.disk is not None)
         numbers = sorted({slot.unit for slot in touched if slot.bucket.spec.is_published})
         number = engine.order.next_number()
 

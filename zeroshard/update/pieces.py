@@ -23,6 +23,7 @@ from typing import Any, final
 
 import torch
 
+from zeroshard.store.disk import Disk
 from zeroshard.torch_private import body_of, version_of
 
 __all__ = ["AtOnce", "Lent", "Piece", "Resident", "Source", "update_in_pieces"]
@@ -66,8 +67,8 @@ class Resident(Piece):
 class Source(ABC):
     """Where the pieces of an optimizer's updates come from."""
 
-    follows_in_files = False
-    """Whether its updates also round masters into parameters in files."""
+    disk: Disk | None = None
+    """The file of states or parameters, which its updates write; None without one."""
     choice = ""
     """What ranks must have chosen alike before an update, for the text of their vote."""
     loads: Sequence[float] = ()
@@ -86,8 +87,10 @@ class Source(ABC):
             RuntimeError: on exit, on all ranks, if values could not be read or written on one.
         """
 
-    def check(self) -> None:  # noqa: B027
+    def check(self) -> None:
         """Raise on all ranks if states are lost. Collective: at most an all-reduce of 8 bytes."""
+        if self.disk is not None:
+            self.disk.check()
 
 
 @final
@@ -123,10 +126,10 @@ def update_in_pieces(
         with update as pieces:
             if pieces is None:
                 return lambda: None
-            body, queue = body_of(optimizer), iter(pieces)
-            before, present = None, _next(queue)
+            body, queue = body_of(optimizer), _started(pieces)
+            before, present = None, next(queue, None)
             while present is not None:
-                ahead = _next(queue)
+                ahead = next(queue, None)
                 for group, entries in zip(groups, present.entries(), strict=True):
                     group["params"] = entries
                 body()
@@ -144,12 +147,11 @@ def update_in_pieces(
     return put_back
 
 
-def _next(queue: Iterator[Piece]) -> Piece | None:
-    """Start and return the next piece; None after the last."""
-    piece = next(queue, None)
-    if piece is not None:
+def _started(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Start each piece when it is asked for."""
+    for piece in pieces:
         piece.start()
-    return piece
+        yield piece
 
 
 @final

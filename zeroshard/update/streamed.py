@@ -17,8 +17,7 @@ Note: three sets of buffers
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 
@@ -49,10 +48,6 @@ class Files:
 
     def __init__(self, engine: Engine, disk: Disk) -> None:
         self._engine, self.disk = engine, disk
-
-    def check(self) -> None:
-        """Raise if the file is lost."""
-        self.disk.check()
 
     @contextmanager
     def written(self) -> Iterator[None]:
@@ -88,29 +83,22 @@ class Streams(Source):
         staging_bytes: of all buffers together.
     """
 
-    follows_in_files = True
-
     def __init__(self, files: Files, optimizer: torch.optim.Optimizer, per_element: int, staging_bytes: int) -> None:
-        self._files, self.optimizer, self.disk = files, optimizer, files.disk
-        self._set_bytes = staging_bytes // SETS
-        self._per_element = per_element
+        self.files, self.optimizer, self.disk = files, optimizer, files.disk
+        self._set_bytes, self._per_element = staging_bytes // SETS, per_element
         self._sets: list[dict[Hashable, Tensor]] = [{} for _ in range(SETS)]
         self._count = 0
         """Chunks so far, which take the sets of buffers in turn."""
         self.moving: set[Future[Any]] = set()
         """Reads and writes under way."""
 
-    def check(self) -> None:
-        """See `Source`."""
-        self._files.check()
-
     @contextmanager
     def update(self) -> Iterator[Iterable[Piece]]:
         """See `Source`."""
         wait(self.moving)  # after an exception, whose pieces nobody closed
         self.moving.clear()
-        self.disk.check()
-        with self._files.written():
+        self.check()
+        with self.files.written():
             yield self._pieces()
 
     def _pieces(self) -> Iterator[Piece]:
@@ -157,8 +145,7 @@ class Streams(Source):
 
 
 @final
-@dataclass(frozen=True, eq=False)
-class _Part:
+class _Part(NamedTuple):
     """The part of a slice in a chunk.
 
     Args:
@@ -276,7 +263,7 @@ class Chunk(Piece):
         self._submit(values.array.move, self._start, self._stop, buffer, writes=writes)
 
     def _submit(self, move: Any, start: int, stop: int, buffer: Tensor, *, writes: bool) -> None:
-        future = self._streams.disk.submit(move, start, stop, buffer, writes)
+        future = self._streams.files.disk.submit(move, start, stop, buffer, writes)
         self._streams.moving.add(future)
         self._moving.append(future)
 
