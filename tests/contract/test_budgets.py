@@ -10,7 +10,7 @@ from .source import PACKAGE, REPOSITORY
 
 CORE = ("table", "wire", "core")
 ENGINE = (*CORE, "account", "activations", "describe", "join", "setup", "store", "update", "values", "whole")
-BUDGETS = {CORE: 5120, ENGINE: 12120, ("plan",): 6704, ("evidence",): 1830}
+BUDGETS = {CORE: 5120, ENGINE: 12120, ("plan",): 6044, ("evidence",): 1830}
 """Lines of code by rooms."""
 ADDED = {
     "a step that is skipped looks at held gradients": 40,
@@ -26,6 +26,7 @@ ADDED = {
     "what random programs of more features found": 10,
     "a backward after gathered() is refused": 16,
     "arguments that plan/ resolved itself, at the cost of its budget": 66,
+    "treatments run in traces, too, which had 660 lines of copies in plan": 52,
 }
 """Lines of the engine that features have added since the budgets were set."""
 FILE_LINES = 350
