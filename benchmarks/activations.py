@@ -9,6 +9,7 @@ memory. Each treatment has a process of its own; times are of steps without the 
 
 import argparse
 import json
+import operator
 import statistics
 import subprocess
 import sys
@@ -23,10 +24,11 @@ import zeroshard as zs
 from benchmarks.machine import circumstances, write_result
 from benchmarks.peaks import measure_peak
 from zeroshard.activations import recompute_units, treatment_of
+from zeroshard.activations.recompute import Unwatched
 from zeroshard.core.saved import SavedTensors
-from zeroshard.core.undo import Undo
 from zeroshard.describe.units import plan_units
 from zeroshard.plan.trace.tracer import trace_step
+from zeroshard.setup.takeover import axis_of
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.train.models.gpt import GPT, Block, GPTConfig
@@ -42,7 +44,7 @@ RESULT = Path(__file__).parent / "results" / "activations.json"
 def treat(model: nn.Module, how: str) -> None:
     """Treat the activations of a model that is not sharded."""
     cell, plans = zs.activations_of(how), plan_units(model, [Block])
-    treatment = treatment_of(cell, plans, SoloComm(current_mesh(), Ledger()), Ledger())
+    treatment = treatment_of(cell, plans, axis_of(SoloComm(current_mesh(), Ledger())), Ledger())
     if treatment is None:
         return
     under_way = [ROOT]
@@ -62,8 +64,8 @@ def treat(model: nn.Module, how: str) -> None:
         if number != ROOT:
             plan.module.register_forward_pre_hook(enter(number))
             plan.module.register_forward_hook(leave(number))
-    nothing: Any = (lambda *_: None, lambda *_: None)
-    recompute_units(cell, plans, {plan.module: nothing for plan in plans}, saved, Ledger(), lambda *_: None, Undo())
+    hooks = {plan.module: (Unwatched(plan.name), Unwatched()) for plan in plans}
+    recompute_units(cell, plans, hooks, saved, Ledger(), lambda *_: None, operator.setitem)
     plain = model.forward
 
     def forward(*args: Any) -> Any:

@@ -45,7 +45,7 @@ from zeroshard.setup.automatic import free_bytes
 from zeroshard.setup.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
 from zeroshard.setup.memories import check_updates, make_apart, reserve, source_of
 from zeroshard.setup.request import Described, Optimizers, Request, check_optimizers, describe, place_of
-from zeroshard.setup.takeover import build, move_states
+from zeroshard.setup.takeover import axis_of, build, move_states
 from zeroshard.setup.wiring import wire
 from zeroshard.store.apart import Apart
 from zeroshard.table.cells import Residency
@@ -235,12 +235,12 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
         apart, home = make_apart(described)
     cell, plans = described.row.activations, described.plans
     dtypes = {name: parameter.dtype for plan in plans for name, parameter in plan.parameters}
-    treatment = treatment_of(cell, plans, comm, ledger)
+    treatment = treatment_of(cell, plans, axis_of(comm), ledger)
     engine = build(described, comm, ledger, treatment, apart, home)
     engine.order.buffers = follow_buffers(described, comm, engine.order.votes)
     zero = Zero(engine, described, dtypes, apart, home)
     hooks = wire(engine, described.model, plans, settings.forward_methods, described.precision, described.own_precision)
-    recompute_units(cell, plans, hooks, engine.saved, ledger, engine.guard.suspect, engine.undo)
+    recompute_units(cell, plans, hooks, engine.saved, ledger, engine.guard.suspect, engine.undo.put)
     warn_if_whole(described.mesh, engine.units, described.plans)
     return zero
 

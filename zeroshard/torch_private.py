@@ -56,6 +56,7 @@ __all__ = [
     "is_called_by_checkpoint",
     "is_called_by_cuda_graphs",
     "is_dense",
+    "is_fake",
     "is_inside_functional_call",
     "is_inside_reentrant_checkpoint",
     "is_inside_transform",
@@ -234,6 +235,11 @@ def fake_tensors() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode  # a second to import
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: object) -> bool:
+    """Return whether a tensor has a shape and no memory; see `fake_tensors`."""
+    return hasattr(tensor, "fake_mode")
 
 
 def without_modes() -> AbstractContextManager[Any]:

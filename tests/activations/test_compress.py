@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from zeroshard.activations import compress as module
 from zeroshard.activations.chain import Chained
 from zeroshard.activations.compress import Compress
+from zeroshard.activations.values import Values
 from zeroshard.core.saved import SavedTensors
 from zeroshard.table.trace import Ledger
 
@@ -292,7 +293,7 @@ class Device:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.under_way: list[tuple[Tensor, Tensor]] = []
-        patch.setattr(module, "_is_read_freely", lambda tensor: False)
+        patch.setattr(module, "values_of", lambda tensor: Values.DEVICE)
         patch.setattr(module, "_post", self.post)
 
     def post(self, count: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from tests.oracle import STAGES, TIMEOUT_S
 from zeroshard.activations.bus import CudaBus, EmulatedBus, HostPool, RealClock, VirtualClock, rounded
 from zeroshard.activations.chain import Chained, Held, Link
 from zeroshard.activations.offloaded import Offload
-from zeroshard.core.saved import Box, Treatment
+from zeroshard.activations.saved import Box, Treatment
 from zeroshard.table.activations import Offloaded
 from zeroshard.table.trace import Ledger
 from zeroshard.testing import run_ranks

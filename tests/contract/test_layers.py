@@ -23,6 +23,7 @@ LAYERS = (
     "store",
     "describe",
     "optim",
+    "activations",
     "wire",
     "join",
     "core",
@@ -31,7 +32,6 @@ LAYERS = (
     "setup",
     "whole",
     "account",
-    "activations",
     "parallel",
     "checkpoint",
     "plan",
@@ -46,10 +46,10 @@ LAYERS = (
     "__main__",
 )
 # The planner runs without an engine: it reads the table that the engine runs on and the description of a model that the
-# engine is built from, and traces with torch's fake tensors.
+# engine is built from, and traces with torch's fake tensors, whose activations it treats as the engine does.
 # The evidence plays the planner, and has no model of a step of its own.
 EVIDENCE_READS = ("table", "plan", "evidence")
-PLAN_READS = ("table", "tree", "torch_checks", "torch_private", "describe", "optim", "plan")
+PLAN_READS = ("table", "tree", "torch_checks", "torch_private", "describe", "optim", "activations", "plan")
 # Optimizers are torch's, and work without the engine; the costs that owners are balanced by are the table's.
 OPTIM_READS = ("table", "torch_private", "optim")
 # The product does not use its test helper.

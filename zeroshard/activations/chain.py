@@ -20,7 +20,7 @@ from typing import Any, Final, final
 
 import torch
 
-from zeroshard.core.saved import Box, ChangedInPlaceError, Treatment
+from zeroshard.activations.saved import Box, ChangedInPlaceError, Treatment
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import local_of, storage_of, version_of
 from zeroshard.tree import find

@@ -24,6 +24,9 @@ Note: no wait for the device
     steps at the same place, and the tensor stays until this step's count arrives on the host. If the values do not
     fit, the tensor stays until backward. The host checks counts at each exit of a unit and never waits; a host that is
     far ahead of its device holds such tensors longer.
+Note: no values
+    In a trace, the fraction of zeros in a ReLU's results is given, or such a tensor counts as unchanged, which is an
+    upper bound (`has_bounds`).
 """
 
 from collections import Counter, defaultdict
@@ -52,6 +55,7 @@ from zeroshard.activations.compress_codes import (
     window_of,
 )
 from zeroshard.activations.compress_rounded import Rounded, RoundedTo, round_to
+from zeroshard.activations.values import Values, is_plain, values_of
 from zeroshard.describe.saved_nodes import Need, Use, Uses
 from zeroshard.torch_private import storage_of, users_of_storage, version_of
 from zeroshard.tree import find
@@ -65,7 +69,6 @@ _PAYS = 0.8
 _ROUNDED_NUMEL = 1024
 _SMALL_BYTES = 512
 _MARGIN = 1.1
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SIGNS = ("nonzero", "positive", "inside")
 
 
@@ -136,10 +139,13 @@ class Compress(Link):
 
     Args:
         rest: the rounding of tensors without a smaller lossless encoding; None for no rounding.
+        zeros: the fraction of zeros in a ReLU's results, where values cannot be read; None if unknown.
     """
 
-    def __init__(self, rest: RoundedTo | None) -> None:
-        self._rest = rest
+    def __init__(self, rest: RoundedTo | None, zeros: float | None = None) -> None:
+        self._rest, self._zeros = rest, zeros
+        self.has_bounds = False
+        """Whether a tensor stayed unchanged because its values are unknown."""
         self._uses = Uses()
         self._capacities: dict[tuple[int, int], int] = {}
         self._awaited: list[tuple[tuple[int, int], Awaited]] = []
@@ -164,7 +170,7 @@ class Compress(Link):
         self._uses.walk(outputs)
         memories: dict[int, _Memory] = defaultdict(_Memory)
         for one in held:
-            if type(one.value) in _PLAIN and one.value.layout is torch.strided and one.value.numel():
+            if is_plain(one.value) and one.value.layout is torch.strided and one.value.numel():
                 memories[storage_of(one.value)].ones.append(_One(one, self._uses.of(one.value)))
         self._uses.forget_dead()
         for memory in memories.values():
@@ -272,12 +278,16 @@ class Compress(Link):
         return name
 
     def _compact(self, flat: Tensor, place: tuple[int, int]) -> Nonzero | None:
+        reads = values_of(flat)
+        if reads is Values.NEVER and self._zeros is None:
+            self.has_bounds = True
+            return None
         mask = pattern_of(flat)
         numel, size = flat.numel(), flat.element_size()
         count = count_nonzero(mask)
         limit = int(_PAYS * numel) - numel // (8 * size)
-        if _is_read_freely(flat):
-            room = int(count)
+        if reads is not Values.DEVICE:
+            room = int(count) if reads is Values.HOST else round((1 - (self._zeros or 0)) * numel)
             if room > limit:
                 return None
             return Nonzero(pack_bits(mask), nonzero_values(flat, mask, room)[: room + 1], numel)
@@ -341,11 +351,6 @@ class Compress(Link):
 def _put(link: Compress, one: _One, code: Any) -> str:
     one.held.put(link, code)
     return type(code).__name__.lower()
-
-
-def _is_read_freely(tensor: Tensor) -> bool:
-    """Return whether the host can read a tensor's values without waiting."""
-    return tensor.device.type == "cpu"
 
 
 def _post(count: Tensor) -> Tensor:

@@ -24,6 +24,9 @@ from typing import Any, final
 
 import torch
 
+from zeroshard.activations.values import Values, values_of
+from zeroshard.torch_private import without_modes
+
 __all__ = [
     "Awaited",
     "Bits",
@@ -164,10 +167,12 @@ class Bits(Code):
 @functools.lru_cache(maxsize=256)
 def _table(dtype: torch.dtype, device: torch.device, low: float, high: float) -> Tensor:
     """Return the eight elements of each byte, (256, 8)."""
-    shifts = torch.arange(8, device=device)
-    bits = torch.arange(256, device=device)[:, None].bitwise_right_shift(shifts).bitwise_and(1).bool()
-    zero, one = (torch.full((), value, dtype=dtype, device=device) for value in (low, high))
-    return torch.where(bits, one, zero)
+    # A trace may ask first, and would leave a table without memory.
+    with without_modes():
+        shifts = torch.arange(8, device=device)
+        bits = torch.arange(256, device=device)[:, None].bitwise_right_shift(shifts).bitwise_and(1).bool()
+        zero, one = (torch.full((), value, dtype=dtype, device=device) for value in (low, high))
+        return torch.where(bits, one, zero)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
@@ -265,12 +270,12 @@ class Nonzero:
         values = found.view(_INTEGERS[found.element_size()])
         made = values.new_empty(self.packed.numel() * 8)
         table = _table(torch.bool, self.packed.device, 0, 1).view(torch.int64)
-        is_cpu = values.device.type == "cpu"
-        chunk, known = (_CHUNK if is_cpu else max(made.numel(), 8)), 0
+        reads = values_of(values)
+        chunk, known = (max(made.numel(), 8) if reads is Values.DEVICE else _CHUNK), 0
         for begin in range(0, made.numel(), chunk):
             part = self.packed[begin // 8 : (begin + chunk) // 8].int()
             mask = table.view(-1).index_select(0, part).view(torch.bool)
-            places, known = _places(mask, known, is_cpu)
+            places, known = _places(mask, known, reads)
             torch.index_select(values, 0, places, out=made[begin : begin + chunk])
         return made[: self.numel].view(found.dtype)
 
@@ -281,10 +286,10 @@ def _take(steps: Sequence[Any], values: Tensor) -> Tensor:
     return values
 
 
-def _places(mask: Tensor, known: int, is_cpu: bool) -> tuple[Tensor, int]:
+def _places(mask: Tensor, known: int, reads: Values) -> tuple[Tensor, int]:
     """Return each element's index in the values, int32, 0 for zeros, and the count so far."""
     places = torch.cumsum(mask, 0, dtype=torch.int32)
-    if is_cpu:
+    if reads is Values.HOST:
         count = known + int(places[-1])
         return (places.add_(known) if known else places).mul_(mask), count
     return places.mul_(mask), 0
@@ -298,12 +303,12 @@ def nonzero_values(flat: Tensor, mask: Tensor, capacity: int) -> Tensor:
         mask: (n,).
         capacity: the number of values that fit; further values are dropped.
     """
-    is_cpu = flat.device.type == "cpu"
+    reads = values_of(flat)
     dtype, flat = flat.dtype, flat.view(_INTEGERS[flat.element_size()])
     values = flat.new_empty(capacity + 2)
-    chunk, known = (_CHUNK if is_cpu else max(flat.numel(), 1)), 0
+    chunk, known = (max(flat.numel(), 1) if reads is Values.DEVICE else _CHUNK), 0
     for begin in range(0, flat.numel(), chunk):
-        places, known = _places(mask[begin : begin + chunk], known, is_cpu)
+        places, known = _places(mask[begin : begin + chunk], known, reads)
         values.scatter_(0, places.clamp_(max=capacity + 1).long(), flat[begin : begin + chunk])
     values[0] = 0
     return values.view(dtype)

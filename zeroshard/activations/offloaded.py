@@ -40,8 +40,8 @@ import torch
 
 from zeroshard.activations.bus import Bus, CudaBus, EmulatedBus, HostBuffer, HostPool, Transfer
 from zeroshard.activations.chain import Held, Link
+from zeroshard.activations.saved import ChangedInPlaceError
 from zeroshard.activations.spans import Key, Place, Span, bytes_of, is_movable, key_of, place_of, spans_in
-from zeroshard.core.saved import ChangedInPlaceError
 from zeroshard.table.activations import Offloaded
 from zeroshard.torch_private import WeakStorage, call_after_backward, graph_task, local_of, version_of
 from zeroshard.tree import find, map_tensors

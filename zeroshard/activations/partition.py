@@ -1,10 +1,9 @@
 """P_a: each rank along the tensor axis keeps its part of the inputs of recomputed modules.
 
-Owns the choice of inputs, and the check that they are equal on these ranks. The transport gathers. Read
-`chain.py` first.
+Owns the choice of inputs, and the check that they are equal on these ranks. `Axis` gathers. Read `chain.py` first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, final
@@ -12,16 +11,35 @@ from typing import Any, final
 import torch
 
 from zeroshard.activations.chain import Held, Link
+from zeroshard.activations.values import Values, values_of
 from zeroshard.table.activations import Partitioned
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import is_dense, local_of
-from zeroshard.wire.comm import Comm, Pending, Tag
 
-__all__ = ["Partition"]
+__all__ = ["Axis", "Partition"]
 
 Tensor = torch.Tensor
 
 INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+
+
+@final
+@dataclass(frozen=True)
+class Axis:
+    """The ranks along the tensor axis.
+
+    Args:
+        size: number of ranks.
+        place: of this rank among them.
+        rank: this rank's name, for errors.
+        gather: starts an all-gather in place, and returns a function that waits for it. Arguments: the whole, with this
+            rank's part; a number, equal on all ranks; the kind of traffic; a description.
+    """
+
+    size: int
+    place: int
+    rank: str
+    gather: Callable[[Tensor, int, str, str], Callable[[], object]]
 
 
 @final
@@ -46,10 +64,8 @@ class _Part:
 class Partition(Link):
     """Keeps 1/T of each input of a recomputed module, for the T ranks along the tensor axis."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm, self._ranks = comm, comm.mesh.tensor_ranks
-        self._place = self._ranks.index(comm.mesh.rank)
-        self._number = 0
+    def __init__(self, axis: Axis) -> None:
+        self._axis, self._number = axis, 0
         self._compared: set[tuple[int, int, torch.Size, torch.dtype]] = set()
 
     def treat(self, held: Sequence[Held], unit: int, outputs: Any) -> None:
@@ -69,29 +85,29 @@ class Partition(Link):
             if not is_cut or whole.element_size() not in INTEGERS:
                 continue
             key = (unit, index, whole.shape, whole.dtype)
-            if key not in self._compared:
+            if key not in self._compared and values_of(whole) is not Values.NEVER:
                 self._compare(whole, index, unit)
                 self._compared.add(key)
-            numel = -(-whole.numel() // len(self._ranks))
+            numel = -(-whole.numel() // self._axis.size)
             flat = whole.as_strided((whole.numel(),), (1,))
             # The last parts may be shorter, but messages have equal lengths.
             part = flat.new_zeros(numel)
-            mine = flat[self._place * numel : (self._place + 1) * numel]
+            mine = flat[self._axis.place * numel : (self._axis.place + 1) * numel]
             part[: mine.numel()] = mine
             self._number += 1
             one.put(self, _Part(part, whole.shape, whole.stride(), self._number))
 
-    def start(self, value: Any) -> tuple[_Part, Tensor, Pending]:
+    def start(self, value: Any) -> tuple[_Part, Tensor, Callable[[], object]]:
         """Start a gather. Collective: all-gather along the tensor axis; each rank sends (T-1) parts."""
-        full = value.part.new_empty(len(self._ranks) * value.part.numel())
-        full.view(len(self._ranks), -1)[self._place] = value.part
-        tag = Tag(value.number, 0, f"the gather of a partitioned input of shape {tuple(value.size)}")
-        return value, full, self._comm.gather(full, tag, "activations", "tensor")
+        full = value.part.new_empty(self._axis.size * value.part.numel())
+        full.view(self._axis.size, -1)[self._axis.place] = value.part
+        what = f"the gather of a partitioned input of shape {tuple(value.size)}"
+        return value, full, self._axis.gather(full, value.number, "activations", what)
 
     def restore(self, started: Any) -> Tensor:
         """Return the whole."""
-        value, full, pending = started
-        pending.wait()
+        value, full, wait = started
+        wait()
         whole: Tensor = full.as_strided(value.size, value.strides)
         return whole
 
@@ -99,17 +115,16 @@ class Partition(Link):
         """Raise unless all ranks along the tensor axis have the same values."""
         bits = whole.as_strided((whole.numel(),), (1,)).view(INTEGERS[whole.element_size()])
         sums = torch.stack([bits.sum(dtype=torch.int64), bits[::3].sum(dtype=torch.int64)])
-        rows = sums.new_empty(len(self._ranks), 2)
-        rows[self._place] = sums
+        rows = sums.new_empty(self._axis.size, 2)
+        rows[self._axis.place] = sums
         self._number += 1
-        tag = Tag(self._number, 0, "the comparison of inputs along the tensor axis")
-        self._comm.gather(rows.view(-1), tag, "agree", "tensor").wait()
+        self._axis.gather(rows.view(-1), self._number, "agree", "the comparison of inputs along the tensor axis")()
         if bool((rows != rows[0]).any()):
             raise RankMismatchError(self._explain(index, unit, f"of shape {tuple(whole.shape)} has other values there"))
 
     def _explain(self, index: int, unit: int, why: str) -> str:
         return (
-            f"{self._comm.mesh} activations='partition' needs inputs that are equal on all ranks along the tensor "
+            f"{self._axis.rank} activations='partition' needs inputs that are equal on all ranks along the tensor "
             f"axis, but input {index} of the recomputed module in unit {unit} {why}. Remove 'partition' for this unit "
             "(sequence parallelism already splits inputs), or use equal seeds on ranks along the tensor axis."
         )

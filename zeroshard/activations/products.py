@@ -1,7 +1,7 @@
 """Selective recomputation: results of matrix products and attention are kept, other operations run again.
 
 Owns the pair of contexts that `torch.utils.checkpoint` enters around a forward and its recomputation. Results are
-stored through `core/saved.py`, so that they are counted and treated by later links. `table/activations.py` lists the
+stored through `saved.py`, so that they are counted and treated by later links. `table/activations.py` lists the
 operations.
 
 Note: missing results
@@ -24,8 +24,7 @@ from typing import Any, Final, final
 import torch
 
 from zeroshard.activations.chain import Counted
-from zeroshard.core.hooks import Enter
-from zeroshard.core.saved import Box, ChangedInPlaceError, SavedTensors
+from zeroshard.activations.saved import Box, ChangedInPlaceError, Saved
 from zeroshard.table.activations import PRODUCTS
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import (
@@ -81,14 +80,14 @@ class Products:
         ledger: counts the bytes.
     """
 
-    def __init__(self, saved: SavedTensors, ledger: Ledger) -> None:
+    def __init__(self, saved: Saved, ledger: Ledger) -> None:
         self.saved, self._ledger = saved, ledger
         self._uses: Counter[int] = Counter()
 
-    def contexts(self, enter: Enter) -> "tuple[_Keep, _Use]":
-        """Return the contexts of a module's forward and of its recomputations."""
+    def contexts(self, name: str) -> "tuple[_Keep, _Use]":
+        """Return the contexts of a module's forward and of its recomputations; `name` is for errors."""
         results: list[_Result] = []
-        return _Keep(self, results), _Use(self, results, enter)
+        return _Keep(self, results), _Use(self, results, name)
 
     def keep(self, result: Any) -> Any:
         """Return the stored form of an operation's result."""
@@ -141,12 +140,12 @@ class _Use(_Within):
     """Around a recomputation, which runs the same operations in the same order.
 
     Args:
-        enter: has the name of the module, for errors.
+        name: of the module, for errors.
     """
 
-    def __init__(self, products: Products, results: list[_Result], enter: Enter) -> None:
+    def __init__(self, products: Products, results: list[_Result], name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._products, self._results, self._enter = products, results, enter
+        self._products, self._results, self._name = products, results, name
         self._place = 0
 
     def __enter__(self) -> Any:
@@ -160,7 +159,7 @@ class _Use(_Within):
         known = self._results[place] if place < len(self._results) else None
         if known is None or known.func is not func:
             raise RuntimeError(
-                f"The recomputation of '{self._enter.name}' runs {func} where its forward ran "
+                f"The recomputation of '{self._name}' runs {func} where its forward ran "
                 f"{known.func if known else 'no more products'}, so gradients would be wrong: it reads state that "
                 "changed in between. Exclude its unit from activations='recompute-rest'."
             )

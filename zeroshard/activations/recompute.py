@@ -17,47 +17,77 @@ import copy
 import functools
 import math
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from zeroshard.activations.products import Products
+from zeroshard.activations.saved import BECAUSE
 from zeroshard.activations.surroundings import Kept, Surroundings
 from zeroshard.activations.trail import Trails
-from zeroshard.core.guard import BECAUSE
-from zeroshard.core.hooks import Enter, Exit, Hook
-from zeroshard.core.undo import Undo
+from zeroshard.activations.values import Values, values_of
 from zeroshard.table.activations import Recomputed
 from zeroshard.torch_private import graph_task, is_inside_transform, local_of, version_of, without_modes
 from zeroshard.tree import find, map_tensors
 
-__all__ = ["Suspect", "recompute"]
+__all__ = ["Enter", "Hooks", "Put", "Suspect", "Unwatched", "recompute"]
 
 Tensor = torch.Tensor
 Suspect = Callable[[str, Tensor | bool], None]
+Put = Callable[[MutableMapping[str, Any], str, Any], object]
+"""Replaces a value, such as an attribute in `vars(object)`."""
+
+
+class Enter(Protocol):
+    """What runs before a module's forward and before its recomputations, with the module and its inputs.
+
+    Args:
+        name: of the module.
+    """
+
+    name: str
+
+    def __call__(self, *args: Any) -> None:
+        """Run."""
+
+
+@final
+class Unwatched:
+    """Hooks of a model without an engine."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def __call__(self, *args: Any) -> None:
+        """Do nothing."""
+
+
+Hooks = Mapping[nn.Module, tuple[Enter, Callable[..., None]]]
+"""What runs before and after the forward of each module."""
 
 
 def recompute(
     modules: Sequence[tuple[nn.Module, Recomputed]],
-    hooks: Mapping[nn.Module, tuple[Enter, Exit]],
+    hooks: Hooks,
     products: Products,
     suspect: Suspect,
-    undo: Undo,
-    rounded: Collection[nn.Module] = (),
+    put: Put,
+    unread: Collection[nn.Module] = (),
 ) -> None:
     """Set up activation checkpointing of modules.
 
     Args:
         modules: modules in model order, each with its treatment.
-        hooks: the engine's hooks of each module's forward.
+        hooks: the engine's hooks of each module.
         products: stores results of products, if a cell requests it.
         suspect: receives the name of a module, and a flag that is True if a recomputation differs.
-        rounded: modules with rounded inputs, whose recomputation gives different outputs.
+        put: sets the forward of a module.
+        unread: modules whose recomputations are not compared: inputs are rounded, or tensors have no values.
     """
     counts: dict[Recomputed, int] = {}
     for _, how in modules:
@@ -67,34 +97,34 @@ def recompute(
         for how, count in counts.items()
     }
     for module, how in modules:
-        forward = _Forward(module, how, hooks[module], products, segments[how], suspect, module in rounded)
-        undo.put(vars(module), "forward", forward)
+        forward = _Forward(module, how, hooks[module], products, segments[how], suspect, module not in unread)
+        put(vars(module), "forward", forward)
 
 
 @final
-class _Forward(Hook):
+class _Forward:
     """Replaces a module's forward."""
 
     def __init__(
         self,
         module: nn.Module,
         how: Recomputed,
-        hooks: tuple[Enter, Exit],
+        hooks: tuple[Enter, Callable[..., None]],
         products: Products,
         segments: "_Segments",
         suspect: Suspect,
-        is_rounded: bool,
+        is_exact: bool,
     ) -> None:
         self.module, self.plain, self.segments = module, module.forward, segments
         self.surroundings = Surroundings(module)
-        self.is_compared = is_rounded
+        self.is_compared = not is_exact
         """Whether outputs of a recomputation have been compared with those of its forward, or cannot be."""
         self.enter, self.leave = hooks
         self._saved = products.saved
         doubt = functools.partial(suspect, f"The recomputation of {self._shown}")
-        self.trails = Trails(products.saved, not is_rounded, doubt, self.differs)
+        self.trails = Trails(products.saved, is_exact, doubt, self.differs)
         self._contexts = (
-            functools.partial(products.contexts, self.enter) if how.keeps == "products" else noop_context_fn
+            functools.partial(products.contexts, self.enter.name) if how.keeps == "products" else noop_context_fn
         )
         functools.update_wrapper(self, self.plain)
 
@@ -150,10 +180,9 @@ class _Forward(Hook):
         self.is_compared = True
         # Some GPU kernels sum in varying order.
         tolerance = 0.0 if first.device.type == "cpu" else 1e-2
+        is_same = values_of(first) is Values.NEVER
         with without_modes():
-            # A tensor of a trace has no values.
-            is_traced = type(first) is not Tensor
-            is_same = is_traced or bool(torch.isclose(first, again, tolerance, 0.0, equal_nan=True).all())
+            is_same = is_same or bool(torch.isclose(first, again, tolerance, 0.0, equal_nan=True).all())
         if not is_same:
             raise self.differs("gave other outputs than its forward")
 

@@ -10,6 +10,7 @@ from typing import Any, final
 
 import torch
 
+from zeroshard.activations.values import is_plain
 from zeroshard.torch_private import local_of, storage_of, version_of
 
 __all__ = ["Key", "Place", "Span", "bytes_of", "is_movable", "key_of", "place_of", "spans_in"]
@@ -41,9 +42,9 @@ class Place:
 
     def of(self, memory: Tensor) -> Tensor:
         """Return the tensor."""
-        made = torch.empty(0, dtype=self.dtype, device=memory.device)
-        offset = (memory.storage_offset() + self.offset) // self.dtype.itemsize
-        made.set_(memory.untyped_storage(), offset, self.shape, self.stride)
+        size = self.dtype.itemsize
+        flat = memory.as_strided((size,), (1,), 0).view(self.dtype)
+        made = flat.as_strided(self.shape, self.stride, (memory.storage_offset() + self.offset) // size)
         return made if self.wrap is None else self.wrap(made)
 
 
@@ -88,7 +89,7 @@ def spans_in(tensors: Sequence[Tensor]) -> dict[Key, Span]:
 def is_movable(tensor: Tensor) -> bool:
     """Return whether a copy of the bytes of its storage copies the tensor."""
     return (
-        type(tensor) is Tensor
+        is_plain(tensor)
         and tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
         and tensor.numel() > 0
@@ -110,8 +111,8 @@ def key_of(tensor: Tensor) -> Key:
 
 def bytes_of(tensor: Tensor, low: int, nbytes: int) -> Tensor:
     """Return a range of a tensor's storage."""
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(tensor.untyped_storage(), low, (nbytes,), (1,))
+    # Not `set_`: the tensors of a trace would keep the storage.
+    return tensor.as_strided((1,), (1,), 0).view(torch.uint8).as_strided((nbytes,), (1,), low)
 
 
 def place_of(tensor: Tensor, low: int) -> Place:

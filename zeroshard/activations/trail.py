@@ -21,7 +21,7 @@ from typing import Any, final
 
 import torch
 
-from zeroshard.core.saved import SavedTensors
+from zeroshard.activations.saved import Saved
 from zeroshard.torch_private import innermost_hooks, local_of, recompute_to_the_end, version_of, without_modes
 
 __all__ = ["Trail", "Trails"]
@@ -44,14 +44,14 @@ class Trails:
 
     Args:
         saved: the hooks of the model.
-        is_exact: whether a recomputation has the same values; not with rounded inputs.
+        is_exact: whether a recomputation has the same values, and they can be read.
         suspect: receives a flag, True if values differ.
         differs: returns the error for another recomputation.
     """
 
     def __init__(
         self,
-        saved: SavedTensors,
+        saved: Saved,
         is_exact: bool,
         suspect: Callable[[Tensor | bool], None],
         differs: Callable[[str], RuntimeError],

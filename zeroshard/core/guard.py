@@ -29,6 +29,7 @@ from typing import Any, final
 
 import torch
 
+from zeroshard.activations.saved import BECAUSE
 from zeroshard.core.dtypes import LossScale
 from zeroshard.core.gradient import part_of
 from zeroshard.core.loose import HOT_NUMEL
@@ -40,18 +41,13 @@ from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh
 from zeroshard.wire.readback import Readback
 
-__all__ = ["Answer", "BECAUSE", "DeviceGuard", "FUSED", "Guard", "HostGuard", "guard_of", "not_finite"]
+__all__ = ["Answer", "DeviceGuard", "FUSED", "Guard", "HostGuard", "guard_of", "not_finite"]
 
 Tensor = torch.Tensor
 Optimizer = torch.optim.Optimizer
 
 FUSED = frozenset([torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
 """Optimizers whose fused kernels support a flag."""
-BECAUSE = (
-    ", so gradients would be wrong: it reads state that changed in between, such as an attribute, a counter, a cache, "
-    "or random numbers from outside torch. Exclude its unit from activations='recompute'."
-)
-"""Ends the error for a recomputation that is not its forward."""
 INFINITY = float("inf")
 FILLED_NUMEL = 1 << 20
 """Elements of a state that are written at a time."""

@@ -6,8 +6,6 @@ and `describe/specs.py` first.
 
 import dataclasses
 import functools
-import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,12 +13,12 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from zeroshard.activations.bus import SMALL_BYTES
 from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.parameters import check_patterns
 from zeroshard.describe.precision import Precision, chosen_modules, formats_of_model
-from zeroshard.describe.selection import check_activations, recomputed_modules
+from zeroshard.describe.selection import check_activations
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.split import local_numel
 from zeroshard.describe.units import UnitPlan, plan_units
@@ -29,16 +27,12 @@ from zeroshard.plan.named import kernel_bytes_of
 from zeroshard.plan.shape.tape import Instruction
 from zeroshard.plan.step.film import Job, Script
 from zeroshard.plan.step.turns import shown_ranks
-from zeroshard.plan.trace.codes import Compresses
 from zeroshard.plan.trace.events import Category, Event, Landed, Phase, Trace
 from zeroshard.plan.trace.fake import on_meta
-from zeroshard.plan.trace.kept import Kept, Link, Offloads
-from zeroshard.plan.trace.parted import Parts
-from zeroshard.plan.trace.segments import Segments
 from zeroshard.plan.trace.splitting import check_split
 from zeroshard.plan.trace.tracer import trace_step
+from zeroshard.plan.trace.treated import Treated
 from zeroshard.plan.updates import updates_and_turns
-from zeroshard.table.activations import PRODUCTS, Compressed, Offloaded, Partitioned, Treated
 from zeroshard.table.bytes import Updates
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.spec import Formats
@@ -48,7 +42,6 @@ from zeroshard.tree import find, map_floating
 
 __all__ = ["Traced", "language_inputs", "trace_job"]
 
-SMALL_BYTES: Final = 1 << 18
 BOUNDED: Final = (
     "Compression of a ReLU's results, and of factors with one value besides zero, depends on values: these tensors "
     "count as uncompressed, which is an upper bound. Pass the fraction of zeros in a ReLU's results as zeros=."
@@ -144,11 +137,11 @@ def trace_job(
         numel_of=local_numel,
     )
     twins = dict(zip(model.modules(), copied.modules(), strict=True))
-    treat(plans, twins, options)
     hang_casts(model, twins, precision)
-    kept, compressions = kept_of(plans, options)
-    if kept is not None:
-        kept.hang(model, plans, twins)
+    # The bytes that a GPU's bus moves while the host issues a copy; on a CPU all tensors move.
+    small_bytes, cell, treated = 0 if options.device.is_cpu else SMALL_BYTES, options.row.activations, None
+    if any(cell.chains):
+        treated = Treated(cell, plans, twins, options.tensor, small_bytes, options.zeros)
     names = {name: number for number, plan in enumerate(plans) for name in plan.entries.values() if number != ROOT}
     given = inputs if isinstance(inputs, Mapping) else tuple(inputs)
     dtype = precision.param or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -164,16 +157,17 @@ def trace_job(
             )
         return made
 
-    trace = trace_step(
-        step,
-        copied,
-        [given],
-        units=[name for name in names if name],
-        personality=personality,
-        reads=reads,
-        takes_gradients=True,
-        kept=kept,
-    )
+    for _ in range(1 if treated is None else treated.passes):
+        trace = trace_step(
+            step,
+            copied,
+            [given],
+            units=[name for name in names if name],
+            personality=personality,
+            reads=reads,
+            takes_gradients=True,
+            treated=treated,
+        )
     by_category = _before(trace)
     script = Script(_stream(trace, names, Phase.FORWARD), _stream(trace, names, Phase.BACKWARD))
     updates, turns = updates_and_turns(specs, options, homes)
@@ -206,7 +200,7 @@ def trace_job(
         flops,
         trace.saved_bytes(),
         tokens,
-        [BOUNDED] * any(one.has_bounds for one in compressions) + [LEFT] * bool(left) + list(_not_counted(trace)),
+        [BOUNDED] * (treated is not None and treated.has_bounds) + [LEFT] * bool(left) + list(_not_counted(trace)),
         _other_ranks(job, options, plans, precision, homes),
     )
 
@@ -259,43 +253,6 @@ def _tokens(inputs: Any) -> int:
     if tokens < 1:
         raise ValueError(f"inputs= must contain samples; got a tensor of shape {tuple((whole or tensors)[0].shape)}.")
     return int(tokens)
-
-
-def treat(plans: Sequence[UnitPlan], twins: Mapping[nn.Module, nn.Module], options: Options) -> None:
-    """Recompute modules of the copy as `zs.shard` recomputes modules of the model."""
-    modules = recomputed_modules(options.row.activations, plans)
-    counts = Counter(how for _, how in modules)
-    segments = {
-        how: Segments(max(1, round(math.sqrt(count))) if how.every == "sqrt" else how.every)
-        for how, count in counts.items()
-    }
-    for module, how in modules:
-        twin = twins[module]
-        if how.every != 1:
-            segments[how].hang(twin)
-            continue
-        contexts: dict[str, Any] = {}
-        if how.keeps == "products":
-            kept = [getattr(torch.ops.aten, name).default for name in PRODUCTS if hasattr(torch.ops.aten, name)]
-            contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)}
-        twin.forward = functools.partial(checkpoint, twin.forward, use_reentrant=False, **contexts)
-
-
-def kept_of(plans: Sequence[UnitPlan], options: Options) -> tuple[Kept | None, Sequence[Compresses]]:
-    """Return the treatments of saved tensors, and the compressions among them; None if all are kept."""
-    made: dict[Treated, Link] = {}
-    links: dict[int, list[Link]] = {}
-    for number, plan in enumerate(plans):
-        for cell in options.row.activations.of_unit(plan.name):
-            if isinstance(cell, Offloaded):
-                # The bytes that a GPU's bus moves while the host issues a copy; on a CPU all tensors move.
-                small_bytes = 0 if options.device.is_cpu else SMALL_BYTES
-                links.setdefault(number, []).append(made.setdefault(cell, Offloads(cell.fraction, small_bytes)))
-            elif isinstance(cell, Compressed):
-                links.setdefault(number, []).append(made.setdefault(cell, Compresses(cell.rest, options.zeros)))
-            elif isinstance(cell, Partitioned):
-                links.setdefault(number, []).append(made.setdefault(cell, Parts(options.tensor)))
-    return (Kept(links) if links else None), [one for one in made.values() if isinstance(one, Compresses)]
 
 
 def loss_of(out: Any) -> Tensor:

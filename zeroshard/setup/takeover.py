@@ -9,11 +9,12 @@ from functools import partial
 
 import torch
 
+from zeroshard.activations.partition import Axis
+from zeroshard.activations.saved import Treatment
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.dtypes import LossScale
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import LogicalGradient, MasterGradient, MasterSlice
-from zeroshard.core.saved import Treatment
 from zeroshard.core.slot import Form, Slot, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
@@ -25,9 +26,19 @@ from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger, Trace
 from zeroshard.torch_private import NoFunctionTransforms, accept_in_foreach
 from zeroshard.values.materialize import materialize
-from zeroshard.wire.comm import Comm
+from zeroshard.wire.comm import Comm, Tag
 
-__all__ = ["build", "move_states", "spread"]
+__all__ = ["axis_of", "build", "move_states", "spread"]
+
+
+def axis_of(comm: Comm) -> Axis:
+    """Return the tensor axis of a mesh, for the treatments of activations."""
+
+    def gather(whole: torch.Tensor, number: int, kind: str, what: str) -> Callable[[], object]:
+        return comm.gather(whole, Tag(number, 0, what), kind, "tensor").wait
+
+    ranks = comm.mesh.tensor_ranks
+    return Axis(len(ranks), ranks.index(comm.mesh.rank), str(comm.mesh), gather)
 
 
 def build(

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from zeroshard.describe.split import split_parameters
 from zeroshard.plan.trace.events import Category, Phase, Trace
 from zeroshard.plan.trace.fake import Fakes, exchanged
-from zeroshard.plan.trace.kept import Kept
 from zeroshard.plan.trace.personality import PERSONALITIES
 from zeroshard.plan.trace.recorder import Recorder, unreadable
+from zeroshard.plan.trace.treated import Treated
 from zeroshard.torch_checks import check_tracing
 from zeroshard.torch_private import (
     fake_errors,
     fake_tensors,
-    is_called_by_checkpoint,
     run_backward,
     while_inferring,
 )
@@ -42,7 +41,7 @@ def trace_step(
     steps: int = 1,
     reads: Callable[[Tensor], bool | int | float] | None = None,
     takes_gradients: bool = False,
-    kept: Kept | None = None,
+    treated: Treated | None = None,
 ) -> Trace:
     """Run training steps of a model on tensors without memory, and return the allocations.
 
@@ -63,7 +62,7 @@ def trace_step(
             from their step counters.
         takes_gradients: whether gradients are taken from their parameters when they are complete, as in the engine;
             `Trace.landed` has the times. There are no updates then.
-        kept: treatments of tensors saved for the backward.
+        treated: the treatments of tensors saved for the backward.
 
     Raises:
         ValueError: the model has no such unit, the personality is unknown, or a count is below 1.
@@ -103,7 +102,7 @@ def trace_step(
             stack.enter_context(while_inferring(recorder.pause))
         stack.enter_context(kernels.rewriting())
         try:
-            made = _run(recorder, step, model, given, optimizer, micro_batches, steps, kept)
+            made = _run(recorder, step, model, given, optimizer, micro_batches, steps, treated)
         except fake_errors() as error:
             raise unreadable(recorder.module, str(error)) from error
         trace = recorder.result()
@@ -119,7 +118,7 @@ def _run(
     make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
     micro_batches: int,
     steps: int,
-    kept: Kept | None,
+    treated: Treated | None,
 ) -> torch.optim.Optimizer | None:
     """Run the steps and return the optimizer."""
     optimizer = make(model.parameters()) if make is not None else None
@@ -127,7 +126,7 @@ def _run(
         recorder.kernels.prepare(optimizer)
     for _ in range(steps):
         for _ in range(micro_batches):
-            _pass(recorder, step, model, inputs, kept)
+            _pass(recorder, step, model, inputs, treated)
         recorder.phase = Phase.UPDATE
         if optimizer is not None:
             optimizer.step()
@@ -139,21 +138,15 @@ def _run(
 
 
 def _pass(
-    recorder: Recorder, step: Callable[..., Tensor], model: nn.Module, inputs: tuple[Any, ...], kept: Kept | None
+    recorder: Recorder, step: Callable[..., Tensor], model: nn.Module, inputs: tuple[Any, ...], treated: Treated | None
 ) -> None:
     """Run one forward and its backward."""
     recorder.phase = Phase.FORWARD
-
-    def pack(tensor: Tensor) -> Any:
-        recorder.packed(tensor)
-        return tensor if kept is None else kept.pack(tensor, is_input=is_called_by_checkpoint())
-
-    def unpack(packed: Any) -> Tensor:
-        return packed if kept is None else kept.unpack(packed)
-
-    if kept is not None:
-        kept.watch(recorder.is_of_model, recorder.exchange)
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    hooks = torch.autograd.graph.saved_tensors_hooks(recorder.packed, lambda packed: packed)
+    if treated is not None:
+        treated.watch(recorder)
+        hooks = treated.context()
+    with torch.enable_grad(), hooks:
         loss = step(model, *inputs)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -1,0 +1,126 @@
+"""Tensors that autograd saves: the boxes that stand for them in the graph, and the treatment of boxes.
+
+Owns the boxes of running forwards. It must not know parameters: `core/saved.py` packs those of buckets, and
+`plan/trace/treated.py` those of a trace.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from zeroshard.describe.saved_nodes import Packed
+from zeroshard.torch_private import innermost_hooks, version_of
+
+__all__ = ["BECAUSE", "Box", "ChangedInPlaceError", "Plain", "Saved", "Treatment"]
+
+Tensor = torch.Tensor
+
+BECAUSE: Final = (
+    ", so gradients would be wrong: it reads state that changed in between, such as an attribute, a counter, a cache, "
+    "or random numbers from outside torch. Exclude its unit from activations='recompute'."
+)
+"""Ends the error for a recomputation that is not its forward."""
+
+
+class ChangedInPlaceError(RuntimeError):
+    """A saved tensor was changed in place after the forward pass saved it."""
+
+
+@dataclass(slots=True)
+class Plain:
+    """A saved tensor, and its version when autograd saved it."""
+
+    value: Any
+    version: int
+
+
+@dataclass(slots=True)
+class Box(Plain, Packed):
+    """A saved tensor that is not from a parameter.
+
+    Args:
+        value: the tensor, or its replacement by a treatment.
+        is_input: whether it is an input of a module that activation checkpointing recomputes.
+        treatment: the treatment that created the value, and restores the tensor.
+        count: an object with the lifetime of the box.
+        captured: objects that activation checkpointing keeps besides such inputs, until the treatment.
+    """
+
+    is_input: bool
+    treatment: "Treatment | None" = None
+    count: Any = None
+    captured: Sequence[Tensor] = ()
+
+
+class Treatment(ABC):
+    """The treatment of activations between forward and backward."""
+
+    @abstractmethod
+    def treat(self, boxes: Sequence[Box], unit: int, outputs: Any) -> None:
+        """Change the values of boxes, and set their treatment.
+
+        Args:
+            boxes: the tensors that autograd saved in one finished forward of a unit, in order.
+            outputs: the result of that forward.
+        """
+
+    @abstractmethod
+    def restore(self, box: Box) -> Tensor:
+        """Return the tensor that autograd saved, with the same bits; may be called again.
+
+        Raises:
+            ChangedInPlaceError: the tensor changed before the treatment had it.
+        """
+
+
+class Saved(ABC):
+    """The saved-tensor hooks of one model, which box tensors for a treatment.
+
+    Args:
+        treatment: the treatment of activations, or None.
+        unit_under_way: returns the unit of the running forward.
+    """
+
+    def __init__(self, treatment: Treatment | None, unit_under_way: Callable[[], int]) -> None:
+        self._treatment, self._unit_under_way = treatment, unit_under_way
+        self._boxes: dict[int, list[Box]] = {}
+        """Tensors saved by running forwards, by unit."""
+
+    def context(self) -> Any:
+        """Return a context manager with the saved-tensor hooks."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def is_innermost(self) -> bool:
+        """Return whether these hooks are the innermost."""
+        hooks = innermost_hooks()
+        return hooks is not None and hooks[0] == self.pack
+
+    def treat(self, unit: int, outputs: Any) -> None:
+        """Treat the tensors saved by a finished forward of a unit."""
+        if self._treatment is not None and (boxes := self._boxes.pop(unit, None)):
+            self._treatment.treat(boxes, unit, outputs)
+
+    def forget(self) -> None:
+        """Leave the tensors of an unfinished forward untreated."""
+        self._boxes.clear()
+
+    def box(self, tensor: Tensor, is_input: bool, captured: Sequence[Tensor]) -> Box:
+        """Return a new box of a tensor, for the treatment at the end of the running forward."""
+        box = Box(tensor.detach(), version_of(tensor), is_input, captured=captured)
+        self._boxes.setdefault(self._unit_under_way(), []).append(box)
+        return box
+
+    @abstractmethod
+    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Return a parameter's place, as storage and offset in elements; None for other tensors."""
+
+    @abstractmethod
+    def pack(self, tensor: Tensor) -> Any:
+        """Return the packed form of a tensor."""
+
+    @abstractmethod
+    def unpack(self, packed: Any) -> Tensor:
+        """Return the tensor of a packed form."""

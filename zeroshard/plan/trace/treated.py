@@ -1,0 +1,171 @@
+"""The treatments of activations in a trace: the links of `activations/`, on tensors without memory.
+
+Owns what an engine gives them otherwise: the saved-tensor hooks, the units' forwards, a bus, and a tensor axis. It must
+not know what a treatment does. Read `recorder.py` and `activations/chain.py` first.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.activations import treatment_of
+from zeroshard.activations.bus import Bus, Transfer
+from zeroshard.activations.compress import Compress
+from zeroshard.activations.offloaded import Offload
+from zeroshard.activations.partition import Axis, Partition
+from zeroshard.activations.products import Products
+from zeroshard.activations.recompute import Unwatched, recompute
+from zeroshard.activations.saved import Saved
+from zeroshard.describe.selection import recomputed_modules
+from zeroshard.describe.units import UnitPlan
+from zeroshard.plan.shape.tape import Exchange
+from zeroshard.plan.trace.recorder import Recorder
+from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned
+from zeroshard.table.schedule import ROOT
+from zeroshard.table.trace import Ledger
+from zeroshard.torch_private import graph_task, is_called_by_checkpoint
+
+__all__ = ["Treated"]
+
+
+@final
+class Treated(Saved):
+    """The saved-tensor hooks of a model on the meta device, whose activations are treated.
+
+    Args:
+        cell: the treatments.
+        plans: the units of the model.
+        twins: the modules that run, by the modules of the plans.
+        tensor: number of ranks along the tensor axis.
+        small_bytes: tensors below this size are not offloaded.
+        zeros: fraction of zeros in a ReLU's results; None if unknown.
+    """
+
+    def __init__(
+        self,
+        cell: Activations,
+        plans: Sequence[UnitPlan],
+        twins: Mapping[nn.Module, nn.Module],
+        tensor: int,
+        small_bytes: int,
+        zeros: float | None,
+    ) -> None:
+        self._recorder: Recorder | None = None
+        self._under_way: list[tuple[int, ...]] = []
+        self._compressions: list[Compress] = []
+
+        def compress(cell: Compressed, axis: Axis) -> Compress:
+            self._compressions.append(Compress(cell.rest, zeros))
+            return self._compressions[-1]
+
+        kinds: Mapping[Any, Callable[[Any, Axis], Any]] = {
+            Partitioned: lambda cell, axis: Partition(axis),
+            Compressed: compress,
+            Offloaded: lambda cell, axis: Offload(cell, _Bus(small_bytes)),
+        }
+        axis, ledger, model = Axis(tensor, 0, "", self._gather), Ledger(), plans[ROOT].module
+        super().__init__(treatment_of(cell, plans, axis, ledger, kinds), self._unit)
+        modules = [(twins[module], how) for module, how in recomputed_modules(cell, plans)]
+        hooks = {twins[module]: (Unwatched(name), Unwatched()) for name, module in model.named_modules()}
+        recompute(modules, hooks, Products(self, ledger), _suspect, operator.setitem, {module for module, _ in modules})
+        entries: dict[nn.Module, tuple[int, ...]] = {model: ()}
+        for number, plan in enumerate(plans):
+            for module in plan.entries:
+                entries[module] = (*entries.get(module, ()), number)
+        for module, units in entries.items():
+            twins[module].register_forward_pre_hook(partial(self._enter, units), prepend=True)
+            twins[module].register_forward_hook(self._leave)
+        self.passes = 1 + any(isinstance(one, Offloaded) and one.fraction < 1 for one in sum(cell.chains, ()))
+        """Number of traces until one is that of a steady step: the first tells a fraction of offload its bytes."""
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether a tensor counts as uncompressed although the result depends on values."""
+        return any(one.has_bounds for one in self._compressions)
+
+    def watch(self, recorder: Recorder) -> None:
+        """Set the recorder of the next trace."""
+        self._recorder = recorder
+
+    def place_of(self, tensor: Tensor) -> None:
+        """Return None: recomputations are not compared."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return a box; for a tensor of the model, or one saved in a backward, the tensor."""
+        assert self._recorder is not None
+        self._recorder.packed(tensor)
+        if self._recorder.is_of_model(tensor) or graph_task() != -1:
+            return tensor.detach()
+        return self.box(tensor, is_called_by_checkpoint(), ())
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Return the tensor."""
+        found: Tensor = packed if isinstance(packed, Tensor) else packed.value
+        return found if isinstance(packed, Tensor) or packed.treatment is None else packed.treatment.restore(packed)
+
+    def _unit(self) -> int:
+        return next((units[-1] for units in reversed(self._under_way) if units), ROOT)
+
+    def _enter(self, units: tuple[int, ...], module: nn.Module, args: Any) -> None:
+        if graph_task() == -1:
+            self._under_way.append(units)
+
+    def _leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        if graph_task() == -1:
+            units = self._under_way.pop()
+            self.treat(units[-1] if units else self._unit(), outputs)
+
+    def _gather(self, whole: Tensor, number: int, kind: str, what: str) -> Callable[[], object]:
+        assert self._recorder is not None
+        self._recorder.exchange(Exchange("gather", whole.nbytes))
+        return lambda: None
+
+
+def _suspect(name: str, flag: Any) -> None:
+    """Receive nothing: without values, recomputations are not compared."""
+
+
+@final
+class _Host:
+    """Host memory: a number of bytes, which is not the traced device's."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.numel = lambda: nbytes
+
+    def __getitem__(self, part: slice) -> "_Host":
+        return _Host(part.stop)
+
+
+@final
+class _Bus(Bus):
+    """The bus of a trace: copies take no time, and what returns is new memory of the device."""
+
+    def __init__(self, small_bytes: int) -> None:
+        super().__init__(torch.device("cpu"), small_bytes)
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return host memory."""
+        return _Host(nbytes)
+
+    def out(self, source: Tensor, host: Any, after: Transfer | None) -> Transfer:
+        """Return a transfer."""
+        return Transfer("out", source.numel())
+
+    def back(self, host: Any, after: Transfer) -> tuple[Tensor, Transfer]:
+        """Return new memory."""
+        return torch.empty(host.numel(), dtype=torch.uint8), Transfer("back", host.numel())
+
+    def wait(self, transfer: Transfer, memory: Tensor) -> None:
+        """Do nothing."""
+        transfer.is_waited = True
+
+    def abandon(self, transfer: Transfer) -> None:
+        """Do nothing."""
+
+    def is_done(self, transfer: Transfer) -> bool:
+        """Return True."""
+        return True
