@@ -86,7 +86,7 @@ class Case:
 
     stage: int = 3
     ranks: int = 2
-    activations: str = "keep"
+    activations: str | zs.Offloaded = "keep"
     shared_memory: bool = True
     precision: str = "fp32"
     micro_batches: int = 1
@@ -102,7 +102,7 @@ class Case:
     optimizer: str = "adamw"
 
     def __str__(self) -> str:
-        parts = [f"stage {self.stage}", f"{self.ranks} ranks", self.activations]
+        parts = [f"stage {self.stage}", f"{self.ranks} ranks", str(self.activations)]
         parts += [f"tensor {self.tensor}"] * (self.tensor > 1)
         parts += ["split by tokens"] * self.is_sequence_parallel
         parts += [f"{self.replicas} copies"] * (self.replicas > 1)

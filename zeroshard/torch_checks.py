@@ -41,6 +41,7 @@ from zeroshard.torch_private import (
     has_kernel,
     innermost_hooks,
     is_called_by_checkpoint,
+    is_fake,
     is_inside_functional_call,
     is_inside_reentrant_checkpoint,
     is_inside_transform,
@@ -367,7 +368,8 @@ def _tests_tracing() -> tuple[Any, Any]:
         weight = _ones(2**60, requires_grad=True)
         first = next_node_number()
         weight.exp().sum().backward()
-    expected = [("aten.exp.default", None), ("aten.mul.Tensor", first)]
+        seen.append(("is_fake", int(is_fake(weight.detach()) and not is_fake(None))))
+    expected = [("aten.exp.default", None), ("aten.mul.Tensor", first), ("is_fake", 1)]
     return [one for one in expected if one in seen] or seen, expected
 
 

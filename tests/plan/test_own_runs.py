@@ -23,6 +23,8 @@ CASES = [
     {"stage": 3, "ranks": 3, "activations": "offload", "shared_memory": False},
     {"stage": 3, "ranks": 2, "activations": "compress-int8+offload"},
     {"stage": 0, "ranks": 1, "activations": "recompute+compress-bf16"},
+    {"stage": 0, "ranks": 1, "activations": "recompute-rest+offload"},
+    {"stage": 0, "ranks": 1, "activations": zs.Offloaded(0.5)},
     {"stage": 2, "ranks": 1, "activations": "compress"},
     {"stage": 3, "ranks": 4, "tensor": 2},
     {"stage": 3, "ranks": 4, "tensor": 2, "activations": "recompute+partition", "shared_memory": False},

@@ -1,7 +1,7 @@
 """The treatment of a model's activations: each unit has a chain of links, which process its saved tensors.
 
-Owns the order of links, and the start of slow restorations ahead of use. `core/saved.py` calls it after the forward of
-a unit; each link is a class in a module of `activations/`.
+Owns the order of links, and the start of slow restorations ahead of use. `saved.py` calls it after the forward of a
+unit; each link is a class in a module of `activations/`.
 
 Note: ahead of use
     Tensors saved by one forward of a unit (a batch) are used together, and backward then uses the previous batch. So

@@ -338,6 +338,8 @@ class Recorder(DispatchMode):
         formula = flop_registry.get(func.overloadpacket)
         flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
         moved_bytes = sum(one.nbytes for one in given) + sum(one.nbytes for one in made)
+        if not moved_bytes:
+            return  # of no elements, which no kernel runs for
         kind = "memory" if not flops else "attention" if "attention" in str(func) else "matmul"
         shape = tuple(made[0].shape) if kind == "matmul" else ()
         rows, columns = (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (0, 0)

@@ -67,7 +67,7 @@ class Treated(Saved):
             Compressed: compress,
             Offloaded: lambda cell, axis: Offload(cell, _Bus(small_bytes)),
         }
-        axis, ledger, model = Axis(tensor, 0, "", self._gather), Ledger(), plans[ROOT].module
+        axis, ledger, model = Axis(tensor, 0, "In a trace,", self._gather), Ledger(), plans[ROOT].module
         super().__init__(treatment_of(cell, plans, axis, ledger, kinds), self._unit)
         modules = [(twins[module], how) for module, how in recomputed_modules(cell, plans)]
         hooks = {twins[module]: (Unwatched(name), Unwatched()) for name, module in model.named_modules()}
