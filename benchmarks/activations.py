@@ -24,10 +24,10 @@ import zeroshard as zs
 from benchmarks.machine import circumstances, write_result
 from benchmarks.peaks import measure_peak
 from zeroshard.activations import recompute_units, treatment_of
-from zeroshard.activations.recompute import Unwatched
 from zeroshard.core.saved import SavedTensors
 from zeroshard.describe.units import plan_units
 from zeroshard.plan.trace.tracer import trace_step
+from zeroshard.plan.trace.treated import Unwatched
 from zeroshard.setup.takeover import axis_of
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger

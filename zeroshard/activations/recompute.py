@@ -35,7 +35,7 @@ from zeroshard.table.activations import Recomputed
 from zeroshard.torch_private import graph_task, is_inside_transform, local_of, version_of, without_modes
 from zeroshard.tree import find, map_tensors
 
-__all__ = ["Enter", "Hooks", "Put", "Suspect", "Unwatched", "recompute"]
+__all__ = ["Enter", "Hooks", "Put", "Suspect", "recompute"]
 
 Tensor = torch.Tensor
 Suspect = Callable[[str, Tensor | bool], None]
@@ -54,17 +54,6 @@ class Enter(Protocol):
 
     def __call__(self, *args: Any) -> None:
         """Run."""
-
-
-@final
-class Unwatched:
-    """Hooks of a model without an engine."""
-
-    def __init__(self, name: str = "") -> None:
-        self.name = name
-
-    def __call__(self, *args: Any) -> None:
-        """Do nothing."""
 
 
 Hooks = Mapping[nn.Module, tuple[Enter, Callable[..., None]]]

@@ -33,14 +33,13 @@ from typing import Any, final
 
 import torch
 
-from zeroshard.activations.saved import Treatment
 from zeroshard.core.dtypes import LossScale
 from zeroshard.core.frames import Frame, Gathered
 from zeroshard.core.guard import guard_of
 from zeroshard.core.norms import LocalNorms, total_norms
 from zeroshard.core.order import Order
 from zeroshard.core.passes import Pass
-from zeroshard.core.saved import SavedTensors
+from zeroshard.core.saved import SavedTensors, Treatment
 from zeroshard.core.slot import Slot
 from zeroshard.core.states import Presence, Scope
 from zeroshard.core.undo import Ending, Undo

@@ -29,7 +29,7 @@ from zeroshard.torch_private import (
     version_of,
 )
 
-__all__ = ["SavedTensors"]
+__all__ = ["SavedTensors", "Treatment"]
 
 Tensor = torch.Tensor
 

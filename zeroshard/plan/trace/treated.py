@@ -18,7 +18,7 @@ from zeroshard.activations.compress import Compress
 from zeroshard.activations.offloaded import Offload
 from zeroshard.activations.partition import Axis, Partition
 from zeroshard.activations.products import Products
-from zeroshard.activations.recompute import Unwatched, recompute
+from zeroshard.activations.recompute import recompute
 from zeroshard.activations.saved import Saved
 from zeroshard.describe.selection import recomputed_modules
 from zeroshard.describe.units import UnitPlan
@@ -29,7 +29,7 @@ from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import graph_task, is_called_by_checkpoint
 
-__all__ = ["Treated"]
+__all__ = ["Treated", "Unwatched"]
 
 
 @final
@@ -123,6 +123,17 @@ class Treated(Saved):
         assert self._recorder is not None
         self._recorder.exchange(Exchange("gather", whole.nbytes))
         return lambda: None
+
+
+@final
+class Unwatched:
+    """Hooks of a module without an engine."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def __call__(self, *args: Any) -> None:
+        """Do nothing."""
 
 
 def _suspect(name: str, flag: Any) -> None:
