@@ -10,7 +10,7 @@ from .source import PACKAGE, REPOSITORY
 
 CORE = ("table", "wire", "core")
 ENGINE = (*CORE, "account", "activations", "describe", "join", "setup", "store", "update", "values", "whole")
-BUDGETS = {CORE: 5120, ENGINE: 12120, ("plan",): 6770, ("evidence",): 1830}
+BUDGETS = {CORE: 5120, ENGINE: 12120, ("plan",): 6110, ("evidence",): 1830}
 """Lines of code by rooms."""
 ADDED = {
     "a step that is skipped looks at held gradients": 40,
@@ -25,6 +25,7 @@ ADDED = {
     "batch norm under treatments of activations": 16,
     "what random programs of more features found": 10,
     "a backward after gathered() is refused": 16,
+    "treatments run in traces, too, which had 660 lines of copies in plan": 52,
 }
 """Lines of the engine that features have added since the budgets were set."""
 FILE_LINES = 350
