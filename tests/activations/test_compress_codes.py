@@ -8,6 +8,8 @@ from torch import Tensor
 
 from zeroshard.activations import compress_codes as codes
 from zeroshard.activations import compress_rounded as rounded
+from zeroshard.activations.values import Values, is_plain, values_of
+from zeroshard.torch_private import fake_tensors
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SIZES = (1, 7, 8, 9, 1000, codes._CHUNK - 1, codes._CHUNK + 8, 2 * codes._CHUNK + 3)
@@ -166,3 +168,29 @@ def test_what_is_not_finite_comes_back(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "int8"])
 def test_zeros_come_back(kind: str) -> None:
     assert torch.equal(rounded.round_to(kind, torch.zeros(300)).flat(), torch.zeros(300))  # type: ignore[arg-type]
+
+
+# -- without values ---------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_says_whether_its_values_may_be_read() -> None:
+    assert values_of(torch.ones(2)) is Values.HOST
+    assert values_of(torch.ones(2, device="meta")) is Values.NEVER
+    with fake_tensors():
+        found = torch.ones(2)
+    assert values_of(found) is Values.NEVER
+    assert is_plain(found)
+    assert not is_plain(torch.nn.Parameter(torch.ones(2)))
+
+
+def test_a_trace_encodes_sizes_and_leaves_nothing_to_later_runs() -> None:
+    codes._table.cache_clear()
+    with fake_tensors():
+        flat = torch.empty(2 * codes._CHUNK + 3)
+        mask = codes.pattern_of(flat)
+        bits = codes.Bits(codes.pack_bits(mask), torch.float32, codes.form_of(flat), 0.0, 1.0)
+        values = codes.nonzero_values(flat, mask, 100)
+        kept = codes.Nonzero(bits.packed, values, flat.numel())
+        assert bits.restore().shape == kept.flat(()).shape == flat.shape
+    assert (bits.packed.numel(), values.numel()) == (math.ceil(flat.numel() / 8), 102)
+    test_bits_come_back(9)

@@ -134,6 +134,11 @@ def test_imports_point_downwards() -> None:
     ("name", "text", "message"),
     [
         ("zeroshard.core.unit", "from zeroshard.whole import full", "core imports zeroshard.whole, which is above"),
+        (
+            "zeroshard.activations.chain",
+            "from zeroshard.core import saved",
+            "activations imports zeroshard.core, which is",
+        ),
         ("zeroshard.describe.units", "from zeroshard.core import hooks", "describe imports zeroshard.core, which is"),
         ("zeroshard.core.unit", "import zeroshard as zs", "core imports zeroshard, which is above"),
         ("zeroshard.core.unit", "from ..plan.memory import predict", "core imports zeroshard.plan.memory, which is"),
@@ -183,6 +188,7 @@ def test_a_planted_import_is_found(name: str, text: str, message: str) -> None:
         ("zeroshard.plan.memory", "from zeroshard.table import layout\nfrom zeroshard.table.stages import STAGES"),
         ("zeroshard.plan.trace.tracer", "from zeroshard.torch_private import fake_tensors"),
         ("zeroshard.plan.trace.uses", "from zeroshard.describe.units import plan_units"),
+        ("zeroshard.plan.trace.treated", "from zeroshard.activations.chain import Chained"),
         ("zeroshard.train.loop", "import zeroshard as zs\nfrom zeroshard.train.run import Run\nzs.shard(zs.Mesh)"),
         ("zeroshard.cli", "from zeroshard.train.loop import train"),
         ("zeroshard.core.unit", "from . import engine\nfrom .buffer import Bucket"),

@@ -25,7 +25,7 @@ class Values(Enum):
 
 def values_of(tensor: torch.Tensor) -> Values:
     """Return whether the values of a tensor may be read."""
-    if is_fake(tensor):
+    if is_fake(tensor) or tensor.is_meta:
         return Values.NEVER
     return Values.HOST if tensor.device.type == "cpu" else Values.DEVICE
 
