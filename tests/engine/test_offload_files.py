@@ -244,7 +244,7 @@ def test_what_cannot_be_in_files_is_refused(tmp_path: Path) -> None:
     at_random = zs.Precision(param=torch.bfloat16, master=torch.bfloat16, rounding="stochastic")
     with pytest.raises(ValueError, match="rounding='stochastic'"):
         zs.shard(model, adamw(model), offload=tmp_path, precision=at_random)
-    few = in_files(tmp_path, states=0.001)  # moves nothing of this model
+    few = in_files(tmp_path, states=0.001)  # moves one bucket
     with pytest.raises(ValueError, match="rounding='stochastic'"):
         zs.shard(model, adamw(model), offload=few, precision=at_random)
     zero = zs.shard(model, offload=tmp_path)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
 from zeroshard.table.cells import Cell, Elsewhere, Residency
-from zeroshard.table.spec import BucketSpec, Range, UnitSpec, itemsize
+from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 
 __all__ = [
     "AUTO",
@@ -40,8 +40,8 @@ class Offload:
     """The state that is stored in host memory or in files instead of on the device, for `zs.shard(offload=)`.
 
     Args:
-        states: fraction of a rank's optimizer states and master weights, from 0 to 1. Only whole slices of parameters
-            move; `zero.summary()` shows the resulting fraction.
+        states: fraction of a rank's optimizer states and master weights, from 0 to 1. It rounds up to whole buckets,
+            spread evenly over the model; `zero.summary()` shows the resulting fraction.
         gradients: None offloads gradients with their states if a rank keeps only the gradients that it updates: at
             stages 2 and 3, and on one rank. 0 keeps gradients on the device until the update.
         parameters: fraction of a rank's shard of the parameters, from 0 to 1, at stage 3 (also with one rank).
@@ -230,16 +230,18 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
 
 
 def with_apart(units: Sequence[UnitSpec], row: Residency) -> tuple[UnitSpec, ...]:
-    """Record for each bucket the offloaded parameters and states; frozen parameters have no states."""
+    """Record for each bucket whether its parameters and its states are offloaded; frozen parameters have no states."""
     buckets = [bucket for unit in units for bucket in unit.buckets]
-    states = _counts(row.states, [(one, one.states) for one in buckets if one.is_trained])
+    states = _moved(row.states, [one for one in buckets if one.is_trained], lambda one: one.formats.state)
     # A cell of a unit has priority over the cell of the row.
-    parameters = _counts(row.parameters, [(one, one.shard) for one in buckets if one.row.parameters == row.parameters])
+    alike = [one for one in buckets if one.row.parameters == row.parameters]
+    parameters = _moved(row.parameters, alike, lambda one: one.formats.param)
 
     def with_apart(one: BucketSpec) -> BucketSpec:
         # Frozen parameters have only masters, which are stored with them.
-        moved = parameters.get(one.number, 0)
-        return replace(one, apart=states.get(one.number, moved), apart_parameters=moved)
+        moved = parameters.get(one.number, False)
+        count = len(one.names)
+        return replace(one, apart=count * states.get(one.number, moved), apart_parameters=count * moved)
 
     return tuple(replace(unit, buckets=tuple(map(with_apart, unit.buckets))) for unit in units)
 
@@ -250,10 +252,7 @@ def written_bytes(bucket: BucketSpec) -> int:
     return itemsize(bucket.formats.param) * (is_stored and not bucket.shares_apart)
 
 
-def _counts(cell: Cell, kept: Sequence[tuple[BucketSpec, Range]]) -> dict[int, int]:
-    """Return the number of offloaded parameters of each bucket, by bucket number."""
-    numels = [
-        [b - a for a, b in (one.layout.overlap(index, *range_) for index in range(len(one.names)))]
-        for one, range_ in kept
-    ]
-    return {one.number: count for (one, _), count in zip(kept, cell.apart(numels), strict=True)}
+def _moved(cell: Cell, buckets: Sequence[BucketSpec], dtype_of: Callable[[BucketSpec], str]) -> dict[int, bool]:
+    """Return by bucket number whether a bucket is offloaded; all ranks decide alike."""
+    cells = cell.of_buckets([one.layout.numel * itemsize(dtype_of(one)) for one in buckets])
+    return {one.number: own.memory != "device" for one, own in zip(buckets, cells, strict=True)}

@@ -6,9 +6,9 @@ the class of a cell. A new kind of storage is a new class here.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from fractions import Fraction
 from typing import Literal, final
 
 from zeroshard.table.activations import Activations, fits
@@ -36,14 +36,13 @@ class Cell(ABC):
     def kept_range(self, layout: Layout, rank: int) -> tuple[int, int]:
         """Return the elements of a bucket that `rank` keeps between steps, as (start, stop)."""
 
-    def apart(self, buckets: Iterable[Sequence[int]]) -> list[int]:
-        """Return for each bucket the number of leading parameters that are kept in another memory.
+    def of_buckets(self, sizes: Sequence[int]) -> list["Cell"]:
+        """Return the cell of each bucket of a model.
 
         Args:
-            buckets: for each bucket of the model, in order of use, the number of elements of each parameter on this
-                rank.
+            sizes: bytes of the column in each bucket, in the order of units, equal on all ranks.
         """
-        return [0 for _ in buckets]
+        return [self] * len(sizes)
 
     @property
     def plain(self) -> "Cell":
@@ -121,7 +120,7 @@ class Elsewhere(Cell):
     Args:
         inner: the cell that says which elements are kept.
         memory: their memory between uses.
-        fraction: fraction of a rank's elements in that memory, rounded to whole slices of parameters.
+        fraction: fraction of the bytes in that memory, rounded up to whole buckets.
         folder: the folder of files; "" for other memories.
         staging_bytes: bytes of the staging buffer through which the elements pass in pieces.
     """
@@ -137,17 +136,17 @@ class Elsewhere(Cell):
         """Return the elements of the inner cell."""
         return self.inner.kept_range(layout, rank)
 
-    def apart(self, buckets: Iterable[Sequence[int]]) -> list[int]:
-        """See `Cell`. The rounding error carries over to the next bucket."""
-        counts, total, moved = [], 0, 0
-        for numels in buckets:
-            total += sum(numels)
-            sums = list(accumulate(numels, initial=moved))
-            # The last of equal values: slices without elements belong to the slices before them.
-            errors = [(abs(one - self.fraction * total), -place) for place, one in enumerate(sums)]
-            counts.append(-min(errors)[1] if self.fraction else 0)
-            moved = sums[counts[-1]]
-        return counts
+    def of_buckets(self, sizes: Sequence[int]) -> list[Cell]:
+        """See `Cell`. Whole buckets move, evenly spread, until the fraction is reached.
+
+        The order does not depend on the fraction, so a larger fraction moves what a smaller one moves, and more.
+        """
+        cells, moved, wanted = [self.inner] * len(sizes), 0, Fraction(str(self.fraction)) * sum(sizes)
+        # Reversed bits: of eight buckets, half are every second one.
+        for place in sorted(range(len(sizes)), key=lambda place: f"{place:b}"[::-1]):
+            if moved < wanted:
+                cells[place], moved = replace(self, fraction=1.0), moved + sizes[place]
+        return cells
 
     @property
     def until(self) -> Literal["use", "backward"]:  # type: ignore[override]
