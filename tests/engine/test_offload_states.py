@@ -21,7 +21,7 @@ from tests import models
 from tests.oracle import STAGES_AT, TIMEOUT_S, WATCHDOG_S, assert_same
 from tools.settled import settled
 from zeroshard.core.slot import slot_of
-from zeroshard.table.cells import Cell, Elsewhere, Sharded
+from zeroshard.table.cells import Cell, Elsewhere, Place, Sharded
 from zeroshard.testing import run_ranks
 
 FRACTIONS = (0.0, 0.3, 1.0)
@@ -251,7 +251,7 @@ def account(place: str, stage: int, fraction: float) -> dict[str, Any]:
         advance("accumulates", run, range(2))
         models.stack_loss(model, 3, rank_of()).backward()
         memory = zero.memory()
-        shares = [slot_of(m).index < slot_of(m).bucket.spec.apart for g in optimizer.param_groups for m in g["params"]]
+        shares = [not slot_of(m).bucket.spec.has_states_here for g in optimizer.param_groups for m in g["params"]]
         return {"now": memory.resident_bytes, "said": memory.predicted_bytes, "shares": shares, "text": zero.summary()}
 
 
@@ -339,7 +339,7 @@ def moved(cell: Cell, sizes: Sequence[int]) -> list[int]:
 
 def test_fractions_round_up_to_whole_buckets_spread_evenly() -> None:
     def host(fraction: float) -> Cell:
-        return Elsewhere(Sharded(), "host", fraction)
+        return Elsewhere(Sharded(), Place("host"), fraction)
 
     assert moved(host(0.5), [64] * 8) == [0, 2, 4, 6]
     assert moved(host(0.25), [64] * 8) == [0, 4]

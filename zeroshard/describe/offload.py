@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, replace
 from os import PathLike, fspath
 from types import MappingProxyType
-from typing import Any, Final, Literal, final
+from typing import Any, Final, final
 
-from zeroshard.table.cells import Cell, Elsewhere, Residency
+from zeroshard.table.cells import DEVICE, Cell, Elsewhere, Place, Residency
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 
 __all__ = [
@@ -21,8 +21,9 @@ __all__ = [
     "choices_for",
     "least_of",
     "offload_of",
+    "reached",
     "row_with",
-    "with_apart",
+    "with_places",
     "written_bytes",
 ]
 
@@ -203,8 +204,9 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
     """
     if offload is None:
         return row
-    folder, staging_bytes = "" if offload.to == HOST else str(offload.to), offload.staging_bytes
-    memory: Literal["host", "file"] = "file" if folder else "host"
+    is_file = offload.to != HOST
+    place = Place("file" if is_file else HOST, str(offload.to) if is_file else "", offload.staging_bytes)
+    host = Place(HOST, "", offload.staging_bytes)
     if offload.parameters:
         if not row.cuts_parameters:
             raise ValueError(
@@ -212,47 +214,62 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
                 "are used in place, so they must stay on the device. Write stage=3, also for one rank, to copy units "
                 "to the device before use and release them after it, or omit parameters=."
             )
-        place = (memory, folder) if offload.parameters_to is None else (HOST, "")
-        row = replace(row, parameters=Elsewhere(row.parameters, place[0], offload.parameters, place[1], staging_bytes))
+        where = place if offload.parameters_to is None else host
+        row = replace(row, parameters=Elsewhere(row.parameters, where, offload.parameters))
     if not offload.states:
         return row
-    states = Elsewhere(
-        row.states,
-        memory,
-        offload.states,
-        folder,
-        staging_bytes,
-    )
+    states = Elsewhere(row.states, place, offload.states)
     moves = offload.gradients is None and (is_alone or row.cuts_gradients)
     moves |= bool(offload.gradients)
-    gradients = Elsewhere(row.gradients, "host", offload.states) if moves else row.gradients
+    gradients = Elsewhere(row.gradients, host, offload.states) if moves else row.gradients
     return replace(row, states=states, gradients=gradients)
 
 
-def with_apart(units: Sequence[UnitSpec], row: Residency) -> tuple[UnitSpec, ...]:
-    """Record for each bucket whether its parameters and its states are offloaded; frozen parameters have no states."""
+def with_places(units: Sequence[UnitSpec], row: Residency) -> tuple[UnitSpec, ...]:
+    """Return units whose buckets have cells of their own: each bucket's column is in one memory, alike on all ranks."""
     buckets = [bucket for unit in units for bucket in unit.buckets]
-    states = _moved(row.states, [one for one in buckets if one.is_trained], lambda one: one.formats.state)
     # A cell of a unit has priority over the cell of the row.
     alike = [one for one in buckets if one.row.parameters == row.parameters]
-    parameters = _moved(row.parameters, alike, lambda one: one.formats.param)
+    parameters = _cells(row.parameters, alike, lambda one: one.formats.param)
+    states = _cells(row.states, [one for one in buckets if one.is_trained], lambda one: one.formats.state)
 
-    def with_apart(one: BucketSpec) -> BucketSpec:
+    def placed(one: BucketSpec) -> BucketSpec:
+        own = parameters.get(one.number, one.row.parameters)
         # Frozen parameters have only masters, which are stored with them.
-        moved = parameters.get(one.number, False)
-        count = len(one.names)
-        return replace(one, apart=count * states.get(one.number, moved), apart_parameters=count * moved)
+        kept = states.get(one.number) or one.row.states.at(own.place)
+        is_with_states = kept.memory != DEVICE and one.gradients == one.shard
+        gradients = one.row.gradients.at(one.row.gradients.place if is_with_states else Place())
+        return replace(one, row=replace(one.row, states=kept, gradients=gradients, parameters=own))
 
-    return tuple(replace(unit, buckets=tuple(map(with_apart, unit.buckets))) for unit in units)
+    return tuple(replace(unit, buckets=tuple(map(placed, unit.buckets))) for unit in units)
+
+
+@final
+@dataclass(frozen=True)
+class Reached:
+    """What offload moves of a column: more than its fraction asks for, because whole buckets move."""
+
+    fraction: float
+    place: Place
+
+
+def reached(units: Sequence[UnitSpec]) -> dict[str, Reached]:
+    """Return what is moved of "states" and "parameters", by number of elements, where anything is."""
+    found, buckets = {}, [bucket for unit in units for bucket in unit.buckets]
+    for column, some in (("states", [one for one in buckets if one.is_trained]), ("parameters", buckets)):
+        moved = [(one, place) for one in some if (place := getattr(one.row, column).place).memory != DEVICE]
+        if moved:
+            numels = (sum(one.layout.numel for one in several) for several in ([one for one, _ in moved], some))
+            found[column] = Reached(next(numels) / max(1, next(numels)), moved[0][1])
+    return found
 
 
 def written_bytes(bucket: BucketSpec) -> int:
     """Return the bytes of each element that an update of states in files also writes: parameters beside masters."""
-    is_stored = bucket.apart_parameters > 0 and bucket.row.parameters.memory == "file"
-    return itemsize(bucket.formats.param) * (is_stored and not bucket.shares_apart)
+    return itemsize(bucket.formats.param) * (bucket.has_filed_parameters and bucket.has_masters)
 
 
-def _moved(cell: Cell, buckets: Sequence[BucketSpec], dtype_of: Callable[[BucketSpec], str]) -> dict[int, bool]:
-    """Return by bucket number whether a bucket is offloaded; all ranks decide alike."""
+def _cells(cell: Cell, buckets: Sequence[BucketSpec], dtype_of: Callable[[BucketSpec], str]) -> dict[int, Cell]:
+    """Return the cell of each bucket by its number."""
     cells = cell.of_buckets([one.layout.numel * itemsize(dtype_of(one)) for one in buckets])
-    return {one.number: own.memory != "device" for one, own in zip(buckets, cells, strict=True)}
+    return {one.number: own for one, own in zip(buckets, cells, strict=True)}

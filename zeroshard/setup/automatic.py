@@ -17,7 +17,7 @@ from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan
 from zeroshard.optim.updates import updates_of_optimizer
-from zeroshard.table.bytes import Updates, predict
+from zeroshard.table.bytes import Updates, on_device, predict
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
 from zeroshard.table.spec import BucketSpec
@@ -31,7 +31,6 @@ STATES_PART: Final = 0.5
 """The fraction of the device for model states and buffers; the rest is for activations."""
 USUAL_COST: Final = (2, 4)
 """The states assumed for an optimizer that is attached later, or whose states no trial step determines: AdamW's."""
-ELSEWHERE: Final = ("host", "file")
 MB: Final = 1e6
 
 
@@ -121,7 +120,7 @@ def _kept_bytes(
     updates = [_updates_of(one, place_of, mesh.shard_size) for one in optimizers]
     updates = updates or [Updates([*places.values()], *USUAL_COST)]
     wire = Silence() if mesh.shard_size * mesh.replicas == 1 else Messages()
-    return sum(nbytes for name, nbytes in predict(units, updates, wire).items() if name not in ELSEWHERE)
+    return on_device(predict(units, updates, wire))
 
 
 def _updates_of(

@@ -1,72 +1,61 @@
 """The memory beside the device's that a model's states get: made, and its room taken, before anything is changed.
 
-Owns the checks of a folder and the room that a rank needs. It must not know engines. Read `store/apart.py` first.
+Owns the checks of a folder and the room that a rank needs. It must not know engines. Read `store/stores.py` first.
 """
 
 import warnings
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from zeroshard.core.engine import Engine
+from zeroshard.describe.offload import reached
 from zeroshard.optim.keeps import state_cost
 from zeroshard.setup.request import Described
-from zeroshard.store import file_calls
-from zeroshard.store.apart import Apart
-from zeroshard.store.disk import BLOCK_BYTES
-from zeroshard.table.cells import Cell, Residency
+from zeroshard.store.stores import MEMORIES, FarStore, Stores
+from zeroshard.table.cells import Cell, Place
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.update import background
 from zeroshard.update.admission import ELEMENTWISE
 from zeroshard.update.optimizer import ShardedOptimizer, Source
 from zeroshard.update.streamed import Streams
-from zeroshard.wire.transports import MEMORIES
+from zeroshard.wire.mesh import Mesh
 
-__all__ = ["check_updates", "make_apart", "reserve", "source_of"]
-
-IN_MEMORY: Final = ("tmpfs", "ramfs")
+__all__ = ["check_updates", "make_stores", "reserve", "source_of"]
 
 
-def make_apart(described: Described) -> tuple[Apart | None, Apart | None]:
-    """Return the memories for states and for parameters of a described model; None for what is on the device.
-
-    Both are the same object if both are in one memory. The disk space of a file is reserved.
+def make_stores(described: Described) -> Stores:
+    """Return the memories of a described model, with the disk space of files reserved.
 
     Raises:
         ValueError: a file cannot be created, the disk has too little space, or an optimizer's states cannot be updated
             in pieces.
     """
-    row, made = described.row, dict[str, Apart]()
-    check_updates(row, described.units, described.optimizers)
-    for cell in (row.states, row.parameters):
-        if cell.memory in MEMORIES and cell.memory not in made:
-            made[cell.memory] = _make(described, cell)
-    reserve(made.get("file"), described.units, described.optimizers, is_first=True)
-    return made.get(row.states.memory), made.get(row.parameters.memory)
+    mesh, row, made = described.mesh, described.row, dict[str, FarStore]()
+    check_updates(described.units, described.optimizers)
+    for place in (row.states.place, row.parameters.place, row.gradients.place):
+        if place.memory in MEMORIES and place.memory not in made:
+            made[place.memory] = _make(mesh, place)
+    stores = Stores(mesh.device, made, made.get(row.parameters.memory))
+    reserve(stores, described.units, described.optimizers, is_first=True)
+    return stores
 
 
-def _make(described: Described, cell: Cell) -> Apart:
-    mesh = described.mesh
+def _make(mesh: Mesh, place: Place) -> FarStore:
     try:
-        apart = MEMORIES[cell.memory](mesh.device, cell, str(mesh))
+        store = MEMORIES[place.memory](mesh.device, place, str(mesh), is_alone=mesh.world_size == 1)
     except OSError as error:
         raise ValueError(
-            f"offload to '{cell.folder}': no file can be made there ({error}). Give a folder that exists, on a disk of "
-            "this host, in which this user may write."
+            f"offload to '{place.folder}': no file can be made there ({error}). Give a folder that exists, on a disk "
+            "of this host, in which this user may write."
         ) from error
-    apart.is_alone = mesh.world_size == 1
-    if apart.disk is not None and (kind := file_calls.kind_of(apart.disk.folder)) in IN_MEMORY:
-        warnings.warn(
-            f"{mesh} offload to '{cell.folder}': a {kind}, whose files lie in memory of the host. Give a folder on a "
-            "disk, or write offload='host'.",
-            stacklevel=5,
-        )
-    return apart
+    if text := store.warning():
+        warnings.warn(f"{mesh} offload to '{place.folder}': {text}", stacklevel=5)
+    return store
 
 
 def reserve(
-    apart: Apart | None, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer], *, is_first: bool
+    stores: Stores, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer], *, is_first: bool
 ) -> None:
     """Reserve disk space for the states of optimizers in files.
 
@@ -76,39 +65,37 @@ def reserve(
     Raises:
         ValueError: the disk has too little space; the text has the numbers.
     """
-    if apart is None or apart.disk is None:
-        return
     states = max((cost[0] for one in optimizers if (cost := state_cost(one)) is not None), default=0)
-    buckets = [bucket for unit in units for bucket in unit.buckets]
-    try:
-        apart.disk.reserve(sum(_room_of(bucket, states, is_first=is_first) for bucket in buckets))
-    except OSError as error:
-        column = "states" if any(bucket.row.states.memory == "file" for bucket in buckets) else "parameters"
-        raise ValueError(
-            f"offload to '{apart.disk.folder}': {error}. Make room, give another folder, or move less: "
-            f"zs.Offload({column}={apart.cell.fraction / 2:g}, to=...)."
-        ) from error
+    tensors = [one for unit in units for b in unit.buckets for one in _tensors_of(b, states, is_first=is_first)]
+    for store in stores.made.values():
+        try:
+            store.reserve([nbytes for cell, nbytes in tensors if stores.of(cell) is store])
+        except OSError as error:
+            column, moved = next(iter(reached(units).items()))
+            raise ValueError(
+                f"offload to '{store.place.folder}': {error}. Make room, give another folder, or move less: "
+                f"zs.Offload({column}={moved.fraction / 2:g}, to=...)."
+            ) from error
 
 
-def _room_of(bucket: BucketSpec, states: int, *, is_first: bool) -> int:
-    """Return the bytes of a bucket in a file, in whole blocks for each array."""
-    numel, sizes, formats = bucket.apart_states[1] - bucket.apart_states[0], list[int](), bucket.formats
-    if bucket.is_trained and bucket.row.states.memory == "file":
-        sizes += [numel * itemsize(formats.state)] * states
-    if is_first and bucket.master_memory == "file" and not bucket.shares_apart:
-        sizes.append(numel * itemsize(formats.master))
-    if is_first and bucket.row.parameters.memory == "file":
-        sizes.append((bucket.apart_shard[1] - bucket.apart_shard[0]) * itemsize(formats.param))
-    return sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes)
+def _tensors_of(bucket: BucketSpec, states: int, *, is_first: bool) -> Iterator[tuple[Cell, int]]:
+    """Yield the cell and the bytes of each tensor of a bucket between steps."""
+    row, formats, numel = bucket.row, bucket.formats, bucket.states[1] - bucket.states[0]
+    if bucket.is_trained:
+        yield from [(row.states, numel * itemsize(formats.state))] * states
+    if is_first:
+        yield row.states, numel * itemsize(formats.master) * bucket.has_masters
+        yield row.parameters, bucket.layout.shard_numel * itemsize(formats.param)
 
 
-def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def check_updates(units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise where states in files cannot be updated in pieces.
 
     Raises:
         ValueError: an optimizer that is not known to update each element by itself; masters that are rounded at random.
     """
-    for optimizer in optimizers if row.states.memory == "file" else ():
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    for optimizer in optimizers if any(b.has_filed_states and b.is_trained for b in buckets) else ():
         kind = type(optimizer)
         if not kind.__module__.startswith("torch.optim") or kind.__name__ not in ELEMENTWISE:
             raise ValueError(
@@ -116,13 +103,7 @@ def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequenc
                 f"of its states go with which elements is known of {', '.join(sorted(ELEMENTWISE))} of torch.optim "
                 "alone. Use one of these, or offload='host'."
             )
-    # From the row, not from this rank's slices: all ranks must decide alike, and a fraction may move none of them.
-    in_files = [
-        bucket
-        for unit in units
-        for bucket in unit.buckets
-        if "file" in (bucket.master_memory, bucket.row.parameters.memory)
-    ]
+    in_files = [bucket for bucket in buckets if bucket.has_filed_states or bucket.has_filed_parameters]
     if any(bucket.formats.state != bucket.formats.master for bucket in in_files):
         raise ValueError(
             "rounding='stochastic' widens all masters for an update, which those in files cannot be. Use "
@@ -130,18 +111,12 @@ def check_updates(row: Residency, units: Sequence[UnitSpec], optimizers: Sequenc
         )
 
 
-def source_of(engine: Engine, apart: Apart | None, home: Apart | None, sharded: ShardedOptimizer) -> Source | None:
-    """Return what updates an optimizer's entries in files, or in the background; None where `step()` does it all.
-
-    Args:
-        apart: the memory of states.
-        home: the memory of parameters.
-    """
-    apart = home if apart is None and home is not None and home.disk is not None else apart
-    if apart is None:
-        return None
-    if apart.disk is None:
-        has_time = background.is_worthwhile(engine.mesh.device) and background.may_be_early(sharded.optimizer)
-        return background.Early(engine) if has_time and sharded.exchange is None else None
-    states = sharded.state_cost[0] if sharded.state_cost is not None else 0
-    return Streams(engine, apart.disk, states, apart.cell.staging_bytes)
+def source_of(engine: Engine, stores: Stores, sharded: ShardedOptimizer) -> Source | None:
+    """Return what updates an optimizer's entries in files, or in the background; None where `step()` does it all."""
+    if (filed := stores.filed) is not None:
+        states = sharded.state_cost[0] if sharded.state_cost is not None else 0
+        return Streams(engine, filed.disk, states, filed.place.staging_bytes)
+    is_known = background.is_worthwhile(engine.mesh.device) and background.may_be_early(sharded.optimizer)
+    buckets = [bucket.spec for unit in engine.units for bucket in unit.buckets]
+    has_time = is_known and any(one.is_trained and not one.has_states_here for one in buckets)
+    return background.Early(engine) if has_time and sharded.exchange is None else None

@@ -9,32 +9,65 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal, final
+from typing import Final, Literal, final
 
 from zeroshard.table.activations import Activations, fits
 from zeroshard.table.layout import Layout, plan_layout
 
-__all__ = ["Cell", "Elsewhere", "Replicated", "Residency", "Sharded"]
+__all__ = ["DEVICE", "Cell", "Elsewhere", "Place", "Replicated", "Residency", "Sharded", "check_memories"]
+
+
+DEVICE: Final = "device"
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """A memory, and what is chosen of it.
+
+    Args:
+        memory: "device", "host" or "file".
+        folder: the folder of files; "" for other memories.
+        staging_bytes: bytes of the staging buffer through which elements pass in pieces; 0 on the device.
+    """
+
+    memory: str = DEVICE
+    folder: str = ""
+    staging_bytes: int = 0
 
 
 class Cell(ABC):
     """One cell of the table."""
 
     word: str
-    memory: Literal["device", "host", "file"] = "device"
-    """The memory of the kept elements between uses."""
-    fraction: float = 1.0
-    folder: str = ""
-    staging_bytes: int = 0
-    """The fraction in another memory, the folder of files and the size of the staging buffer: see `Elsewhere`."""
-    moment: Literal["always", "used"] = "always"
-    """When the kept elements must be on the device: always, or while in use."""
-    until: Literal["use", "backward"] = "use"
-    """How long gathered parameters stay full: during use, or from a forward to the end of its backward."""
 
     @abstractmethod
     def kept_range(self, layout: Layout, rank: int) -> tuple[int, int]:
         """Return the elements of a bucket that `rank` keeps between steps, as (start, stop)."""
+
+    @property
+    def place(self) -> Place:
+        """Where the kept elements are between uses; on the device they always are."""
+        return Place()
+
+    @property
+    def memory(self) -> str:
+        """The memory of the kept elements between uses."""
+        return self.place.memory
+
+    @property
+    def is_held(self) -> bool:
+        """Whether gathered parameters stay full from a forward to the end of its backward, not only during use."""
+        return False
+
+    @property
+    def plain(self) -> "Cell":
+        """A cell that keeps the same elements on the device."""
+        return self
+
+    def at(self, place: Place) -> "Cell":
+        """Return a cell that keeps the same elements in another memory, or on the device."""
+        return self.plain if place.memory == DEVICE else Elsewhere(self.plain, place)
 
     def of_buckets(self, sizes: Sequence[int]) -> list["Cell"]:
         """Return the cell of each bucket of a model.
@@ -43,11 +76,6 @@ class Cell(ABC):
             sizes: bytes of the column in each bucket, in the order of units, equal on all ranks.
         """
         return [self] * len(sizes)
-
-    @property
-    def plain(self) -> "Cell":
-        """A cell that keeps the same elements on the device."""
-        return self
 
     def __str__(self) -> str:
         return self.word
@@ -104,6 +132,11 @@ class Sharded(Cell):
         return layout.shard_range(rank)
 
     @property
+    def is_held(self) -> bool:
+        """See `Cell`."""
+        return self.until == "backward"
+
+    @property
     def plain(self) -> Cell:
         """See `Cell`."""
         return Sharded()
@@ -119,18 +152,13 @@ class Elsewhere(Cell):
 
     Args:
         inner: the cell that says which elements are kept.
-        memory: their memory between uses.
+        where: their memory between uses.
         fraction: fraction of the bytes in that memory, rounded up to whole buckets.
-        folder: the folder of files; "" for other memories.
-        staging_bytes: bytes of the staging buffer through which the elements pass in pieces.
     """
 
     inner: Cell
-    memory: Literal["device", "host", "file"] = "host"
+    where: Place
     fraction: float = 1.0
-    folder: str = ""
-    staging_bytes: int = 16 << 20
-    moment = "used"
 
     def kept_range(self, layout: Layout, rank: int) -> tuple[int, int]:
         """Return the elements of the inner cell."""
@@ -149,9 +177,14 @@ class Elsewhere(Cell):
         return cells
 
     @property
-    def until(self) -> Literal["use", "backward"]:  # type: ignore[override]
+    def place(self) -> Place:
         """See `Cell`."""
-        return self.inner.until
+        return self.where
+
+    @property
+    def is_held(self) -> bool:
+        """See `Cell`."""
+        return self.inner.is_held
 
     @property
     def plain(self) -> Cell:
@@ -160,8 +193,8 @@ class Elsewhere(Cell):
 
     def __str__(self) -> str:
         # Without the folder, which may differ between ranks.
-        place = {"host": "on the host", "file": "in files"}[self.memory]
-        return f"{self.inner}, {f'{self.fraction:.0%} ' * (self.fraction < 1)}{place}"
+        words = {"host": "on the host", "file": "in files"}[self.memory]
+        return f"{self.inner}, {f'{self.fraction:.0%} ' * (self.fraction < 1)}{words}"
 
 
 @dataclass(frozen=True)
@@ -224,6 +257,16 @@ class Residency:
         return self._kept(0)[0] != (0, 2)
 
     @property
+    def moves_states(self) -> bool:
+        """Whether a part of the states is not on the device."""
+        return self.states.memory != DEVICE
+
+    @property
+    def has_filed_states(self) -> bool:
+        """Whether a part of the states is in files."""
+        return self.states.memory == "file"
+
+    @property
     def cuts_gradients(self) -> bool:
         """Whether a rank keeps only a part of each gradient."""
         return self._kept(0)[1] != (0, 2)
@@ -237,6 +280,21 @@ class Residency:
         """Return the elements that a rank keeps of a bucket of two elements on two ranks, by column."""
         probe = plan_layout([2], 64, 2)
         return [cell.kept_range(probe, rank) for cell in self.state]
+
+
+def check_memories(row: Residency) -> None:
+    """Raise where a row requests a memory that does not exist, or does not support a column.
+
+    Raises:
+        ValueError: the cell, and what is supported.
+    """
+    everywhere = (DEVICE, "host", "file")
+    for column, known in (("states", everywhere), ("gradients", everywhere[:2]), ("parameters", everywhere)):
+        if (cell := getattr(row, column)).memory not in known:
+            raise ValueError(
+                f"Residency({column}={cell}) requests memory '{cell.memory}', which does not support {column}; "
+                f"supported: {', '.join(known)}."
+            )
 
 
 def _covers(outer: tuple[int, int], inner: tuple[int, int]) -> bool:

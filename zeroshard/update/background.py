@@ -236,7 +236,7 @@ class _Run:
                 for held, given in grads:
                     keep_change(held, given, given)
             for bucket in self._buckets[unit].values():
-                bucket.follow_apart(is_on_device=False)
+                bucket.follow_late(is_on_device=False)
         except BaseException as error:  # whatever it is, another thread must learn of it
             self.error = error
             logging.getLogger(__name__).error("an update in the background failed: %r", error)
@@ -258,7 +258,7 @@ class _Run:
             for bucket in buckets.values():
                 if bucket.updating is not None:
                     bucket.updating = None
-                    bucket.follow_apart(is_on_device=True)
+                    bucket.follow_late(is_on_device=True)
 
     def show(self) -> None:
         """Put states and slices back."""
@@ -328,9 +328,7 @@ class Waiting(MutableMapping[Any, Any]):
 
 def _is_early(slot: Slot) -> bool:
     """Tell whether a parameter is gathered for use, and has states, and a gradient of its own, on the host."""
-    spec = slot.bucket.spec
-    is_there = slot.index < min(spec.apart, spec.apart_gradients)
-    return is_there and spec.is_gathered and slot.updater is None and not slot.bucket.dtypes.is_stochastic
+    return slot.bucket.spec.can_update_late and slot.updater is None and not slot.bucket.dtypes.is_stochastic
 
 
 def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -26,7 +26,7 @@ from zeroshard.core.gradient import part_of
 from zeroshard.core.slot import slot_of
 from zeroshard.describe.offload import written_bytes
 from zeroshard.store.disk import BLOCK_BYTES, Disk, buffer_of
-from zeroshard.store.stored import StoredTensor, is_stored
+from zeroshard.store.stored import StoredTensor
 from zeroshard.update.optimizer import ShardedOptimizer, is_cut
 from zeroshard.update.pieces import Piece, Resident, keep_change
 
@@ -72,13 +72,13 @@ class Streams:
         self.moving.clear()
         self.disk.check()
         groups = [group["params"] for group in sharded.optimizer.param_groups]
-        here = [[master for master in group if not _is_apart(master)] for group in groups]
+        here = [[master for master in group if not _is_filed(master)] for group in groups]
         if any(here):
             yield Resident(here)
         by_bucket: dict[Bucket, dict[int, tuple[int, Tensor]]] = {}
         for number, group in enumerate(groups):
             for master in group:
-                if _is_apart(master):
+                if _is_filed(master):
                     slot = slot_of(master)
                     by_bucket.setdefault(slot.bucket, {})[slot.index] = number, master
         for bucket in sorted(by_bucket, key=lambda one: one.number):
@@ -87,7 +87,7 @@ class Streams:
     def _of_bucket(self, sharded: ShardedOptimizer, bucket: Bucket, entries: dict[int, Any]) -> Iterator[Piece]:
         each_bytes = bucket.dtypes.master.itemsize * (1 + self._per_element) + written_bytes(bucket.spec)
         step = self._set_bytes // each_bytes // BLOCK_BYTES * BLOCK_BYTES
-        first, stop = bucket.spec.apart_states
+        first, stop = bucket.spec.states
         for start in range(0, stop - first, step := max(BLOCK_BYTES, step)):
             end = min(start + step, stop - first)
             parts = []
@@ -133,7 +133,7 @@ class Streams:
         # The groups of the optimizer are empty between the pieces and the end of the step.
         for bucket in (one for unit in self._engine.units for one in unit.buckets if one.has_states):
             try:
-                bucket.follow_here()
+                bucket.follow_in_file()
             except RuntimeError:
                 if not self.disk.failure:  # all ranks raise the failure of a disk
                     raise
@@ -232,7 +232,7 @@ class Chunk(Piece):
         for key in self._values:
             self._move(key, writes=True)
         if stored is not None:
-            self._write(*stored)
+            self._write(stored, self._values[None])
 
     def close(self) -> None:
         """Wait until it is written."""
@@ -246,7 +246,7 @@ class Chunk(Piece):
         return buffer[: numel * dtype.itemsize].view(dtype)
 
     def _move(self, key: Key | None, *, writes: bool) -> None:
-        values = self._bucket.apart_values(*(key or ()))
+        values = self._bucket.array(*(key or ()))
         assert isinstance(values, StoredTensor), "what lies in memory is no piece"
         if not writes:
             self._values[key] = self._memory(key)
@@ -273,7 +273,5 @@ class Chunk(Piece):
             move.result()
 
 
-def _is_apart(master: Tensor) -> bool:
-    slot = slot_of(master)
-    # What has no elements needs no file, and frozen parameters lie with their masters.
-    return slot.index < slot.bucket.spec.apart and master.numel() > 0 and is_stored(slot.bucket.apart_values())
+def _is_filed(master: Tensor) -> bool:
+    return slot_of(master).bucket.has_filed_masters and master.numel() > 0

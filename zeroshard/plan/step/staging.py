@@ -1,6 +1,6 @@
 """The buffers through which offloaded states pass, in bytes.
 
-Owns their sums alone. Must not know when they are used (`film.py`). `update/streamed.py` and `store/apart.py` make
+Owns their sums alone. Must not know when they are used (`film.py`). `update/streamed.py` and `store/stores.py` make
 them.
 """
 
@@ -21,7 +21,7 @@ LEAST_BYTES: Final = 64
 def piece_numel(bucket: BucketSpec, per_element: int) -> int:
     """Return the elements of a piece of an update of states in files."""
     each_bytes = itemsize(bucket.formats.master) * (1 + per_element) + written_bytes(bucket)
-    blocks = bucket.row.states.staging_bytes // SETS // each_bytes // BLOCK_BYTES
+    blocks = bucket.row.states.place.staging_bytes // SETS // each_bytes // BLOCK_BYTES
     return max(1, blocks) * BLOCK_BYTES
 
 
@@ -62,7 +62,7 @@ def buffer_bytes(units: Sequence[UnitSpec], *, is_cpu: bool) -> int:
         cells = [cell for cell in cells if cell.memory == "file"]
     else:
         cells += [bucket.row.states for bucket in buckets if bucket.apart and bucket.is_trained]
-    by_memory = {cell.memory: cell.staging_bytes for cell in cells}
+    by_memory = {cell.memory: cell.place.staging_bytes for cell in cells}
     return sum(2 * max(LEAST_BYTES, nbytes // 2) for nbytes in by_memory.values())
 
 
