@@ -14,17 +14,7 @@ from zeroshard.core.slot import slot_of
 from zeroshard.core.unit import Unit
 from zeroshard.optim.keeps import whole_bytes
 from zeroshard.optim.packed import parts_of
-from zeroshard.table.bytes import (
-    COLUMNS,
-    MEMORIES,
-    Owned,
-    Updates,
-    add_bytes,
-    kept_bytes,
-    memories_of,
-    predict,
-    step_bytes,
-)
+from zeroshard.table.bytes import Owned, Updates, add_bytes, columns_of, kept_bytes, predict, step_bytes
 from zeroshard.table.spec import BucketSpec, itemsize
 from zeroshard.table.trace import Memory
 from zeroshard.update.optimizer import ShardedOptimizer, is_cut
@@ -46,9 +36,8 @@ def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
     _add_states(found, optimizers)
     found["transient"] = engine.ledger.now["transient"]
     if engine.has_moved_states:
-        found["host"] += found.pop("states")
-    now = {column: found[column] for column in COLUMNS}
-    now |= {memory: found[memory] for memory in MEMORIES if memory in memories_of(specs) or found[memory]}
+        found["host"], found["states"] = found["host"] + found["states"], 0
+    now = columns_of(found, specs)
     now |= {column: engine.ledger.now[column] for column in TREATED if column in engine.ledger.now}
     for column, nbytes in now.items():
         engine.ledger.note(column, nbytes)

@@ -132,7 +132,7 @@ def _offloaded(units: Sequence[Unit]) -> list[str]:
     for column, one in reached([unit.spec for unit in units]).items():
         what = {"states": "the states of", "parameters": "the parameters with"}[column]
         place = f"in files under {one.place.folder}" if one.place.folder else "in memory of the host"
-        lines.append(f"offloaded: {what} {one.fraction:.1%} of this rank's elements lie {place}")
+        lines.append(f"offloaded: {what} {one.fraction:.1%} of the elements lie {place}")
     return lines
 
 

@@ -174,7 +174,7 @@ class Local:
     """A rank's own gradients for a reduction, with their states at the start of the reduction."""
 
     full: Tensor
-    apart: Tensor | None
+    spare: Tensor | None
     """The destination of this rank's shard of the sum, if neither `full` nor held gradients may be written yet."""
     views: list[Tensor]
     own: list[Own]
@@ -300,7 +300,7 @@ class FlatGradients(Gradients):
                 self._views[index].zero_()
         local = Local(self.local, None, self._views, self.own, self.sums, self.is_first)
         if copies > 1 and (not local.is_first or self.local is self.held or not self.landing.is_direct):
-            local = replace(local, apart=self._pool.take(self._layout.shard_numel, self.dtype, self._device))
+            local = replace(local, spare=self._pool.take(self._layout.shard_numel, self.dtype, self._device))
         self.local = None
         self._under_way += 1
         self.hand_over()
@@ -311,8 +311,8 @@ class FlatGradients(Gradients):
         assert self.local is None, "a gradient landed in a complete unit"
         self._under_way -= 1
         self.local, self._views, self.own, self.sums = local.full, local.views, local.own, local.sums
-        if local.apart is not None:
-            self._pool.give(local.apart)
+        if local.spare is not None:
+            self._pool.give(local.spare)
 
     def parts_of(self, own: Tensor) -> Iterator[Tensor]:
         """Yield the parameters' parts of (stop - start,), this rank's shard of a sum; padding has undefined values.
@@ -333,8 +333,8 @@ class FlatGradients(Gradients):
 
     def place_of_sum(self, local: "Local") -> Tensor:
         """Return the destination of this rank's shard of the sum: held gradients if they contain no sum yet."""
-        if local.apart is not None:
-            return local.apart
+        if local.spare is not None:
+            return local.spare
         is_straight = local.is_first and self.landing.is_direct
         return self.own_shard() if is_straight else local.full[slice(*self.spec.shard)]
 
@@ -352,12 +352,12 @@ class FlatGradients(Gradients):
                     self.part(index).zero_()
         if not local.is_first and not is_in_place:
             self.landing.add(self._cut_of(self.spec.shard, waits=False), own)
-        elif local.apart is not None or not self.landing.is_direct:
+        elif local.spare is not None or not self.landing.is_direct:
             self.landing.put(self._cut_of(self.spec.shard, waits=False), own)
         if not is_in_place:
             self._pool.give(local.full)
-        if local.apart is not None:
-            self._pool.give(local.apart)
+        if local.spare is not None:
+            self._pool.give(local.spare)
         return held
 
     def _cut_of(self, place: Range, *, waits: bool = True) -> Tensor:

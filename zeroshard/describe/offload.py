@@ -5,13 +5,13 @@ Owns `Offload` and its checks. Imports no torch, because plans read the same arg
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from os import PathLike, fspath
 from types import MappingProxyType
 from typing import Any, Final, final
 
-from zeroshard.table.cells import DEVICE, Cell, Elsewhere, Place, Residency
+from zeroshard.table.cells import Cell, Elsewhere, Place, Residency
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "offload_of",
     "reached",
     "row_with",
+    "text_of",
     "with_places",
     "written_bytes",
 ]
@@ -237,7 +238,7 @@ def with_places(units: Sequence[UnitSpec], row: Residency) -> tuple[UnitSpec, ..
         own = parameters.get(one.number, one.row.parameters)
         # Frozen parameters have only masters, which are stored with them.
         kept = states.get(one.number) or one.row.states.at(own.place)
-        is_with_states = kept.memory != DEVICE and one.gradients == one.shard
+        is_with_states = not kept.is_on_device and one.gradients == one.shard
         gradients = one.row.gradients.at(one.row.gradients.place if is_with_states else Place())
         return replace(one, row=replace(one.row, states=kept, gradients=gradients, parameters=own))
 
@@ -255,13 +256,19 @@ class Reached:
 
 def reached(units: Sequence[UnitSpec]) -> dict[str, Reached]:
     """Return what is moved of "states" and "parameters", by number of elements, where anything is."""
-    found, buckets = {}, [bucket for unit in units for bucket in unit.buckets]
+    found, buckets = dict[str, Reached](), [bucket for unit in units for bucket in unit.buckets]
     for column, some in (("states", [one for one in buckets if one.is_trained]), ("parameters", buckets)):
-        moved = [(one, place) for one in some if (place := getattr(one.row, column).place).memory != DEVICE]
-        if moved:
-            numels = (sum(one.layout.numel for one in several) for several in ([one for one, _ in moved], some))
-            found[column] = Reached(next(numels) / max(1, next(numels)), moved[0][1])
+        numel, moved_numel = sum(one.layout.numel for one in some), 0
+        for one in some:
+            if not (cell := getattr(one.row, column)).is_on_device:
+                moved_numel += one.layout.numel
+                found[column] = Reached(moved_numel / max(1, numel), cell.place)
     return found
+
+
+def text_of(found: Mapping[str, Reached]) -> str:
+    """Return what is moved in words, as "40.0% of states, 5.0% of parameters"."""
+    return ", ".join(f"{one.fraction:.1%} of {column}" for column, one in found.items())
 
 
 def written_bytes(bucket: BucketSpec) -> int:

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from zeroshard.describe.offload import AUTO, Offload, OffloadLike, choices_for, least_of, offload_of
+from zeroshard.describe.offload import AUTO, Offload, OffloadLike, choices_for, least_of, offload_of, reached, text_of
 from zeroshard.describe.parameters import ParametersLike, row_with_parameters
 from zeroshard.describe.rows import StageLike, row_of, rows_to_try
 from zeroshard.describe.treatments import ActivationsLike
@@ -408,6 +408,7 @@ def _plan(
         activations,
         retries=_retries_of(first, film, reserved_bytes, options),
         owned_bytes=tuple(owned_bytes(job.updates, options.shard_ranks)),
+        moved=text_of(reached(job.units)),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zeroshard import devices
-from zeroshard.describe.offload import Offload, choices_for, least_of, row_with
+from zeroshard.describe.offload import Offload, choices_for, least_of, reached, row_with, text_of
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan
@@ -20,7 +20,7 @@ from zeroshard.optim.updates import updates_of_optimizer
 from zeroshard.table.bytes import Updates, on_device, predict
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
-from zeroshard.table.spec import BucketSpec
+from zeroshard.table.spec import BucketSpec, UnitSpec
 from zeroshard.table.wires import Messages, Silence
 from zeroshard.wire.comm import gather_across_ranks
 from zeroshard.wire.mesh import Mesh
@@ -50,7 +50,8 @@ def least_row(
     """
 
     def fits(row: Residency) -> bool:
-        return _kept_bytes(row, plans, optimizers, precision, mesh, numel_of) <= STATES_PART * memory_bytes
+        units = _units_of(row, plans, precision, mesh, numel_of)
+        return _kept_bytes(units, plans, optimizers, mesh) <= STATES_PART * memory_bytes
 
     return next(filter(fits, rows), rows[-1])
 
@@ -76,9 +77,11 @@ def least_offload(
         return None, "offload='auto': nothing is offloaded, since device and host share one memory"
     is_alone = mesh.shard_size * mesh.replicas == 1
 
+    def units_with(offload: Offload | None) -> Sequence[UnitSpec]:
+        return _units_of(row_with(row, offload, is_alone=is_alone), plans, precision, mesh, numel_of)
+
     def bytes_with(offload: Offload | None) -> int:
-        moved = row_with(row, offload, is_alone=is_alone)
-        return _kept_bytes(moved, plans, optimizers, precision, mesh, numel_of)
+        return _kept_bytes(units_with(offload), plans, optimizers, mesh)
 
     most_bytes = int(STATES_PART * room_bytes)
     chosen, is_fitting = least_of(choices_for(row), lambda one: bytes_with(one) <= most_bytes)
@@ -96,21 +99,26 @@ def least_offload(
         return None, f"offload='auto': nothing is offloaded: {all_bytes / MB:,.1f} MB fit {room}"
     moved = f"states={chosen.states:g}" + f", parameters={chosen.parameters:g}" * bool(chosen.parameters)
     return chosen, (
-        f"offload='auto': zs.Offload({moved}) leaves {kept_bytes / MB:,.1f} of {all_bytes / MB:,.1f} MB on the device, "
-        f"where model states may use {room}"
+        f"offload='auto': zs.Offload({moved}), which moves {text_of(reached(units_with(chosen)))}, leaves "
+        f"{kept_bytes / MB:,.1f} of {all_bytes / MB:,.1f} MB on the device, where model states may use {room}"
     )
 
 
-def _kept_bytes(
+def _units_of(
     row: Residency,
     plans: Sequence[UnitPlan],
-    optimizers: Sequence[torch.optim.Optimizer],
     precision: Precision,
     mesh: Mesh,
     numel_of: Callable[[nn.Parameter], int],
+) -> Sequence[UnitSpec]:
+    """Return the units as the first rank has them: with the least padding."""
+    return describe_units(plans, row, precision, shard_size=mesh.shard_size, replicas=mesh.replicas, numel_of=numel_of)
+
+
+def _kept_bytes(
+    units: Sequence[UnitSpec], plans: Sequence[UnitPlan], optimizers: Sequence[torch.optim.Optimizer], mesh: Mesh
 ) -> int:
-    """Return the bytes of model states and buffers on the device of the first rank, which has the least padding."""
-    units = describe_units(plans, row, precision, shard_size=mesh.shard_size, replicas=mesh.replicas, numel_of=numel_of)
+    """Return the bytes of model states and buffers on the device of a rank."""
     places = {name: (b, i) for u in units for b in u.buckets for i, name in enumerate(b.names)}
     names = {id(p): name for plan in plans for name, p in plan.parameters}
 

@@ -12,14 +12,13 @@ from zeroshard.core.engine import Engine
 from zeroshard.describe.offload import reached
 from zeroshard.optim.keeps import state_cost
 from zeroshard.setup.request import Described
-from zeroshard.store.stores import MEMORIES, FarStore, Stores
-from zeroshard.table.cells import Cell, Place
+from zeroshard.store.stores import Stores
+from zeroshard.table.cells import Cell
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.update import background
 from zeroshard.update.admission import ELEMENTWISE
 from zeroshard.update.optimizer import ShardedOptimizer, Source
 from zeroshard.update.streamed import Streams
-from zeroshard.wire.mesh import Mesh
 
 __all__ = ["check_updates", "make_stores", "reserve", "source_of"]
 
@@ -31,27 +30,14 @@ def make_stores(described: Described) -> Stores:
         ValueError: a file cannot be created, the disk has too little space, or an optimizer's states cannot be updated
             in pieces.
     """
-    mesh, row, made = described.mesh, described.row, dict[str, FarStore]()
+    mesh = described.mesh
     check_updates(described.units, described.optimizers)
-    for place in (row.states.place, row.parameters.place, row.gradients.place):
-        if place.memory in MEMORIES and place.memory not in made:
-            made[place.memory] = _make(mesh, place)
-    stores = Stores(mesh.device, made, made.get(row.parameters.memory))
+    stores = Stores(described.row, mesh.device, str(mesh), is_alone=mesh.world_size == 1)
+    for store in stores.far.values():
+        if text := store.warning():
+            warnings.warn(f"{mesh} offload to '{store.place.folder}': {text}", stacklevel=4)
     reserve(stores, described.units, described.optimizers, is_first=True)
     return stores
-
-
-def _make(mesh: Mesh, place: Place) -> FarStore:
-    try:
-        store = MEMORIES[place.memory](mesh.device, place, str(mesh), is_alone=mesh.world_size == 1)
-    except OSError as error:
-        raise ValueError(
-            f"offload to '{place.folder}': no file can be made there ({error}). Give a folder that exists, on a disk "
-            "of this host, in which this user may write."
-        ) from error
-    if text := store.warning():
-        warnings.warn(f"{mesh} offload to '{place.folder}': {text}", stacklevel=5)
-    return store
 
 
 def reserve(
@@ -67,7 +53,7 @@ def reserve(
     """
     states = max((cost[0] for one in optimizers if (cost := state_cost(one)) is not None), default=0)
     tensors = [one for unit in units for b in unit.buckets for one in _tensors_of(b, states, is_first=is_first)]
-    for store in stores.made.values():
+    for store in stores.far.values():
         try:
             store.reserve([nbytes for cell, nbytes in tensors if stores.of(cell) is store])
         except OSError as error:

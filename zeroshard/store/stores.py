@@ -22,7 +22,7 @@ from zeroshard.store import file_calls
 from zeroshard.store.ahead import Ahead, Waitable
 from zeroshard.store.disk import BLOCK_BYTES, Disk, buffer_of
 from zeroshard.store.stored import StoredTensor, is_aligned, is_stored
-from zeroshard.table.cells import DEVICE, Cell, Place
+from zeroshard.table.cells import DEVICE, Cell, Place, Residency
 from zeroshard.table.trace import Ledger
 
 __all__ = ["DeviceStore", "FarStore", "FileStore", "HostStore", "Landing", "MEMORIES", "Store", "Stores"]
@@ -435,20 +435,32 @@ class Stores:
     """The memories of a model.
 
     Args:
-        made: those besides the device's, by name.
-        home: the memory of offloaded parameters; None if no rank has any.
+        row: of the model.
+
+    Raises:
+        ValueError: a file cannot be created.
     """
 
-    def __init__(
-        self, device: torch.device, made: Mapping[str, FarStore] = MappingProxyType({}), home: FarStore | None = None
-    ) -> None:
-        self.made, self.home = made, home
-        self._by_name: dict[str, Store] = {**made, DEVICE: DeviceStore(device, home)}
+    def __init__(self, row: Residency, device: torch.device, where: str = "", *, is_alone: bool = True) -> None:
+        self.far: dict[str, FarStore] = {}
+        """Those besides the device's, by name."""
+        for place in (row.states.place, row.parameters.place, row.gradients.place):
+            if place.memory in MEMORIES and place.memory not in self.far:
+                try:
+                    self.far[place.memory] = MEMORIES[place.memory](device, place, where, is_alone=is_alone)
+                except OSError as error:
+                    raise ValueError(
+                        f"offload to '{place.folder}': no file can be made there ({error}). Give a folder that exists, "
+                        "on a disk of this host, in which this user may write."
+                    ) from error
+        self.home = self.far.get(row.parameters.memory)
+        """The memory of offloaded parameters; None if no rank has any."""
+        self._by_name: dict[str, Store] = {**self.far, DEVICE: DeviceStore(device, self.home)}
 
     @property
     def filed(self) -> FileStore | None:
         """The memory that updates read and write in pieces; None without one."""
-        return next((one for one in self.made.values() if isinstance(one, FileStore)), None)
+        return next((one for one in self.far.values() if isinstance(one, FileStore)), None)
 
     def of(self, cell: Cell) -> Store:
         """Return the memory of a cell."""

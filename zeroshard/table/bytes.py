@@ -20,13 +20,11 @@ from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.wires import Wire
 
 __all__ = [
-    "COLUMNS",
-    "MEMORIES",
     "Owned",
     "Updates",
     "add_bytes",
+    "columns_of",
     "kept_bytes",
-    "memories_of",
     "on_device",
     "predict",
     "step_bytes",
@@ -118,19 +116,15 @@ class Updates:
         """Return the bytes of all states, without counters, that this rank updates on its device or in other memory."""
         numels = [numel for _, numel in self._slices(is_apart=is_apart)]
         packed = sum(n * self.element_bytes - -n // self.block_numel * self.block_bytes for n in numels)
-        kept = (one for one in self.whole if one.is_kept and _is_apart(one.bucket) is is_apart)
+        kept = (one for one in self.whole if one.is_kept and one.bucket.has_states_here is not is_apart)
         return self.per_element * self.numel_bytes(is_apart=is_apart) + packed + sum(one.state_bytes for one in kept)
 
     def _slices(self, *, is_apart: bool, has_whole: bool = False) -> Iterator[tuple[BucketSpec, int]]:
         """Yield the bucket of each parameter, and the number of elements of this rank's slice."""
         for bucket, index in [*self.parameters, *((o.bucket, o.index) for o in self.whole if has_whole)]:
-            if _is_apart(bucket) is is_apart:
+            if bucket.has_states_here is not is_apart:
                 start, stop = bucket.layout.overlap(index, *bucket.states)
                 yield bucket, stop - start
-
-
-def _is_apart(bucket: BucketSpec) -> bool:
-    return bucket.row.states.memory != DEVICE
 
 
 def kept_bytes(buckets: Iterable[BucketSpec]) -> Counter[str]:
@@ -145,7 +139,7 @@ def kept_bytes(buckets: Iterable[BucketSpec]) -> Counter[str]:
 
 def add_bytes(found: Counter[str], column: str, cell: Cell, nbytes: tuple[int, int]) -> None:
     """Add (bytes of elements, bytes of padding) of a cell to its column and to "padding", or to its memory."""
-    if cell.memory == DEVICE:
+    if cell.is_on_device:
         found[column] += nbytes[0]
         found["padding"] += nbytes[1]
     else:
@@ -157,9 +151,10 @@ def on_device(found: Mapping[str, int]) -> int:
     return sum(nbytes for column, nbytes in found.items() if column not in MEMORIES)
 
 
-def memories_of(buckets: Iterable[BucketSpec]) -> list[str]:
-    """Return the memories besides the device's that hold a column of a bucket: columns of `predict`."""
-    return sorted({cell.memory for bucket in buckets for cell in bucket.row.state} - {DEVICE})
+def columns_of(found: Counter[str], buckets: Iterable[BucketSpec]) -> dict[str, int]:
+    """Return the bytes of the device by column, and those of each other memory that holds a column of a bucket."""
+    far = {cell.memory for bucket in buckets for cell in bucket.row.state} | {one for one in MEMORIES if found[one]}
+    return {column: found[column] for column in (*COLUMNS, *sorted(far - {DEVICE}))}
 
 
 def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -> dict[str, int]:
@@ -177,14 +172,14 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
         sliced, whole = one.trained.parameters, [owned for owned in one.trained.whole if owned.is_kept]
         for bucket, index in sliced:
             only = replace(one, parameters=[(bucket, index)], whole=())
-            nbytes = only.state_bytes(is_apart=_is_apart(bucket))
+            nbytes = only.state_bytes(is_apart=not bucket.has_states_here)
             add_bytes(found, "states", bucket.row.states, (nbytes, 0))
         for owned in whole:
             add_bytes(found, "states", owned.bucket.row.states, (owned.state_bytes, 0))
         found["padding"] += one.counter_bytes * len(sliced) + sum(owned.counter_bytes for owned in whole)
         exchanged.append([owned for owned in one.trained.whole if not owned.bucket.updates_all])
     found["transient"] = _transient_bytes(units, wire, wide_bytes, exchanged)
-    return {column: found[column] for column in (*COLUMNS, *memories_of(buckets))}
+    return columns_of(found, buckets)
 
 
 def step_bytes(units: Sequence[UnitSpec], updates: Sequence[Updates] = ()) -> int:

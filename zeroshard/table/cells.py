@@ -14,7 +14,7 @@ from typing import Final, Literal, final
 from zeroshard.table.activations import Activations, fits
 from zeroshard.table.layout import Layout, plan_layout
 
-__all__ = ["DEVICE", "Cell", "Elsewhere", "Place", "Replicated", "Residency", "Sharded", "check_memories"]
+__all__ = ["Cell", "DEVICE", "Elsewhere", "Place", "Replicated", "Residency", "Sharded", "check_memories"]
 
 
 DEVICE: Final = "device"
@@ -54,6 +54,11 @@ class Cell(ABC):
     def memory(self) -> str:
         """The memory of the kept elements between uses."""
         return self.place.memory
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the kept elements are always on the device."""
+        return self.memory == DEVICE
 
     @property
     def is_held(self) -> bool:
@@ -259,7 +264,7 @@ class Residency:
     @property
     def moves_states(self) -> bool:
         """Whether a part of the states is not on the device."""
-        return self.states.memory != DEVICE
+        return not self.states.is_on_device
 
     @property
     def has_filed_states(self) -> bool:

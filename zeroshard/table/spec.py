@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from types import MappingProxyType
 from typing import final
 
-from zeroshard.table.cells import DEVICE, Residency
+from zeroshard.table.cells import Residency
 from zeroshard.table.layout import Layout
 from zeroshard.table.schedule import ROOT
 
@@ -120,17 +120,17 @@ class BucketSpec:
     @cached_property
     def here(self) -> Range:
         """The parameters that this rank keeps on its device between passes."""
-        return self.parameters if self.row.parameters.memory == DEVICE else (self.shard[1], self.shard[1])
+        return self.parameters if self.row.parameters.is_on_device else (self.shard[1], self.shard[1])
 
     @cached_property
     def is_whole(self) -> bool:
         """Whether parameters stay full on the device, so that their use needs no gather and no copy."""
-        return self.parameters == self.full and self.row.parameters.memory == DEVICE
+        return self.parameters == self.full and self.row.parameters.is_on_device
 
     @cached_property
     def has_states_here(self) -> bool:
         """Whether master weights and states are on the device, where the update then runs."""
-        return self.row.states.memory == DEVICE
+        return self.row.states.is_on_device
 
     @cached_property
     def has_filed_states(self) -> bool:
@@ -145,7 +145,7 @@ class BucketSpec:
     @cached_property
     def moves_gradients(self) -> bool:
         """Whether gradients are on the device between steps, and states are not: the update needs copies of them."""
-        return not self.has_states_here and self.row.gradients.memory == DEVICE
+        return not self.has_states_here and self.row.gradients.is_on_device
 
     @cached_property
     def can_update_late(self) -> bool:
@@ -220,17 +220,17 @@ class BucketSpec:
     @cached_property
     def apart(self) -> int:
         """Number of parameters whose states are in another memory."""
-        return len(self.names) * (self.row.states.memory != DEVICE)
+        return len(self.names) * (not self.row.states.is_on_device)
 
     @cached_property
     def apart_parameters(self) -> int:
         """Number of parameters whose values are in another memory."""
-        return len(self.names) * (self.row.parameters.memory != DEVICE)
+        return len(self.names) * (not self.row.parameters.is_on_device)
 
     @cached_property
     def apart_gradients(self) -> int:
         """Number of parameters whose gradients are in another memory."""
-        return len(self.names) * (self.row.gradients.memory != DEVICE)
+        return len(self.names) * (not self.row.gradients.is_on_device)
 
     @cached_property
     def apart_states(self) -> Range:
