@@ -24,8 +24,8 @@ MEMORIES = frozenset(["device", "host", "file"])
 NAMES = frozenset(["memory", "master_memory", "DEVICE"])
 """Names that stand for the name of a memory."""
 WORDS = re.compile(
-    r"(^|_)(apart|away|elsewhere|on_host|on_device|filed)($|_)"
-    r"|^(is_direct|has_states_here|moves_states|moves_gradients|can_update_late|_cut)$"
+    r"(^|_)(apart|away|elsewhere|on_host|on_device|in_file|filed)($|_)"
+    r"|^(is_direct|moves_gradients|can_update_late|_cut)$"
 )
 """Attributes and functions that say where something is."""
 PLACES = frozenset(["disk", "landing", "home", "_home", "_apart", "apart"])

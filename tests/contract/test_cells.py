@@ -100,7 +100,7 @@ def test_a_name_that_is_compared_is_found(text: str) -> None:
     [
         "def f(self):\n    return 1 if self.disk is None else 2",
         "def f(comm):\n    while comm.is_on_host:\n        pass",
-        "def f(spec):\n    return [one for one in spec if one.has_filed_states]",
+        "def f(spec):\n    return [one for one in spec if one.states.is_in_file]",
         "def f(grads):\n    return not grads.landing.is_direct",
         "from zeroshard.store.stored import is_stored\ndef f(one):\n    return 1 if is_stored(one) else 2",
     ],

@@ -346,7 +346,7 @@ def test_files_are_nobody_elses(tmp_path: Path) -> None:
     mine = [entry for entry in entries if entry.is_symlink() and str(tmp_path) in os.readlink(entry)]
     assert mine
     assert all(os.stat(entry).st_mode & 0o777 == 0o600 and os.stat(entry).st_nlink == 0 for entry in mine)
-    assert slot_of(run[1].param_groups[0]["params"][0]).bucket.spec.has_filed_states
+    assert slot_of(run[1].param_groups[0]["params"][0]).bucket.spec.row.states.is_in_file
     del run
 
 

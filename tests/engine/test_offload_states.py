@@ -251,7 +251,9 @@ def account(place: str, stage: int, fraction: float) -> dict[str, Any]:
         advance("accumulates", run, range(2))
         models.stack_loss(model, 3, rank_of()).backward()
         memory = zero.memory()
-        shares = [not slot_of(m).bucket.spec.has_states_here for g in optimizer.param_groups for m in g["params"]]
+        shares = [
+            not slot_of(m).bucket.spec.row.states.is_on_device for g in optimizer.param_groups for m in g["params"]
+        ]
         return {"now": memory.resident_bytes, "said": memory.predicted_bytes, "shares": shares, "text": zero.summary()}
 
 

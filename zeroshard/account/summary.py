@@ -210,7 +210,7 @@ def _states_by_unit(units: Sequence[Unit], optimizers: Sequence[ShardedOptimizer
         for master in one.masters:
             values = one.optimizer.state.get(master, {}).values()
             slot, is_small = slot_of(master), {id(v) for v in values if isinstance(v, torch.Tensor) and not v.ndim}
-            is_here = slot.bucket.spec.has_states_here
+            is_here = slot.bucket.spec.row.states.is_on_device
             found[slot.unit] += sum(
                 v.nbytes for v in values if isinstance(v, torch.Tensor) and (is_here or id(v) in is_small)
             )

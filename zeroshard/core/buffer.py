@@ -192,20 +192,21 @@ class Bucket(Ending):
         self.updates += 1
         is_done = is_filed_done and (self._home.is_filed or self._store.is_filed)
         if self.spec.has_masters and not is_done and self.updating is None:
-            with torch.no_grad():  # which costs every step of every bucket 3 microseconds
-                self._store.bring(self._updated, self._masters)
+            self._follow()
 
     def follow_late(self, *, is_on_device: bool) -> None:
         """Round masters that were updated in the background into the parameters, if those are on the device, or not."""
         if self.spec.has_masters and is_on_device is (self._updated.device.type != "cpu"):
-            with torch.no_grad():
-                self._store.bring(self._updated, self._masters)
+            self._follow()
 
     def follow_in_file(self) -> None:
         """Round masters in memory into parameters in a file."""
         if self._home.is_filed and not self._store.is_filed:
-            with torch.no_grad():
-                self._store.bring(self._updated, self._masters)
+            self._follow()
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        self._store.bring(self._updated, self._masters)
 
     def follow_part(self, start: int, values: Tensor) -> Tensor | None:
         """Round a piece of updated masters in a file, from element `start` on, into parameters.
@@ -224,13 +225,8 @@ class Bucket(Ending):
 
     def move_masters(self, move: Callable[[Tensor], Tensor]) -> None:
         """Replace masters on the device, if they are separate from parameters, by tensors of the same values."""
-        if self.spec.has_masters and self.spec.has_states_here:
+        if self.spec.has_masters and self.spec.row.states.is_on_device:
             self._masters = move(self._masters)
-
-    @property
-    def has_filed_masters(self) -> bool:
-        """Whether an update reads and writes the masters in pieces."""
-        return self._store.is_filed
 
     def array(self, key: Hashable = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return the offloaded masters, or an offloaded state, which is allocated at its first use."""
@@ -243,7 +239,7 @@ class Bucket(Ending):
     def room(self, index: int, key: Hashable, dtype: torch.dtype) -> Tensor:
         """Return uninitialized memory for a state of parameter `index`, in the memory of its masters."""
         start, stop = self.master_range(index)
-        if self.spec.has_states_here or start == stop:
+        if self.spec.row.states.is_on_device or start == stop:
             return torch.empty(stop - start, dtype=dtype, device=self._masters.device)
         return self.array(key, dtype)[start - self.spec.states[0] : stop - self.spec.states[0]]
 

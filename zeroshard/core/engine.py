@@ -90,7 +90,7 @@ class Engine(Ending):
         """Whether the current step is skipped because gradients overflowed: slices then have no gradients."""
         self.has_moved_states = False
         """Whether `offload_states()` moved states away, which prevents updates."""
-        has_far = any(not bucket.spec.has_states_here for unit in units for bucket in unit.buckets)
+        has_far = any(not bucket.spec.row.states.is_on_device for unit in units for bucket in unit.buckets)
         self.guard = guard_of(comm, updates_on_host=has_far)
         self.unread: Callable[[], None] | None = None
         """Reads whether the last update was skipped, and acts on it; None if the host knows."""

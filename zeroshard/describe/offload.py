@@ -273,7 +273,7 @@ def text_of(found: Mapping[str, Reached]) -> str:
 
 def written_bytes(bucket: BucketSpec) -> int:
     """Return the bytes of each element that an update of states in files also writes: parameters beside masters."""
-    return itemsize(bucket.formats.param) * (bucket.has_filed_parameters and bucket.has_masters)
+    return itemsize(bucket.formats.param) * (bucket.row.parameters.is_in_file and bucket.has_masters)
 
 
 def _cells(cell: Cell, buckets: Sequence[BucketSpec], dtype_of: Callable[[BucketSpec], str]) -> dict[int, Cell]:

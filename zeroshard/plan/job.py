@@ -145,7 +145,7 @@ class Options:
     @property
     def is_fused(self) -> bool:
         """Whether the optimizer updates in one kernel: by request, or because states are offloaded."""
-        return self.fused or (self.placed_row.moves_states and self.states.is_fused)
+        return self.fused or (not self.placed_row.states.is_on_device and self.states.is_fused)
 
     @property
     def states(self) -> States:
@@ -214,7 +214,7 @@ def check_options(options: Options) -> None:
             f"optimizer={options.optimizer!r} needs whole matrices, and tensor={options.tensor} splits them. Use an "
             "element-wise optimizer, such as adamw, with tensor parallelism, or tensor=1."
         )
-    if options.placed_row.has_filed_states and not options.is_filed:
+    if options.placed_row.states.is_in_file and not options.is_filed:
         raise ValueError(
             f"optimizer={options.optimizer!r} cannot keep its states in files; {', '.join(FILED)} can, and "
             "offload='host' works for every optimizer."

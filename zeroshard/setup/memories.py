@@ -81,7 +81,7 @@ def check_updates(units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Op
         ValueError: an optimizer that is not known to update each element by itself; masters that are rounded at random.
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
-    for optimizer in optimizers if any(b.has_filed_states and b.is_trained for b in buckets) else ():
+    for optimizer in optimizers if any(b.row.states.is_in_file and b.is_trained for b in buckets) else ():
         kind = type(optimizer)
         if not kind.__module__.startswith("torch.optim") or kind.__name__ not in ELEMENTWISE:
             raise ValueError(
@@ -89,7 +89,7 @@ def check_updates(units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Op
                 f"of its states go with which elements is known of {', '.join(sorted(ELEMENTWISE))} of torch.optim "
                 "alone. Use one of these, or offload='host'."
             )
-    in_files = [bucket for bucket in buckets if bucket.has_filed_states or bucket.has_filed_parameters]
+    in_files = [bucket for bucket in buckets if bucket.row.states.is_in_file or bucket.row.parameters.is_in_file]
     if any(bucket.formats.state != bucket.formats.master for bucket in in_files):
         raise ValueError(
             "rounding='stochastic' widens all masters for an update, which those in files cannot be. Use "
@@ -104,5 +104,5 @@ def source_of(engine: Engine, stores: Stores, sharded: ShardedOptimizer) -> Sour
         return Streams(engine, filed.disk, states, filed.place.staging_bytes)
     is_known = background.is_worthwhile(engine.mesh.device) and background.may_be_early(sharded.optimizer)
     buckets = [bucket.spec for unit in engine.units for bucket in unit.buckets]
-    has_time = is_known and any(one.is_trained and not one.has_states_here for one in buckets)
+    has_time = is_known and any(one.is_trained and not one.row.states.is_on_device for one in buckets)
     return background.Early(engine) if has_time and sharded.exchange is None else None

@@ -116,13 +116,13 @@ class Updates:
         """Return the bytes of all states, without counters, that this rank updates on its device or in other memory."""
         numels = [numel for _, numel in self._slices(is_apart=is_apart)]
         packed = sum(n * self.element_bytes - -n // self.block_numel * self.block_bytes for n in numels)
-        kept = (one for one in self.whole if one.is_kept and one.bucket.has_states_here is not is_apart)
+        kept = (one for one in self.whole if one.is_kept and one.bucket.row.states.is_on_device is not is_apart)
         return self.per_element * self.numel_bytes(is_apart=is_apart) + packed + sum(one.state_bytes for one in kept)
 
     def _slices(self, *, is_apart: bool, has_whole: bool = False) -> Iterator[tuple[BucketSpec, int]]:
         """Yield the bucket of each parameter, and the number of elements of this rank's slice."""
         for bucket, index in [*self.parameters, *((o.bucket, o.index) for o in self.whole if has_whole)]:
-            if bucket.has_states_here is not is_apart:
+            if bucket.row.states.is_on_device is not is_apart:
                 start, stop = bucket.layout.overlap(index, *bucket.states)
                 yield bucket, stop - start
 
@@ -172,7 +172,7 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
         sliced, whole = one.trained.parameters, [owned for owned in one.trained.whole if owned.is_kept]
         for bucket, index in sliced:
             only = replace(one, parameters=[(bucket, index)], whole=())
-            nbytes = only.state_bytes(is_apart=not bucket.has_states_here)
+            nbytes = only.state_bytes(is_apart=not bucket.row.states.is_on_device)
             add_bytes(found, "states", bucket.row.states, (nbytes, 0))
         for owned in whole:
             add_bytes(found, "states", owned.bucket.row.states, (owned.state_bytes, 0))

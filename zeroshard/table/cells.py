@@ -61,6 +61,11 @@ class Cell(ABC):
         return self.memory == DEVICE
 
     @property
+    def is_in_file(self) -> bool:
+        """Whether the kept elements are in a file between uses."""
+        return self.memory == "file"
+
+    @property
     def is_held(self) -> bool:
         """Whether gathered parameters stay full from a forward to the end of its backward, not only during use."""
         return False
@@ -260,16 +265,6 @@ class Residency:
     def is_cut(self) -> bool:
         """Whether a rank may update only a part of a parameter."""
         return self._kept(0)[0] != (0, 2)
-
-    @property
-    def moves_states(self) -> bool:
-        """Whether a part of the states is not on the device."""
-        return not self.states.is_on_device
-
-    @property
-    def has_filed_states(self) -> bool:
-        """Whether a part of the states is in files."""
-        return self.states.memory == "file"
 
     @property
     def cuts_gradients(self) -> bool:

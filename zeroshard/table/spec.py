@@ -128,24 +128,9 @@ class BucketSpec:
         return self.parameters == self.full and self.row.parameters.is_on_device
 
     @cached_property
-    def has_states_here(self) -> bool:
-        """Whether master weights and states are on the device, where the update then runs."""
-        return self.row.states.is_on_device
-
-    @cached_property
-    def has_filed_states(self) -> bool:
-        """Whether master weights and states are in a file."""
-        return self.row.states.memory == "file"
-
-    @cached_property
-    def has_filed_parameters(self) -> bool:
-        """Whether parameters are in a file between uses."""
-        return self.row.parameters.memory == "file"
-
-    @cached_property
     def moves_gradients(self) -> bool:
         """Whether gradients are on the device between steps, and states are not: the update needs copies of them."""
-        return not self.has_states_here and self.row.gradients.is_on_device
+        return not self.row.states.is_on_device and self.row.gradients.is_on_device
 
     @cached_property
     def can_update_late(self) -> bool:

@@ -32,7 +32,7 @@ def choose_kernels(guard: Guard, optimizer: torch.optim.Optimizer, undo: Undo) -
     masters = [master for group in optimizer.param_groups for master in group["params"]]
     # All ranks make the same choice. On a CPU, offload leaves the kernels, and so the bits, as they are without it.
     buckets = {slot_of(master).bucket for master in masters}
-    is_apart = any(not one.spec.has_states_here and one.device.type != "cpu" for one in buckets)
+    is_apart = any(not one.spec.row.states.is_on_device and one.device.type != "cpu" for one in buckets)
     if not (guard.is_awaited(optimizer) or is_apart) or type(optimizer) not in FUSED:
         return []
     chosen = [_choose(optimizer, group) for group in [optimizer.defaults | {"params": []}, *optimizer.param_groups]]

@@ -274,4 +274,4 @@ class Chunk(Piece):
 
 
 def _is_filed(master: Tensor) -> bool:
-    return slot_of(master).bucket.has_filed_masters and master.numel() > 0
+    return slot_of(master).bucket.spec.row.states.is_in_file and master.numel() > 0

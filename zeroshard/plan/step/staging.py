@@ -36,7 +36,7 @@ def file_staging_bytes(units: Sequence[UnitSpec], updates: Sequence[Updates]) ->
         count, own, written = 0, [0] * SETS, [0] * SETS
         buckets = {bucket.number: bucket for bucket, _ in one.trained.parameters}
         for bucket in (b for unit in units for b in unit.buckets if b.number in buckets):
-            if not bucket.has_filed_states:
+            if not bucket.row.states.is_in_file:
                 continue
             size = itemsize(bucket.formats.master)
             step = piece_numel(bucket, one.per_element)
@@ -57,7 +57,7 @@ def buffer_bytes(units: Sequence[UnitSpec], *, is_cpu: bool) -> int:
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
     if is_cpu:
-        places = {bucket.row.parameters.place for bucket in buckets if bucket.has_filed_parameters}
+        places = {bucket.row.parameters.place for bucket in buckets if bucket.row.parameters.is_in_file}
     else:
         states = {bucket.row.states.place for bucket in buckets if bucket.is_trained}
         places = {bucket.row.parameters.place for bucket in buckets} | states
